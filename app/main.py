@@ -203,7 +203,7 @@ def _claim_data_folder() -> SingleInstance | int:
         if claim is Claim.RAISED_OTHER:
             _log.info("raised the window that uses this data folder")
             return 0
-        if claim is Claim.HELD_IN_SILENCE:
+        if claim is Claim.NOT_RESPONDING:
             dialogs.warn_not_responding()
             return 1
         if claim is Claim.NOT_WRITABLE:

@@ -1,15 +1,15 @@
-"""Colours, type and the one style sheet, from one `Theme`; and the controller that dresses the application in it.
+"""Colours, fonts and the style sheet of a `Theme`, and the controller that applies it to the application.
 
-Widgets never hold a colour of their own.  They take their look from the style sheet, by these dynamic properties:
+Widgets have no colours of their own.  The style sheet sets their look by these dynamic properties:
 
-- `QPushButton` and `QToolButton`, `kind`: `primary` (one a page), `quiet` (no frame), `danger`; none is a plain button.
-- `QLabel`, `role`: `title`, `heading`, `secondary`, `caption`; none is body text.
-- `QFrame`, `card`: true for a card; `QWidget`, `pane`: `surface`, `background`, `sunken` for what lies behind.
+- `QPushButton` and `QToolButton`, `kind`: `primary` (one per page), `quiet` (no frame), `danger`; plain without it.
+- `QLabel`, `role`: `title`, `heading`, `secondary`, `caption`; body text without it.
+- `QFrame`, `card`: true for a card; `QWidget`, `pane`: `surface`, `background`, `sunken` for backgrounds.
 - `QFrame`, `banner`: `info`, `warning` or `danger`.
 
-What paints itself (plots, Markdown, icons) asks for `colours()` and `body_px()` while it paints: Qt has every widget
-painted again when the theme changes.  What was made before and is kept (a picture, a layout) is made again in
-`changeEvent`, at `StyleChange`, which every widget gets.
+Widgets that paint themselves (plots, Markdown, icons) call `colours()` and `body_px()` while painting: Qt repaints
+every widget when the theme changes.  Cached pictures and layouts are renewed in `changeEvent`, on `StyleChange`, which
+every widget receives.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ FAMILY = "Inter"
 class Theme:
     """Every colour of the window as `#RRGGBB`.
 
-    Text in `text`, `muted`, `accent_text` and `danger` is at least 4.5:1 on each surface it is used on.  `faint` is
-    not: it is for lines, marks and what is disabled, never for something one has to read.
+    Text in `text`, `muted`, `accent_text` and `danger` has a contrast of at least 4.5:1 on each surface it is used on.
+    `faint` has not: it is for lines, marks and disabled controls, never for text that has to be read.
     """
 
     name: str
@@ -126,34 +126,34 @@ DARK = Theme(
 
 
 @dataclass(slots=True)
-class _Worn:
-    """What the application wears.  It is one for the process, as its palette and style sheet are."""
+class _InUse:
+    """The theme in use: one per process, like the application's palette and style sheet."""
 
     theme: Theme = LIGHT
     font_px: int = BODY_PX
 
 
-_worn = _Worn()
+_in_use = _InUse()
 
 
 def colours() -> Theme:
-    """The colours that the application wears now."""
-    return _worn.theme
+    """The colours in use."""
+    return _in_use.theme
 
 
 def themed(name: ColourName) -> QColor:
-    """One of them."""
-    return QColor(getattr(_worn.theme, name))
+    """One of them, as a `QColor`."""
+    return QColor(getattr(_in_use.theme, name))
 
 
 def body_px() -> int:
     """Size of body text in device-independent pixels."""
-    return _worn.font_px
+    return _in_use.font_px
 
 
 def scaled(px: float) -> int:
-    """A length that grows with the text; `px` at its standard size."""
-    return round(px * _worn.font_px / BODY_PX)
+    """A length that scales with the text; `px` at its default size."""
+    return round(px * _in_use.font_px / BODY_PX)
 
 
 def style_sheet(theme: Theme, font_px: int, dpi: float = 96.0) -> str:
@@ -216,27 +216,27 @@ def palette(theme: Theme) -> QPalette:
 
 
 def load_fonts() -> None:
-    """Makes the bundled Inter known to Qt.  Where a file is missing the platform's own font is used instead."""
+    """Registers the bundled Inter with Qt.  If a file is missing, the platform's font is used instead."""
     if FAMILY not in QFontDatabase.families():
         for path in sorted((resources_dir() / "fonts").glob("*.otf")):
             QFontDatabase.addApplicationFont(str(path))
 
 
 def tabular(font: QFont) -> QFont:
-    """`font` with digits of equal width."""
+    """`font` with tabular digits."""
     result = QFont(font)
     result.setFeature(QFont.Tag("tnum"), 1)
     return result
 
 
 def use_tabular_figures(widget: QWidget) -> None:
-    """Digits of equal width, so that a number that changes does not make its line tremble."""
+    """Uses tabular digits, so that changing numbers do not move the text after them."""
     widget.setFont(tabular(widget.font()))
     widget.installEventFilter(_TabularFigures(widget))
 
 
 def set_look(widget: QWidget, name: str, value: str) -> None:
-    """Sets one of the properties that the style sheet goes by, and has the widget follow."""
+    """Sets one of the style sheet's properties, and restyles the widget."""
     if widget.property(name) != value:
         widget.setProperty(name, value)
         widget.style().unpolish(widget)
@@ -245,7 +245,7 @@ def set_look(widget: QWidget, name: str, value: str) -> None:
 
 
 class _TabularFigures(QObject):
-    """Sets the digits again whenever a new style sheet has given the widget a new font."""
+    """Sets tabular digits again whenever a new style sheet has reset the widget's font."""
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
         if event.type() == QEvent.Type.StyleChange and isinstance(watched, QWidget):
@@ -254,7 +254,7 @@ class _TabularFigures(QObject):
 
 
 class ThemeController(QObject):
-    """Chooses the theme, applies it to the whole application, and follows the system while the choice is `system`."""
+    """Chooses the theme, applies it to the application, and follows the system while the choice is `system`."""
 
     def __init__(self, choice: Choice = "system", font_px: int = BODY_PX, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -266,7 +266,7 @@ class ThemeController(QObject):
 
     @property
     def theme(self) -> Theme:
-        return _worn.theme
+        return _in_use.theme
 
     @property
     def choice(self) -> Choice:
@@ -275,7 +275,7 @@ class ThemeController(QObject):
     @property
     def font_px(self) -> int:
         """Size of body text in device-independent pixels."""
-        return _worn.font_px
+        return _in_use.font_px
 
     def set_choice(self, choice: Choice) -> None:
         if choice != self._choice:
@@ -286,8 +286,8 @@ class ThemeController(QObject):
     def set_font_px(self, font_px: int) -> None:
         """Sets the size of body text, held within `MIN_FONT_PX` and `MAX_FONT_PX`."""
         font_px = _clamp(font_px)
-        if font_px != _worn.font_px:
-            self._apply(_worn.theme, font_px)
+        if font_px != _in_use.font_px:
+            self._apply(_in_use.theme, font_px)
 
     def _wanted(self, system: Qt.ColorScheme) -> Theme:
         if self._choice == "system":
@@ -299,26 +299,26 @@ class ThemeController(QObject):
             self._show(self._wanted(system))
 
     def _force_scheme(self) -> None:
-        """Tells the platform too, so that title bars and native dialogs agree with the window."""
+        """Sets the platform's colour scheme too, so that title bars and native dialogs match the window."""
         scheme = {"light": Qt.ColorScheme.Light, "dark": Qt.ColorScheme.Dark}.get(self._choice, Qt.ColorScheme.Unknown)
         QGuiApplication.styleHints().setColorScheme(scheme)
 
     def _show(self, theme: Theme) -> None:
-        if theme is not _worn.theme:
-            self._apply(theme, _worn.font_px)
+        if theme is not _in_use.theme:
+            self._apply(theme, _in_use.font_px)
 
     def _apply(self, theme: Theme, font_px: int) -> None:
         app = QApplication.instance()
         if not isinstance(app, QApplication):
             raise RuntimeError("A ThemeController needs a QApplication.")
-        _worn.theme, _worn.font_px = theme, font_px
+        _in_use.theme, _in_use.font_px = theme, font_px
         font = QFont(FAMILY)
         font.setPixelSize(font_px)
         app.setFont(font)
         app.setPalette(palette(theme))
         screen = app.primaryScreen()
-        # Taken off first: Qt would otherwise go through all that the old sheet was ever asked about, and a widget that
-        # was measured but deleted before it was shown is still on that list, though its memory is gone.
+        # Removed first: Qt would otherwise restyle every object the old sheet has cached, among them widgets that were
+        # measured and deleted before they were shown: dangling pointers.
         app.setStyleSheet("")
         app.setStyleSheet(style_sheet(theme, font_px, screen.logicalDotsPerInchY() if screen else 96.0))
 

@@ -1,4 +1,4 @@
-"""What the last tokens waited for, and what would help: worked out in the background of what a history has."""
+"""What the last tokens waited for, and what would help, analysed in the background from a history."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _EVERY_S, _FIRST_EVERY_S = 8.0, 1.0
 _CORES = psutil.cpu_count(logical=False) or os.cpu_count() or 1
 
 _SAMPLED_NS, _SAMPLES = 2_000_000_000, 40
-"""Of at least so long a stretch some samples of the machine's sensors are known."""
+"""A range this long contains some sensor samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What else advice depends on: the loaded model and how it was asked for, its caches, and the machine."""
+    """What else advice depends on: the loaded model, its requested configuration, its caches, and the machine."""
 
     model: ModelInfo | None = None
     config: EngineConfig | None = None
@@ -52,10 +52,10 @@ class Findings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """The last steps and their spans, as they were: the history goes on without it.
+    """A snapshot of the last steps and their spans, independent of the growing history.
 
     Attributes:
-        others: share of the processor that other programs took, 0 to 1; 0 where no sensor told.
+        others: share of the CPU used by other programs, 0 to 1; 0 if no sensor reported it.
     """
 
     steps: Records
@@ -65,7 +65,7 @@ class Stretch:
 
 
 class Analyser(QObject):
-    """Analyses again when there is news, but no more often than it is worth.  On the GUI thread, but for the work.
+    """Analyses again when there is new data, at a limited rate.  On the GUI thread, except for the analysis itself.
 
     Signals: `analysed(Findings)`.
     """
@@ -80,20 +80,20 @@ class Analyser(QObject):
         self._due_s = 0.0
 
     def close(self) -> None:
-        """Waits for an analysis under way."""
+        """Waits for a running analysis."""
         self._working.close()
 
     def note_news(self) -> None:
-        """Tokens have been made since the last analysis."""
+        """Tokens have been decoded since the last analysis."""
         self._is_news = True
 
     def hurry(self) -> None:
-        """Somebody has come to look: what there is, is analysed at once."""
+        """A page was opened: analyse what there is at once."""
         self._is_news = self._is_hurried = True
         self._due_s = 0.0
 
     def analyse(self, history: History, machine: Machine) -> None:
-        """Begins if there is news and it is time; cheap otherwise.  Of nothing there are no findings."""
+        """Starts if there is new data and the interval has passed; cheap otherwise.  No data gives no findings."""
         if not self._is_news or self._working.is_busy or self._clock_ns() / 1e9 < self._due_s:
             return
         self._is_news = False
@@ -102,17 +102,17 @@ class Analyser(QObject):
             self._working.ask(lambda: _findings(stretch, machine), self._on_found)
 
     def _on_found(self, findings: Findings) -> None:
-        if not self._is_hurried:  # else the next tokens are news all the same
-            is_full = findings.waiting.tokens >= WAITING_TOKENS  # few tokens take little time, and each is news
+        if not self._is_hurried:  # else the next tokens count as new data anyway
+            is_full = findings.waiting.tokens >= WAITING_TOKENS  # few tokens take little time, and each one matters
             self._due_s = self._clock_ns() / 1e9 + (_EVERY_S if is_full else _FIRST_EVERY_S)
         self._is_hurried = False
         self.analysed.emit(findings)
 
 
 def waiting_for_last(history: History, tokens: int) -> Waiting:
-    """What the last steps waited for, of a chat or of a batch, as far as their spans are still there.
+    """What the last steps of a chat or a batch waited for, as far as their spans are still kept.
 
-    With it what other programs took of the processor meanwhile, as far as sensors have told.
+    Includes other programs' CPU use in that time, as far as sensors reported it.
     """
     from engine.telemetry.analysis import Waiting
 
@@ -121,14 +121,14 @@ def waiting_for_last(history: History, tokens: int) -> Waiting:
 
 
 def last_stretch(history: History, tokens: int) -> Stretch | None:
-    """The last steps, of a chat or of a batch, that made so many tokens; None if there are none with spans."""
+    """The last steps, of a chat or a batch, that decoded this many tokens; None if there are none with spans."""
     import numpy as np
 
     from app.services.history.history import of_last_kind
     from engine.telemetry.lanes import BATCH_STEP
 
-    steps = of_last_kind(history.last_steps(tokens + 50))[-tokens:]  # prefills lie between
-    if len(steps):  # a step of a batch makes many
+    steps = of_last_kind(history.last_steps(tokens + 50))[-tokens:]  # prefills are in between
+    if len(steps):  # a batch step decodes many tokens
         enough = int(np.searchsorted(np.cumsum(steps["tokens"][::-1]), tokens)) + 1
         steps = steps[-enough:]
     since = history.spans_since_ns
@@ -143,7 +143,7 @@ def last_stretch(history: History, tokens: int) -> Stretch | None:
 
 
 def others_between(history: History, start_ns: int, end_ns: int) -> float:
-    """Share of the processor that other programs took, 0 to 1; 0 where no sensor told."""
+    """Share of the CPU used by other programs, 0 to 1; 0 if no sensor reported it."""
     import numpy as np
 
     edges = np.linspace(min(start_ns, end_ns - _SAMPLED_NS), end_ns, _SAMPLES + 1)
@@ -183,10 +183,10 @@ def _advice(waited: Waiting, machine: Machine) -> Advice | None:
 
 @lru_cache(maxsize=4)
 def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
-    """The plan of a loaded model on this machine; None where the planner cannot tell.  Slow the first time.
+    """The plan of a loaded model on this machine; None if the planner has none.  Slow the first time.
 
     Args:
-        name: of the model, for when its folder has been moved.
+        name: of the model, in case its folder has been moved.
     """
     from app.services.predicted_timeline import shape_of
     from engine.telemetry.advice import PlannedSpeed

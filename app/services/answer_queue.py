@@ -1,4 +1,4 @@
-"""Questions to the engine, one at a time: waits for the model, gathers the answer, and saves it as it grows."""
+"""Sends prompts to the engine one at a time: waits for the model, collects the answer, and saves it as it grows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
 
 SHOW_MS = 40
-"""Text is handed to the window this often: faster than the eye reads, and far fewer events than tokens."""
+"""Interval of text updates to the window: faster than people read, and far fewer events than tokens."""
 
 SAVE_S = 0.4
-"""An answer that is being written is saved this often; a crash loses at most so much."""
+"""Interval of saving a growing answer: the most that a crash can lose."""
 
 CANCELLED = "cancelled"
 
@@ -39,7 +39,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stage, with how much of it is done (0 to 1, None if unknown) or the rate at which tokens come."""
+    """A stage, with its progress (0 to 1, None if unknown) or the token rate."""
 
     stage: Stage
     fraction: float | None = None
@@ -62,7 +62,7 @@ class _Turn:
 
 
 def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessage, ...]:
-    """The messages to send: empty answers are left out, and turns of one role in a row become one."""
+    """The messages to send: empty answers are left out, and consecutive turns of one role are merged."""
     turns: list[ChatMessage] = []
     if system_prompt.strip():
         turns.append(ChatMessage("system", system_prompt))
@@ -77,10 +77,10 @@ def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessa
 
 
 class AnswerQueue(QObject):
-    """Asks for answers in turn.  Every answer ends as complete, partial or failed, and is saved as such.
+    """Requests answers in turn.  Every answer ends as complete, partial or failed, and is saved as such.
 
     Signals:
-        changed: the answer (a `Message`) that has grown or ended; the text in it is all there is.
+        changed: the answer (a `Message`) that has grown or ended, with its full text so far.
         phase_changed: id of an answer, and its `Phase`.
     """
 
@@ -103,18 +103,18 @@ class AnswerQueue(QObject):
         self._running: _Turn | None = None
         self._phases: dict[str, Phase] = {}
         self._pace = QTimer(self, interval=SHOW_MS)
-        self._pace.timeout.connect(self._hand_on)
+        self._pace.timeout.connect(self._emit_text)
         client.state_changed.connect(self._start_next)
         client.model_loaded.connect(self._start_next)
-        client.loading_changed.connect(self._tell_waiting)
+        client.loading_changed.connect(self._report_waiting)
 
     def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams) -> None:
-        """Answer `messages`.  `answer` is the empty message to fill; it is in the store already."""
+        """Answer `messages`.  `answer` is the empty message to fill; it is already in the store."""
         self._waiting.append(_Turn(answer, messages, sampling))
         self._start_next()
 
     def stop(self, message_id: str) -> None:
-        """End an answer now, running or waiting; the text so far is kept."""
+        """Stop an answer now, running or waiting; the text so far is kept."""
         running = self._running
         if running is not None and running.answer.id == message_id:
             running.cancelling = True
@@ -125,7 +125,7 @@ class AnswerQueue(QObject):
             if turn.answer.id == message_id:
                 self._waiting.remove(turn)
                 self._end(turn, MessageState.PARTIAL, "", CANCELLED, None)
-                self._tell_waiting()
+                self._report_waiting()
                 return
 
     def stop_all(self, message_ids: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ class AnswerQueue(QObject):
             self.stop(message_id)
 
     def phase(self, message_id: str) -> Phase | None:
-        """What an answer that has not ended is doing."""
+        """The phase of an answer that has not ended."""
         return self._phases.get(message_id)
 
     @property
@@ -144,7 +144,7 @@ class AnswerQueue(QObject):
     # --- starting ---
 
     def _start_next(self) -> None:
-        # Only a ready engine takes a turn: anything else it does (load, another program's request) comes first.
+        # Only start on a ready engine: its other work (loading, another request) comes first.
         model = self._client.model if self._client.state is EngineState.READY else None
         if model is not None and self._running is None and self._waiting:
             turn = self._running = self._waiting.popleft()
@@ -154,9 +154,9 @@ class AnswerQueue(QObject):
             request.token.connect(self._on_token)
             request.finished.connect(self._on_finished)
             self._set_phase(turn, Phase(Stage.READING))
-        self._tell_waiting()
+        self._report_waiting()
 
-    def _tell_waiting(self) -> None:
+    def _report_waiting(self) -> None:
         phase = self._waiting_phase()
         for turn in self._waiting:
             self._set_phase(turn, phase)
@@ -174,7 +174,7 @@ class AnswerQueue(QObject):
             self._phases[turn.answer.id] = phase
             self.phase_changed.emit(turn.answer.id, phase)
 
-    # --- while it is written ---
+    # --- streaming ---
 
     def _on_reading(self, progress: Progress) -> None:
         if self._running is not None:
@@ -194,10 +194,10 @@ class AnswerQueue(QObject):
             turn.unsaved = True
         if not self._pace.isActive():
             self._pace.start()
-            self._hand_on()
+            self._emit_text()
 
-    def _hand_on(self) -> None:
-        """Shows what came since the last time, and now and then saves it; ends when nothing is left to do."""
+    def _emit_text(self) -> None:
+        """Emits new text since the last time, and saves it now and then; stops when nothing is left to do."""
         turn, now = self._running, self._clock()
         if turn is not None and turn.unshown:
             turn.unshown = False
@@ -211,7 +211,7 @@ class AnswerQueue(QObject):
         if turn is None or not turn.unsaved:
             self._pace.stop()
 
-    # --- its end ---
+    # --- the end ---
 
     def _on_finished(self, event: Finished | Failed) -> None:
         turn = self._running

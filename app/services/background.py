@@ -1,7 +1,8 @@
-"""Slow functions off the GUI thread, their results back on it.
+"""Runs slow functions off the GUI thread and delivers their results on it.
 
-`LatestTask` is for what is only wanted as of now: a plan, a page of rows, a list.  `TaskQueue` is for what must happen:
-a file to write, a folder to delete.  Both run one function at a time, and belong to a `QObject` of the GUI thread.
+`LatestTask` is for results of which only the latest matters: a plan, a page of rows, a list.  `TaskQueue` is for work
+that must be done: writing a file, deleting a folder.  Both run one function at a time, and belong to a `QObject` of
+the GUI thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from PySide6.QtCore import QObject, QTimer, Signal
 _log = logging.getLogger("switchyard.background")
 
 WAIT_S = 5.0
-"""So long `close` waits for one function."""
+"""How long `close` waits for one function."""
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class _Job:
 
 
 class _Background(QObject):
-    """One thread at a time; what came of it is told on the thread of this object, and to nobody once that is gone."""
+    """One thread at a time; results are delivered on this object's thread, and dropped once it is deleted."""
 
     _ended = Signal(object, object, object)
 
@@ -49,11 +50,11 @@ class _Background(QObject):
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that is wanted runs, or waits for its turn."""
+        """Whether a function that is still wanted runs or waits."""
         return bool(self._waiting) or (self._running is not None and self._running.is_wanted)
 
     def close(self) -> None:
-        """Waits for what runs and for what must run; results that have not been told by then may not be told at all."""
+        """Waits for running and queued work; results not delivered by then may be lost."""
         while self._join() and self._waiting:
             self._start(self._waiting.popleft())
 
@@ -81,12 +82,12 @@ class _Background(QObject):
         try:
             self._ended.emit(job, result, failure)
         except RuntimeError:
-            _log.info("nobody waits for %s any more", job.name)  # the window closed meanwhile
+            _log.info("the result of %s is no longer needed", job.name)  # the window has closed
 
     def _on_ended(self, job: _Job, result: object, failure: Exception | None) -> None:
         if job is self._running:
             self._running = self._thread = None
-        # Before it is told: who is told may ask for more, and that comes after what waits already.
+        # Before delivery: the receiver may ask again, and that goes after what is already queued.
         self._begin()
         if not job.is_wanted:
             return
@@ -97,10 +98,10 @@ class _Background(QObject):
 
 
 class LatestTask(_Background):
-    """Runs the function asked for last.  What waits when another is asked for never runs; what runs is not told of.
+    """Runs the function requested last.  A waiting one is replaced, a running one's result is dropped.
 
     Args:
-        after_ms: wait so long for another question before beginning: who types or drags asks once.
+        after_ms: debounce: how long to wait for a further request, as while typing or dragging.
     """
 
     def __init__(self, parent: QObject | None = None, *, after_ms: int = 0) -> None:
@@ -116,7 +117,7 @@ class LatestTask(_Background):
     ) -> None:
         """Runs `function` in the background; then, on this thread, `done` with its result or `failed` with its error.
 
-        Neither is called if something else is asked meanwhile.  An error that nobody wants to know of is logged.
+        Neither is called if there is another request meanwhile.  An error without `failed` is logged.
         """
         self.forget()
         job = _Job(function, done, failed or _log_failure(function))
@@ -127,14 +128,14 @@ class LatestTask(_Background):
             self._begin()
 
     def forget(self) -> None:
-        """Nobody wants to know any more: what waits does not run, and of what runs nothing is told."""
+        """Cancels the request: a waiting function does not run, a running one's result is dropped."""
         self._soon.stop()
         self._waiting.clear()
         if self._running is not None:
             self._running.is_wanted = False
 
     def close(self) -> None:
-        """As `forget`, and waits for what runs."""
+        """As `forget`, and waits for the running function."""
         self.forget()
         super().close()
 
@@ -144,7 +145,7 @@ class LatestTask(_Background):
 
 
 class TaskQueue(_Background):
-    """Runs every function, one after the other, in the order in which they came."""
+    """Runs all functions, one at a time, in order."""
 
     def add(
         self,
@@ -154,7 +155,7 @@ class TaskQueue(_Background):
     ) -> None:
         """Runs `function` when its turn comes; then, on this thread, `done` with its result or `failed` with its error.
 
-        An error that nobody wants to know of is logged.
+        An error without `failed` is logged.
         """
         self._waiting.append(_Job(function, done, failed or _log_failure(function)))
         self._begin()
@@ -162,5 +163,5 @@ class TaskQueue(_Background):
 
 def _log_failure(function: Callable[[], Any]) -> Callable[[Exception], None]:
     name = getattr(function, "__name__", type(function).__name__)
-    # Its kind alone: a message may hold what a person wrote.
+    # Only its type: the message may contain what the user wrote.
     return lambda error: _log.warning("%s failed in the background: %s", name, type(error).__name__)

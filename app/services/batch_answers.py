@@ -1,4 +1,4 @@
-"""What a job has answered, read from its journal, with the prompts that its input gives."""
+"""A job's answers, read from its journal, with their prompts from its input."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST_CHARACTERS = 400
 
 
 class JobAnswers:
-    """Pages of one job's answers.  Slow: for threads other than the GUI's, one call at a time.
+    """Pages of one job's answers.  Slow: for background threads, one call at a time.
 
-    The prompts come from the input, which is read on from page to page; they are empty where it cannot be read.
+    Prompts come from the input, which is read sequentially from page to page; they are empty if it cannot be read.
     """
 
     def __init__(self, entry: JobEntry) -> None:
@@ -30,7 +30,7 @@ class JobAnswers:
         self._next = -1
 
     def page(self, after: int, *, failed_only: bool = False, limit: int = PAGE_ROWS) -> list[BatchRow]:
-        """The answers that follow the row `after`, their texts shortened."""
+        """The answers after `row`, with shortened texts."""
         with self._lock:
             answers = read_answers(self._entry.journal, after=after, limit=limit, failed_only=failed_only)
             return [
@@ -39,7 +39,7 @@ class JobAnswers:
             ]
 
     def whole(self, row: int) -> BatchRow | None:
-        """One answer with all its text; None if there is none (any more)."""
+        """One answer with its full text; None if it does not exist (any more)."""
         with self._lock:
             answers = read_answers(self._entry.journal, after=row - 1, limit=1)
             if not answers or answers[0].row != row:

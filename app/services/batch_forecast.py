@@ -1,4 +1,4 @@
-"""Forecasts of a batch job, made off the GUI thread while its form is filled in."""
+"""Forecasts for the form of a batch job, made off the GUI thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _DEBOUNCE_MS = 250
 
 
 class BatchForecasts(QObject):
-    """Answers the last question asked; one that another has overtaken is left out.
+    """Answers the latest question; superseded ones are dropped.
 
     Signals:
-        told: a `Forecast`, or None if nothing can be said.
+        answered: a `Forecast`, or None if none is possible.
     """
 
-    told = Signal(object)
+    answered = Signal(object)
 
     def __init__(
         self,
@@ -33,18 +33,18 @@ class BatchForecasts(QObject):
         self._task = LatestTask(self, after_ms=_DEBOUNCE_MS)
 
     def ask(self, question: ForecastQuestion) -> None:
-        """Predicts a moment later, so that who types asks once; the same question is not answered twice."""
+        """Forecasts after a short delay, so that typing asks only once; the same question is not answered twice."""
         if question != self._asked:
             self._asked = question
-            told = self.told.emit
-            self._task.ask(lambda: self._forecast(question), told, lambda _error: told(None))
+            answered = self.answered.emit
+            self._task.ask(lambda: self._forecast(question), answered, lambda _error: answered(None))
 
     def forget(self) -> None:
-        """Nobody wants to know any more."""
+        """Cancels the question."""
         self._asked = None
         self._task.forget()
 
     def close(self) -> None:
-        """As `forget`, and waits for what is under way."""
+        """As `forget`, and waits for a running forecast."""
         self._asked = None
         self._task.close()

@@ -1,4 +1,4 @@
-"""What a file or folder of rows holds, looked at before anything is asked.  Slow: not for the GUI thread."""
+"""Previews an input file or folder before a job starts.  Slow: not for the GUI thread."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ TEXT_SUFFIXES = frozenset({".txt", ".md", ".csv", ".tsv", ".jsonl", ".ndjson"})
 
 @dataclass(frozen=True, slots=True)
 class InputPreview:
-    """What an input holds.
+    """The contents of an input.
 
     Attributes:
         path, form: what was opened, and how.
         columns: of every row.
-        rows: the first ones, a text for each column.
-        template: what to ask where nobody says; empty if that is not clear.
+        rows: the first ones, one text per column.
+        template: the suggested prompt; empty if none is obvious.
         openai: whether rows are OpenAI requests.
-        is_text: whether an encoding matters.
-        is_delimited: whether a separator matters.
-        has_plain_text: whether it matters if a text file is a row or its lines are.
-        problem: what is wrong with the first bad row, as the end of a sentence; empty if nothing was found.
+        is_text: whether the encoding matters.
+        is_delimited: whether the separator matters.
+        has_plain_text: whether a row may be a whole text file or one of its lines.
+        problem: what is wrong with the first invalid row, as the end of a sentence; empty if all are valid.
     """
 
     path: Path
@@ -82,7 +82,7 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
 
 
 def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> int | None:
-    """How many rows there are; None where counting would take long, or the input cannot be read."""
+    """The number of rows; None if counting would take long, or the input cannot be read."""
 
     def between(_share: float) -> None:
         if cancelled():
@@ -95,12 +95,12 @@ def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> in
 
 
 def can_be_read(path: Path) -> bool:
-    """Whether a file's name says that it holds rows, or it is a folder."""
+    """Whether this is a folder, or a file with a supported extension."""
     return path.is_dir() or path.suffix.lower() in INPUT_SUFFIXES
 
 
 def free_output(source: Path, suffix: str) -> Path:
-    """A name beside the input that nobody has: `complaints.answers.csv`, or with a number."""
+    """An unused name beside the input: `complaints.answers.csv`, numbered if necessary."""
     stem = source.name if source.is_dir() else source.stem
     number = 1
     while True:
@@ -111,6 +111,6 @@ def free_output(source: Path, suffix: str) -> Path:
 
 
 def usual_suffix(source: Path) -> str:
-    """The kind of result file that goes with an input: its own where that can be written."""
+    """The result's file type for an input: the same if it can be written."""
     suffix = source.suffix.lower()
     return suffix if source.is_file() and suffix in (".csv", ".tsv", ".parquet", ".xlsx") else ".jsonl"

@@ -1,4 +1,4 @@
-"""A batch job as the window knows it."""
+"""A batch job, as the window represents it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.common.config import BatchJob
 
 
 class JobState(Enum):
-    """What a job is doing."""
+    """A job's state."""
 
     QUEUED = "queued"
     RUNNING = "running"
@@ -28,33 +28,32 @@ UNDER_WAY = frozenset({JobState.RUNNING, JobState.STOPPING})
 """The engine works on it."""
 
 RESUMABLE = frozenset({JobState.PAUSED, JobState.STOPPED, JobState.FAILED})
-"""It has rows that are not answered, and nobody works on it."""
+"""It has unanswered rows, and is not running."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobEntry:
-    """One job.  There is one for every output, as there is one journal.
+    """One job.  There is one per output, as there is one journal.
 
     Attributes:
         key: the name of its journal.
-        job: as it is to be started next.
+        job: as it will be started next.
         created_s: seconds since 1970.
         model: name of the model that answers it; empty before it has run.
-        done, failed: rows that have ended, and those of them that failed.
-        total: rows in all; None while nobody knows.
-        tokens_per_s: generated lately; 0 while there is nothing to tell by.
-        ends_low_s, ends_high_s: when it will be done, seconds since 1970; None while there is nothing to tell by.
-        plan: how it was going to be run when it last began; None where that was not said.
-        under_way: rows that share each sweep through the weights now; 0 while nobody knows.
-        gives_way: it runs, and waits while a chat is answered.
-        turn: its place in the queue, 1 for the next; 0 if it does not wait.
-        ran_tokens, ran_s: what was generated in the last run, and the seconds that it took.
-        blocked: why nothing goes on though it runs, as a sentence.
-        reason: why it does not run, as a sentence; empty if the user wished so.
-        note: a word about how its rows were run, or where its result is.
-        result, errors: where the result is, and the failures of OpenAI requests; empty where that is not known.
-        begun_model, begun_precision: path of the model and precision that its answers were made with; empty without
-            answers.
+        done, failed: finished rows, and how many of them failed.
+        total: all rows; None while unknown.
+        tokens_per_s: recent rate; 0 while unknown.
+        ends_low_s, ends_high_s: expected end, seconds since 1970; None while unknown.
+        plan: the plan at its last start; None if there was none.
+        under_way: rows that currently share each sweep through the weights; 0 while unknown.
+        gives_way: it runs, but waits while a chat is answered.
+        turn: its place in the queue, 1 for the next; 0 if it is not queued.
+        ran_tokens, ran_s: tokens generated in the last run, and its seconds.
+        blocked: why it runs without making progress, as a sentence.
+        reason: why it does not run, as a sentence; empty if the user paused it.
+        note: a remark about how its rows were run, or where its result is.
+        result, errors: paths of the result, and of failed OpenAI requests; empty while unknown.
+        begun_model, begun_precision: path of the model and precision of its existing answers; empty without any.
     """
 
     key: str
@@ -92,7 +91,7 @@ class JobEntry:
 
     @property
     def result_file(self) -> Path:
-        """Where its result is, or will be: beside the output, if a file of somebody else was in the way."""
+        """Where its result is or will be: beside the output, if that name is taken by another file."""
         return Path(self.result) if self.result else self.output
 
     @property
@@ -101,7 +100,7 @@ class JobEntry:
 
     @property
     def share(self) -> float | None:
-        """How much of it is done, 0 to 1; None while nobody knows."""
+        """Its progress, 0 to 1; None while unknown."""
         if self.state is JobState.FINISHED:
             return 1.0
         return min(1.0, self.done / self.total) if self.total else None

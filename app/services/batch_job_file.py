@@ -1,7 +1,7 @@
-"""The jobs that are known at the start: what their journals tell, and what the window wrote down besides.
+"""Jobs known at start-up: from their journals, and from the window's own notes.
 
-A journal knows what was answered, but neither how many rows there are in all nor why a job stopped, and a job whose
-turn has not come has none.  That is in a small file beside the journals; where the two differ, the journal is right.
+A journal knows the answers, but neither the total of rows nor why a job stopped, and a job that has not started has
+none.  These facts are in a small file beside the journals; if the two disagree, the journal is right.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _WAS_WAITING = frozenset({JobState.QUEUED, JobState.RUNNING, JobState.STOPPING, 
 
 
 def save_jobs(entries: Iterable[JobEntry]) -> None:
-    """Writes down what journals do not know.
+    """Saves what journals do not contain.
 
     Raises:
-        OSError: the file is then as it was.
+        OSError: the file is unchanged.
     """
     content = [
         {
@@ -47,7 +47,7 @@ def save_jobs(entries: Iterable[JobEntry]) -> None:
 
 
 def load_jobs() -> list[JobEntry]:
-    """All jobs, the newest first; slow with many journals: not for the GUI thread."""
+    """All jobs, newest first; slow with many journals: not for the GUI thread."""
     noted = {entry.key: entry for entry in _noted()}
     entries: dict[str, JobEntry] = {}
     for known in known_jobs():
@@ -60,7 +60,7 @@ def load_jobs() -> list[JobEntry]:
 
 
 def job_of(values: Any) -> BatchJob | None:
-    """A job as its JSON says; None if that is none."""
+    """A job from its JSON; None if it is invalid."""
     if not isinstance(values, Mapping):
         return None
     try:
@@ -100,11 +100,11 @@ def _from_journal(known: KnownJob, noted: JobEntry | None) -> JobEntry | None:
 
 
 def _at_rest(entry: JobEntry) -> JobEntry:
-    """A job as it is when a window opens: none runs by itself."""
+    """The job's state when a window opens: none starts automatically."""
     if entry.state not in _WAS_WAITING:
         return entry
     if entry.state is JobState.QUEUED:
-        reason = translate("BatchJobs", "Switchyard was closed before the job's turn came.")
+        reason = translate("BatchJobs", "Switchyard was closed before the job started.")
     else:
         reason = translate("BatchJobs", "Switchyard was closed while the job ran; no answered row is lost.")
     return replace(entry, state=JobState.PAUSED, reason=reason)

@@ -1,4 +1,4 @@
-"""The jobs of the window: several wait, one runs, and none is lost with the engine or with the window."""
+"""The window's batch jobs: one runs, others are queued, and none is lost if the engine or the window ends."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from engine.protocol import Failed
 _log = logging.getLogger("switchyard.batch")
 
 WATCH_MS = 2000
-"""How often jobs of other processes are asked whether they still run."""
+"""How often other processes' jobs are checked."""
 
 
 class BatchJobs(QObject):
-    """Sends one job at a time to the engine, in the order in which they were wanted.
+    """Sends one job at a time to the engine, in the order of the queue.
 
     Signals:
-        changed: a `JobEntry` that is new or differs.
+        changed: a `JobEntry` that is new or has changed.
         removed: the key of a job that is no longer listed.
-        answered: a job's key and the `BatchRow`s that ended since the last time.
-        listed: the jobs of earlier starts are known.
-        trouble: one sentence on what could not be written down.
+        answered: a job's key and its newly finished `BatchRow`s.
+        listed: the jobs of earlier sessions have been read.
+        trouble: one sentence on what could not be saved.
     """
 
     changed = Signal(object)
@@ -63,15 +63,15 @@ class BatchJobs(QObject):
         client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self._start_next)
 
-    # --- what is known ----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> list[JobEntry]:
-        """All jobs, the newest first."""
+        """All jobs, newest first."""
         return sorted(self._entries.values(), key=lambda entry: -entry.created_s)
 
     def entry(self, key: str) -> JobEntry | None:
-        """The job of that key."""
+        """The job with this key."""
         return self._entries.get(key)
 
     @property
@@ -80,17 +80,17 @@ class BatchJobs(QObject):
         return self._entries.get(self._running)
 
     def list_again(self) -> None:
-        """Reads the journals; `listed` tells when that is done."""
-        # Asking whether somebody works on a job takes its lock for a moment: not while a job of ours may want it.
-        # Nor while a job that was removed is still on the disk: it would be listed again.
+        """Reads the journals; `listed` follows."""
+        # The check for a running process briefly takes a job's lock: not while a job of ours may need it.
+        # Nor while a removed job is still being deleted: it would be listed again.
         busy = any(task.is_busy for task in (self._listing, self._saving, self._discarding))
         if not busy and not self._running:
             self._listing.ask(load_jobs, self._on_listed)
 
-    # --- what a person may do ---------------------------------------------------------------------
+    # --- actions ----------------------------------------------------------------------------------
 
     def add(self, job: BatchJob, total: int | None = None) -> str:
-        """A new job, last in the queue; its key."""
+        """Adds a job at the end of the queue; returns its key."""
         key = key_of(job.output)
         self._bin.pop(key, None)
         self._turns.append(key)
@@ -99,7 +99,7 @@ class BatchJobs(QObject):
         return key
 
     def resume(self, key: str, start: BatchStart = "resume") -> None:
-        """Goes on with a job, asks its failed rows again, or starts it over, when its turn comes."""
+        """Queues a job to be resumed, retried or restarted."""
         entry = self._entries[key]
         if entry.state in RESUMABLE or (entry.state is JobState.FINISHED and start != "resume"):
             done = 0 if start == "restart" else entry.done - (entry.failed if start == "retry_failed" else 0)
@@ -111,11 +111,11 @@ class BatchJobs(QObject):
             self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
             self._start_next()
 
-    def settings_to_go_on(self, key: str) -> EngineConfig | None:
-        """How the model is to be loaded for a job to go on as it was begun; None if the loaded one does.
+    def config_to_resume(self, key: str) -> EngineConfig | None:
+        """The configuration that a job needs to be resumed; None if the loaded one will do.
 
-        A model that was tuned since, or that fits in better now, may have another precision: rows of one job are not
-        answered some this way and some that way.
+        A model that was tuned since then, or that fits better now, may have another precision: the rows of one job are
+        not mixed from two.
         """
         entry, model, config = self._entries[key], self._client.model, self._client.config
         if not entry.done or model is None or config is None or not entry.begun_model:
@@ -127,23 +127,23 @@ class BatchJobs(QObject):
         return replace(config, model=config.model if same_model else entry.begun_model, precision=precision)
 
     def pause(self, key: str) -> None:
-        """Stops a job for now, or takes it out of the queue."""
+        """Pauses a job, or takes it out of the queue."""
         self._end_by_wish(key, JobState.PAUSED)
 
     def stop(self, key: str) -> None:
-        """Ends a job before its last row; the result file then holds the rows that are answered."""
+        """Ends a job early; the result file then holds the answered rows."""
         self._end_by_wish(key, JobState.STOPPED)
 
     def move(self, key: str, places: int) -> None:
-        """Puts a job that waits so many places later in the queue, or earlier if that is negative."""
+        """Moves a waiting job this many places down the queue, or up if negative."""
         if key in self._turns:
             place = self._turns.index(key)
             self._turns.remove(key)
             self._turns.insert(max(0, place + places), key)
-            self._tell_turns()
+            self._update_turns()
 
     def remove(self, key: str) -> None:
-        """Takes a job off the list, its answers being kept until `empty_bin`; the result file stays where it is."""
+        """Removes a job from the list, keeping its answers until `empty_bin`; its result file is not touched."""
         entry = self._entries[key]
         if entry.state not in UNDER_WAY and entry.state is not JobState.ELSEWHERE:
             self._bin[key] = self._entries.pop(key)
@@ -151,9 +151,9 @@ class BatchJobs(QObject):
                 self._turns.remove(key)
             self.removed.emit(key)
             self._save()
-            self._tell_turns()
+            self._update_turns()
 
-    def bring_back(self, key: str) -> None:
+    def restore(self, key: str) -> None:
         """Undoes `remove`."""
         entry = self._bin.pop(key, None)
         if entry is not None:
@@ -161,38 +161,38 @@ class BatchJobs(QObject):
             self._put(replace(entry, state=JobState.PAUSED) if paused else entry)
 
     def empty_bin(self) -> None:
-        """Discards the journals of removed jobs."""
+        """Deletes the journals of removed jobs."""
         for entry in self._bin.values():
             self._discarding.add(
                 partial(discard, entry.journal),
-                failed=lambda error: _log.warning("a journal stays: %s", type(error).__name__),
+                failed=lambda error: _log.warning("a journal could not be deleted: %s", type(error).__name__),
             )
         self._bin.clear()
 
-    # --- giving way -------------------------------------------------------------------------------
+    # --- holding the queue ------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Lets nothing run until `go_on`: the job under way waits for its next turn."""
+        """Pauses the queue until `release`: the running job waits for its next turn."""
         self._held = True
         if self._running and self._entries[self._running].state is JobState.RUNNING:
             self._wish = JobState.QUEUED
             self._cancel()
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         """Ends `hold`."""
         self._held = False
         self._start_next()
 
     def close_down(self) -> None:
-        """Writes down how things stand; jobs are listed as paused at the next start."""
+        """Saves the state; jobs are listed as paused at the next start."""
         self._watch.stop()
         self.empty_bin()
         for task in (self._saving, self._listing, self._discarding):
             task.close()
         if not self._is_listed and not self._entries:
-            return  # what was written down is known to nobody here
+            return  # the saved jobs have not been read yet
         try:
-            save_jobs(self._entries.values())  # nobody waits for the window any more
+            save_jobs(self._entries.values())  # directly: the event loop is about to end
         except OSError as error:
             self._on_not_saved(error)
 
@@ -208,7 +208,7 @@ class BatchJobs(QObject):
         job = entry.job
         self._running = key
         self._wish = JobState.PAUSED
-        # Whatever ends this run, the next one goes on with what it has answered.
+        # However this run ends, the next one resumes from its answers.
         gives_way = self._client.state is EngineState.BUSY
         resumed = replace(job, start="resume")
         info = self._client.model
@@ -237,11 +237,11 @@ class BatchJobs(QObject):
         elif entry.state in RESUMABLE:
             self._put(replace(entry, state=state, reason=""))
 
-    # --- what the engine says ---------------------------------------------------------------------
+    # --- events of the engine ---------------------------------------------------------------------
 
     def _on_state(self, state: EngineState) -> None:
         entry = self.running
-        # A job alone leaves the engine READY; what makes it BUSY beside one is a chat, to which the job gives way.
+        # A job alone leaves the engine READY; what makes it BUSY is a chat, to which the job gives way.
         gives_way = state is EngineState.BUSY
         if entry is not None and entry.gives_way != gives_way:
             self._put(replace(entry, gives_way=gives_way), to_file=False)
@@ -292,14 +292,14 @@ class BatchJobs(QObject):
             return replace(
                 entry, state=JobState.FINISHED, done=event.done, failed=event.failed, total=event.done, note=event.note
             )
-        if event.done:  # a job that was stopped before it began says nothing of earlier runs
+        if event.done:  # a job stopped before it began reports nothing about earlier runs
             entry = replace(entry, done=event.done, failed=event.failed)
         if entry.state is not JobState.STOPPING and self._wish is JobState.PAUSED:
             why = self.tr("The engine was needed for something else, such as another model; no answered row is lost.")
             return replace(entry, state=JobState.PAUSED, reason=why)
         return replace(entry, state=self._wish)
 
-    # --- keeping ----------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def _put(self, entry: JobEntry, *, to_file: bool = True) -> None:
         before = self._entries.get(entry.key)
@@ -309,13 +309,13 @@ class BatchJobs(QObject):
             self._save()
         self.changed.emit(entry)
         if before is None or before.turn != entry.turn:
-            self._tell_turns()
+            self._update_turns()
 
     def _turn(self, key: str) -> int:
         return self._turns.index(key) + 1 if key in self._turns else 0
 
-    def _tell_turns(self) -> None:
-        """Every job that waits has its place."""
+    def _update_turns(self) -> None:
+        """Updates the queue position of every waiting job."""
         for key in list(self._turns):
             entry = self._entries.get(key)
             if entry is not None and entry.turn != self._turn(key):
@@ -328,7 +328,7 @@ class BatchJobs(QObject):
 
     def _on_not_saved(self, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or str(error)
-        self.trouble.emit(self.tr("The list of jobs could not be written ({0}).").format(reason))
+        self.trouble.emit(self.tr("The list of jobs could not be saved ({0}).").format(reason))
 
     def _on_listed(self, found: list[JobEntry]) -> None:
         self._is_listed = True

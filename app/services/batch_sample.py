@@ -1,4 +1,4 @@
-"""The first rows of a job, answered before the whole of it is."""
+"""A sample: the first rows of a job, answered before the whole job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLE_ROWS = 3
 
 @dataclass(frozen=True, slots=True)
 class SampleRate:
-    """What a sample measured: rows, the tokens they took, and the seconds."""
+    """A sample's rows, tokens and seconds."""
 
     rows: int
     tokens: int
@@ -27,11 +27,11 @@ class SampleRate:
 
 
 class BatchSample(QObject):
-    """Asks for one sample at a time; a job that runs waits for it and then goes on.
+    """Runs one sample at a time; a running job waits for it and then continues.
 
     Signals:
-        answered: `BatchRow`s as they end.
-        planned: a `BatchPlanned` of the whole job, with what these rows have shown.
+        answered: `BatchRow`s as they finish.
+        planned: a `BatchPlanned` for the whole job, based on these rows.
         ended: a `SampleRate`, or None if it was stopped.
         failed: one sentence.
     """
@@ -51,7 +51,7 @@ class BatchSample(QObject):
         return self._run is not None
 
     def start(self, job: BatchJob) -> None:
-        """Answers the first rows of this job; without effect while a sample is under way."""
+        """Answers the first rows of this job; no effect while a sample is running."""
         if self._run is None:
             self._jobs.hold()
             self._run = run = self._client.sample_batch(job, SAMPLE_ROWS)
@@ -60,7 +60,7 @@ class BatchSample(QObject):
             run.finished.connect(self._on_finished)
 
     def stop(self) -> None:
-        """Ends the sample; what was answered of it stays shown."""
+        """Stops the sample; its finished answers stay visible."""
         if self._run is not None:
             self._run.cancel()
 
@@ -75,5 +75,5 @@ class BatchSample(QObject):
         elif event.code is not ErrorCode.ENGINE_DIED:
             self.failed.emit(event.message)
         else:
-            self.ended.emit(None)  # the banner that offers to restart the engine says why
-        self._jobs.go_on()
+            self.ended.emit(None)  # the engine banner explains why
+        self._jobs.release()

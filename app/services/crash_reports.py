@@ -1,7 +1,7 @@
-"""What went wrong in the window's own process, kept for the next start and never sent anywhere.
+"""Errors of the window's process, kept for the next start and never sent anywhere.
 
-A report holds versions, the platform, the kind of error and the places in the code it went through.  It holds no
-message of the error, because a message may quote what the user wrote, and no name of a home folder.
+A report holds versions, the platform, the error's type and its traceback.  It omits the error's message, which may
+quote what the user wrote, and the name of the home folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_REPORTS = 5
 
 
 class CrashReports:
-    """Catches what nothing else caught and writes it to `folder`; finds there what an earlier process left."""
+    """Writes unhandled errors to `folder`, and finds reports there of earlier processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,7 +38,7 @@ class CrashReports:
         self._previous_hooks = (sys.excepthook, threading.excepthook)
 
     def install(self) -> None:
-        """Hooks the interpreter.  Where the folder cannot be written the hooks still log."""
+        """Installs the hooks.  If the folder cannot be written to, they still log."""
         sys.excepthook = self._on_exception
         threading.excepthook = lambda args: self._on_exception(
             args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback
@@ -53,7 +53,7 @@ class CrashReports:
             faulthandler.enable(self._fault_file)
 
     def uninstall(self) -> None:
-        """Undoes `install` at a clean end."""
+        """Undoes `install` at a clean exit."""
         sys.excepthook, threading.excepthook = self._previous_hooks
         if self._fault_file is not None:
             faulthandler.disable()
@@ -63,12 +63,12 @@ class CrashReports:
             self._fault_file = None
 
     def pending(self) -> str:
-        """What earlier processes left, newest last and ready to be copied; empty if nothing."""
+        """Reports of earlier processes, newest last and ready to be copied; empty if there are none."""
         texts: list[str] = []
         for path in self._left_behind():
             with contextlib.suppress(OSError):
                 text = path.read_text(encoding="utf-8", errors="replace")
-                # A process that was merely killed leaves the header alone: nothing to tell.
+                # A killed process leaves only the header: nothing to report.
                 if path.name.startswith(_PREFIX) or "Fatal Python error" in text or "Windows fatal" in text:
                     texts.append(_without_home(text))
                 else:
@@ -76,7 +76,7 @@ class CrashReports:
         return "\n".join(texts[-_MAX_REPORTS:])
 
     def dismiss(self) -> None:
-        """Forgets what `pending` tells."""
+        """Deletes what `pending` returns."""
         for path in self._left_behind():
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -102,7 +102,7 @@ class CrashReports:
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:
-    """The error's kind and the places it went through, innermost last, without its message."""
+    """The error's type and traceback, innermost frame last, without its message."""
     frames = traceback.extract_tb(trace)
     lines = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}' for frame in frames]
     kind = f"{type(error).__module__}.{type(error).__qualname__}"

@@ -1,7 +1,7 @@
-"""Keeping chats and models in another folder.
+"""Moving the data folder.
 
-A change is written down now and carried out at the next start, before anything in the folder is open.  What is taken
-along is copied, never moved: until the copy is whole the old folder stays in use, and afterwards it is left as it was.
+A change is scheduled and carried out at the next start, before any file in the folder is open.  Data is copied, never
+moved: the old folder stays in use until the copy is complete, and is not changed afterwards.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _OURS = ("chats.sqlite3", "models")
 
 @dataclass(frozen=True, slots=True)
 class FolderChange:
-    """A change for the next start: where to, and whether chats and models come along."""
+    """A change for the next start: the new folder, and whether to copy chats and models to it."""
 
     target: Path
     copy: bool
 
 
 def holds_our_data(folder: Path) -> bool:
-    """Whether Switchyard has been there before, so that its data there is simply used."""
+    """Whether the folder already holds Switchyard's data, which is then simply used."""
     return any((folder / name).exists() for name in _OURS) and not (folder / _UNFINISHED).exists()
 
 
 def plan_change(change: FolderChange) -> None:
-    """Writes down what the next start does.
+    """Schedules the change for the next start.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if the folder cannot be used.
@@ -70,7 +70,7 @@ def plan_change(change: FolderChange) -> None:
 
 
 def planned_change() -> FolderChange | None:
-    """What the next start will do, if anything."""
+    """The change scheduled for the next start, if any."""
     try:
         plan = json.loads(_plan_file().read_text(encoding="utf-8"))
         return FolderChange(Path(plan["target"]), bool(plan["copy"]))
@@ -79,18 +79,18 @@ def planned_change() -> FolderChange | None:
 
 
 def cancel_change() -> None:
-    """The next start keeps the present folder."""
+    """Cancels the scheduled change."""
     _plan_file().unlink(missing_ok=True)
 
 
 def carry_out(change: FolderChange, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]) -> bool:
-    """Copies if wanted and makes the target the data folder; False if it was cancelled.
+    """Copies the data if requested and switches to the target folder; False if it was cancelled.
 
     Args:
-        on_progress: hears `done` of `total` bytes.
+        on_progress: called with the bytes `done` of `total`.
 
     Raises:
-        EngineError: `DISK_FULL` or `INVALID_REQUEST`; the present folder then stays in use.
+        EngineError: `DISK_FULL` or `INVALID_REQUEST`; the present folder stays in use.
     """
     source = data_dir()
     if change.copy and source.is_dir() and not holds_our_data(change.target):
@@ -110,7 +110,7 @@ def carry_out(change: FolderChange, on_progress: Callable[[int, int], None], can
 
 
 def use_folder(folder: Path) -> None:
-    """Makes `folder` the data folder from now on."""
+    """Switches to `folder` as the data folder."""
     if folder == standard_data_dir():
         chosen_data_dir_file().unlink(missing_ok=True)
     else:
@@ -129,7 +129,7 @@ def _copy(source: Path, target: Path, on_progress: Callable[[int, int], None], c
                 target, rounded_down(free), rounded_up(total), source
             ),
         )
-    mark = target / _UNFINISHED  # a copy that broke off is not taken for data
+    mark = target / _UNFINISHED  # marks an interrupted copy, so that it is not taken for data
     mark.touch(0o600)
     done = 0
     for path in files:

@@ -1,6 +1,6 @@
-"""What the machine is and what it does now, as the operating system and drivers say: the only place that asks them.
+"""Hardware and sensor data from the operating system and drivers, which nothing else queries.
 
-In a thread of its own: a driver that takes its time holds up nobody.
+In its own thread, so that a slow driver blocks nothing else.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from engine.hardware.sensors import DeviceSensors, SensorSample
 _log = logging.getLogger("switchyard.devices")
 
 EVERY_S = 0.5
-"""Between two samples."""
+"""Interval between two samples."""
 _FAMILY_S = 2.0
-"""How often our processes are looked up: an engine is seen so much later."""
+"""How often our processes are listed: how late a new engine may be noticed."""
 _BUSY_PART = 0.1
-"""Where drivers are slow, samples are taken more rarely, so that the thread is busy for no more than this."""
+"""Slow drivers are sampled less often, so that the thread is busy no more than this share of the time."""
 
 
 class OwnProcesses:
-    """This process and all that it has started, looked up now and then: that means looking at every process."""
+    """This process and its descendants, refreshed now and then: that means listing every process."""
 
     def __init__(self, look: Callable[[], Iterable[int]] = own_processes) -> None:
         self._look = look
@@ -45,7 +45,7 @@ class OwnProcesses:
 
 
 class Sensors(Protocol):
-    """What is sampled; `engine.hardware.sensors.DeviceSensors` is the real one."""
+    """The source of samples; `engine.hardware.sensors.DeviceSensors` is the real one."""
 
     def sample(self) -> SensorSample: ...
     def close(self) -> None: ...
@@ -56,7 +56,7 @@ def _real_sensors() -> Sensors:
 
 
 class DeviceMonitor(QObject):
-    """Asks from `start` until `stop`; whoever wants to know connects.
+    """Samples from `start` until `stop`.
 
     Signals:
         sampled(SensorSample): twice a second.
@@ -67,7 +67,7 @@ class DeviceMonitor(QObject):
     hardware_found = Signal(object)
     _sampled_there = Signal(object)
     _hardware_found_there = Signal(object)
-    """On the thread.  What is public is emitted on the GUI's: whoever connects may be gone before an event arrives."""
+    """For the thread; the public signals are emitted on the GUI's, where receivers disconnect safely."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class DeviceMonitor(QObject):
         self._hardware_found_there.connect(self.hardware_found)
 
     def start(self) -> None:
-        """Begins; without effect if it has, or after `stop`."""
+        """Starts the thread; no effect if it runs, or after `stop`."""
         if self._thread is None and not self._stopping.is_set():
             self._thread = threading.Thread(target=self._run, name="device-monitor", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; waits for a sample under way, but not for a driver that hangs."""
+        """Ends the thread; waits for a running sample, but not for a driver that hangs."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(5.0)
@@ -109,12 +109,12 @@ class DeviceMonitor(QObject):
             sensors.close()
 
     def _sample(self, sensors: Sensors | None) -> Sensors | None:
-        """One sample; the sensors to ask next time."""
+        """Takes one sample; returns the sensors for the next one."""
         try:
             sensors = sensors or self._make_sensors()
             self._emit(self._sampled_there, sensors.sample())
-        except Exception:  # the next may work: drivers are reset, laptops' cards fall asleep
-            _log.exception("no sample of the machine")
+        except Exception:  # the next may succeed: drivers are reset, laptops' cards are suspended
+            _log.exception("sampling the sensors failed")
             return None
         return sensors
 
@@ -122,11 +122,11 @@ class DeviceMonitor(QObject):
         try:
             return self._look()
         except Exception:
-            _log.exception("the hardware could not be looked at")
+            _log.exception("detecting the hardware failed")
             return None
 
     def _emit(self, signal: SignalInstance, value: object) -> None:
         try:
             signal.emit(value)
         except RuntimeError:
-            _log.info("the window is gone")
+            _log.info("the window has been deleted")

@@ -1,8 +1,8 @@
-"""The engine process as a Qt object: requests in, signals out, and never a wait on the GUI thread.
+"""The engine process as a Qt object: requests in, signals out, without blocking the GUI thread.
 
 The client owns one worker (`python -m engine.worker`) at a time.  Whatever happens to that process, every `Request`
-that the client returned emits `finished` exactly once: if the worker dies, the client makes the event up as
-`Failed(ENGINE_DIED)`.  A dead worker is never restarted by itself, so nothing can spin: the window offers `restart()`.
+that the client returned emits `finished` exactly once: if the worker dies, the client emits `Failed(ENGINE_DIED)`
+itself.  A dead worker is never restarted automatically, so there is no crash loop: the window offers `restart()`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _R = TypeVar("_R", bound=Request)
 
 
 class EngineState(Enum):
-    """What the engine is doing, as the window shows it.  A batch job does not make it busy: chats come before it."""
+    """The engine's state, as the window shows it.  A batch job does not make it busy: chats have priority."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -70,14 +70,14 @@ class EngineState(Enum):
 
 
 class EngineClient(QObject):
-    """Starts the engine process and sends it requests.  Its signals tell of the engine; a `Request` tells of itself.
+    """Starts the engine process and sends it requests.  Its signals are about the engine; a `Request` has its own.
 
     Signals:
         state_changed(EngineState), responding_changed(bool), telemetry(Telemetry).
-        loading_changed: `loading` is another.
-        model_loaded(ModelInfo): by whichever request.
-        answered(Finished): an answer is complete, whoever asked for it.
-        batch_began(BatchRun): a job or a sample was asked for.
+        loading_changed: `loading` has changed.
+        model_loaded(ModelInfo): by any request.
+        answered(Finished): an answer is complete, for any requester.
+        batch_began(BatchRun): a job or a sample was requested.
         recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched.
     """
 
@@ -97,7 +97,7 @@ class EngineClient(QObject):
         command: Sequence[str] | None = None,
         not_responding_s: float = NOT_RESPONDING_S,
     ) -> None:
-        """`command` starts another worker than the installed one."""
+        """`command` starts a worker other than the installed one."""
         super().__init__(parent)
         own, self._variables = python_module("engine.worker")
         self._command = list(command or own)
@@ -117,7 +117,7 @@ class EngineClient(QObject):
         if application is not None:
             application.aboutToQuit.connect(self.close_now)
 
-    # --- what is known ----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
@@ -125,43 +125,43 @@ class EngineClient(QObject):
 
     @property
     def model(self) -> ModelInfo | None:
-        """The model that is loaded and where it runs; None while none is."""
+        """The loaded model and where it runs; None if there is none."""
         return self._model
 
     @property
     def config(self) -> EngineConfig | None:
-        """How the model was asked for that is loaded, or loading; None if none is wanted."""
+        """The requested configuration of the model that is loaded or loading; None if there is none."""
         return self._last_config
 
     @property
     def loading(self) -> float | None:
-        """How much of the model that is loading has been read, 0 to 1; None if none is, or nobody knows."""
+        """Progress of loading the model, 0 to 1; None if none is loading, or if unknown."""
         return self._loading
 
     @property
     def last_error(self) -> str:
-        """One sentence on why the engine died or does not respond; empty if it does neither."""
+        """Why the engine died or does not respond, in one sentence; empty otherwise."""
         return self._last_error
 
     @property
     def is_responding(self) -> bool:
-        """False while a running worker has been silent for several heartbeats: offer `restart()`."""
+        """False while a running worker has missed several heartbeats: offer `restart()`."""
         return self._responding
 
     @property
     def answering(self) -> tuple[Answer, ...]:
-        """The answers that are being written or wait for it."""
+        """Answers that are being written or queued."""
         return tuple(request for request in self._open.values() if isinstance(request, Answer))
 
     @property
     def worker_pid(self) -> int:
-        """The worker's process id; 0 while none runs."""
+        """The worker's process id; 0 if none is running."""
         return self._worker.pid if self._worker is not None else 0
 
     # --- the process ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the worker; without effect while one runs."""
+        """Start the worker; no effect while one runs."""
         if self._worker is not None:
             return
         worker = WorkerProcess(self._command, self._variables, self._patience_ticks, self)
@@ -174,27 +174,27 @@ class EngineClient(QObject):
         worker.start()
 
     def restart(self) -> Request | None:
-        """End the worker at once, start another and load the last model again; returns that load, if there is one."""
+        """Kill the worker, start another and reload the last model; returns that load, if there is one."""
         config = self._last_config
         self._drop_worker("", self.tr("The engine was restarted before this request was done."))
         self.start()
         return self.load(config) if config is not None else None
 
     def shutdown(self) -> None:
-        """Ask the worker to exit, and end it if it does not within a moment; `state` becomes STOPPED."""
+        """Ask the worker to exit, and kill it after a timeout; `state` becomes STOPPED."""
         if self._worker is not None:
             self._worker.shutdown()
 
     def close_now(self) -> None:
-        """`shutdown`, but finished when it returns: for when the event loop is about to end."""
+        """A blocking `shutdown`, for when the event loop is about to end."""
         self.shutdown()
-        for worker in self.findChildren(WorkerProcess):  # those killed for another to take their place, too
+        for worker in self.findChildren(WorkerProcess):  # including replaced ones that were killed
             worker.wait_until_gone()
 
     # --- requests ---------------------------------------------------------------------------------
 
     def load(self, config: EngineConfig) -> Request:
-        """Load a model in place of the one loaded."""
+        """Load a model, replacing the loaded one."""
         self._last_config = config
         request = Request(LoadModel(_new_id(), config), self._cancel, self)
         request.progress.connect(self._on_loading)
@@ -210,11 +210,11 @@ class EngineClient(QObject):
         return self._accept(Answer(Generate(_new_id(), tuple(messages), sampling), self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:
-        """Answer a file of rows with the loaded model.  Chats come before it at any time."""
+        """Answer a file of rows with the loaded model.  Chats have priority."""
         return self._begin_batch(StartBatch(_new_id(), job))
 
     def sample_batch(self, job: BatchJob, rows: int) -> BatchRun:
-        """Answer the first rows of a job and keep nothing."""
+        """Answer a job's first rows without saving anything."""
         return self._begin_batch(SampleBatch(_new_id(), job, rows))
 
     def start_tuning(
@@ -225,23 +225,23 @@ class EngineClient(QObject):
         *,
         measure_again: bool = False,
     ) -> TuningRun:
-        """Measure, plan and time.  Whatever is loaded is loaded again at the end."""
+        """Measure, plan and time.  The present model is reloaded at the end."""
         return self._accept(TuningRun(StartTuning(_new_id(), config, kind, until, measure_again), self._cancel, self))
 
     # --- telemetry --------------------------------------------------------------------------------
 
     def watch_telemetry(self, *, on: bool, expert_map: bool = False) -> None:
-        """Let the engine record and tell of it through `recorded`, or no longer; holds for the next workers, too."""
+        """Turn the engine's recording, delivered by `recorded`, on or off; applies to later workers too."""
         self._watched = WatchTelemetry(on, expert_map)
         if self._ready:
             self._send(self._watched)
 
     def resize_cache(self, tier: CacheTier, slots: int) -> None:
-        """Keep so many experts in a tier from now on; the next `CacheReport` says how many there is room for."""
+        """Set how many experts a tier keeps; the next `CacheReport` says how many fit."""
         if self._ready:
             self._send(ResizeCache(tier, slots))
 
-    # --- what a request does ----------------------------------------------------------------------
+    # --- requests, internally ---------------------------------------------------------------------
 
     def _begin_batch(self, command: StartBatch | SampleBatch) -> BatchRun:
         run = self._accept(BatchRun(command, self._cancel, self))
@@ -252,7 +252,7 @@ class EngineClient(QObject):
         self._open[request.id] = request
         if self._worker is None or self._worker.is_stopping:
             reason = self._last_error or self.tr("The engine is not running; start it first.")
-            # Told on a later turn: nobody listens to the request yet.
+            # Deferred: the caller has not connected to the request yet.
             QTimer.singleShot(0, self, lambda: self._fail(request, reason))
         else:
             self._send(request.command)
@@ -269,7 +269,7 @@ class EngineClient(QObject):
         else:
             self._outbox.append(command)
 
-    # --- what the worker says ---------------------------------------------------------------------
+    # --- messages of the worker -------------------------------------------------------------------
 
     def _on_message(self, message: Message) -> None:
         request = self._open.get(getattr(message, "request_id", ""))
@@ -277,7 +277,7 @@ class EngineClient(QObject):
             if isinstance(message, TerminalEvent):
                 self._finish(request, message)
             else:
-                request.hear(message)
+                request.deliver(message)
         elif isinstance(message, Telemetry):
             self.telemetry.emit(message)
         elif isinstance(message, TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport):
@@ -292,8 +292,8 @@ class EngineClient(QObject):
     def _on_ready(self, ready: Ready) -> None:
         if ready.protocol_version != PROTOCOL_VERSION:
             sentence = self.tr(
-                "The engine speaks version {0} of the protocol and this window version {1}: "
-                "parts of two installations are mixed, so reinstall Switchyard."
+                "The engine uses protocol version {0} and this window version {1}: "
+                "two installations are mixed, so reinstall Switchyard."
             ).format(ready.protocol_version, PROTOCOL_VERSION)
             self._drop_worker(sentence, sentence)
             return
@@ -310,7 +310,7 @@ class EngineClient(QObject):
         if isinstance(event, ModelLoaded):
             loaded = self._model = event.info
         elif isinstance(request.command, LoadModel | UnloadModel):
-            self._model = None  # a load frees the model before it, however it ends
+            self._model = None  # a load first frees the previous model, however it ends
         elif isinstance(event, TuningFinished) and event.reloaded:
             loaded = self._model = event.loaded
         self._update_state()
@@ -330,13 +330,13 @@ class EngineClient(QObject):
         self._forget_worker(sentence, sentence or self.tr("The engine was stopped before this request was done."))
 
     def _drop_worker(self, error: str, reason: str) -> None:
-        """End the worker at once, whatever it is doing."""
+        """Kill the worker, whatever it is doing."""
         if self._worker is not None:
             self._worker.kill()
             self._forget_worker(error, reason)
 
     def _forget_worker(self, error: str, reason: str) -> None:
-        """End every open request for `reason`; `error` is what the state DIED is explained with, "" for STOPPED."""
+        """End every open request with `reason`; `error` explains the state DIED, "" means STOPPED."""
         self._worker = None
         self._ready = False
         self._outbox.clear()
@@ -352,7 +352,7 @@ class EngineClient(QObject):
         self._last_error = (
             ""
             if responding
-            else self.tr("The engine has not answered for {0} seconds; wait, or restart it.").format(
+            else self.tr("The engine has not responded for {0} seconds: wait, or restart it.").format(
                 round(self._patience_ticks * HEARTBEAT_S)
             )
         )
@@ -378,7 +378,7 @@ class EngineClient(QObject):
             return EngineState.STARTING
         if any(isinstance(request.command, LoadModel) for request in self._open.values()):
             return EngineState.LOADING
-        # A job leaves the engine to whoever asks: it gives way at the next layer.
+        # A job leaves the engine available: it gives way at the next layer.
         waited_for = any(not isinstance(request.command, StartBatch) for request in self._open.values())
         return EngineState.BUSY if waited_for else EngineState.READY
 

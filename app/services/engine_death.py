@@ -1,4 +1,4 @@
-"""Why the engine process ended, said for a person; and the file that takes its last words."""
+"""Why the engine process ended, in words; and the log file for its stderr."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ MAX_LOG_BYTES = 2 * 2**20
 
 
 def death_sentence(code: int, *, crashed: bool) -> str:
-    """One sentence on a worker that ended unasked.
+    """One sentence on a worker that ended unexpectedly.
 
     Args:
         code: QProcess's exit code; if `crashed`, the signal's number on POSIX and an NTSTATUS on Windows.
     """
     if not crashed:
-        return translate(
-            "EngineClient", "The engine stopped by itself (exit code {0}); see its log for details."
-        ).format(code)
+        return translate("EngineClient", "The engine exited unexpectedly (code {0}); see its log for details.").format(
+            code
+        )
     if sys.platform == "win32":
         return translate("EngineClient", "The engine crashed (status {0}).").format(f"0x{code & 0xFFFFFFFF:08X}")
     if code == signal.SIGKILL:
-        return translate("EngineClient", "The engine was killed (signal 9), perhaps because memory ran out.")
+        return translate("EngineClient", "The engine was killed (signal 9), perhaps for lack of memory.")
     if code == signal.SIGILL:
         return translate(
             "EngineClient", "The engine crashed (signal 4): this processor lacks an instruction that it used."
@@ -41,7 +41,7 @@ def death_sentence(code: int, *, crashed: bool) -> str:
 
 
 def keep_log_small(log: Path) -> bool:
-    """Make the log's folder, and move a log that has grown aside; whether the log can be written."""
+    """Create the log's folder, and rotate a log that has grown too large; returns whether it can be written."""
     try:
         private_folder(log.parent)
         if log.exists() and log.stat().st_size > MAX_LOG_BYTES:

@@ -1,4 +1,4 @@
-"""One request of the engine, as a Qt object: what the worker says of it, and its one ending."""
+"""An engine request as a Qt object: its events, and its single end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SIGNAL_OF: dict[type, str] = {
 
 
 class Request(QObject):
-    """Made by `EngineClient` for every request that it accepts; deleted once it has ended.
+    """Made by `EngineClient` for every accepted request; deleted once it has ended.
 
     Signals:
         progress(Progress): of loading a model or reading a prompt.
-        finished(TerminalEvent): exactly once, also if the engine dies; the client has taken it into account already.
+        finished(TerminalEvent): exactly once, also if the engine dies; the client's state is already up to date.
     """
 
     progress = Signal(object)
@@ -41,28 +41,28 @@ class Request(QObject):
     def __init__(
         self, command: RequestCommand, cancel: Callable[[Request], None], parent: QObject | None = None
     ) -> None:
-        """`cancel` tells the engine."""
+        """`cancel` asks the engine to stop."""
         super().__init__(parent)
         self.command = command
         self._cancel = cancel
 
     @property
     def id(self) -> str:
-        """What its events carry."""
+        """The id of its events."""
         return self.command.request_id
 
     def cancel(self) -> None:
-        """Stop it, running or waiting; `finished` still comes.  Without effect once it has ended."""
+        """Stop it, running or waiting; `finished` still follows.  No effect once it has ended."""
         self._cancel(self)
 
-    def hear(self, event: Message) -> None:
-        """For the client: passes on what the worker said of this request; what no such request has is dropped."""
+    def deliver(self, event: Message) -> None:
+        """For the client: emits an event of this request; events that it has no signal for are dropped."""
         signal = getattr(self, _SIGNAL_OF.get(type(event), ""), None)
         if signal is not None:
             signal.emit(event)
 
     def end(self, event: TerminalEvent) -> None:
-        """For the client: the last thing that is ever said of it."""
+        """For the client: emits its last event."""
         self.finished.emit(event)
         self.deleteLater()
 

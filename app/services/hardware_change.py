@@ -1,4 +1,4 @@
-"""Says once, after the window has opened, that the hardware is another than when it was tuned."""
+"""Notices, once after start-up, that the hardware has changed since the last tuning."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from engine.hardware.probe import Probe
 
 
 class HardwareChange(QObject):
-    """Compares the first look at the hardware with what was tuned, off the GUI thread.
+    """Compares the detected hardware with the tuned one, off the GUI thread.
 
-    Signals: `noticed(tuple[str, ...])`: what is another, in sentences; never if nothing is.
+    Signals: `noticed(tuple[str, ...])`: the changes, as sentences; only if there are any.
     """
 
     noticed = Signal(object)
@@ -23,7 +23,7 @@ class HardwareChange(QObject):
         devices.hardware_found.connect(self._compare)
 
     def close(self) -> None:
-        """Waits for a comparison under way."""
+        """Waits for a running comparison."""
         self._comparing.close()
 
     def _compare(self, probe: Probe) -> None:
@@ -35,7 +35,7 @@ class HardwareChange(QObject):
 
 
 def _changes(probe: Probe) -> tuple[str, ...]:
-    from engine.tuning.machine_look import changes_since  # with the planner, which the window does not open with
+    from engine.tuning.machine_look import changes_since  # imports the planner, too slow for start-up
 
     gpu = probe.compute_gpu
     return changes_since(probe, "cuda:0" if gpu is not None and gpu.total_bytes else "")

@@ -1,4 +1,4 @@
-"""Loading the model that the user has chosen: found off the GUI thread, then loaded by the engine."""
+"""Loads the user's model: located off the GUI thread, then loaded by the engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.protocol import Failed
 
 class ModelStart(QObject):
     """Signals:
-    starter_missing: the model wanted is the starter, and it is not on this machine yet.
+    starter_missing: the starter model is needed, and not on this machine yet.
     problem(str): one sentence on why no model was loaded.
     """
 
@@ -30,21 +30,21 @@ class ModelStart(QObject):
         self._looking = LatestTask(self)
 
     def begin(self) -> None:
-        """Starts the engine and loads the default model; what was chosen last counts."""
+        """Starts the engine and loads the default model; the latest choice wins."""
         self._client.start()
         model = self._settings.default_model
         self._looking.ask(lambda: _resolve(model), self._load, lambda error: self._on_not_found(model, error))
 
     def restart(self) -> None:
-        """Ends the engine at once and starts another, with the model that was wanted last, or else the default one."""
+        """Restarts the engine with the model requested last, or else the default one."""
         load = self._client.restart()
         if load is not None:
             load.finished.connect(self._on_finished)
-        else:  # it died before any model was asked for
+        else:  # it died before any model was requested
             self.begin()
 
     def close(self) -> None:
-        """Waits for a search under way."""
+        """Waits for a running search."""
         self._looking.close()
 
     def _load(self, path: Path) -> None:
@@ -60,17 +60,17 @@ class ModelStart(QObject):
             raise error
 
     def _on_finished(self, event: object) -> None:
-        # The end of the engine process is told once, by the banner that offers to restart it.
+        # The end of the engine is reported once, by the banner that offers to restart it.
         if isinstance(event, Failed) and event.code is not ErrorCode.ENGINE_DIED:
             self.problem.emit(event.message)
 
 
 def wanted_config(settings: Settings, model: str) -> EngineConfig:
-    """How the user wants a model to run: what the settings leave open, the engine or its tuning decides."""
+    """The user's configuration for a model; the engine or its tuning decides what the settings leave open."""
     return EngineConfig(model=model, device=settings.device, threads=settings.threads)
 
 
 def _resolve(model: str) -> Path:
-    from engine.checkpoint.library import resolve  # it costs a tenth of a second, after the window
+    from engine.checkpoint.library import resolve  # takes 0.1 s: not before the window opens
 
     return resolve(model)

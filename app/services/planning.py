@@ -1,4 +1,4 @@
-"""Plans made off the GUI thread: the last question asked is the one that is answered."""
+"""Plans made off the GUI thread; only the latest question is answered."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _DEBOUNCE_MS = 150
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What is to be planned.
+    """What to plan for.
 
     Attributes:
-        config: the model, and the settings that hold.
-        change: other hardware; None for the machine as it is.
+        config: the model and its settings.
+        change: other hardware; None for the actual machine.
     """
 
     look: MachineLook
@@ -35,7 +35,7 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class PlanAnswer:
-    """A plan, or the sentence why there is none."""
+    """A plan, or a sentence why there is none."""
 
     question: PlanQuestion
     plan: Plan | None
@@ -43,7 +43,7 @@ class PlanAnswer:
 
 
 class Planning(QObject):
-    """Answers questions one after the other, and leaves out those that newer ones have overtaken.
+    """Answers the latest question; superseded ones are dropped.
 
     Signals: `planned(PlanAnswer)`.
     """
@@ -56,16 +56,16 @@ class Planning(QObject):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is on its way."""
+        """Whether an answer is pending."""
         return self._task.is_busy
 
     def ask(self, question: PlanQuestion) -> None:
-        """Plans a moment later, so that who types or drags asks once."""
-        told = self.planned.emit
-        self._task.ask(lambda: answer(question), told, lambda error: told(PlanAnswer(question, None, str(error))))
+        """Plans after a short delay, so that typing or dragging asks only once."""
+        planned = self.planned.emit
+        self._task.ask(lambda: answer(question), planned, lambda error: planned(PlanAnswer(question, None, str(error))))
 
     def close(self) -> None:
-        """Asks no more, and waits for what is under way."""
+        """Cancels waiting questions, and waits for a running one."""
         self._task.close()
 
 
@@ -81,5 +81,5 @@ def answer(question: PlanQuestion) -> PlanAnswer:
 
 @lru_cache(maxsize=16)
 def _shape(model: str) -> ModelShape:
-    """Headers are read once, those on the hub above all."""
+    """Cached: headers are read once, above all those on the hub."""
     return find_shape(model)

@@ -1,6 +1,6 @@
-"""What the simulator predicts for a request that has run, as a past that can be shown beneath the real one.
+"""The simulator's prediction for a finished request, as a history to show below the real one.
 
-Slow enough (tens of milliseconds, a second for the biggest models) to be asked for off the thread of a window.
+Takes tens of milliseconds, or a second for the biggest models: not for the GUI thread.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What was asked, and how it was run.
+    """A request, and how it was run.
 
     Attributes:
-        config: with what is loaded in place of what was asked for.
-        name: of the model, for whoever finds no folder of it.
+        config: the requested one, with the values actually in use.
+        name: of the model, in case its folder is missing.
         prompt_tokens, tokens: read, and decoded.
     """
 
@@ -38,13 +38,13 @@ class Predicted:
     """A prediction.
 
     Attributes:
-        history: of one request, its beginning at 0 ns.
+        history: of one request that begins at 0 ns.
         steps_ns: beginning of every decode step, [n].
-        ttft_s: until the first token.
+        ttft_s: time to first token.
         tokens_per_s: after it.
-        hit_rate: of the experts on the card; None without a card's cache.
+        hit_rate: of the experts on the card; None without a cache there.
         slots: experts on the card.
-        measured, assumed: groups of numbers of the machine, by how they are known: `cpu`, `gpu`, `link`, `disk`.
+        measured, assumed: the machine's groups of numbers by their source: `cpu`, `gpu`, `link`, `disk`.
     """
 
     shape: RequestShape
@@ -62,7 +62,7 @@ def predict(shape: RequestShape) -> Predicted:
     """Simulates the request on this machine, as its engine would run it.
 
     Raises:
-        EngineError: the model is not on this machine any more, or does not fit on it so.
+        EngineError: the model is no longer on this machine, or does not fit with this configuration.
     """
     from engine.hardware.machine import Origin
     from engine.planner.predict import simulate_decode
@@ -99,13 +99,13 @@ def predict(shape: RequestShape) -> Predicted:
 
 
 def shape_of(config: EngineConfig, name: str) -> ModelShape:
-    """The model that runs.
+    """The running model's shape.
 
     Args:
-        name: of the model, for whoever finds no folder of it: it was moved, or the session comes from another machine.
+        name: of the model, in case its folder was moved, or the session comes from another machine.
 
     Raises:
-        EngineError: the model is not on this machine any more.
+        EngineError: the model is no longer on this machine.
     """
     from engine.checkpoint.find_shape import find_shape
 
@@ -116,7 +116,7 @@ def shape_of(config: EngineConfig, name: str) -> ModelShape:
 
 
 def request_before(history: History, at_ns: float) -> tuple[int, int] | None:
-    """(tokens read, tokens decoded) of the request that decoded last before a moment; None if nothing did."""
+    """(tokens read, tokens decoded) of the last request that decoded before a moment; None if there is none."""
     runs = history.last_request(at_ns)
     decoded = sum(run.tokens for run in runs if run.phase == DECODE)
     return (sum(run.tokens for run in runs if run.phase == PREFILL), decoded) if decoded else None

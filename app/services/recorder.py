@@ -1,4 +1,4 @@
-"""Takes what the engine records: unpacks it, brings it onto the window's clock and writes the session to disk."""
+"""Receives what the engine records: decodes it, converts it to the window's clock and writes the session to disk."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger("switchyard.telemetry")
 
 MOST_WAITING = 2000
-"""Messages that the thread has not taken yet; more are dropped and counted."""
+"""Messages queued for the thread; more are dropped and counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """What one message held, on the window's clock; its arrays are read-only.
+    """One message's records, on the window's clock; arrays are read-only.
 
     Attributes:
-        spans, steps: None where the message had none.
-        clock_jumped: whether the engine's clock was set since the message before.
+        spans, steps: None if the message had none.
+        clock_jumped: whether the engine's clock was set since the previous message.
     """
 
     at_ns: int
@@ -43,14 +43,14 @@ class Recorded:
 
 
 class Recorder(QObject):
-    """Everything that comes in is put into the thread's queue, and what it makes of it comes out as signals.
+    """Queues messages for a thread, and emits the results as signals.
 
-    The thread has its own state, which nobody else sees: clocks and the session's file.
+    Clocks and the session's file are private to the thread.
 
     Signals:
-        ready(): the thread has loaded what a history needs (numpy), and works.
-        recorded(Recorded): one for each message of spans or steps, in their order.
-        failed(str): the session is no longer written, because of this.
+        ready(): the thread has imported what a history needs (numpy), and runs.
+        recorded(Recorded): one per message with spans or steps, in order.
+        failed(str): the session is no longer written, for this reason.
     """
 
     ready = Signal()
@@ -60,14 +60,14 @@ class Recorder(QObject):
     _recorded_there = Signal(object)
     _failed_there = Signal(str)
     _lost_there = Signal()
-    """On the thread.  What is public is emitted on the GUI's: whoever connects may be gone before an event arrives."""
+    """For the thread; the public signals are emitted on the GUI's, where receivers disconnect safely."""
 
     def __init__(self, parent: QObject | None = None, *, is_on: bool = True) -> None:
         super().__init__(parent)
-        self._inbox: queue.SimpleQueue[Callable[[_Desk], None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Callable[[_ThreadState], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="recorder", daemon=True)
         self.dropped = 0
-        """Messages that were lost since it began."""
+        """Messages dropped so far."""
         self._ready_there.connect(self.ready)
         self._recorded_there.connect(self.recorded)
         self._failed_there.connect(self.failed)
@@ -76,77 +76,77 @@ class Recorder(QObject):
 
     @property
     def waiting(self) -> int:
-        """Messages that the thread has not taken yet."""
+        """Messages in the queue."""
         return self._inbox.qsize()
 
     def start(self) -> None:
-        """Begins, with what has come already; once."""
+        """Starts the thread, which first handles what is queued; call once."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread; the session on disk is whole when this returns."""
+        """Ends the thread; the session on disk is complete when this returns."""
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(10.0)
 
     def take(self, message: object, at_ns: int) -> None:
-        """A message of the engine's telemetry that came at this moment."""
+        """Queues a telemetry message of the engine that arrived at this time."""
         if self.waiting >= MOST_WAITING and isinstance(message, TelemetrySpans | TelemetryCounters):
             self.dropped += 1
         else:
-            self._inbox.put(lambda desk: desk.take(message, at_ns))
+            self._inbox.put(lambda state: state.take(message, at_ns))
 
     def take_sample(self, sample: SensorSample, at_ns: int) -> None:
-        """A sample of the sensors."""
-        self._inbox.put(lambda desk: desk.take_sample(sample, at_ns))
+        """Queues a sensor sample."""
+        self._inbox.put(lambda state: state.take_sample(sample, at_ns))
 
     def begin_session(self, model: ModelInfo, config: EngineConfig | None) -> None:
-        """What comes from now on is of this model."""
-        self._inbox.put(lambda desk: desk.session.begin(_about(model, config)))
+        """Starts a session for this model."""
+        self._inbox.put(lambda state: state.session.begin(_about(model, config)))
 
     def end_session(self) -> None:
-        """The engine has ended."""
-        self._inbox.put(lambda desk: desk.session.end())
+        """Ends the session: the engine has ended."""
+        self._inbox.put(lambda state: state.session.end())
 
     def write_sessions(self, on: bool) -> None:
-        """Whether sessions are written to disk from now on."""
-        self._inbox.put(lambda desk: desk.write_sessions(on))
+        """Turns writing sessions to disk on or off."""
+        self._inbox.put(lambda state: state.write_sessions(on))
 
     def _count_lost(self) -> None:
         self.dropped += 1
 
     def _run(self) -> None:
-        import app.services.history.history  # noqa: F401  # loads numpy here, not on the GUI's thread
+        import app.services.history.history  # noqa: F401  # imports numpy here, not on the GUI thread
 
-        desk = _Desk(
+        state = _ThreadState(
             lambda made: self._emit(self._recorded_there, made), lambda reason: self._emit(self._failed_there, reason)
         )
         self._emit(self._ready_there)
         while (work := self._inbox.get()) is not None:
             try:
-                work(desk)
-            except EngineError:  # its records are not records; the others are
+                work(state)
+            except EngineError:  # these records are invalid; others may be fine
                 self._emit(self._lost_there)
             except Exception:
-                _log.exception("telemetry was not understood")
-        desk.session.end()
+                _log.exception("a telemetry message could not be handled")
+        state.session.end()
 
     def _emit(self, signal: SignalInstance, *values: object) -> None:
         try:
             signal.emit(*values)
         except RuntimeError:
-            _log.info("the window is gone")
+            _log.info("the window has been deleted")
 
 
-class _Desk:
-    """What the recorder's thread works with."""
+class _ThreadState:
+    """The state of the recorder's thread."""
 
-    def __init__(self, tell: Callable[[Recorded], None], failed: Callable[[str], None]) -> None:
+    def __init__(self, recorded: Callable[[Recorded], None], failed: Callable[[str], None]) -> None:
         from app.services.history.clock import ClockAlignment
         from app.services.session_recording import SessionRecording
         from engine.common.paths import sessions_dir
 
-        self._tell = tell
+        self._recorded = recorded
         self._clock = ClockAlignment()
         self.session = SessionRecording(sessions_dir(), failed)
 
@@ -177,7 +177,7 @@ class _Desk:
         self.session.clock(message.clock_ns + self._clock.shift_ns, message.wall_s)
         spans = self._clock.aligned(unpack(message.packed, SPAN), at_ns)
         spans.flags.writeable = False
-        self._tell(Recorded(at_ns, spans=spans, clock_jumped=jumped))
+        self._recorded(Recorded(at_ns, spans=spans, clock_jumped=jumped))
         self.session.spans(spans)
 
     def _take_steps(self, message: TelemetryCounters, at_ns: int) -> None:
@@ -185,7 +185,7 @@ class _Desk:
 
         steps = self._clock.aligned(unpack(message.packed, STEP), at_ns)
         steps.flags.writeable = False
-        self._tell(Recorded(at_ns, steps=steps))
+        self._recorded(Recorded(at_ns, steps=steps))
         self.session.steps(steps)
 
 

@@ -1,4 +1,4 @@
-"""All that works behind the pages, made once and handed to whatever needs it."""
+"""All services behind the pages, created once and passed to their users."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Services:
-    """One of each.  What the window opens without is made when it is first asked for."""
+    """One of each.  Those that the window does not need at once are created on first use."""
 
     settings: Settings
     theme: ThemeController
@@ -51,7 +51,7 @@ class Services:
         theme: ThemeController,
         devices: DeviceMonitor | None = None,
     ) -> Services:
-        """The services of an engine and a store, none of them begun."""
+        """The services of an engine and a store, not started yet."""
         devices = devices or DeviceMonitor()
         return cls(
             settings=settings,
@@ -77,7 +77,7 @@ class Services:
 
     @cached_property
     def sample(self) -> BatchSample:
-        """The first rows of a job."""
+        """Samples of jobs."""
         from app.services.batch_sample import BatchSample
 
         return BatchSample(self.client, self.jobs)
@@ -90,7 +90,7 @@ class Services:
         return Tuning(self.client, self.settings)
 
     def close(self) -> None:
-        """Ends what they do in the background, before the engine ends; the engine and the store are their owner's."""
+        """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
         if "jobs" in made:
             self.jobs.close_down()

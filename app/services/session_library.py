@@ -1,4 +1,4 @@
-"""Recorded sessions: which there are, and one of them as a history."""
+"""Recorded sessions: the list, and reading one as a history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from engine.telemetry.session_file import RecordedSession, list_sessions, read_s
 _PIECE = 2**15
 _GAP_NS = 60_000_000_000
 OPENED_SPANS = 2**21
-"""Kept singly of a session that is opened: 113 MB; of the others the sums are shown."""
+"""Kept singly of an opened session: 113 MB; older ones are shown as sums."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SessionEntry:
     """A session in the list.
 
     Attributes:
-        name: of its files; it tells when the session began, in UTC.
+        name: of its files: the time it began, in UTC.
         nbytes: of all its files.
     """
 
@@ -45,7 +45,7 @@ class OpenedSession:
     """A session that has been read.
 
     Attributes:
-        history: all of it; maps, reports: (moment in nanoseconds, what was told), in order.
+        history: all of it; maps, reports: (time in nanoseconds, event), in order.
     """
 
     name: str
@@ -57,7 +57,7 @@ class OpenedSession:
 
 
 def sessions_in(folder: Path) -> list[SessionEntry]:
-    """The newest first."""
+    """Newest first."""
     entries = []
     for name, paths in list_sessions(folder).items():
         try:
@@ -70,10 +70,10 @@ def sessions_in(folder: Path) -> list[SessionEntry]:
 
 
 def open_session(entry: SessionEntry) -> OpenedSession:
-    """Reads a session; takes seconds for a long one, so not on the thread of a window.
+    """Reads a session; takes seconds for a long one: not for the GUI thread.
 
     Raises:
-        EngineError: it is none, or cannot be read.
+        EngineError: it is not a session, or cannot be read.
     """
     recorded = read_session(list(entry.paths))
     history = History(most_spans=OPENED_SPANS, most_steps=2**18)
@@ -96,7 +96,7 @@ def open_session(entry: SessionEntry) -> OpenedSession:
 
 
 def _pieces(records: Records) -> list[Records]:
-    """Sound records in pieces, sorted by when they began, that have no long gap inside."""
+    """Valid records in chunks, sorted by start, each without long gaps."""
     sound = (records["end_ns"] >= records["start_ns"]) & (records["start_ns"] >= 0)
     sound &= records["end_ns"] - np.maximum(records["start_ns"], 0) < MOST_SPAN_NS
     records = records[sound]
@@ -107,7 +107,7 @@ def _pieces(records: Records) -> list[Records]:
 
 
 def _message(name: str, content: dict[str, Any]) -> object:
-    """What was noted, checked as if an engine had sent it; None if it is nothing that we know."""
+    """A stored event, validated like one from an engine; None if it is unknown."""
     try:
         return decode(json.dumps({"type": name, **content}).encode())
     except (EngineError, ValueError):

@@ -1,4 +1,4 @@
-"""Writes what is recorded to the bounded ring of sessions on disk, as long as the user lets it."""
+"""Writes recordings to the size-limited ring of sessions on disk, while the user allows it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ REPORT_EVERY_NS = 5_000_000_000
 
 
 class SessionRecording:
-    """One session for each loaded model; its file is made when there is something to write, after `begin`.
+    """One session per loaded model; its file is created with the first data after `begin`.
 
-    Nothing here raises: a full disk ends the recording, and `problem` is called with one sentence.
+    Nothing here raises: on a full disk the recording ends, and `problem` is called with one sentence.
     """
 
     def __init__(self, folder: Path, problem: Callable[[str], None]) -> None:
@@ -36,11 +36,11 @@ class SessionRecording:
 
     @property
     def name(self) -> str:
-        """Of the session that is being written; empty if none is."""
+        """The name of the session being written; empty if there is none."""
         return self._writer.name if self._writer is not None else ""
 
     def begin(self, about: dict[str, Any]) -> None:
-        """What comes from now on is another session."""
+        """Starts a new session."""
         self.end()
         self._about, self._failed = about, False
 
@@ -51,7 +51,7 @@ class SessionRecording:
         self._writer, self._clock, self._due_ns = None, None, {}
 
     def clock(self, clock_ns: int, wall_s: float) -> None:
-        """A moment on the clock of all records."""
+        """The wall time at a moment of the records' clock."""
         if self._clock is None or abs((clock_ns - self._clock[0]) / 1e9 - (wall_s - self._clock[1])) > 0.5:
             self._clock = clock_ns, wall_s
             if self._writer is not None:
@@ -66,7 +66,7 @@ class SessionRecording:
             self._do(lambda writer: writer.steps(steps))
 
     def sample(self, at_ns: int, gauges: dict[str, float | None]) -> None:
-        """Gauges of the machine, once a second; alone they begin no session."""
+        """The machine's gauges, once per second; they do not start a session on their own."""
         if self._writer is not None and self._is_due("machine", at_ns, SAMPLE_EVERY_NS):
             self._do(lambda writer: writer.note("machine", at_ns, gauges))
 

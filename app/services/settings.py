@@ -1,4 +1,4 @@
-"""What the user has chosen, in one JSON file that is never half written and never loses what it does not know."""
+"""The user's settings in one JSON file, written atomically and preserving unknown keys."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SAVE_DELAY_MS = 400
 class Settings(QObject):
     """The settings file as properties.
 
-    A value of the wrong type counts as absent, keys of other versions are kept, and a file that is no JSON is moved
-    aside and told in `notice`.  Changes are written a moment later, in one go; `save()` writes at once.
+    A value of the wrong type counts as absent, keys of other versions are kept, and an invalid file is renamed and
+    reported in `notice`.  Changes are written together after a short delay; `save()` writes at once.
 
     Signals:
-        changed(str): the key whose value is new.
-        save_failed(str): a sentence for the user; the settings hold until the window closes.
+        changed(str): the key with a new value.
+        save_failed(str): a sentence for the user; the settings are kept until the window closes.
     """
 
     changed = Signal(str)
@@ -73,7 +73,7 @@ class Settings(QObject):
 
     @property
     def default_model(self) -> str:
-        """What is loaded at the start: `starter`, a library name or a checkpoint directory."""
+        """Loaded at start: `starter`, a library name or a checkpoint directory."""
         return self.get("default_model", STARTER) or STARTER
 
     @default_model.setter
@@ -82,7 +82,7 @@ class Settings(QObject):
 
     @property
     def threads(self) -> int | None:
-        """CPU threads that compute; None lets the engine decide."""
+        """CPU threads for computing; None lets the engine decide."""
         value = self.get("threads", 0)
         return value if value > 0 else None
 
@@ -92,7 +92,7 @@ class Settings(QObject):
 
     @property
     def device(self) -> str:
-        """Where models run, as `EngineConfig.device` says it; for who develops on an emulated card."""
+        """Where models run, as in `EngineConfig.device`; for developing with an emulated card."""
         return self.get("device", "auto") or "auto"
 
     @property
@@ -112,7 +112,7 @@ class Settings(QObject):
         return value if type(value) is type(default) else default
 
     def set(self, key: str, value: bool | int | float | str | list[Any] | dict[str, Any]) -> None:
-        """Keeps a JSON value under `key`."""
+        """Stores a JSON value under `key`."""
         if self._values.get(key) != value:
             self._values[key] = value
             self._unsaved = True
@@ -122,7 +122,7 @@ class Settings(QObject):
     # --- the file ---------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Writes now what has changed, if anything has."""
+        """Writes changes now, if there are any."""
         self._saving.close()
         if not self._unsaved:
             return
@@ -137,13 +137,13 @@ class Settings(QObject):
         self._saving.ask(lambda: write_private(self._path, text), self._on_saved, self._on_not_saved)
 
     def _on_saved(self, _nothing: object) -> None:
-        self._unsaved = False  # what is set meanwhile asks again, and then this is not told
+        self._unsaved = False  # a change meanwhile starts another save, and this is not called then
 
     def _on_not_saved(self, error: Exception) -> None:
         self.save_failed.emit(
             translate(
                 "Settings",
-                "The settings could not be written to {0} ({1}); make room there or check its permissions.",
+                "The settings could not be saved to {0} ({1}); free some space or check its permissions.",
             ).format(self._path, getattr(error, "strerror", None) or error)
         )
 
@@ -159,20 +159,20 @@ class Settings(QObject):
             return {}
         except OSError as error:
             self.notice = translate(
-                "Settings", "The settings in {0} could not be read ({1}), so default settings are used."
+                "Settings", "The settings in {0} could not be read ({1}), so the defaults are used."
             ).format(self._path, error.strerror or error)
             return {}
         except ValueError:
             pass
-        self._keep_aside()
+        self._keep_damaged()
         return {}
 
-    def _keep_aside(self) -> None:
+    def _keep_damaged(self) -> None:
         moved = self._path.with_name(f"{self._path.name}.broken-{time.strftime('%Y-%m-%d-%H%M%S')}")
         try:
             self._path.replace(moved)
         except OSError:
             moved = self._path
         self.notice = translate(
-            "Settings", "The settings file was damaged; it is kept as {0}, and default settings are used."
+            "Settings", "The settings file was damaged; it is kept as {0}, and the defaults are used."
         ).format(moved)

@@ -1,4 +1,4 @@
-"""One window for each data folder: a lock that outlives no process, and a way to raise the window that has it."""
+"""One window per data folder: a lock that does not outlive its process, and a way to raise the window that has it."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _RAISED = b"raised\n"
 
 
 class Claim(Enum):
-    """How the claim to a data folder ended."""
+    """The outcome of claiming a data folder."""
 
     OURS = "ours"
     RAISED_OTHER = "raised other"
-    HELD_IN_SILENCE = "held in silence"
+    NOT_RESPONDING = "not responding"
     NOT_WRITABLE = "not writable"
 
 
 class SingleInstance(QObject):
-    """The claim of this process to one data folder.
+    """This process's claim to a data folder.
 
-    The lock file decides; the local socket only carries the wish to be raised.  A lock whose process is gone, or
-    whose process id now belongs to a later one, is stale and taken over.
+    The lock file decides; the local socket only carries requests to be raised.  A lock is stale, and taken over, if
+    its process is gone or its process id has been reused by a later one.
 
     Signals:
-        raise_requested: another start for the same folder asks this window to come to the front.
+        raise_requested: another start on the same folder asks this window to come to the front.
     """
 
     raise_requested = Signal()
@@ -52,7 +52,7 @@ class SingleInstance(QObject):
         self._server: QLocalServer | None = None
 
     def claim(self, answer_ms: int = ANSWER_MS) -> Claim:
-        """Takes the folder, or raises the window that has it, waiting up to `answer_ms` for its answer."""
+        """Claims the folder, or raises the window that has it, waiting up to `answer_ms` for its answer."""
         try:
             private_folder(self._folder)
         except OSError:
@@ -70,15 +70,15 @@ class SingleInstance(QObject):
             if self._raise_other():
                 return Claim.RAISED_OTHER
             if waited.elapsed() > answer_ms:
-                return Claim.HELD_IN_SILENCE
-            QThread.msleep(50)  # the other may be starting or ending just now
+                return Claim.NOT_RESPONDING
+            QThread.msleep(50)  # the other process may be starting or ending
         restrict_files([path])
         self._lock = lock
         self._listen()
         return Claim.OURS
 
     def release(self) -> None:
-        """Gives the folder up; without effect if it is not ours."""
+        """Releases the folder; no effect if it is not ours."""
         if self._server is not None:
             self._server.close()
             self._server.deleteLater()
@@ -98,7 +98,7 @@ class SingleInstance(QObject):
         server.setSocketOptions(QLocalServer.SocketOption.UserAccessOption)
         server.newConnection.connect(self._on_connection)
         if not server.listen(self._address):
-            QLocalServer.removeServer(self._address)  # left by a process that was killed: the lock says it is ours now
+            QLocalServer.removeServer(self._address)  # left by a killed process: we hold the lock
             server.listen(self._address)
         self._server = server
 
@@ -129,7 +129,7 @@ class SingleInstance(QObject):
 
 
 def _is_of_a_later_process(lock: QLockFile, path: Path) -> bool:
-    """Whether the process that the lock names started after the lock was written, so that its id was used again."""
+    """Whether the lock's process started after the lock was written, so that its id was reused."""
     info = lock.getLockInfo()
     if not isinstance(info, tuple) or info[1] != QSysInfo.machineHostName():
         return False
@@ -139,16 +139,16 @@ def _is_of_a_later_process(lock: QLockFile, path: Path) -> bool:
 
 
 def _remove_unheld(path: Path) -> bool:
-    """Removes a lock file that no process holds open; False if one does after all."""
+    """Removes a lock file that no process holds open; False if one does."""
     try:
         if sys.platform == "win32":
-            path.unlink()  # refused while its holder has it open
+            path.unlink()  # on Windows this fails while it is open
             return True
         descriptor = os.open(path, os.O_RDWR)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Qt's holder keeps this lock too
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # QLockFile holds the same lock
             if os.fstat(descriptor).st_ino != path.stat().st_ino:
-                return False  # another start was quicker, and this is its lock
+                return False  # another start has taken it
             path.unlink()
             return True
         finally:

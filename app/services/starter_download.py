@@ -1,4 +1,4 @@
-"""Getting the starter model, in a process of its own that the window can follow and stop."""
+"""Downloads the starter model in a separate process that can be followed and cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StarterDownload(QObject):
     ended = Signal(bool, str)
 
     def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
-        """`command` runs something else than the installed command line."""
+        """`command` replaces the installed command line."""
         super().__init__(parent)
         own, self._variables = python_module("engine.cli")
         self._command = command or [*own, "models", "pull", "starter", "--json"]
@@ -40,7 +40,7 @@ class StarterDownload(QObject):
         return self._process is not None
 
     def start(self) -> None:
-        """Without effect while one runs."""
+        """No effect while one runs."""
         if self._process is not None:
             return
         process = QProcess(self)
@@ -55,14 +55,14 @@ class StarterDownload(QObject):
         process.start(self._command[0], self._command[1:])
 
     def cancel(self) -> None:
-        """Stops it; what was downloaded of a whole file is kept for the next time."""
+        """Cancels it; fully downloaded files are kept for the next time."""
         if self._process is not None:
             self._cancelled = True
             self._process.terminate()
             QTimer.singleShot(TERMINATE_MS, self._process, self._process.kill)
 
     def close(self) -> None:
-        """Stops it and waits until it has gone, for when the window closes."""
+        """Cancels it and waits for the process to end, for when the window closes."""
         process = self._process
         if process is not None:
             self._cancelled = True
@@ -91,7 +91,7 @@ class StarterDownload(QObject):
         elif code == 0 and status == QProcess.ExitStatus.NormalExit:
             self._end(True, "")
         else:
-            self._end(False, _sentence(answer) or self.tr("The starter model could not be made; try again."))
+            self._end(False, _sentence(answer) or self.tr("The starter model could not be built; try again."))
 
     def _end(self, built: bool, sentence: str) -> None:
         if self._process is not None:
@@ -101,7 +101,7 @@ class StarterDownload(QObject):
 
 
 def _sentence(answer: bytes) -> str:
-    """The error message in the command's JSON document, or nothing."""
+    """The error message in the command's JSON output, or an empty string."""
     try:
         return str(json.loads(answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""What the Monitor knows: the past, the latest report of everything, and what the last tokens waited for.
+"""The Monitor's data: the history, the latest reports, and what the last tokens waited for.
 
-On the GUI thread alone.  What takes time is done elsewhere, by `Recorder`, `Analyser` and `DeviceMonitor`, and comes
-back by signals, as messages that nobody changes any more.
+On the GUI thread only.  Slow work is done by `Recorder`, `Analyser` and `DeviceMonitor`, which send their results by
+signals, as immutable messages.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 RECORD_SETTING = "record_sessions"
 _PULSE_S = 10.0
-"""How often the map of experts is asked for while nobody looks at it, for the recording."""
+"""How often the expert map is requested for the recording while no page shows it."""
 
 
 class TelemetryHub(QObject):
-    """What is shown reads it when it is painted.  Costs nothing until `start`: numpy is loaded by the recorder.
+    """Widgets read it when they paint.  Costs nothing until `start`: the recorder's thread imports numpy.
 
     Attributes:
-        history: the past; None until `ready`.
+        history: None until `ready`.
         report, experts: the engine's latest; None once it has ended.
         sample: the sensors' latest.
         findings: of the last analysis.
 
     Signals:
-        ready(): the past can be read from now on, through `history`.
+        ready(): `history` can be read from now on.
         problem(str): a sentence for the user.
         analysed(): `findings` are new.
     """
@@ -67,7 +67,7 @@ class TelemetryHub(QObject):
         self.recorder = Recorder(self, is_on=self.is_recording)
         self._analyser = Analyser(clock_ns, self)
         self._marks: list[tuple[int, str]] = []
-        """What happened before there was a history to put it into."""
+        """Events from before the history was ready."""
         self._started = self._closed = False
         self._watchers: set[object] = set()
         self._map_watchers: set[object] = set()
@@ -78,7 +78,7 @@ class TelemetryHub(QObject):
         self._analyser.analysed.connect(self._on_analysed)
 
     def start(self) -> None:
-        """Begins to listen; without effect if it has, or after `close`."""
+        """Starts recording; no effect if it has started, or after `close`."""
         if self._started or self._closed:
             return
         self._started = True
@@ -94,7 +94,7 @@ class TelemetryHub(QObject):
         self.devices.start()
 
     def close(self) -> None:
-        """Ends its threads; the session on disk is whole when this returns."""
+        """Ends its threads; the session on disk is complete when this returns."""
         if self._started and not self._closed:
             self._client.recorded.disconnect(self._on_message)
             self._client.state_changed.disconnect(self._on_state)
@@ -111,18 +111,18 @@ class TelemetryHub(QObject):
         """Whether sessions are written to disk."""
         return self._settings.get(RECORD_SETTING, default=True)
 
-    def subscribe(self, who: object, *, experts: bool = False) -> None:
-        """`who` is on the screen from now on, and wants fresh figures; also the map of experts."""
-        self._watchers.add(who)
-        (self._map_watchers.add if experts else self._map_watchers.discard)(who)
+    def subscribe(self, subscriber: object, *, experts: bool = False) -> None:
+        """Keeps figures up to date for `subscriber`, a visible widget; `experts` includes the expert map."""
+        self._watchers.add(subscriber)
+        (self._map_watchers.add if experts else self._map_watchers.discard)(subscriber)
         self._watch()
-        self._analyser.hurry()  # what was decoded before is told at once, not with the next token
+        self._analyser.hurry()  # analyse earlier tokens at once, not with the next one
         self._analyse()
 
-    def unsubscribe(self, who: object) -> None:
-        """`who` is no longer on the screen."""
-        self._watchers.discard(who)
-        self._map_watchers.discard(who)
+    def unsubscribe(self, subscriber: object) -> None:
+        """`subscriber` is no longer visible."""
+        self._watchers.discard(subscriber)
+        self._map_watchers.discard(subscriber)
         self._watch()
 
     def _watch(self) -> None:
@@ -130,14 +130,14 @@ class TelemetryHub(QObject):
             on = bool(self._watchers) or self.is_recording
             self._client.watch_telemetry(on=on, expert_map=on and bool(self._map_watchers))
 
-    # --- what comes from the engine and from the sensors ------------------------------------------
+    # --- events of the engine and the sensors -----------------------------------------------------
 
     def _on_message(self, message: object) -> None:
         now_ns = self._clock_ns()
         if isinstance(message, ExpertMap):
             self.experts = message
             if not self._map_watchers:
-                self._client.watch_telemetry(on=True, expert_map=False)  # the pulse has been answered
+                self._client.watch_telemetry(on=True, expert_map=False)  # one map is enough for now
         elif isinstance(message, CacheReport):
             self.report = message
             if not self._map_watchers and self.is_recording and now_ns / 1e9 >= self._pulse_due_s:
@@ -151,7 +151,7 @@ class TelemetryHub(QObject):
         if self.history is not None:
             self.history.add_sample(now_ns, sample)
         self.recorder.take_sample(sample, now_ns)
-        self._analyse()  # the last tokens of an answer may have come too soon after those before them
+        self._analyse()  # the last tokens may have arrived within the interval after the previous analysis
 
     def _on_model(self, model: ModelInfo) -> None:
         self._mark(self._clock_ns(), self.tr("{0} loaded").format(model.name))
@@ -170,7 +170,7 @@ class TelemetryHub(QObject):
             self._watch()
             self.recorder.write_sessions(self.is_recording)
 
-    # --- what the recorder and the analyser have made of it ---------------------------------------
+    # --- results of the recorder and the analyser -------------------------------------------------
 
     def _on_ready(self) -> None:
         from app.services.history.history import History

@@ -1,4 +1,4 @@
-"""Writes what is shown: as a trace for Perfetto and Chrome, or as tables."""
+"""Exports the visible range: as a trace for Perfetto and Chrome, or as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PATIENCE_NS = 3_600_000_000_000
 
 
 def export_trace(history: History, path: Path, about: dict[str, str]) -> int:
-    """All spans that are kept singly, as Chrome's trace JSON; how many there were.
+    """All spans that are kept singly, as Chrome trace JSON; returns how many.
 
     Raises:
         OSError: it cannot be written.
@@ -24,7 +24,7 @@ def export_trace(history: History, path: Path, about: dict[str, str]) -> int:
 
 
 def export_tables(history: History, path: Path) -> int:
-    """Spans into `path`, steps into a file beside it, as CSV; how many spans there were.
+    """Spans to `path`, steps to a file beside it, as CSV; returns the number of spans.
 
     Raises:
         OSError: they cannot be written.

@@ -1,8 +1,8 @@
-"""About how many tokens a prompt has, counted with the model's own tokenizer in a process of its own.
+"""Estimates a prompt's tokens with the model's own tokenizer, in a separate process.
 
-Reading a tokenizer, and encoding a long text, hold Python's lock for a quarter of a second: in a thread of the window
-they would stop every key press for so long.  And a tokenizer is a program of whoever made the model: it may never end,
-or take all memory, which only a process can be kept from.
+Loading a tokenizer, and encoding a long text, hold the GIL for a quarter of a second: in a thread of the window they
+would block every key press that long.  And a tokenizer is third-party data: it may loop forever or exhaust memory,
+which only a process can be stopped from doing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signa
 from engine.common.paths import python_module
 
 COUNTING_S = 20
-"""A model whose tokenizer takes longer for one question is counted by length; the process ends itself then."""
+"""If a tokenizer takes longer for one question, its model's prompts are estimated by length; the process exits."""
 
 MOST_BYTES = 2 * 2**30
 """Of the counting process."""
 
 TOKENS_PER_TURN = 5
-"""What a chat template adds around a turn, more or less."""
+"""Approximate tokens that a chat template adds per turn."""
 
 CHARACTERS_PER_TOKEN = 4
-"""Where the model has no `tokenizer.json`, or the counting process cannot be had."""
+"""For models without `tokenizer.json`, or if the counting process cannot run."""
 
 MOST_REMEMBERED = 2000
 PAUSE_MS = 150
-"""Counting begins this long after the last key."""
+"""Debounce after the last key press."""
 _LOOK_MS = 200
 
 
@@ -42,10 +42,10 @@ class _Question:
 
 
 class TokenCounter(QObject):
-    """Counts one prompt at a time; while it counts, only the newest question is remembered.
+    """Counts one prompt at a time; while it counts, only the newest question is kept.
 
     Signals:
-        counted: the key that `count` was given, and about how many tokens its texts have as a prompt.
+        counted: the key passed to `count`, and the approximate tokens of its texts as a prompt.
     """
 
     counted = Signal(str, int)
@@ -64,7 +64,7 @@ class TokenCounter(QObject):
         self._watch.timeout.connect(self._look_at_memory)
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
-        """Ask for the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
+        """Request the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
         self._question = _Question(key, model_path, tuple(texts))
         if not self._pause.isActive():
             self._pause.start()
@@ -142,7 +142,7 @@ class TokenCounter(QObject):
             self._on_lost()
 
     def _on_lost(self) -> None:
-        """An estimate by length serves until another model is loaded."""
+        """Estimate by length until another model is loaded."""
         if self._process is not None:
             self._process.deleteLater()
             self._process = None
@@ -152,10 +152,10 @@ class TokenCounter(QObject):
         self._ask()
 
     def _look_at_memory(self) -> None:
-        """Where the system does not limit it; a process that is ended so is lost as any other."""
+        """For systems that cannot limit its memory; a process that is killed here is handled like any lost one."""
         try:
             pid = self._process.processId() if self._process is not None else 0
             if self._process is not None and pid and psutil.Process(pid).memory_info().rss > MOST_BYTES:
                 self._process.kill()
-        except psutil.Error:  # it has ended by itself
+        except psutil.Error:  # it has exited
             return

@@ -1,4 +1,4 @@
-"""Tuning runs as a window sees them: one at a time, cancellable, and what came of the last one."""
+"""Tuning runs for the window: one at a time, cancellable, with the last result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from engine.tuning.result import TuningKind, TuningResult
 
 
 class Tuning(QObject):
-    """Starts runs in the engine process and looks at the machine, off the GUI thread.
+    """Starts runs in the engine process and queries the machine, off the GUI thread.
 
     Signals:
-        looked(MachineLook): the machine was looked at, or measured.
+        looked(MachineLook): the machine was queried, or measured.
         began, progressed(TuningProgress), measured(TuningMeasured), planned(TuningPlans), timed(TuningTimed).
-        ended(TuningFinished | Failed): the run is over, however it went.
-        recalled(TuningResult | None): the latest kept result of the model that was asked about.
-        chosen(str): a contestant's name, whose settings hold from now on.
+        ended(TuningFinished | Failed): emitted after every run.
+        recalled(TuningResult | None): the latest saved result of the requested model.
+        chosen(str): the name of the plan now in use.
         problem(str): one sentence.
     """
 
@@ -58,21 +58,21 @@ class Tuning(QObject):
 
     @property
     def is_cancelling(self) -> bool:
-        """Whether the run was told to stop and has not ended yet."""
+        """Whether the run was cancelled and has not ended yet."""
         return self._cancelling
 
     @property
     def is_looking(self) -> bool:
-        """Whether a look at the machine is under way."""
+        """Whether the machine is being queried."""
         return self._looking.is_busy
 
     def look(self) -> None:
-        """Looks at the machine again; `looked` tells."""
+        """Queries the machine; `looked` follows."""
         setting, device = self._settings.device, self._device
         self._looking.ask(lambda: look_at_machine(setting, device), self._on_looked, self._on_failed)
 
     def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
-        """Begins a run; without effect while one goes on.  Starts the engine if it does not run."""
+        """Starts a run; no effect while one is running.  Starts the engine if necessary."""
         if self._run is not None:
             return
         if self._client.state in (EngineState.STOPPED, EngineState.DIED):
@@ -88,17 +88,17 @@ class Tuning(QObject):
         self.began.emit()
 
     def cancel(self) -> None:
-        """Stops the run at its next step; `ended` follows when what was loaded before is loaded again."""
+        """Cancels the run at its next step; `ended` follows once the previous model is reloaded."""
         if self._run is not None and not self._cancelling:
             self._cancelling = True
             self._run.cancel()
 
     def recall(self, model: str) -> None:
-        """Looks for the latest result kept of a model; `recalled` tells."""
+        """Looks up a model's latest saved result; `recalled` follows."""
         self._recalling.ask(lambda: _latest(model), self.recalled.emit, self._on_failed)
 
     def use(self, result: TuningResult, name: str) -> None:
-        """Makes a contestant of a result the one that the model runs with, and loads it so."""
+        """Makes a plan of a result the one in use, and loads the model with it."""
         kept = replace(result, winner=name)
 
         def loaded(_path: object) -> None:
@@ -109,7 +109,7 @@ class Tuning(QObject):
         self._keeping.add(lambda: save_result(kept), loaded, self._on_failed)
 
     def keep_anyway(self, result: TuningResult | None, measurements: Measurements | None) -> None:
-        """Keeps what a run did not because other programs were busy, and loads the model with it."""
+        """Saves what a run did not save because other programs were busy, and loads the model with it."""
 
         def kept(_nothing: object) -> None:
             self.look()
@@ -122,11 +122,11 @@ class Tuning(QObject):
         self._keeping.add(lambda: keep_anyway(result, measurements), kept, self._on_failed)
 
     def close(self) -> None:
-        """Waits for what is under way in the background."""
+        """Waits for background work."""
         for task in (self._looking, self._recalling, self._keeping):
             task.close()
 
-    # --- what the engine says ---------------------------------------------------------------------
+    # --- events of the engine ---------------------------------------------------------------------
 
     def _on_progressed(self, event: TuningProgress) -> None:
         self.stage = event.stage
@@ -157,5 +157,5 @@ def _latest(model: str) -> TuningResult | None:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError):
-        return f"The choice could not be kept: {error.strerror or error}."
+        return f"The choice could not be saved: {error.strerror or error}."
     return str(getattr(error, "message", error))

@@ -1,4 +1,4 @@
-"""Notices that a model runs far faster than the figure that its tuning kept: then that figure is not believed."""
+"""Notices that a model runs far faster than its tuning measured: that result is then marked as unreliable."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engine.protocol import Finished
 from engine.tuning.result import TuningResult
 
 _FEWEST_TOKENS = 24
-"""Of an answer whose rate says something."""
+"""Minimum length of an answer whose rate is meaningful."""
 
 
 class TuningOutrun(QObject):
-    """Compares answers with what was tuned, off the GUI thread.
+    """Compares answers with the tuned speed, off the GUI thread.
 
-    Signals: `noticed(TuningResult)`: it was timed while something slowed the machine down, and is marked so.
+    Signals: `noticed(TuningResult)`: it was timed while something slowed the machine down, and is now marked so.
     """
 
     noticed = Signal(object)
@@ -40,7 +40,7 @@ class TuningOutrun(QObject):
         client.answered.connect(self._on_answered)
 
     def close(self) -> None:
-        """Waits for a comparison under way."""
+        """Waits for a running comparison."""
         self._checking.close()
 
     def _forget(self, _model: object) -> None:
@@ -51,7 +51,7 @@ class TuningOutrun(QObject):
         if model is None or config is None or not model.is_tuned:
             return
         rate = event.tokens_per_s
-        # Only what is faster than all before can be news.
+        # Only a new maximum can exceed the tuned speed further.
         if self._checking.is_busy or event.generated_tokens < _FEWEST_TOKENS or rate <= self._fastest:
             return
         self._fastest = rate
@@ -63,6 +63,6 @@ class TuningOutrun(QObject):
 
 
 def _check(path: str, config: EngineConfig, tokens_per_s: float) -> TuningResult | None:
-    from engine.tuning.keeping import note_outrun  # the window opens without it
+    from engine.tuning.keeping import note_outrun  # imported late: not needed at start-up
 
     return note_outrun(Path(path), config, tokens_per_s)

@@ -1,4 +1,4 @@
-"""The log of the window's own process, with what Qt has to say in it."""
+"""The window process's log, including Qt's messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LEVELS = {
 
 
 def open_window_log(folder: Path) -> None:
-    """Logs to `folder`/window.log, half a megabyte at most and one older file; without it where that fails."""
+    """Logs to `folder`/window.log, up to half a megabyte plus one older file; does without if that fails."""
     with contextlib.suppress(OSError):
         private_folder(folder)
         handler = PrivateLog(folder / "window.log", max_bytes=2**19, older=1)

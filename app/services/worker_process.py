@@ -1,4 +1,4 @@
-"""One engine process: started, spoken to, listened to, ended.  What requests mean is for `engine_client` to know."""
+"""One engine process and its pipes, from start to end.  `engine_client` interprets the messages."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from engine.common.paths import log_dir
 from engine.protocol import HEARTBEAT_S, Command, LineReader, Ready, Shutdown, decode, encode
 
 READ_BYTES = 16 * 1024
-"""Read per turn of the event loop, so that a backlog of tokens never holds up a key press."""
+"""Bytes read per event loop turn, so that a backlog of tokens never delays a key press."""
 
 SHUTDOWN_S = 2.0
 MAX_STRAY_LINES = 100
 
 
 class WorkerProcess(QObject):
-    """A worker from start to end; it is used once.
+    """A worker from start to end; not reusable.
 
     Signals:
-        message(Message): what the worker says, in order.
-        responding_changed(bool): false after several heartbeats' silence, true when it speaks again.
-        ended(str): once, unless `kill` was called: why, as a sentence, or "" if it had been asked to.
+        message(Message): the worker's messages, in order.
+        responding_changed(bool): False after several missed heartbeats, True when there is a message again.
+        ended(str): once, unless `kill` was called: the reason as a sentence, "" if it was asked to exit.
     """
 
     message = Signal(object)
@@ -35,7 +35,7 @@ class WorkerProcess(QObject):
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], patience_ticks: int, parent: QObject
     ) -> None:
-        """`patience_ticks` heartbeats without a word mean that it does not respond."""
+        """It counts as not responding after `patience_ticks` missed heartbeats."""
         super().__init__(parent)
         self._command = list(command)
         self._patience_ticks = patience_ticks
@@ -50,7 +50,7 @@ class WorkerProcess(QObject):
         for name, value in variables.items():
             environment.insert(name, value)
         self._process.setProcessEnvironment(environment)
-        # Its stderr goes straight to a file: what it says while dying must not depend on us.
+        # Its stderr goes straight to a file: its last output must not depend on this process.
         log = log_dir() / "engine-stderr.log"
         if keep_log_small(log):
             self._process.setStandardErrorFile(str(log), QProcess.OpenModeFlag.Append)
@@ -64,7 +64,7 @@ class WorkerProcess(QObject):
 
     @property
     def pid(self) -> int:
-        """Its process id; 0 before it runs and after it has ended."""
+        """Its process id; 0 before and after it runs."""
         return int(self._process.processId())
 
     @property
@@ -73,7 +73,7 @@ class WorkerProcess(QObject):
         return self._stopping
 
     def start(self) -> None:
-        """Start it; the rest is told by signals."""
+        """Start it; signals report the rest."""
         self._watchdog.start()
         self._process.start(self._command[0], self._command[1:])
 
@@ -82,7 +82,7 @@ class WorkerProcess(QObject):
         self._process.write(encode(command))
 
     def shutdown(self) -> None:
-        """Ask it to exit, and end it if it does not within a moment."""
+        """Ask it to exit, and kill it after a timeout."""
         if self._stopping:
             return
         self._stopping = True
@@ -91,7 +91,7 @@ class WorkerProcess(QObject):
         QTimer.singleShot(int(SHUTDOWN_S * 1000), self._process, self._process.kill)
 
     def kill(self) -> None:
-        """End it at once and say nothing more; the object goes when the process has gone."""
+        """Kill it without further signals; the object is deleted once the process has ended."""
         self._is_over = True
         self._watchdog.stop()
         self._unread.clear()
@@ -101,7 +101,7 @@ class WorkerProcess(QObject):
             self._process.kill()
 
     def wait_until_gone(self) -> None:
-        """Block until the process is gone, ending it if it takes long: for when the event loop is about to end."""
+        """Block until the process has ended, killing it after a timeout: for when the event loop is about to end."""
         if not self._process.waitForFinished(int(SHUTDOWN_S * 1000)):
             self._process.kill()
             self._process.waitForFinished(int(SHUTDOWN_S * 1000))
@@ -114,13 +114,13 @@ class WorkerProcess(QObject):
             self._silent_ticks = 0
             self._set_responding(True)
             try:
-                # A slot may run an event loop of its own (a dialog), and so this method: order is kept by the queue.
+                # A slot may run a nested event loop (a dialog), and so re-enter this method: the queue keeps the order.
                 self._unread.extend(self._lines.feed(data))
                 while self._unread:
                     self._on_line(self._unread.popleft())
             except EngineError as error:
                 self._process.kill()
-                self._end(self.tr("The engine sent something that is not understood: {0}").format(error.message))
+                self._end(self.tr("The engine sent an invalid message: {0}").format(error.message))
                 return
             if not everything:
                 if self._process.bytesAvailable():
@@ -131,7 +131,7 @@ class WorkerProcess(QObject):
         try:
             message = decode(line)
         except EngineError:
-            # Something on the machine may print as Python starts, before the worker has its stream to itself.
+            # Other software may print while Python starts, before the worker takes over its stdout.
             self._stray_lines += 1
             if self._ready or self._stray_lines > MAX_STRAY_LINES:
                 raise
@@ -141,7 +141,7 @@ class WorkerProcess(QObject):
 
     def _on_finished(self, code: int, status: QProcess.ExitStatus) -> None:
         if not self._is_over:
-            self._read(everything=True)  # what it said before it ended still counts
+            self._read(everything=True)  # its last messages still count
         if not self._is_over:
             self._end("" if self._stopping else death_sentence(code, crashed=status == QProcess.ExitStatus.CrashExit))
         self.deleteLater()
@@ -159,7 +159,7 @@ class WorkerProcess(QObject):
         self.ended.emit(sentence)
 
     def _on_watchdog(self) -> None:
-        # Ticks, not seconds: after a suspended laptop or a stall of our own the worker gets its full time again.
+        # Ticks, not seconds: after a suspend, or a stall of this process, the worker gets its full time again.
         self._silent_ticks += 1
         if self._silent_ticks >= self._patience_ticks:
             self._set_responding(False)

@@ -33,14 +33,14 @@ def note_keys(widget: QWidget, keys: Iterable[Key]) -> None:
     widget.setProperty(_NOTED, [list(key) for key in keys])
 
 
-def keys_of(widget: QWidget, *, besides: QWidget | None = None) -> list[Key]:
-    """All shortcuts within a widget, except those within `besides`."""
-    return list(_keys(widget, besides))
+def keys_of(widget: QWidget, *, excluding: QWidget | None = None) -> list[Key]:
+    """All shortcuts within a widget, except those within `excluding`."""
+    return list(_keys(widget, excluding))
 
 
-def _keys(widget: QWidget, besides: QWidget | None) -> Iterator[Key]:
+def _keys(widget: QWidget, excluding: QWidget | None) -> Iterator[Key]:
     def counts(one: QWidget) -> bool:
-        return besides is None or not (one is besides or besides.isAncestorOf(one))
+        return excluding is None or not (one is excluding or excluding.isAncestorOf(one))
 
     for one in (widget, *widget.findChildren(QWidget)):
         if counts(one):

@@ -48,16 +48,18 @@ class ScriptedBatches(ScriptedEngine):
     ) -> None:
         """Progress of the latest job; `left` are seconds, of which the upper end is twice as far."""
         high = left * 2 if left >= 0 else -1.0
-        self.jobs[-1].hear(BatchProgress(self.jobs[-1].id, done, failed, total, rate, left, high, blocked))
+        self.jobs[-1].deliver(BatchProgress(self.jobs[-1].id, done, failed, total, rate, left, high, blocked))
 
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         run = (self.samples if sample else self.jobs)[-1]
-        run.hear(BatchRows(run.id, rows))
+        run.deliver(BatchRows(run.id, rows))
 
     def plan(self, *, sample: bool = False, measured: bool = False) -> None:
         """How the latest job, or sample, says that all rows will be run."""
         run = (self.samples if sample else self.jobs)[-1]
-        run.hear(BatchPlanned(run.id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured))
+        run.deliver(
+            BatchPlanned(run.id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured)
+        )
 
     def end(self, done: int, failed: int = 0, *, finished: bool = True) -> None:
         """The latest job ends, finished or stopped."""

@@ -116,12 +116,12 @@ class ScriptedEngine(QObject):
         self.model_loaded.emit(model)
 
     def read(self, done: int, total: int) -> None:
-        self.requests[-1].hear(Progress(self.request_id, "prefill", done, total))
+        self.requests[-1].deliver(Progress(self.request_id, "prefill", done, total))
 
     def write(self, *texts: str) -> None:
         for text in texts:
             self._tokens += 1
-            self.requests[-1].hear(Token(self.request_id, text, self._tokens))
+            self.requests[-1].deliver(Token(self.request_id, text, self._tokens))
 
     def finish(self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6) -> None:
         event = Finished(self.request_id, reason, prompt_tokens, 0, self._tokens, 0.8, rate)
@@ -133,7 +133,7 @@ class ScriptedEngine(QObject):
         self.set_state(EngineState.READY)
         self.requests[-1].end(Failed(self.request_id, code, message))
 
-    def die(self, sentence: str = "The engine was killed (signal 9), perhaps because memory ran out.") -> None:
+    def die(self, sentence: str = "The engine was killed (signal 9), perhaps for lack of memory.") -> None:
         busy = self.state is EngineState.BUSY
         self.model = None
         self.last_error = sentence

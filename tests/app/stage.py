@@ -178,7 +178,7 @@ class Stage:
         stats = AnswerStats("length", prompt_tokens=20, generated_tokens=1072, ttft_s=9.3, tokens_per_s=12.5)
         message = Message(new_id(), conversation.id, user.id, "assistant", answer, created_at=2.0, stats=stats)
         if failed:
-            reason = "The engine was killed (signal 9), perhaps because memory ran out."
+            reason = "The engine was killed (signal 9), perhaps for lack of memory."
             message = Message(
                 new_id(),
                 conversation.id,
@@ -400,7 +400,7 @@ def _question(stage: Stage) -> None:
 
 def _banners(stage: Stage) -> None:
     window = stage.window
-    window.engine_banner.tell("The engine was killed (signal 9), perhaps because memory ran out. Your text is kept.")
+    window.engine_banner.tell("The engine was killed (signal 9), perhaps for lack of memory. Your text is kept.")
     window.problem_banner.tell("The settings could not be written to /home/somebody/.config/switchyard: no space left.")
     window.tune_banner.tell("Your hardware has changed since the last tuning. The RAM was 16 GiB and is now 32 GiB.")
 

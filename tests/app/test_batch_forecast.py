@@ -29,7 +29,7 @@ def test_only_the_last_question_is_answered(qapp: QApplication, qtbot: QtBot, qu
 
     forecasts = BatchForecasts(forecast=forecast)
     told: list[Forecast] = []
-    forecasts.told.connect(told.append)
+    forecasts.answered.connect(told.append)
     for total in range(5):
         forecasts.ask(replace(question, total=total))
     qtbot.waitUntil(lambda: bool(told))

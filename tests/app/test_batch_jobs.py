@@ -216,7 +216,7 @@ def test_a_removed_job_can_be_brought_back_and_its_result_stays(
     (entry,) = jobs.entries
     jobs.remove(entry.key)
     assert jobs.entries == []
-    jobs.bring_back(entry.key)
+    jobs.restore(entry.key)
     assert jobs.entries == [entry]
     jobs.remove(entry.key)
     jobs.close_down()

@@ -271,7 +271,7 @@ def test_getting_the_starter_ends_in_ready(panel: Callable[[str], StarterPanel],
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [("refused", "No network is there."), ("crashed", "could not be made"), ("absent", "could not be started")],
+    [("refused", "No network is there."), ("crashed", "could not be built"), ("absent", "could not be started")],
 )
 def test_a_download_that_fails_says_why_and_can_be_tried_again(
     panel: Callable[[str], StarterPanel], qtbot: QtBot, kind: str, sentence: str

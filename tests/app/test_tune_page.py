@@ -52,7 +52,7 @@ class Scene:
         self.page, self.engine, self.qtbot = page, engine, qtbot
 
     def tell(self, event: object) -> None:
-        self.engine.tunings[-1].hear(event)
+        self.engine.tunings[-1].deliver(event)
 
     def progress(self, stage: str, name: str = "", done: float = 0.5, number: TuningNumber | None = None) -> None:
         self.tell(TuningProgress(self.id, stage, name, done, number))  # type: ignore[arg-type]

@@ -219,9 +219,9 @@ class Pages:
 
 
 def _page_size(data: bytes) -> int:
-    told = int.from_bytes(data[16:18], "big")
-    told = 65536 if told == 1 else told
-    return told if told >= 512 and told.bit_count() == 1 else PAGE_BYTES
+    size = int.from_bytes(data[16:18], "big")
+    size = 65536 if size == 1 else size
+    return size if size >= 512 and size.bit_count() == 1 else PAGE_BYTES
 
 
 def _checksum(data: bytes, words: str, sum_0: int, sum_1: int) -> tuple[int, int]:

@@ -314,7 +314,7 @@ class NewJob(QWidget):
         sample.failed.connect(self._on_sample_failed)
         self.foot.start_wanted.connect(self._start)
         self.foot.cancelled.connect(self.cancelled)
-        self._forecasts.told.connect(self._on_forecast)
+        self._forecasts.answered.connect(self._on_forecast)
         self._client.state_changed.connect(lambda _state: self._show_state())
         self._client.model_loaded.connect(lambda _info: self._show_state())
         self._show_state()

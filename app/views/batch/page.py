@@ -230,11 +230,11 @@ class BatchPage(Page):
             self.toast.tell(
                 self.tr("{0} was removed from the list; its result file stays.").format(entry.input.name),
                 self.tr("Undo"),
-                lambda: self._bring_back(key),
+                lambda: self._restore(key),
             )
 
-    def _bring_back(self, key: str) -> None:
-        self._jobs.bring_back(key)
+    def _restore(self, key: str) -> None:
+        self._jobs.restore(key)
         self.show_job(key)
 
     def _on_removed(self, key: str) -> None:
@@ -254,7 +254,7 @@ class BatchPage(Page):
     def _resume(self, key: str, start: BatchStart = "resume") -> None:
         """Resumes a job; if the loaded model differs from the one it began with, asks which one to use."""
         entry, model = self._jobs.entry(key), self._client.model
-        config = self._jobs.settings_to_go_on(key) if entry is not None else None
+        config = self._jobs.config_to_resume(key) if entry is not None else None
         if entry is None or model is None or config is None:
             self._jobs.resume(key, start)
             return

@@ -94,10 +94,10 @@ def status_text(job: JobEntry) -> str:
     if job.state is JobState.STOPPED:
         stopped = translate("Batch", "Stopped: the answered rows are in {0}.").format(job.result_file.name)
         return " ".join(part for part in (stopped, job.note) if part)
-    go_on = translate("Batch", "Resume continues where it stopped.")
+    resume = translate("Batch", "Resume continues where it stopped.")
     if job.state is not JobState.PAUSED:
-        return job.reason or go_on
-    return " ".join(part for part in (job.reason, job.note, go_on) if part)
+        return job.reason or resume
+    return " ".join(part for part in (job.reason, job.note, resume) if part)
 
 
 def _ran_text(job: JobEntry) -> str:

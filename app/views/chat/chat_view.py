@@ -289,7 +289,7 @@ class ChatView(Page):
             self.restart_wanted.emit()
         else:
             do = self.presenter
-            {"regenerate": do.regenerate, "continue": do.go_on, "branch": do.branch}[action](message_id)
+            {"regenerate": do.regenerate, "continue": do.continue_answer, "branch": do.branch}[action](message_id)
             self.transcript.jump_to_end()
 
     def _escape(self) -> None:

@@ -222,7 +222,7 @@ class ChatPresenter(QObject):
         if self.answering_id is None and message_id in self.model.tree:
             self._answer(self.model.tree[message_id].parent_id)
 
-    def go_on(self, message_id: str) -> None:
+    def continue_answer(self, message_id: str) -> None:
         """Ask the model to continue an incomplete answer."""
         if self.answering_id is None and message_id in self.model.tree:
             self._ask(translate("Chat", "Please continue."), message_id)

@@ -126,7 +126,7 @@ class MainWindow(QMainWindow):
         """Lists the current page's shortcuts and the global ones."""
         page = self.pages.currentWidget()
         name = self.sidebar.button(self._shown).accessibleName()
-        everywhere = keys_of(self, besides=self.pages)
+        everywhere = keys_of(self, excluding=self.pages)
         dialog = ShortcutsDialog(
             [(name, keys_of(page) if page is not None else []), (self.tr("Everywhere"), everywhere)], self
         )

@@ -60,7 +60,7 @@ class MakingRoom(QObject):
         stays = waiting if now != self._precision else []
         for entry in stays:  # the engine would refuse to mix answers of two precisions
             jobs.pause(entry.key)
-        jobs.go_on()
+        jobs.release()
         if not stays:
             return ""
         return self.tr(

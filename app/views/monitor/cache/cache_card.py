@@ -118,7 +118,7 @@ class CacheCard(Card):
             self._decoding = report
             self._forecasts = {tier.tier: forecast(report, place) for place, tier in enumerate(report.tiers)}
         if self._resizing is not None:
-            self._resizing.hear(report)
+            self._resizing.on_report(report)
 
     def _forget(self) -> None:
         self._report = self._decoding = self._resizing = None

@@ -45,7 +45,7 @@ class Resizing:
         # The first report may predate the command.
         return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
 
-    def hear(self, report: CacheReport) -> None:
+    def on_report(self, report: CacheReport) -> None:
         """Handles the next report."""
         now = next((tier for tier in report.tiers if tier.tier == self.tier), None)
         if now is None:

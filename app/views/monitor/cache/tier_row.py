@@ -65,6 +65,6 @@ class TierRow(QWidget):
         self.line.clear()
 
 
-def tier_name(who: QWidget, tier: TierReport) -> str:
+def tier_name(widget: QWidget, tier: TierReport) -> str:
     """`VRAM` or `RAM`."""
-    return who.tr("VRAM") if tier.tier == "vram" else who.tr("RAM")
+    return widget.tr("VRAM") if tier.tier == "vram" else widget.tr("RAM")
