@@ -81,7 +81,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     services = Services.around(EngineClient(), ChatStore(), settings, theme)
     window = MainWindow(services, page_entries())
     if settings.notice:
-        window.notice_banner.tell(settings.notice)
+        window.notice_banner.show_text(settings.notice)
     report = reports.pending()
     if report:
         window.offer_crash_report(report, reports.dismiss)

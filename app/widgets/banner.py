@@ -25,7 +25,7 @@ LARGEST_SHARE = 0.36
 
 
 class Banner(QFrame):
-    """Hidden until `tell`; its colour follows the theme, its meaning is in icon and words."""
+    """Hidden until `show_text`; its colour follows the theme, its meaning is in icon and words."""
 
     def __init__(self, kind: Kind, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -53,7 +53,7 @@ class Banner(QFrame):
         self._row.addWidget(button)
         return button
 
-    def tell(self, text: str) -> None:
+    def show_text(self, text: str) -> None:
         """Shows `text`."""
         self._text.setText(text)
         self.setAccessibleName(text)

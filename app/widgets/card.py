@@ -79,14 +79,14 @@ def muted_label(parent: QWidget, text: str = "", *, role: str = "secondary") -> 
 
 
 def warning_label(parent: QWidget) -> QLabel:
-    """A warning line, shown by `tell`."""
+    """A warning line, shown by `set_message`."""
     label = muted_label(parent)
     label.setProperty("tone", "warning")
     label.hide()
     return label
 
 
-def tell(label: QLabel, text: str) -> None:
+def set_message(label: QLabel, text: str) -> None:
     """Sets a line's text; the line is hidden while it is empty."""
     label.setText(text)
     label.setAccessibleName(text)

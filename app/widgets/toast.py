@@ -46,7 +46,7 @@ class Toast(QWidget):
         """Sets the card's maximum width."""
         self.setMaximumWidth(width + 2 * MARGIN_PX)
 
-    def tell(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
+    def show_text(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
         """Show `text` for a while; the button runs `do`."""
         self._do = do
         self._text.setText(text)

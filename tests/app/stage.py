@@ -400,9 +400,13 @@ def _question(stage: Stage) -> None:
 
 def _banners(stage: Stage) -> None:
     window = stage.window
-    window.engine_banner.tell("The engine was killed (signal 9), perhaps for lack of memory. Your text is kept.")
-    window.problem_banner.tell("The settings could not be written to /home/somebody/.config/switchyard: no space left.")
-    window.tune_banner.tell("Your hardware has changed since the last tuning. The RAM was 16 GiB and is now 32 GiB.")
+    window.engine_banner.show_text("The engine was killed (signal 9), perhaps for lack of memory. Your text is kept.")
+    window.problem_banner.show_text(
+        "The settings could not be written to /home/somebody/.config/switchyard: no space left."
+    )
+    window.tune_banner.show_text(
+        "Your hardware has changed since the last tuning. The RAM was 16 GiB and is now 32 GiB."
+    )
 
 
 def _starter(stage: Stage) -> None:

@@ -29,8 +29,8 @@ SHOWS_TEXT = frozenset(
     (
         "setText", "setToolTip", "setAccessibleName", "setAccessibleDescription", "setPlaceholderText", "setTitle",
         "setWindowTitle", "setInformativeText", "setSuffix", "setPrefix", "setSpecialValueText", "addAction",
-        "addButton", "addItem", "add_action", "set_heading", "show_notes", "show_text", "tell", "muted_label", "Card",
-        "QLabel", "QPushButton", "QToolButton", "QCheckBox", "QRadioButton", "QAction",
+        "addButton", "addItem", "add_action", "set_heading", "show_notes", "show_text", "set_message",
+        "muted_label", "Card", "QLabel", "QPushButton", "QToolButton", "QCheckBox", "QRadioButton", "QAction",
     )
 )  # fmt: skip
 SAME_EVERYWHERE = frozenset(("Switchyard", "Esc"))

@@ -18,7 +18,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.views.batch.template_card import ShortEdit
-from app.widgets.card import Card, tell, warning_label
+from app.widgets.card import Card, set_message, warning_label
 from app.widgets.flow_layout import Flow
 from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
 from engine.common.config import SamplingParams
@@ -149,7 +149,7 @@ class AnswerCard(Card):
             self._sampling, max_tokens=self.max_tokens.value(), temperature=round(self.temperature.value(), 4)
         )
         empty = not any(self.constraint())
-        tell(self.trouble, "" if empty else self.problem())
+        set_message(self.trouble, "" if empty else self.problem())
         self.changed.emit()
 
     def _on_sampling(self, sampling: SamplingParams) -> None:

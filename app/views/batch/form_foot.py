@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QHBoxLayout, QPushButton, QVBoxLayout, QWidget
 
-from app.widgets.card import muted_label, tell, warning_label
+from app.widgets.card import muted_label, set_message, warning_label
 
 
 class FormFoot(QWidget):
@@ -46,4 +46,4 @@ class FormFoot(QWidget):
         self.start.setEnabled(able and not checking)
         self.start.setText(self.tr("Checking…") if checking else self.tr("Start"))
         self.start.setToolTip(why_not)
-        tell(self.plan, words)
+        set_message(self.plan, words)

@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview
 from app.views.batch.text_table import TextTable
-from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
@@ -65,15 +65,15 @@ class InputCard(Card):
         """Shows that a file is being opened."""
         self._name.set_full_text(name)
         self.caption.setText("")
-        tell(self._words, self.tr("Reading the file…"))
-        tell(self._trouble, "")
+        set_message(self._words, self.tr("Reading the file…"))
+        set_message(self._trouble, "")
         self.table.hide()
         self._doubts.hide()
 
     def show_failure(self, path: Path, sentence: str) -> None:
         """Shows why the file cannot be read as it is; another encoding or separator may fix it."""
-        tell(self._words, "")
-        tell(self._trouble, sentence)
+        set_message(self._words, "")
+        set_message(self._trouble, sentence)
         suffix = path.suffix.lower()
         self.encoding.setVisible(suffix in TEXT_SUFFIXES)
         self.separator.setVisible(suffix == ".csv")
@@ -96,8 +96,8 @@ class InputCard(Card):
         openai = self.tr(
             "An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format."
         )
-        tell(self._words, openai if preview.openai else "")
-        tell(self._trouble, self._trouble_text(preview))
+        set_message(self._words, openai if preview.openai else "")
+        set_message(self._trouble, self._trouble_text(preview))
         self._show_facts()
 
     def show_total(self, total: int | None) -> None:

@@ -24,7 +24,7 @@ from app.views.batch.phrases import sample_text
 from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
-from app.widgets.card import Card, tell
+from app.widgets.card import Card, set_message
 from engine.batch_files.messages import BatchPlanned, BatchRow
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
@@ -299,7 +299,7 @@ class NewJob(QWidget):
         self._forecasts.forget()
 
     def _tell(self, sentence: str) -> None:
-        tell(self.foot.trouble, sentence)
+        set_message(self.foot.trouble, sentence)
 
     def _connect(self, sample: BatchSample) -> None:
         self.input.form_changed.connect(self._open)

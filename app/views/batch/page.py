@@ -96,7 +96,7 @@ class BatchPage(Page):
         good = [path for path in paths if can_be_read(path)]
         if not good:
             name = paths[0].name if paths else ""
-            self.trouble.tell(
+            self.trouble.show_text(
                 self.tr(
                     "{0} has an unsupported file type: use txt, md, csv, tsv, jsonl, parquet, xlsx or pdf, "
                     "or a folder of such files."
@@ -222,12 +222,12 @@ class BatchPage(Page):
         if entry is None:
             return
         if entry.state in UNDER_WAY:
-            self.toast.tell(self.tr("Pause the job before you remove it from the list."))
+            self.toast.show_text(self.tr("Pause the job before you remove it from the list."))
             return
         self._jobs.empty_bin()
         self._jobs.remove(key)
         if self._jobs.entry(key) is None:
-            self.toast.tell(
+            self.toast.show_text(
                 self.tr("{0} was removed from the list; its result file stays.").format(entry.input.name),
                 self.tr("Undo"),
                 lambda: self._restore(key),
@@ -281,7 +281,7 @@ class BatchPage(Page):
 
     def _on_reloaded(self, event: object) -> None:
         if isinstance(event, Failed) and event.code is not ErrorCode.ENGINE_DIED:
-            self.trouble.tell(event.message)
+            self.trouble.show_text(event.message)
 
     def _open_result(self, key: str, *, folder: bool) -> None:
         entry = self._jobs.entry(key)
@@ -289,7 +289,7 @@ class BatchPage(Page):
             return
         if not entry.result_file.exists():
             words = self.tr("{0} does not exist yet: it is written when the job is done, paused or stopped.")
-            self.trouble.tell(words.format(entry.result_file.name))
+            self.trouble.show_text(words.format(entry.result_file.name))
             return
         place = entry.result_file.parent if folder else entry.result_file
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(place)))
@@ -302,7 +302,7 @@ class BatchPage(Page):
         jobs.removed.connect(self._on_removed)
         jobs.answered.connect(self.job_view.add_rows)
         jobs.listed.connect(self._on_listed)
-        jobs.trouble.connect(self.trouble.tell)
+        jobs.trouble.connect(self.trouble.show_text)
         self.strip.chosen.connect(self.show_job)
         self.strip.remove_wanted.connect(self._remove)
         for page in (self.empty, head):

@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.batch_sample import SAMPLE_ROWS
 from app.views.batch.phrases import end_text, translate
-from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.quantities import SEPARATOR, count
 from engine.batch_files.messages import BatchRow
 
@@ -43,8 +43,8 @@ class SampleCard(Card):
         """Clears the trial: there is none, or its settings have changed."""
         self._drop_answers()
         self._set_running(False)
-        tell(self._trouble, "")
-        tell(self._words, self.tr("See the answers, and how fast they come, before you start the job."))
+        set_message(self._trouble, "")
+        set_message(self._words, self.tr("See the answers, and how fast they come, before you start the job."))
 
     def set_rows(self, rows: int) -> None:
         """How many rows there are, or at least how many."""
@@ -55,8 +55,8 @@ class SampleCard(Card):
         """A trial has started."""
         self._drop_answers()
         self._set_running(True)
-        tell(self._trouble, "")
-        tell(self._words, self.tr("Answering…"))
+        set_message(self._trouble, "")
+        set_message(self._words, self.tr("Answering…"))
 
     def add(self, rows: Sequence[BatchRow]) -> None:
         """Adds answered rows."""
@@ -69,13 +69,13 @@ class SampleCard(Card):
     def end(self, sentence: str) -> None:
         """The trial is done; `sentence` says what it predicts for the job."""
         self._set_running(False)
-        tell(self._words, sentence or (self.tr("Stopped.") if not self._shown else ""))
+        set_message(self._words, sentence or (self.tr("Stopped.") if not self._shown else ""))
 
     def fail(self, sentence: str) -> None:
         """The trial failed; `sentence` says why."""
         self._set_running(False)
-        tell(self._words, "")
-        tell(self._trouble, sentence)
+        set_message(self._words, "")
+        set_message(self._trouble, sentence)
 
     def set_able(self, able: bool, why_not: str) -> None:
         """Whether a trial can start now."""

@@ -6,7 +6,7 @@ from PySide6.QtCore import QSize, Signal
 from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
 
 from app.views.batch.template_edit import TemplateEdit
-from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.flow_layout import Flow
 from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError
@@ -97,5 +97,5 @@ class TemplateCard(Card):
         return ""
 
     def _on_edited(self) -> None:
-        tell(self.trouble, self.problem() if self.template.strip() else "")
+        set_message(self.trouble, self.problem() if self.template.strip() else "")
         self.changed.emit()

@@ -172,9 +172,9 @@ class ChatView(Page):
         client.loading_changed.connect(self._show_hint)
         store.found.connect(self._on_found)
         store.trouble.connect(self._on_trouble)
-        store.notice.connect(self.notice_banner.tell)
-        store.failed.connect(self.notice_banner.tell)
-        store.exported.connect(lambda path: self.toast.tell(self.tr("Written to {0}").format(path)))
+        store.notice.connect(self.notice_banner.show_text)
+        store.failed.connect(self.notice_banner.show_text)
+        store.exported.connect(lambda path: self.toast.show_text(self.tr("Written to {0}").format(path)))
         self._on_engine(client.state)
 
     def _add_shortcuts(self) -> None:
@@ -344,7 +344,7 @@ class ChatView(Page):
     def _on_deleted(self, conversation: Conversation) -> None:
         title = conversation.title or translate("Chat", "New chat")
         short = title if len(title) <= 40 else title[:39] + "…"
-        self.toast.tell(self.tr("“{0}” was deleted.").format(short), self.tr("Undo  Ctrl+Z"), self._undo)
+        self.toast.show_text(self.tr("“{0}” was deleted.").format(short), self.tr("Undo  Ctrl+Z"), self._undo)
 
     def _on_turns(self) -> None:
         rows = self.presenter.model.rows
@@ -363,7 +363,7 @@ class ChatView(Page):
 
     def _on_trouble(self, sentence: str) -> None:
         if sentence:
-            self.trouble_banner.tell(sentence)
+            self.trouble_banner.show_text(sentence)
         else:
             self.trouble_banner.hide()
 
@@ -376,7 +376,7 @@ class ChatView(Page):
 
     def _on_model(self, model: ModelInfo) -> None:
         if model.template_note:
-            self.notice_banner.tell(model.template_note)
+            self.notice_banner.show_text(model.template_note)
         self._show_hint()
         self._count()
 

@@ -71,11 +71,11 @@ class MainWindow(QMainWindow):
         self.sidebar.page_chosen.connect(self.show_page)
         self.starter_panel.ready.connect(services.model_start.begin)
         services.model_start.starter_missing.connect(self.starter_panel.offer)
-        services.model_start.problem.connect(self.problem_banner.tell)
-        settings.save_failed.connect(self.problem_banner.tell)
+        services.model_start.problem.connect(self.problem_banner.show_text)
+        settings.save_failed.connect(self.problem_banner.show_text)
         services.hardware_change.noticed.connect(self._on_hardware_change)
         services.tuning_outrun.noticed.connect(self._on_outrun)
-        services.telemetry.problem.connect(self.problem_banner.tell)
+        services.telemetry.problem.connect(self.problem_banner.show_text)
         client.state_changed.connect(self._on_engine_state)
         client.model_loaded.connect(self._on_model_loaded)
         client.responding_changed.connect(self._on_responding)
@@ -152,7 +152,7 @@ class MainWindow(QMainWindow):
 
         copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
-        self.crash_banner.tell(
+        self.crash_banner.show_text(
             self.tr(
                 "Switchyard hit an error last time. You can copy a report for a bug report; "
                 "it contains no prompts or answers, and nothing was sent."
@@ -168,13 +168,13 @@ class MainWindow(QMainWindow):
 
     def _on_engine_state(self, state: EngineState) -> None:
         if state is EngineState.DIED:
-            self.engine_banner.tell(self.tr("{0} Your text is kept.").format(self.services.client.last_error))
+            self.engine_banner.show_text(self.tr("{0} Your text is kept.").format(self.services.client.last_error))
         elif state is not EngineState.STOPPED and self.services.client.is_responding:
             self.engine_banner.hide()
 
     def _on_responding(self, responding: bool) -> None:
         if not responding:
-            self.engine_banner.tell(self.services.client.last_error)
+            self.engine_banner.show_text(self.services.client.last_error)
         elif self.services.client.state is not EngineState.DIED:
             self.engine_banner.hide()
 
@@ -183,7 +183,7 @@ class MainWindow(QMainWindow):
 
     def _on_hardware_change(self, changed: tuple[str, ...]) -> None:
         words = self.tr("Your hardware has changed since the last tuning. {0}")
-        self.tune_banner.tell(words.format(" ".join(changed)))
+        self.tune_banner.show_text(words.format(" ".join(changed)))
 
     def _on_outrun(self, result: TuningResult) -> None:
         won = result.won
@@ -195,7 +195,7 @@ class MainWindow(QMainWindow):
             "{0} now runs at {1} tokens/s, much faster than the {2} that Tune measured: the machine was busy then. "
             "Tune again to find the best settings."
         )
-        self.tune_banner.tell(words.format(result.model, figures(result.outrun), figures(won.tokens_per_s)))
+        self.tune_banner.show_text(words.format(result.model, figures(result.outrun), figures(won.tokens_per_s)))
 
     def _on_model_loaded(self) -> None:
         self.problem_banner.hide()

@@ -72,9 +72,9 @@ class MonitorPage(Page):
         self.summary.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         self.sessions.opened.connect(self.show_session)
         self.sessions.compared.connect(self._compare)
-        self.sessions.reported.connect(self.notice.tell)
-        self.export.reported.connect(self.notice.tell)
-        self.predict.reported.connect(self.notice.tell)
+        self.sessions.reported.connect(self.notice.show_text)
+        self.export.reported.connect(self.notice.show_text)
+        self.predict.reported.connect(self.notice.show_text)
         self.predict.predicted.connect(self._show_predicted)
         self.predict.unwanted.connect(self._drop_predicted)
         self.second.dismissed.connect(lambda: self.predict.setChecked(False))
@@ -160,7 +160,7 @@ class MonitorPage(Page):
         words = self.tr("A recorded session: {0}.").format(session_words(session))
         if not session.recorded.is_whole:
             words += " " + self.tr("It ends early; everything intact is shown.")
-        self.session_banner.tell(words)
+        self.session_banner.show_text(words)
         self._say()
 
     def show_now(self) -> None:

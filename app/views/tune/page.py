@@ -189,7 +189,9 @@ class TunePage(Page):
         elif look.changed != self._shown_changes:  # shown once: not again after it was dismissed
             self._shown_changes = look.changed
             said = " ".join(look.changed)
-            self.changed.tell(self.tr("Your hardware has changed since the last tuning. {0} Tune again.").format(said))
+            self.changed.show_text(
+                self.tr("Your hardware has changed since the last tuning. {0} Tune again.").format(said)
+            )
 
     # --- planning ---------------------------------------------------------------------------------
 

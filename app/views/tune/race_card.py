@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QWidget
 from app.models.plan_table import PlanTable
 from app.theme import use_tabular_figures
 from app.views.tune.race_view import RaceView
-from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.quantities import figures, number
 from engine.tuning.keeping import day
 from engine.tuning.report import verdict
@@ -104,7 +104,9 @@ class RaceCard(Card):
         elif won is not None:
             self.gain.setText(self.tr("{0} tokens/s").format(figures(won.tokens_per_s)))
         self.gain.setVisible(won is not None and saved)
-        tell(self.warning, self._doubt(result) if saved else "")  # else it is shown beside the button that saves it
+        set_message(
+            self.warning, self._doubt(result) if saved else ""
+        )  # else it is shown beside the button that saves it
         notes = () if result.was_busy else result.notes  # the warning covers all of them
         self.verdict.setText("\n".join((verdict(result, saved=saved), *notes)))
         self.verdict.show()
@@ -114,7 +116,7 @@ class RaceCard(Card):
         """The user has chosen a plan."""
         self._in_use, self._is_saved = name, True
         if self._result is not None:
-            tell(self.warning, self._doubt(self._result))
+            set_message(self.warning, self._doubt(self._result))
         self._table.show_winner(name)
         self._show_buttons()
         chosen = next((one for one in self._table.rows if one.contestant.name == name), None)

@@ -21,7 +21,7 @@ from PySide6.QtWidgets import (
 
 from app.services.settings import STARTER
 from app.theme import set_look
-from app.widgets.card import Card, muted_label, tell, warning_label
+from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.flow_layout import Flow
 from engine.tuning.result import TuningKind
 
@@ -160,7 +160,7 @@ class RunCard(Card):
 
     def show_unsaved(self, sentence: str) -> None:
         """Why a result is not saved, and a button to save it anyway; empty to hide both."""
-        tell(self.unsaved, sentence)
+        set_message(self.unsaved, sentence)
         self.keep.setVisible(bool(sentence))
 
     def set_primary(self, *, primary: bool) -> None:

@@ -78,7 +78,7 @@ def test_a_message_sent_to_a_dead_engine_waits_for_the_restart(
 ) -> None:
     engine.die()
     type_and_send(qtbot, page, "Are you there?")
-    assert "restarted" in last_answer(page).note
+    assert "not running" in last_answer(page).note
     engine.restart()
     engine.start_loading()
     engine.end_loading()
