@@ -36,7 +36,7 @@ class RaceCard(Card):
         use_tabular_figures(self.gain)
         self.verdict = muted_label(self, role="")
         self.warning = warning_label(self)
-        self.use = QPushButton(self.tr("Use fastest now"), self)
+        self.use = QPushButton(self.tr("Use winner now"), self)
         self.use.setProperty("kind", "primary")
         self.keep = QPushButton(self.tr("Keep as before"), self)
         buttons = QHBoxLayout()
@@ -73,7 +73,7 @@ class RaceCard(Card):
 
     @property
     def has_offer(self) -> bool:
-        """Whether the fastest plan is not in use yet: its button is then the page's primary one."""
+        """Whether the winning plan is not in use yet: its button is then the page's primary one."""
         return self.use.isVisibleTo(self)
 
     def show_none(self) -> None:
@@ -155,7 +155,7 @@ class RaceCard(Card):
         return ""
 
     def _best(self) -> str | None:
-        """The fastest plan, whatever was chosen since; None if the result is not saved."""
+        """The winning plan, whatever was chosen since; None if the result is not saved."""
         return self._result.winner or None if self._result is not None and self._is_saved else None
 
     def _use(self) -> None:

@@ -171,7 +171,7 @@ class RaceDelegate(QStyledItemDelegate):
 
 
 def _name_font(font: QFont, row: PlanRow) -> QFont:
-    """The fastest plan's name is bold, and so wider: it must be measured as it is painted."""
+    """The winning plan's name is bold, and so wider: it must be measured as it is painted."""
     found = QFont(font)
     found.setWeight(QFont.Weight.DemiBold if row.is_winner else QFont.Weight.Normal)
     return found
