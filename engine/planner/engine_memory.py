@@ -273,8 +273,11 @@ def _working_bytes(model: ModelShape, precision: str) -> int:
 
 
 def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False) -> TierBytes:
-    """Args:
-    dense: whether the dense weights are there too, and keys and values with them.
+    """The RAM by purpose.
+
+    Args:
+        experts: bytes of experts.
+        dense: whether the dense weights are in RAM too, and keys and values with them.
     """
     model, total = costs.model, costs.machine.cpu.ram_bytes
     free = max(0, total - limits.ram_of_others)

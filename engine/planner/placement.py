@@ -528,7 +528,7 @@ def _in_ram(
     if not on_demand:
         raise NotEnoughRamError(sizes.name, needed, budgets)
     kept = everything - sum(each.nbytes for each in on_demand)
-    if not kept:  # loading converts nothing: experts on disk are prepared in advance, layer by layer
+    if not kept:  # experts on disk are prepared beforehand, layer by layer
         working = 0
     at_least = max(sizes.experts_per_token, 1)
     least = _fewest_slot_bytes(on_demand, at_least)

@@ -23,7 +23,7 @@ from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, 
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.01)
-    monkeypatch.setattr("engine.runtime.batch.job._TELL_S", 0.0)
+    monkeypatch.setattr("engine.runtime.batch.job._REPORT_S", 0.0)
     return tmp_path
 
 
@@ -31,7 +31,7 @@ def _chat(asks: Callable[[], bool], answers: Callable[[], None], stops: Callable
     return JobWatcher(lambda _pace, _blocked: None, lambda _answer, _question: None, asks, answers, stops)
 
 
-def test_work_aside_rests_while_somebody_has_priority() -> None:
+def test_background_work_pauses_for_requests_with_priority() -> None:
     begun, asked = threading.Event(), threading.Event()
     steps: list[int] = []
     seen: list[tuple[int, int]] = []
@@ -58,7 +58,7 @@ def test_work_aside_rests_while_somebody_has_priority() -> None:
     assert len(steps) == 200
 
 
-def test_work_aside_is_stopped_and_its_faults_are_told() -> None:
+def test_background_work_can_be_stopped_and_raises_its_errors() -> None:
     def endless(between: Between) -> None:
         while True:
             between(0.5)

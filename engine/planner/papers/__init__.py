@@ -1,1 +1,1 @@
-"""Every figure that the five papers publish, beside what the simulator says."""
+"""The figures that five papers publish, next to what the simulator predicts."""

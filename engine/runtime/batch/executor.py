@@ -1,7 +1,7 @@
-"""Answers thousands of rows with one loaded model: what the job files and the worker call.
+"""Answers thousands of rows with one loaded model, for job files and the worker.
 
-Rows join between sweeps through the layers, and leave as soon as they are answered (continuous batching); of families
-whose layers do not take many rows at once they are answered one after the other, as chats.
+Rows join between sweeps through the layers, and leave as soon as they are answered (continuous batching).  Families
+whose layers cannot take many rows at once are answered row by row, as chats.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from engine.telemetry.recorder import RECORDER
 
 
 class ContinuousBatch:
-    """Rows under way in one model; kept while another request has priority.
+    """Rows in progress in one model; kept while another request has priority.
 
     Args:
-        most_pages: for tests, fewer pages than the policy's bytes have room for.
+        most_pages: for tests, a page limit below what the policy's bytes allow.
     """
 
     def __init__(self, model: PackedModel, policy: BatchPolicy, most_pages: int | None = None) -> None:
@@ -49,7 +49,7 @@ class ContinuousBatch:
         self._sweep: Generator[None, None, torch.Tensor] | None = None
         self._work: list[Work] = []
         self.most_rows = 0
-        """Rows that have been under way together at most."""
+        """Most rows in progress at the same time so far."""
 
     def run(
         self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
@@ -80,7 +80,7 @@ class ContinuousBatch:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """Rows that share each sweep now, and the tokens that have been generated for them."""
+        """Rows that share each sweep now, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
     def time_parts(self) -> PartsTimer | None:
@@ -98,12 +98,12 @@ class ContinuousBatch:
         self._waiting = None
 
     def free(self) -> None:
-        """As `close`, and the device has its memory back: no further run."""
+        """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
         self._model.close()
 
     def _go_on(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> BatchOutcome | None:
-        """The sweep under way, to its end unless it is to stop between two layers."""
+        """Continues the current sweep to its end, or until it has to stop between two layers."""
         assert self._sweep is not None
         while True:
             if cancelled():
@@ -118,12 +118,12 @@ class ContinuousBatch:
                 self._take(end.value, on_row)
                 return None
             except BaseException:
-                # What was computed lies where the next try will write it again: no row has moved on.
+                # No row has advanced: the next try overwrites what was computed.
                 self._sweep = None
                 raise
 
     def _admit(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
-        """New rows, in order, while there are pages for all that they may need."""
+        """Admits new rows in order, while there are pages for the most that each may need."""
         while len(self.rows) < self._policy.rows:
             new = self._waiting or next(prepared, None)
             self._waiting = None
@@ -141,7 +141,7 @@ class ContinuousBatch:
                 return
 
     def _next_work(self) -> list[Work]:
-        """Every row that decodes, and of those that read their prompts as many tokens as a sweep takes."""
+        """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep."""
         work, left = list[Work](), self._policy.sweep_tokens
         being_read: set[bytes] = set()
         for row in self.rows:
@@ -150,7 +150,7 @@ class ContinuousBatch:
                 continue
             row.share_pages()
             if left <= 0 or row.following in being_read:
-                continue  # another row is computing the very page that this one will share
+                continue  # another row is computing the page that this one will share
             if row.following is not None:
                 being_read.add(row.following)
             tokens = min(left, len(row.prompt) - row.held)
@@ -159,7 +159,7 @@ class ContinuousBatch:
         return work
 
     def _take(self, logits: torch.Tensor, on_row: AnswerCallback) -> None:
-        """The sweep is over: each row that wants a token chooses it, and leaves if it was the last."""
+        """After a sweep: samples a token for each row that needs one; rows leave after their last token."""
         work, self._work = self._work, []
         choosing = [each.row for each in work if each.wants_logits]
         for each in work:
@@ -189,12 +189,12 @@ def _too_long(new: PreparedRow, pages: int) -> EngineError:
     return EngineError(
         ErrorCode.PROMPT_TOO_LONG,
         f"The row needs room for {len(new.prompt) + new.limits.max_tokens:,} tokens, but the batch has memory for "
-        f"{pages * PAGE_TOKENS:,}: shorten it, lower the limit of tokens or allow more memory with --ram.",
+        f"{pages * PAGE_TOKENS:,}: shorten it, lower the token limit or allow more memory with --ram.",
     )
 
 
 class OneByOne:
-    """See `ContinuousBatch`; a row that has to give way is read again."""
+    """See `ContinuousBatch`; an interrupted row starts again from its prompt."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._session = ChatSession(loaded)
@@ -225,7 +225,7 @@ class OneByOne:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """One row, whose tokens count when it ends."""
+        """One row, whose tokens only count once it ends."""
         return 1, 0
 
     def free(self) -> None:
@@ -237,7 +237,7 @@ class OneByOne:
         request = new.request
         sampling, constraint = request.sampling, request.constraint
         if constraint is not None:
-            constraint.reset()  # it may have had to give way before
+            constraint.reset()  # an interrupted try may have advanced it
         if request.ids:
             result = self._session.generate_from_ids(
                 request.ids, sampling, end_ids=request.end_ids, cancelled=interrupted, constraint=constraint
@@ -256,18 +256,19 @@ class OneByOne:
 
 
 class BatchExecutor:
-    """The rows of one job.  Not for several threads; the model may answer chats while no `run` is going on.
+    """The rows of one job.  Not thread-safe; the model may answer chats while no `run` is active.
 
-    Rows are answered as if each were alone.  In fp32 a greedy answer is that of a chat, token for token.  In bf16 it is
-    but for near ties: products over many rows are rounded in another order, which moves logits by up to a tenth of
-    their standard deviation, and by more where two experts come out equally good; quantised weights, for which a chat
-    quantises its single vectors as well, by up to four tenths.  A row's own seed makes sampling repeatable.
+    Rows are answered as if each were alone.  In fp32 a greedy answer equals that of a chat, token for token.  In bf16
+    it does except for near ties: products over many rows round in another order, which moves logits by up to a tenth of
+    their standard deviation, and by more where two experts score almost equally.  With quantised weights, for which a
+    chat also quantises its single vectors, logits move by up to four tenths.  A row's own seed makes sampling
+    repeatable.
 
     Args:
-        policy: how many rows at once and the like; `None` is what fits this machine.
+        policy: number of rows at once and other limits; `None` for what fits this machine.
 
     Attributes:
-        note: a word about it if rows cannot go through this model's layers together; empty if they can.
+        note: why rows cannot share this model's layers, for the user; empty if they can.
     """
 
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy | None = None) -> None:
@@ -291,40 +292,41 @@ class BatchExecutor:
         should_yield: Check = never,
         cancelled: Check = never,
     ) -> BatchOutcome:
-        """Answers rows, which are asked for as places come free; answers come in any order.
+        """Answers rows, reading them as places become free; answers come in any order.
 
         Args:
-            rows: the rest of them, if an earlier call has yielded: the rows under way come first.
-            on_row: called once for each row, also for those that cannot be answered.
-            should_yield: whether another request needs the machine: it then returns within one layer, all rows kept.
-            cancelled: whether to stop: as soon, with nothing kept.
+            rows: the remaining ones if an earlier call has yielded: the rows in progress come first.
+            on_row: called once for each row, including those that cannot be answered.
+            should_yield: whether another request needs the machine; `run` then returns within one layer and keeps all
+                rows.
+            cancelled: whether to stop: as quickly, but without keeping anything.
 
         Raises:
-            EngineError: the model cannot be run; the rows under way are kept for another try.
+            EngineError: the model cannot be run; the rows in progress are kept for another try.
         """
         assert self._batch is not None
         prepared = self._preparation.prepared(rows, on_row, cancelled)
         try:
             return self._batch.run(prepared, on_row, should_yield, cancelled)
-        except RequestCancelled:  # while a row's prompt was made
+        except RequestCancelled:  # while preparing a row's prompt
             return BatchOutcome.CANCELLED
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """Rows that share each sweep through the weights now, and the tokens that have been generated for them."""
+        """Rows that share each sweep through the weights now, and the tokens generated for them."""
         return self._batch.under_way if self._batch is not None else (0, 0)
 
     def time_parts(self) -> PartsTimer | None:
-        """From now on sweeps overlap nothing, and their parts are timed; None if they go by no schedule."""
+        """From now on sweeps run without overlap and their parts are timed; None if they follow no schedule."""
         return self._batch.time_parts() if isinstance(self._batch, ContinuousBatch) else None
 
     def forget_prefixes(self) -> None:
-        """Beginnings of prompts are not shared with later rows: for measurements."""
+        """Stops sharing earlier prompt prefixes with later rows: for measurements."""
         if isinstance(self._batch, ContinuousBatch):
             self._batch.pool.forget_prefixes()
 
     def close(self) -> None:
-        """Frees keys and values.  Harmless if repeated."""
+        """Frees keys and values.  Safe to call twice."""
         if self._batch is not None:
             self._batch.free()
             self._batch = None

@@ -1,4 +1,4 @@
-"""Rows on their way from the input to the executor and back: what each asks, and its ending or another try."""
+"""Rows between the input and the executor: requests out, and outcomes or retries back."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class _UnderWay:
 
 
 class Asking:
-    """The rows that are under way.
+    """The rows in progress.
 
     Args:
-        tries: how often a row is asked whose sampled answer was cut before it was what it had to be.
-        make_constrained: what holds answers to schemas; called once, if a row needs it.
+        tries: how often to try a row whose sampled answer is cut before it satisfies its constraint.
+        make_constrained: creates what enforces schemas; called once, if a row needs it.
     """
 
     def __init__(self, tries: int, make_constrained: Callable[[], ConstrainedAnswers]) -> None:
@@ -37,29 +37,29 @@ class Asking:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are rows to be asked once more."""
+        """Whether rows are waiting for another try."""
         return bool(self._again)
 
     @property
     def under_way(self) -> int:
-        """Rows that have been asked and have no ending yet."""
+        """Rows that were requested and have no outcome yet."""
         return len(self._under_way) + len(self._again)
 
     def ask(self, asked: RowRequest) -> BatchRequest | Answer:
-        """What to run, or the row's ending if it cannot be asked."""
+        """The request to run, or the row's outcome if it is invalid."""
         return self._ask(asked, tries=1)
 
     def again(self) -> Iterator[BatchRequest | Answer]:
-        """The rows that are to be asked once more."""
+        """Requests for the rows that need another try."""
         while self._again:
             last = self._again.popleft()
             sampling = last.asked.sampling
-            # Another seed, or the same tokens would be drawn again.
+            # With the same seed the same tokens would be sampled again.
             seed = None if sampling.seed is None else sampling.seed + last.tries
             yield self._ask(replace(last.asked, sampling=replace(sampling, seed=seed)), last.tries + 1)
 
     def ended(self, answer: BatchAnswer) -> tuple[Answer, str] | None:
-        """A row's ending and the message that it answers; None if the row is asked once more, or was cancelled."""
+        """A row's outcome and the message it answers; None if the row is tried again, or was cancelled."""
         if answer.finish_reason == "cancelled":
             return None
         row = self._under_way.pop(answer.row)
@@ -70,7 +70,7 @@ class Asking:
             if row.asked.sampling.temperature > 0 and row.tries < self._tries:
                 self._again.append(row)
                 return None
-            problem = f"has an answer that was cut after {answer.generated_tokens:,} tokens, before it fitted"
+            problem = f"has an answer that was cut after {answer.generated_tokens:,} tokens, before it was complete"
         ending = Answer(
             answer.row, answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, problem
         )
@@ -90,7 +90,7 @@ class Asking:
 
 
 def question_of(asked: RowRequest) -> str:
-    """The message that is answered."""
+    """The message to answer."""
     return asked.messages[-1].content if asked.messages else ""
 
 
@@ -98,12 +98,12 @@ class RowFeed:
     """The rows of one run of a job.
 
     Args:
-        asked: rows, each with how much of the input has been read with it, 0 to 1.
-        has_ending: whether the row of this number is to be passed over.
+        asked: rows, each with the share of the input read so far, 0 to 1.
+        has_ending: whether the row of this number is done already and skipped.
         count: records how far the input has been read.
-        keep: takes the endings of rows that are never asked, with the message that was to be answered.
-        must_pause: asked for every row that is read: of a resumed job there may be a million before the next that is
-            to be asked, and no chat should wait for those.
+        keep: takes outcomes of rows that never reach the executor, with the message to answer.
+        must_pause: called for every row read: a resumed job may have to skip a million rows before the next one to run,
+            and a chat must not wait for that.
     """
 
     def __init__(
@@ -121,15 +121,15 @@ class RowFeed:
         self._read = 0
         self._is_read = False
         self.paused = False
-        """Whether the last `rows` ended though there are more."""
+        """Whether the last `rows` stopped before its end."""
 
     @property
     def is_over(self) -> bool:
-        """Whether every row has been handed out or kept, and none is to be asked once more."""
+        """Whether every row has been handed out or kept, and none needs another try."""
         return self._is_read and not self._asking.waiting
 
     def rows(self) -> Iterator[BatchRequest]:
-        """The rows that are to be run next, from where the last such iterator was left."""
+        """The rows to run next, continuing where the previous iterator stopped."""
         self.paused = False
         while not self._is_read or self._asking.waiting:
             for again in self._asking.again():

@@ -1,4 +1,4 @@
-"""One job with one loaded model: rows from the input to the executor, answers from it to the journal and the result."""
+"""One job with one loaded model: rows from the input to the executor, answers to the journal and the result."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutco
 from engine.runtime.decode.constrained import ConstrainedAnswers
 
 _WATCH_S = 5.0
-"""How often the input is asked whether it has changed."""
-_TELL_S = 0.5
+"""How often to check whether the input has changed."""
+_REPORT_S = 0.5
 _RETRY_S = 1.0
-"""How often a full disk is asked whether there is room again."""
+"""How often to retry after the disk was full."""
 _REST_S = 0.02
 _Result = TypeVar("_Result")
 
@@ -52,10 +52,10 @@ class RowExecutor(Protocol):
 
 
 class JobRun:
-    """Runs one job to its end or to its cancellation; what it has answered is kept either way.
+    """Runs one job until it ends or is cancelled; its answers are kept either way.
 
     A chat never waits longer than a layer: long work outside a layer uses `run_in_background`, waiting for a full disk
-    leaves the engine's thread free, and skipping completed rows is interrupted by a chat.
+    leaves the engine's thread free, and a chat interrupts skipping completed rows.
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
@@ -74,7 +74,7 @@ class JobRun:
         self._prepared, self._manifest, self._journal = prepared, manifest, journal
         self._executor, self._watcher = executor, watcher
         self._stamp = stamp(prepared.source)
-        self._watched_s = self._told_s = time.monotonic()
+        self._watched_s = self._reported_s = time.monotonic()
         self._looks_changed = False
         self._waits = ""
         self._waits_since_s = 0.0
@@ -86,15 +86,17 @@ class JobRun:
         self._count = RowCount(None)
 
     def run(self) -> JobEnding:
-        """Answers every row that has no ending yet, and writes the result.
+        """Answers every row that has no outcome yet, and writes the result.
 
         Raises:
-            EngineError: the input changed, the journal or the result cannot be written, or the model gave up.
+            EngineError: the input changed, the journal or the result cannot be written, or the model failed.
         """
         try:
-            counted = self._aside("Counting the rows", lambda between: counted_rows(self._prepared.source, between))
+            counted = self._in_background(
+                "Counting the rows", lambda between: counted_rows(self._prepared.source, between)
+            )
             self._count = RowCount(counted)
-            self._tell()
+            self._report()
             finished = self._answer_all()
         except StoppedError:
             finished = False
@@ -103,21 +105,21 @@ class JobRun:
         if finished:
             self._require_all_rows()
         else:
-            self._look_at_input(at_once=True)
+            self._check_input(at_once=True)
             if self._looks_changed:
                 self._require_same_input(never)
         return self._written(finished)
 
     def _answer_all(self) -> bool:
-        """Whether all rows have their endings; else it was cancelled."""
+        """Whether all rows have outcomes; False if the job was cancelled."""
         feed = RowFeed(
             self._prepared.asked(), self._journal.has, self._asking, self._count, self._keep, self._must_pause
         )
 
         def should_yield() -> bool:
-            # Asked between layers: a good moment to tell how far rows are that have long answers.
-            if time.monotonic() - self._told_s >= _TELL_S:
-                self._tell()
+            # Called between layers: rows with long answers report progress here.
+            if time.monotonic() - self._reported_s >= _REPORT_S:
+                self._report()
             return feed.paused or self._must_pause()
 
         while True:
@@ -125,45 +127,45 @@ class JobRun:
             if outcome is BatchOutcome.CANCELLED or not self._may_go_on():
                 return False
             if outcome is BatchOutcome.FINISHED and feed.is_over:
-                self._look_at_input(at_once=True)
+                self._check_input(at_once=True)
                 return self._may_go_on()
 
     def _must_pause(self) -> bool:
-        """Whether something comes before the next row."""
-        self._look_at_input()
+        """Whether something has to be done before the next row."""
+        self._check_input()
         return bool(self._keeping.problem) or self._looks_changed or self._watcher.should_yield()
 
     def _may_go_on(self) -> bool:
-        """Does what comes before the next row; False if the job was cancelled meanwhile."""
+        """Does what has to be done before the next row; False if the job was cancelled meanwhile."""
         while not self._keeping.flush():
             if not self._wait_for_room(self._keeping.problem):
                 return False
-        self._there_is_room()
+        self._end_waiting()
         if self._looks_changed:
             self._require_same_input()
         self._give_way()
         return not self._watcher.cancelled()
 
     def _wait_for_room(self, problem: str) -> bool:
-        """Lets a moment pass in which others have the machine; False if the job was cancelled.
+        """Waits briefly while others use the machine; False if the job was cancelled.
 
-        It is said once: that a retry failed as well is no news.
+        The problem is reported once; failed retries are not.
 
         Raises:
-            EngineError: `DISK_FULL`: no room was made, and none is expected, or not in the time that was to be waited.
+            EngineError: `DISK_FULL`: there was still no room after the watcher's `patience_s`.
         """
         begun_s = time.monotonic()
         patience = self._watcher.patience_s
         if not self._waits:
-            most = "" if patience is None else f", for {patience:.0f} s at most"
+            most = "" if patience is None else f" up to {patience:.0f} s"
             self._waits, self._waits_since_s = f"Waiting{most}: {problem}", begun_s
-        self._tell()
+        self._report()
         if patience is not None and begun_s - self._waits_since_s >= patience:
             done = self._journal.counts()[0]
             raise EngineError(
                 ErrorCode.DISK_FULL,
-                f"The disk of {self._full_folder()} stayed full for {patience:.0f} s: make room and resume the job; "
-                f"its {done:,} answers are kept.",
+                f"The disk of {self._full_folder()} stayed full for {patience:.0f} s: free some space and resume the "
+                f"job; its {done:,} answers are kept.",
             )
         with self._clock.stopped():
             while time.monotonic() < begun_s + _RETRY_S:
@@ -174,13 +176,13 @@ class JobRun:
         return True
 
     def _full_folder(self) -> Path:
-        """Whose disk it is that has no room: that of the answers, or that of the result."""
+        """The folder on the full disk: that of the answers, or that of the result."""
         return self._journal.path.parent if self._keeping.problem else self._prepared.output.parent
 
-    def _there_is_room(self) -> None:
+    def _end_waiting(self) -> None:
         if self._waits:
             self._waits = ""
-            self._tell()
+            self._report()
 
     def _give_way(self) -> None:
         if self._watcher.should_yield():
@@ -196,61 +198,61 @@ class JobRun:
         self._keeping.keep(answer)
         self._meter.ended(failed=answer.failed, generated_tokens=answer.generated_tokens)
         self._watcher.on_answer(answer, question)
-        if time.monotonic() - self._told_s >= _TELL_S:
-            self._tell()
+        if time.monotonic() - self._reported_s >= _REPORT_S:
+            self._report()
 
-    def _tell(self, blocked: str = "") -> None:
-        self._told_s = time.monotonic()
+    def _report(self, blocked: str = "") -> None:
+        self._reported_s = time.monotonic()
         self._watcher.on_pace(self._pace(), self._waits or blocked)
 
     def _pace(self) -> Pace:
         rows, tokens = self._executor.under_way
         return self._meter.pace(self._count.total, self._clock.now(), under_way=rows, under_way_tokens=tokens)
 
-    def _aside(self, doing: str, work: Callable[[Between], _Result], cancelled: Check | None = None) -> _Result:
-        is_told = False
+    def _in_background(self, doing: str, work: Callable[[Between], _Result], cancelled: Check | None = None) -> _Result:
+        is_reported = False
 
         def on_share(share: float) -> None:
-            nonlocal is_told
-            if time.monotonic() - self._told_s >= _TELL_S:
-                is_told = True
-                self._tell(f"{doing}: {share:.0%}")
+            nonlocal is_reported
+            if time.monotonic() - self._reported_s >= _REPORT_S:
+                is_reported = True
+                self._report(f"{doing}: {share:.0%}")
 
         with self._clock.stopped():
             result = run_in_background(work, self._watcher, on_share, cancelled=cancelled)
-        if is_told:
-            self._tell()
+        if is_reported:
+            self._report()
         return result
 
-    def _look_at_input(self, *, at_once: bool = False) -> None:
+    def _check_input(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
         if at_once or now - self._watched_s >= _WATCH_S:
             self._watched_s = now
             self._looks_changed = self._looks_changed or stamp(self._prepared.source) != self._stamp
 
     def _require_same_input(self, cancelled: Check | None = None) -> None:
-        """Touched, or copied back: what counts is what is in it."""
+        """Compares the input's hash: a touched or restored file counts as unchanged."""
         source = self._prepared.source
         signs = stamp(source)
-        found = self._aside("Reading the input", lambda between: content_hash(source, between), cancelled)
+        found = self._in_background("Reading the input", lambda between: content_hash(source, between), cancelled)
         if found != self._manifest.input_hash:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{source.path} was changed while the job ran: put the old file back and resume, or "
-                f"restart the job with the new one; the answers so far are kept.",
+                f"{source.path} was changed while the job ran: restore the old file and resume, or "
+                "restart the job with the new one. The answers so far are kept.",
             )
         self._stamp, self._looks_changed = signs, False
 
     def _require_all_rows(self) -> None:
-        """Every row has had its ending: what says otherwise is a fault of ours, and better said than written."""
+        """Checks that every row has an outcome; a violation is an internal error and no result is written."""
         done = self._journal.counts()[0]
         if self._asking.under_way or self._count.total != done:
             raise EngineError(
-                ErrorCode.INTERNAL, f"Of {self._count.total} rows {done} were answered: resume the job and report this."
+                ErrorCode.INTERNAL, f"{done} of {self._count.total} rows were answered: resume the job and report this."
             )
 
     def _written(self, finished: bool) -> JobEnding:
-        """Writes the result, of a cancelled job as far as there is one, and says what was done."""
+        """Writes the result, for a cancelled job as far as there is one, and describes the outcome."""
         source, output, begun_s = self._prepared.source, self._prepared.output, int(self._journal.begun_s)
 
         def write(between: Between) -> Written:
@@ -268,17 +270,17 @@ class JobRun:
 
         while True:
             try:
-                written = self._aside("Writing the result", write, cancelled=None if finished else never)
+                written = self._in_background("Writing the result", write, cancelled=None if finished else never)
                 if finished:
                     self._journal.finish()
-                self._there_is_room()
+                self._end_waiting()
                 return self._ending(finished, written)
             except StoppedError:
                 return self._ending(False)
             except EngineError as error:
                 if error.code != ErrorCode.DISK_FULL:
                     raise
-                full = f"The disk of {output.parent} is full: make room, and the result is written."
+                full = f"The disk of {output.parent} is full: the result is written once there is room."
                 if not finished or not self._wait_for_room(full):
                     return self._ending(False, note=error.message)
 
@@ -288,13 +290,14 @@ class JobRun:
             done, failed, _tokens = self._journal.counts()
             pace = replace(pace, done=done, failed=failed)
             lost = "the last answer was" if unkept == 1 else f"the last {unkept:,} answers were"
-            sentence = f"The disk of {self._journal.path.parent} is full, and {lost} not kept: make room and resume."
+            folder = self._journal.path.parent
+            sentence = f"The disk of {folder} is full, and {lost} not kept: free some space and resume."
             note = f"{sentence} {note}".strip()
         if written is None:
             return JobEnding(finished, pace, 0, self._meter.tokens, self._clock.now(), note, unkept=unkept)
-        is_csv = written.asked != asked  # no sheet holds so much
+        is_csv = written.asked != asked  # too many rows for a sheet
         elsewhere = [
-            f"{there.name} belongs to someone else or was changed: {what} in {here}."
+            f"{there.name} is not a file of this job or was changed: {what} in {here}."
             for there, here, what in (
                 (written.output if is_csv else asked, written.output, "the result is"),
                 (errors_path(asked), written.errors, "failed rows are"),

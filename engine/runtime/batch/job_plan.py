@@ -1,4 +1,4 @@
-"""How a job is to be run with a loaded model, and how fast it will be: what its first rows say, and the planner."""
+"""How to run a job with a loaded model, and its speed: from the job's first rows and the planner."""
 
 from __future__ import annotations
 
@@ -36,22 +36,23 @@ from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
 
 _SINKS = 4
-"""First tokens that a window goes on seeing (Xiao et al. 2024, section 3.2)."""
+"""First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
 _READ_ROWS = 48
-"""Rows whose prompts are looked at: enough for a mean, and a moment's work."""
+"""Rows whose prompts are tokenised for the estimate: enough for a mean, and quick."""
 _TIMED = 0.25
-"""How far a prediction may be off, as a share, after answers were timed."""
+"""Expected relative error of a prediction once answers were timed."""
 _MOST_FACTOR = 8.0
-"""A larger deviation from the prediction says something else than how fast the machine is."""
+"""A larger deviation from the prediction has other causes than the machine's speed."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTime:
-    """What answering a few rows took.
+    """The time that a few rows took.
 
     Attributes:
-        seconds: all of it, the time of others who had priority left out.
-        sweep_rows, sweep_s: rows that shared a sweep, and the seconds of one that decodes; 0 if none was seen whole.
+        seconds: total, without the time of requests with priority.
+        sweep_rows, sweep_s: rows that shared a sweep, and the seconds of a decoding one; 0 if no complete one was
+            timed.
     """
 
     seconds: float
@@ -60,13 +61,13 @@ class SampleTime:
 
 
 class SweepClock:
-    """Times sweeps once they are warm, by what is under way, which it is shown between layers.
+    """Times warm sweeps, from the progress of the rows; called between layers.
 
-    The first sweeps read prompts, and weights that have not been touched since they were loaded: no later one does, so
-    only those count in which the very same rows get one more token each.
+    The first sweeps read prompts, and weights that are cold after loading.  Later ones do neither, so only sweeps count
+    in which exactly the same rows get one more token each.
 
     Args:
-        under_way: (rows, tokens generated for them), as `BatchExecutor.under_way` has it.
+        under_way: (rows, tokens generated for them), as in `BatchExecutor.under_way`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class SweepClock:
         self._sweeps: list[tuple[int, float]] = []
 
     def look(self) -> None:
-        """To be called between layers."""
+        """Call this between layers."""
         now = self._under_way()
         if now == self._last:
             return
@@ -93,7 +94,7 @@ class SweepClock:
         self._last, self._last_s = now, at if tokens >= rows else None
 
     def leave(self, others: Callable[[], None]) -> None:
-        """Calls `others`, whose time does not count; the sweep under way is not timed."""
+        """Calls `others`, whose time does not count; the current sweep is not timed."""
         begun_s = self._clock()
         try:
             others()
@@ -102,7 +103,7 @@ class SweepClock:
             self._last_s = None
 
     def time(self) -> SampleTime:
-        """What there was: of sweeps of as many rows as most had, the median."""
+        """The result: the median over the sweeps with the most rows."""
         seconds = self._clock() - self._begun_s - self._away_s
         if not self._sweeps:
             return SampleTime(seconds)
@@ -112,12 +113,12 @@ class SweepClock:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """What `plan_job` found.
+    """The result of `plan_job`.
 
     Attributes:
-        policy: what the executor goes by.
-        rows: what is known of the job's rows.
-        prediction: None if nothing can be said of this model.
+        policy: the executor's policy.
+        rows: what is known about the job's rows.
+        prediction: None if this model's speed cannot be predicted.
     """
 
     policy: BatchPolicy
@@ -129,12 +130,12 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
     """Reads the job's first rows and plans for all of them.
 
     Args:
-        generated_tokens: of a row, if answers have shown it; else as many as a row may have.
+        generated_tokens: per row, if known from answers; else the limit is assumed.
     """
     rows = job_rows(prepared, loaded, generated_tokens)
     try:
         plan = plan_rows(rows, loaded, find_shape(loaded.info.path))
-    except EngineError:  # it runs nonetheless, and how fast will be seen
+    except EngineError:  # the job runs without a prediction
         plan = JobPlan(policy_for(loaded), rows, None)
     job = prepared.job
     kv_type = KvType.INT8 if job.kv_precision == "int8" else None
@@ -145,10 +146,10 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
 def predicted_after(
     prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[BatchAnswer], taken: SampleTime
 ) -> JobPrediction | None:
-    """How fast the whole job will be, after some of its rows were answered.
+    """The speed of the whole job, after some of its rows were answered.
 
-    On the CPU the rows' own sweeps correct the prediction; on a card a few rows say little about many.  Where no sweep
-    was seen whole, as where rows are answered one by one, all of their time does, in which there are cold weights.
+    On the CPU the timed sweeps correct the prediction; on a card a few rows say little about many.  Without a complete
+    sweep, as when rows are answered one by one, their total time corrects it, which includes cold weights.
     """
     answered = [answer for answer in answers if answer.generated_tokens]
     if not answered:
@@ -166,7 +167,7 @@ def predicted_after(
         return rows * tokens / found.tokens_per_s
 
     if taken.sweep_rows and generated > 1:
-        # A row's first token comes of reading its prompt, each other one of a sweep.
+        # A row's first token comes from reading its prompt, every other one from a sweep.
         decoding_s = predicted_s(taken.sweep_rows, generated) - predicted_s(taken.sweep_rows, 1.0)
         factor = decoding_s / (generated - 1) / taken.sweep_s
     else:
@@ -175,7 +176,7 @@ def predicted_after(
 
 
 def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Probe | None = None) -> JobPlan:
-    """The same for rows of which all is known."""
+    """As `plan_job`, for rows whose lengths are known."""
     found = found or probe()
     card = loaded.devices.devices[0] if loaded.devices is not None and len(loaded.devices.devices) == 1 else None
     name = "" if card is None else card.name.partition("#")[0]
@@ -193,7 +194,7 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
         return JobPlan(policy_for(loaded), rows, None)
     memory = card.memory.total
     if machine.gpu is None and name.startswith(EMULATED):
-        machine = with_emulated(machine, name, memory)  # not measured: as its profile says
+        machine = with_emulated(machine, name, memory)  # not measured: values of its profile
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision)
     best = best_batch(machine, shape, limits, precision, rows)
     if best is None:
@@ -204,7 +205,7 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
 
 
 def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float | None = None) -> JobRows:
-    """What the first rows say of all: their number by how much of the input they are."""
+    """Estimates all rows from the first ones; their number from the share of the input they take."""
     lengths, limits, count, reached = list[int](), list[float](), 0, 0.0
     for share, asked in islice(prepared.asked(), _READ_ROWS):
         count, reached = count + 1, share
@@ -212,7 +213,7 @@ def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
             continue
         try:
             lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages)))
-        except EngineError:  # the row itself will fail with it
+        except EngineError:  # the row itself will report it
             continue
         limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))
     total = count if count < _READ_ROWS else max(count, round(count / reached) if reached > 0 else count)
@@ -224,6 +225,6 @@ def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
 
 
 def _with_room(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
-    """Rows whose keys and values have room together."""
+    """Rows whose keys and values fit into memory together."""
     each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
     return max(1, int(policy.kv_bytes // max(each, 1.0)))

@@ -1,9 +1,9 @@
-"""The decoder layers of a library model, one at a time: what the model passes to them is recorded, then replayed.
+"""The decoder layers of a library model, one at a time: their arguments are recorded, then replayed.
 
-The model's own forward runs with its layers replaced by stubs that note their arguments; then the real layers are
-called with these, in whatever order and pieces suit; then the forward runs again, its last stub handing over what the
-real layers made, so that the library's own final norm and head follow.  Native kernels compute linear layers of every
-family, and whole attention layers of some.
+The model's own forward runs with its layers replaced by stubs that record their arguments.  The real layers are then
+called with these arguments, in any order and in any pieces.  Finally the forward runs again, with the last stub
+returning the real layers' output, so that the library's own final norm and head follow.  Native kernels compute the
+linear layers of every family, and whole attention layers of some.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 _FEWEST_WEIGHTS = 64 * 1024
-"""Below this torch is as fast; and routers are left to the library, where a rounding changes the choice."""
+"""Below this torch is as fast.  Routers stay with the library, because rounding there changes the choice of experts."""
 
 
-class _Enough(Exception):  # noqa: N818 - no error: the last layer's arguments are known
+class _Enough(Exception):  # noqa: N818 - not an error: the last layer's arguments are recorded
     pass
 
 
 @dataclass
 class Recording:
-    """What the model passed to each of its layers beside hidden states, and the first hidden states [1, T, H]."""
+    """What the model passed to each layer apart from hidden states, and the first hidden states [1, T, H]."""
 
     hidden: torch.Tensor
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -87,7 +87,7 @@ class DecoderLayers:
         raise LookupError("the model does not call its layers one after the other")
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording) -> torch.Tensor:
-        """What a layer makes of hidden states [1, T, H]."""
+        """The output of a layer for hidden states [1, T, H]."""
         args, kwargs = recording.calls[index]
         out = self._layers[index](hidden, *args, **kwargs)
         result = out[0] if isinstance(out, tuple) else out
@@ -95,7 +95,7 @@ class DecoderLayers:
         return result
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, R, H] behind the last layer -> [R, V]."""
+        """[1, R, H] after the last layer -> [R, V]."""
         rows = hidden.shape[1]
         ids = torch.zeros(1, rows, dtype=torch.long, device=hidden.device)
 
@@ -114,10 +114,10 @@ class DecoderLayers:
 
 
 class NativeRows:
-    """What the kernels compute of a model's layers.
+    """The parts of a model's layers that native kernels compute.
 
     Args:
-        states: the pages of its attention modules, which have all been met.
+        states: the pages of its attention modules, all of which have been probed.
     """
 
     def __init__(self, model: Any, layers: DecoderLayers, states: PagedStates, kernels: NativeKernels) -> None:
@@ -134,7 +134,7 @@ class NativeRows:
         self._head = _linears(head, kernels) if head is not None else []
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording, pieces: Pieces) -> torch.Tensor:
-        """What a layer makes of hidden states [1, T, H]."""
+        """The output of a layer for hidden states [1, T, H]."""
         with _replaced(self._linears[index]):
             struct = self._attention.get(index)
             if struct is None or hidden.dtype != torch.bfloat16:
@@ -154,11 +154,11 @@ class NativeRows:
             return torch.add(out, result[0] if isinstance(result, tuple) else result)
 
     def linears(self, layers: Iterable[int]) -> AbstractContextManager[None]:
-        """While in it, these layers' linear layers are computed by the kernels, from wherever they are called."""
+        """Inside this context the kernels compute these layers' linear layers, for every caller."""
         return _replaced([pair for index in layers for pair in self._linears[index]])
 
     def _add_experts(self, block: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] with what a sparse block makes of them added."""
+        """Hidden states [T, H] plus the output of a sparse block."""
         normed, chosen, shares = route_rows(self._kernels, struct, hidden)
         mixed = experts_forward(block.experts, normed, chosen, shares)
         shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
@@ -169,7 +169,7 @@ class NativeRows:
         return hidden + mixed
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[1, R, H] behind the last layer -> [R, V]."""
+        """[1, R, H] after the last layer -> [R, V]."""
         with _replaced(self._head):
             return self._layers.logits(hidden)
 
@@ -184,7 +184,7 @@ def _linears(part: Any, kernels: NativeKernels) -> list[tuple[Any, RowsLinear]]:
 
 @contextmanager
 def _replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Within it these modules have other `forward`s; afterwards their own are back: a chat may come in between."""
+    """Replaces these modules' `forward` inside the context and restores it afterwards, as chats may run in between."""
     pairs = list(forwards)
     own = [module.__dict__.get("forward") for module, _ in pairs]
     try:

@@ -1,9 +1,9 @@
-"""The library's attention modules over pages: registered under a name of ours with its attention interface.
+"""The library's attention modules over pages: registered under our own name with its attention interface.
 
-All rows of a micro-batch go through a module as one sequence; the function that the module calls to attend is told
-apart by it whose tokens are whose.  The library's masks are not made: what a token sees is known from its row and from
-the module's window.  That window is read from the rule by which the library would make the module's mask, as the mask
-alone is what counts there: some modules never pass their window on, others pass one that their mask does not have.
+All rows of a micro-batch pass through a module as one sequence; the function that the module calls for attention
+separates the rows' tokens.  The library's masks are not built: what a token attends to follows from its row and from
+the module's window.  That window is taken from the rule by which the library would build the module's mask, because
+only the mask is reliable: some modules never pass their window on, others pass one that their mask does not apply.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PagedStates:
 
     Args:
         kernels: the native ones; without them torch computes.
-        context_tokens: no row is longer.
+        context_tokens: longest row.
         window, kept: see `BatchPolicy`.
     """
 
@@ -49,14 +49,14 @@ class PagedStates:
         self._terms: dict[int, AttentionTerms] = {}
         self._layers: dict[int, tuple[PagedLayer, PagedLayerStruct]] = {}
         self.are_met = False
-        """Whether every module has been seen with one token, so that it is known how it attends."""
+        """Whether every module has been probed with one token, so that its kind of attention is known."""
         self.pieces: Pieces | None = None
-        """The rows whose tokens come next, once the modules have been met."""
+        """The rows whose tokens come next, once the modules have been probed."""
         self.elsewhere: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
-        """Attends in place of this, if set: it takes a module, queries, keys and values as `attend` does."""
+        """If set, computes attention instead of `attend`, from a module, queries, keys and values."""
 
     def allocate(self, kv_type: KvType, pages: int) -> None:
-        """Makes the pages of all modules met so far."""
+        """Allocates the pages of all modules probed so far."""
         for key, shape in self.shapes.items():
             layer = PagedLayer(shape, kv_type, pages)
             self._layers[key] = (layer, layer.struct(self._terms[key]))
@@ -66,7 +66,7 @@ class PagedStates:
         return sum(shape.page_bytes(kv_type) for shape in self.shapes.values())
 
     def terms_of(self, module: Any) -> AttentionTerms:
-        """How this module attends."""
+        """The attention parameters of this module."""
         return self._terms[id(module)]
 
     def layer_of(self, module: Any) -> tuple[PagedLayer, PagedLayerStruct]:
@@ -74,13 +74,13 @@ class PagedStates:
         return self._layers[id(module)]
 
     def mask(self, mask_function: Callable[..., Any]) -> torch.Tensor | None:
-        """What modules get in place of a mask that would be made by this rule of the library's.
+        """What modules get instead of a mask that the library would build by this rule.
 
         Returns:
-            While modules are being met, their window [1, 1, 1, 1], 0 without one; afterwards none is needed.
+            While modules are probed, their window [1, 1, 1, 1], 0 without one; afterwards None.
 
         Raises:
-            LookupError: the rule says something else than a window does.
+            LookupError: the rule is not that of a window.
         """
         if self.are_met:
             return None
@@ -97,8 +97,8 @@ class PagedStates:
     ) -> torch.Tensor:
         """[1, heads, T, dim] of all rows, one after the other -> [1, T, heads, value_dim].
 
-        Of a model on a card queries, keys and values come to RAM, where the pages are, and only hidden states go back
-        (MoE-Lightning, section 4.1: that is less than the keys and values that a card would have to be sent).
+        For a model on a card, queries, keys and values are copied to RAM, where the pages are, and only hidden states
+        go back (MoE-Lightning, section 4.1: this is less than sending the cached keys and values to the card).
         """
         if self.elsewhere is not None:
             return self.elsewhere(module, queries, keys, values)
@@ -136,9 +136,9 @@ class PagedStates:
         mask: torch.Tensor | None,
         options: dict[str, Any],
     ) -> None:
-        """One token's states, of a module that is met for the first time: it sees itself alone."""
+        """One token's states, of a module that is probed for the first time: the token attends only to itself."""
         if mask is None:
-            raise LookupError("its attention is not given the library's masks")
+            raise LookupError("its attention does not get the library's masks")
         shape = KvShape(queries.shape[1], keys.shape[1], keys.shape[2], values.shape[2])
         sinks = options.get("s_aux")
         window = int(mask)
@@ -156,12 +156,12 @@ class PagedStates:
 
 
 _active: list[PagedStates] = []
-"""The states of the batch whose layer is being computed: at most one, as one thread computes."""
+"""The states of the batch whose layer is being computed; one at most, because a single thread computes."""
 
 
 @contextmanager
 def paged(states: PagedStates, configs: list[Any]) -> Iterator[None]:
-    """Within it the modules of these configurations attend over pages, without masks once they have been met."""
+    """Inside this context the modules of these configurations attend over pages, without masks once probed."""
     _active.append(states)
     try:
         with attending_by(IMPLEMENTATION, configs):

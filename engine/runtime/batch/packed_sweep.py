@@ -1,4 +1,4 @@
-"""One sweep of many rows through the library's layers, packed: no padding, whatever their lengths."""
+"""One sweep of many rows through the library's layers, packed without padding."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from engine.runtime.loaded_model import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A row and how many of its tokens come next."""
+    """A row and its number of tokens in the next sweep."""
 
     row: PagedRow
     tokens: int
 
     @property
     def wants_logits(self) -> bool:
-        """Whether a token is to be chosen after these."""
+        """Whether a token is to be sampled after these."""
         return self.row.held + self.tokens >= len(self.row.prompt)
 
 
 @dataclass
 class _MicroBatch:
-    """Rows that go through a layer at once.
+    """Rows that pass through a layer together.
 
     Attributes:
-        wanted: places of the tokens [T] after which logits are wanted.
+        wanted: positions of the tokens [T] whose logits are needed.
     """
 
     pieces: Pieces
@@ -53,13 +53,13 @@ class _MicroBatch:
 
 
 class PackedModel:
-    """A model whose layers take tokens of many rows as one sequence.
+    """A model whose layers process tokens of many rows as one sequence.
 
     Args:
-        loaded: of a family that can (see `can_pack`).
+        loaded: of a family that supports this (see `can_pack`).
 
     Raises:
-        LookupError: its layers or its attention are not where they are expected.
+        LookupError: its layers or its attention are not found where expected.
     """
 
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
@@ -77,26 +77,26 @@ class PackedModel:
         if loaded.kernels is not None and loaded.device.type == "cpu":
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
         if policy.schedule is not HYBRID:
-            with suppress(LookupError, DeviceMemoryError):  # then experts are met as a chat meets them
+            with suppress(LookupError, DeviceMemoryError):  # then experts are computed as in a chat
                 self._pipeline = DevicePipeline(loaded, self._layers, self._states)
         page_bytes = self._states.page_bytes(self._kv_type)
         self.pages = max(1, policy.kv_bytes // page_bytes)
-        """Pages that the budget has room for."""
+        """Pages that fit into the budget."""
 
     def allocate(self, pages: int) -> None:
-        """Makes that many pages of every layer."""
+        """Allocates `pages` pages of every layer."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages)
 
     def threads(self) -> AbstractContextManager[None]:
-        """While sweeps go on: torch keeps to the calling thread where native kernels do what is large."""
+        """For the duration of sweeps: torch uses one thread where native kernels do the large operations."""
         return self._loaded.token_by_token() if self._native is not None else nullcontext()
 
     def sweep(self, work: list[Work]) -> Generator[None, None, torch.Tensor]:
-        """Takes the tokens of `work` through all layers; gives way after each layer of each micro-batch.
+        """Takes the tokens of `work` through all layers; yields after each layer of each micro-batch.
 
         Returns:
-            logits [R, V] on the CPU, for those that want them, in the order of `work`.
+            logits [R, V] on the CPU, for the rows that need them, in the order of `work`.
         """
         tokens, busy_s = sum(each.tokens for each in work), 0.0
         reads = any(each.tokens > 1 for each in work)
@@ -112,7 +112,7 @@ class PackedModel:
         return self._logits(work, parts, micro_batches)
 
     def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
-        """What is to be done of a sweep, in pieces between which it may give way."""
+        """The steps of a sweep; it may be interrupted between them."""
         if self._pipeline is None or schedule is HYBRID:
             for index in range(len(self._layers)):
                 for batch in micro_batches:
@@ -122,10 +122,10 @@ class PackedModel:
             for index in range(len(self._layers)):
                 yield partial(self._step_by_schedule, index, sweep)
             for _ in sweep:
-                raise AssertionError("a sweep stops once behind each layer")
+                raise AssertionError("a schedule yields once after each layer")
 
     def _step_by_schedule(self, index: int, sweep: Iterator[None]) -> None:
-        """Of a layer what is left, and of the next one what has begun meanwhile."""
+        """The rest of one layer, and the part of the next one that starts meanwhile."""
         both = range(index, min(index + 2, len(self._layers)))
         with self._attending(None), self._native.linears(both) if self._native is not None else nullcontext():
             next(sweep)
@@ -139,26 +139,26 @@ class PackedModel:
         pipeline = self._pipeline
         if pipeline is None:
             return None
-        card_attention = self._kv_type is not KvType.INT8  # scales are not sent to devices
+        card_attention = self._kv_type is not KvType.INT8  # scales are not copied to devices
         pipeline.timer = PartsTimer(pipeline.experts.most, pipeline.experts_per_token, card_attention=card_attention)
         return pipeline.timer
 
     def close(self) -> None:
-        """Gives back what sweeps have taken of a device.  Harmless if repeated."""
+        """Releases the device memory that sweeps use.  Safe to call twice."""
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None
 
     def _schedule(self, tokens: int, rows: int, reads: bool) -> Schedule:
-        """What was asked for; else what has been fastest, with `HYBRID` where most experts are not wanted anyway,
-        unless the sweep has as many rows as the plan, which knew that."""
+        """The requested schedule, else the measured fastest; `HYBRID` for sweeps that use few of the experts, unless they
+        have as many rows as the plan, which has accounted for that."""
         if self._pipeline is None:
             return HYBRID
         policy = self._policy
         as_planned = policy.planned is not None and rows >= policy.rows
         wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts.most
         chosen = policy.schedule or (self._choice.of(tokens, reads=reads) if as_planned or wants_most else HYBRID)
-        if self._kv_type is KvType.INT8:  # scales are not sent to devices
+        if self._kv_type is KvType.INT8:  # scales are not copied to devices
             return chosen.in_ram or chosen
         return chosen
 
@@ -197,7 +197,7 @@ class PackedModel:
             return torch.empty(0)
         with self._attending(None):
             logits = (self._native or self._layers).logits(hidden).cpu()
-        # Micro-batches are not in the order of the rows.
+        # Micro-batches are not in row order.
         order = [each for part in parts for each in part if each.wants_logits]
         wanted = [each for each in work if each.wants_logits]
         places = {id(each.row): place for place, each in enumerate(order)}
@@ -218,7 +218,7 @@ class PackedModel:
 
 
 class _Attending:
-    """Attention over pages, and no gradients, while a part of the model runs."""
+    """Attention over pages, without gradients, while a part of the model runs."""
 
     def __init__(self, states: PagedStates, configs: list[Any]) -> None:
         self._contexts = (paged(states, configs), torch.inference_mode())
@@ -240,17 +240,17 @@ def balanced(
     growth: int = 0,
     most_tokens: int | None = None,
 ) -> tuple[list[list[int]], list[int]]:
-    """Deals rows out to micro-batches, the longest first, each to the one with the fewest tokens.
+    """Distributes rows over micro-batches, the longest first, each to the one with the fewest tokens.
 
     Args:
         lengths: tokens of each row.
-        micro_batches: n, how many to make.
-        most_rows: ubs, rows of one at most.
-        growth: gen_len, tokens that each row will have besides.
-        most_tokens: cache_size, tokens of one micro-batch at most, growth included; `None` is no limit.
+        micro_batches: n, number of micro-batches.
+        most_rows: ubs, most rows of one micro-batch.
+        growth: gen_len, tokens that will be added to each row.
+        most_tokens: cache_size, most tokens of one micro-batch, growth included; `None` for no limit.
 
     Returns:
-        The rows of each micro-batch that has any, in the order of their indices, and the rows left for the next batch.
+        The rows of each non-empty micro-batch, in the order of their indices, and the rows left for the next batch.
     """
     open_ones: list[tuple[list[int], int]] = [([], 0) for _ in range(micro_batches)]
     closed: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""Whether rows go through a model together, how many, and how their keys and values are held."""
+"""Whether rows pass through a model together, how many, and how their keys and values are stored."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
 
 _MICRO_BATCHES = 8
-"""Of one sweep on a device, if there is no plan: attention runs two ahead, a bubble is an eighth of a layer."""
+"""Micro-batches of one sweep on a device without a plan: attention runs two ahead, so a bubble is an eighth of a layer."""
 _KV_SHARE = 0.5
-"""Of the RAM that is free: the rest is for activations, for the page cache of an input file, and for others."""
+"""Share of the free RAM: the rest is for activations, the page cache of the input file, and other programs."""
 _LEAST_KV_BYTES = 64 * 2**20
 
 
 def why_not_packed(model: Any) -> str:
-    """Why rows cannot go through this model's layers without padding, as the end of a sentence; empty if they can."""
+    """Why rows cannot pass through this model's layers without padding, as the end of a sentence; empty if they can."""
     config = model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False) or not family_of(config.model_type).packs_rows:
         return f"layers of the {config.model_type} family do not take several at once"
@@ -34,12 +34,12 @@ def why_not_packed(model: Any) -> str:
     if kinds:
         return f"this model's rotary embedding ({', '.join(kinds)}) depends on the length of each row"
     if window_of_cache_alone(model) < sys.maxsize:
-        return "this model's sliding window is one of its cache, and not of its attention"
+        return "this model applies its sliding window in the cache and not in attention"
     return ""
 
 
 def can_pack(model: Any) -> bool:
-    """Whether rows can go through this model's layers without padding."""
+    """Whether rows can pass through this model's layers without padding."""
     return not why_not_packed(model)
 
 
@@ -48,17 +48,17 @@ class BatchPolicy:
     """MoE-Lightning's N and mu, and the memory of keys and values.
 
     Attributes:
-        rows: N, rows that are under way together at most.
-        kv_bytes: of all pages; rows wait while none are left.
-        sweep_tokens: of prompts, read in one sweep through the layers beside the rows that decode.
-        micro_batch_tokens: mu, here in tokens: what goes through a layer at once, and so the size of activations.
-        micro_batch_rows: mu, rows that go through a layer at once at most; 0 is all of them.
-        schedule: on a device, the order of a layer's work; `None` is what turns out fastest.
-        planned, planned_reading: the schedule that the planner expects to be, and the same of sweeps that read prompts:
-            tried first.
-        kv_type: how keys and values are held; `None` is the model's own precision.
-        window, kept: if not 0, tokens see only the last `window` tokens and the first `kept` (StreamingLLM, Xiao et al.
-            2024): for long rows, an approximation.
+        rows: N, most rows in progress at once.
+        kv_bytes: of all pages; rows wait while none are free.
+        sweep_tokens: prompt tokens that one sweep through the layers reads, in addition to the rows that decode.
+        micro_batch_tokens: mu in tokens: the size of one pass through a layer, and so of its activations.
+        micro_batch_rows: mu in rows: most rows of one pass through a layer; 0 for all.
+        schedule: on a device, the order of a layer's work; `None` for the measured fastest.
+        planned, planned_reading: the schedules that the planner expects to be fastest, for decoding and for sweeps that
+            read prompts: tried first.
+        kv_type: storage type of keys and values; `None` for the model's own precision.
+        window, kept: if not 0, tokens only attend to the last `window` tokens and the first `kept` (StreamingLLM, Xiao
+            et al.  2024): an approximation for long rows.
     """
 
     rows: int = ROWS_TOGETHER
@@ -75,14 +75,14 @@ class BatchPolicy:
 
 
 def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolicy:
-    """What fits this machine: keys and values get half of the RAM that is free, or what the budget leaves of it.
+    """The policy that fits this machine: keys and values get half of the free RAM, or what the budget leaves of it.
 
     Args:
-        plan: sizes that the planner found best, if it was asked.
+        plan: sizes chosen by the planner, if it ran.
     """
     rows = plan.sequences if plan is not None else ROWS_TOGETHER
-    # Where weights come from disk or over a link, a prompt is read in long chunks: each brings them once.  On a card a
-    # chunk is what its memory has room for.
+    # Where weights come from disk or over a link, prompts are read in long chunks, because each chunk loads them once.
+    # On a card a chunk is as long as its memory allows.
     chunk = loaded.chunk_tokens
     at_once = max(chunk, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, chunk)
     kv_bytes = max(_LEAST_KV_BYTES, _room(loaded, at_once))
@@ -94,7 +94,7 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
 
 
 def _room(loaded: LoadedModel, tokens: int) -> int:
-    """Bytes of RAM for keys and values, beside the weights there and the activations of so many tokens."""
+    """Bytes of RAM for keys and values, next to the weights there and the activations of `tokens` tokens."""
     free = int(psutil.virtual_memory().available * _KV_SHARE)
     if loaded.ram_bytes is None:
         return free
@@ -105,9 +105,9 @@ def _room(loaded: LoadedModel, tokens: int) -> int:
 
 
 def _widest(config: Any) -> int:
-    """The width of hidden states, or of queries, which in some models are several times as wide."""
+    """The width of hidden states, or of queries, which are several times as wide in some models."""
     hidden = int(config.hidden_size)
     try:
         return max(hidden, int(config.num_attention_heads * config.head_dim))
-    except (AttributeError, TypeError, RuntimeError):  # it has none, or one for each layer
+    except (AttributeError, TypeError, RuntimeError):  # it has none, or one per layer
         return hidden

@@ -1,4 +1,4 @@
-"""What a batch is asked, row by row, and what it answers; a row becomes a prompt in tokens."""
+"""Requests and answers of a batch, row by row; rows become prompts in tokens here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class BatchRequest:
     """One row.
 
     Attributes:
-        row: its index in the input.
-        messages: the conversation to answer; empty if `ids` are given.
+        row: index in the input.
+        messages: the conversation to continue; empty if `ids` are given.
         ids: the prompt as tokens.
-        sampling: its own; the same seed gives the same answer whatever the batch.
+        sampling: parameters of this row; the same seed gives the same answer in any batch.
         constraint: what the answer must satisfy, if anything.
-        end_ids: tokens that end the answer; `None` is the model's own.
+        end_ids: tokens that end the answer; `None` for the model's own.
     """
 
     row: int
@@ -39,13 +39,13 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
-    """What came of one row.
+    """The outcome of one row.
 
     Attributes:
-        text: the answer, without stop string and special tokens; of a failed row what there was of it.
+        text: the answer, without stop string and special tokens; for a failed row, its text so far.
         finish_reason: why it ended.
-        prompt_tokens, generated_tokens: lengths; `token_ids` are the generated ones, an end token among them.
-        shared_tokens: of the prompt, taken over from other rows that begin alike.
+        prompt_tokens, generated_tokens: lengths; `token_ids` are the generated ones, including an end token.
+        shared_tokens: prompt tokens reused from rows with the same prefix.
         error: why the row could not be answered; `None` if it was.
     """
 
@@ -60,9 +60,9 @@ class BatchAnswer:
 
 
 class BatchOutcome(Enum):
-    """Why `BatchExecutor.run` came back.
+    """Why `BatchExecutor.run` returned.
 
-    `YIELDED`: another request had priority; the rows under way are kept, and the next `run` goes on with them.
+    `YIELDED`: another request had priority; the rows in progress are kept, and the next `run` continues them.
     """
 
     FINISHED = "finished"
@@ -75,7 +75,7 @@ Check = Callable[[], bool]
 
 
 def never() -> bool:
-    """For callers that let it run."""
+    """For callers that never interrupt."""
     return False
 
 
@@ -94,12 +94,12 @@ class PreparedRow:
         return AnswerSequence(self.prompt, request.sampling, self.limits, self.tokenizer, request.constraint)
 
     def refused(self, error: EngineError) -> BatchAnswer:
-        """Its answer if there is no room for it."""
+        """Its answer if it is rejected with `error`."""
         return BatchAnswer(self.request.row, "", "failed", len(self.prompt), error=error)
 
 
 class Preparation:
-    """Makes prompts of rows as they are asked for, none ahead."""
+    """Turns rows into prompts one at a time, as they are needed."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._tokenizer, self._context_tokens = loaded.tokenizer, loaded.context_tokens
@@ -109,10 +109,10 @@ class Preparation:
     def prepared(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
     ) -> Iterator[PreparedRow]:
-        """Those that can be answered; the others go to `on_row` at once.
+        """The rows that can be answered; the others go to `on_row` at once.
 
         Raises:
-            RequestCancelled: `cancelled()` came true while a row's prompt was made.
+            RequestCancelled: `cancelled()` became true while a prompt was being prepared.
         """
         for request in requests:
             try:
@@ -123,9 +123,7 @@ class Preparation:
     def _prepare(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
         sampling = request.sampling
         if sampling.beams > 1:
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST, "Rows of a batch are not answered by beam search: ask for one beam."
-            )
+            raise EngineError(ErrorCode.INVALID_REQUEST, "Batches do not support beam search: use one beam.")
         if request.ids:
             prompt, stop = list(request.ids), sampling.stop
         else:

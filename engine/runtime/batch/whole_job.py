@@ -1,4 +1,4 @@
-"""From a job's settings and a loaded model to its result: what the command line and the worker call."""
+"""From a job's settings and a loaded model to its result: called by the command line and the worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
     """Answers the rows of a job and writes its result.
 
     Raises:
-        EngineError: the job cannot be begun or gone on with; what was answered is kept.
+        EngineError: the job cannot start or continue; its answers so far are kept.
     """
     directory = Path(loaded.info.path)
     digest = str(fingerprint(directory, read_tensors(directory).values())["headers"])
@@ -53,11 +53,11 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:
-    """Answers the first rows of a job, and keeps nothing; requests with priority wait for no more than a layer.
+    """Answers the first rows of a job without keeping anything; requests with priority wait for one layer at most.
 
     Args:
-        watcher: receives each answer with the message that it answers, in any order, and at the end how fast the whole
-            job will be: as predicted, corrected by what these rows took.  It receives no pace.
+        watcher: receives each answer with the message it answers, in any order, and finally the predicted speed of the
+            whole job, corrected by the time these rows took.  It receives no pace.
     """
     on_answer, cancelled = watcher.on_answer, watcher.cancelled
     asking = Asking(prepared.job.tries, lambda: _constrained(loaded))

@@ -1,4 +1,4 @@
-"""Which order of a layer's work suits a model on its device: what was measured overrules what is believed."""
+"""Which schedule suits a model on its device: measurements override predictions."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, Schedule
 
 _CANDIDATES = (CGOPIPE, KLOTSKI, HYBRID)
 _TRIALS = 2
-"""Sweeps by which each is judged; the shorter counts, for somebody else may have had the machine meanwhile."""
+"""Sweeps that each schedule is timed with; the shorter one counts, as another process may have slowed the other."""
 
 
 class ScheduleChoice:
-    """Tries each schedule on the first sweeps of a size, and keeps to the fastest.
+    """Tries each schedule on the first sweeps of a size, then stays with the fastest.
 
     Args:
-        planned, reading: what the planner expects to be the fastest, and the same of sweeps that read prompts: tried
-            first.
+        planned, reading: the schedules that the planner expects to be the fastest, for decoding and for sweeps that
+            read prompts: tried first.
 
-    Sizes within a factor of two count as one: how many experts a sweep wants, and how much it computes from each, is
-    what decides between a link that brings all of them and a CPU that computes some.
+    Sizes within a factor of two count as one.  The number of experts that a sweep uses, and the arithmetic per expert,
+    decide between a link that transfers all of them and a CPU that computes some.
     """
 
     def __init__(self, planned: Schedule | None = None, reading: Schedule | None = None) -> None:
@@ -25,7 +25,7 @@ class ScheduleChoice:
         self._seconds: dict[tuple[int, bool], dict[Schedule, list[float]]] = {}
 
     def of(self, tokens: int, *, reads: bool = False) -> Schedule:
-        """For a sweep of so many tokens; whether some of them are prompts."""
+        """The schedule for a sweep of `tokens` tokens; `reads` if some are prompt tokens."""
         known = self._known(tokens, reads)
         for schedule, seconds in known.items():
             if len(seconds) < _TRIALS:
@@ -33,7 +33,7 @@ class ScheduleChoice:
         return min(known, key=lambda schedule: min(known[schedule]))
 
     def took(self, schedule: Schedule, tokens: int, seconds: float, *, reads: bool = False) -> None:
-        """What a sweep has taken by one of them; after the trials it is of no interest."""
+        """Records the time of a sweep under a schedule; ignored after the trials."""
         known = self._known(tokens, reads).get(schedule)
         if known is not None and len(known) < _TRIALS:
             known.append(seconds / tokens)

@@ -1,4 +1,4 @@
-"""Attention on the device: each micro-batch's keys and values come from RAM, new ones go back (FlexGen, S4)."""
+"""Attention on the device: keys and values of each micro-batch come from RAM, new ones go back (FlexGen, S4)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from engine.telemetry.recorder import RECORDER
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Pages of some rows, one row after the other.
+    """Pages of some rows, in row order.
 
     Attributes:
-        all: their numbers in RAM [P].
-        pieces: the rows, with the numbers that the pages have on the device.
-        changed: places in `all` of those that new tokens come to.
+        all: page numbers in RAM [P].
+        pieces: the rows, with page numbers on the device.
+        changed: positions in `all` of pages that get new tokens.
     """
 
     all: torch.Tensor
@@ -35,7 +35,7 @@ class _Pages:
 
 
 class _Place:
-    """Pages of one micro-batch: on the device, and in RAM on their way."""
+    """Memory for the pages of one micro-batch: on the device, and a staging area in RAM."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -64,7 +64,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class CacheAhead:
-    """Keys and values of a micro-batch on their way to the device."""
+    """Keys and values of a micro-batch in transfer to the device."""
 
     layer: PagedLayer
     on_device: PagedLayer
@@ -73,10 +73,10 @@ class CacheAhead:
 
 
 class DeviceAttention:
-    """Attends on the device over pages that lie in RAM.  Two micro-batches have room there.
+    """Computes attention on the device over pages in RAM.  The device has room for two micro-batches.
 
     Args:
-        kernels: native ones that compute for the device, if it is an emulated one.
+        kernels: native kernels that compute for an emulated device.
     """
 
     def __init__(self, device: Device, kernels: NativeKernels | None) -> None:
@@ -86,13 +86,13 @@ class DeviceAttention:
         self._under_way: list[Future[Event]] = []
 
     def fetch(self, layer: PagedLayer, pieces: Pieces, index: int) -> CacheAhead:
-        """Sends the keys and values of these rows to the device, behind all weights that are on their way.
+        """Copies the keys and values of these rows to the device, after all weights already queued.
 
         Args:
-            index: of the layer, for a timeline.
+            index: index of the layer, for the timeline.
 
         Raises:
-            DeviceMemoryError: it has no room.
+            DeviceMemoryError: the device has no room.
         """
         pages = _pages_of(pieces)
         place = self._places.pop(0)
@@ -117,7 +117,7 @@ class DeviceAttention:
         return CacheAhead(layer, on_device, pages, self._submit(work))
 
     def attend(self, call: AttentionCall, ahead: CacheAhead, terms: AttentionTerms, index: int) -> torch.Tensor:
-        """[1, T, heads, value_dim] on the device; what is new of the cache is on its way back to RAM.
+        """[1, T, heads, value_dim] on the device; starts copying new keys and values back to RAM.
 
         Raises:
             EngineError: the device failed.
@@ -159,18 +159,18 @@ class DeviceAttention:
                 into.index_copy_(0, numbers, landed)
             return event
 
-        self._submit(store)  # before the next `fetch` into this place, by the same thread
+        self._submit(store)  # the same thread runs it before the next `fetch` into this place
         return result[None]
 
     def settle(self) -> None:
-        """Waits until nothing is under way, however it ends."""
+        """Waits until no work is left, whether it succeeds or fails."""
         for future in self._under_way:
             with contextlib.suppress(Exception):
                 future.result().wait()
         self._under_way = []
 
     def finish(self) -> None:
-        """Waits until all new keys and values are in RAM: rows must not move on without.
+        """Waits until all new keys and values are in RAM; rows must not advance before.
 
         Raises:
             EngineError: the device failed.
@@ -180,7 +180,7 @@ class DeviceAttention:
         self._under_way = []
 
     def close(self) -> None:
-        """Ends the thread and frees the memory.  Harmless if repeated."""
+        """Ends the thread and frees the memory.  Safe to call twice."""
         self.settle()
         self._thread.shutdown()
         for place in self._places:

@@ -1,4 +1,4 @@
-"""The layers of a model on a device, by a schedule: who has which layer's experts, and what a schedule's steps do."""
+"""Runs a model's layers on a device under a schedule: implements the schedule's steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.telemetry.recorder import RECORDER
 
 
 class Batch(Protocol):
-    """Rows that go through a layer at once, as `packed_sweep` has them."""
+    """Rows that pass through a layer together, as in `packed_sweep`."""
 
     pieces: Pieces
     recording: Recording
@@ -35,13 +35,13 @@ class Batch(Protocol):
 
 
 class DevicePipeline:
-    """Sweeps of one model on one device.  By one thread; between two layers anybody may use the model.
+    """Sweeps of one model on one device.  For a single thread; between two layers others may use the model.
 
     Args:
         states: the pages of the model's attention modules.
 
     Raises:
-        LookupError: the model's experts are not brought to a single device, a layer at a time.
+        LookupError: the model's experts are not loaded to a single device, layer by layer.
         DeviceMemoryError: the device has no room for two layers.
     """
 
@@ -55,17 +55,17 @@ class DevicePipeline:
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
         self.experts = LayerExperts(self.device, self._held, layers, self.experts_per_token)
         self.timer: PartsTimer | None = None
-        """Times the parts of sweeps in place of their schedules, if set."""
-        # Another pool than the model's: that is busy with the layers of the next micro-batch meanwhile.
+        """If set, times the parts of sweeps instead of running their schedules."""
+        # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
         self._attention = HostAttention(self.device, self._attend)
         self._device_attention = DeviceAttention(self.device, self._held.kernels)
 
     def sweep(self, batches: Sequence[Batch], schedule: Schedule) -> Generator[None, None, None]:
-        """Takes all micro-batches through all layers; stops behind each, where anybody may use the model.
+        """Takes all micro-batches through all layers; yields after each layer, when others may use the model.
 
         Raises:
-            EngineError: the device failed, or a record could not be read; nothing is under way then.
+            EngineError: the device failed, or a record could not be read; no work is left in flight.
         """
         self.experts.whole = self.timer is not None or schedule.whole_layers
         layers = [_Layer(self, index, batches) for index in range(len(self._layers))]
@@ -81,7 +81,7 @@ class DevicePipeline:
                 self._attention.forget_ended()
                 self.experts.leave(index)
                 yield
-        except BaseException:  # also of somebody who wants no more of it
+        except BaseException:  # includes closing the generator early
             for layer in layers:
                 layer.abandon()
             self._give_up()
@@ -119,7 +119,7 @@ class DevicePipeline:
         return self._device_attention.attend(call, cache, self._states.terms_of(call.module), index)
 
     def close(self) -> None:
-        """Gives all memory back.  Harmless if repeated."""
+        """Frees all memory.  Safe to call twice."""
         self._attention.close()
         self._device_attention.close()
         if self._kernels is not None:
@@ -134,7 +134,7 @@ class DevicePipeline:
 
     @contextlib.contextmanager
     def _interrupting(self) -> Iterator[None]:
-        """Layers stop where they attend and where they want experts."""
+        """Layers stop where they need attention and where they need experts."""
         self._states.elsewhere = lambda module, queries, keys, values: ask(AttentionCall(module, queries, keys, values))
         try:
             with interrupted_by_experts(
@@ -156,7 +156,7 @@ class _Layer:
     """See `LayerWork`: one layer's work on a device.
 
     Attributes:
-        runs: micro-batches that have begun the layer and have not left it.
+        runs: micro-batches that are inside the layer.
     """
 
     def __init__(self, pipeline: DevicePipeline, index: int, batches: Sequence[Batch]) -> None:
@@ -226,12 +226,12 @@ class _Layer:
         self._batches[number].hidden = self.runs.pop(number).result
 
     def abandon(self) -> None:
-        """Lets all that has begun end where it is."""
+        """Ends all micro-batches inside the layer where they are."""
         for run in self.runs.values():
             run.abandon()
         self.runs = {}
 
-    # Part by part, for `PartsTimer`
+    # Single parts, for `PartsTimer`
 
     def load(self) -> bool:
         return self._pipeline.experts.load(self._index)
@@ -261,6 +261,6 @@ class _Layer:
         return len({expert for call in calls.values() for expert in call.index.flatten().tolist()})
 
     def _expert_calls(self, numbers: Iterable[int]) -> dict[int, ExpertsCall]:
-        """Of those that want experts."""
+        """The calls of those that need experts."""
         calls = {number: self.runs[number].call for number in sorted(numbers)}
         return {number: call for number, call in calls.items() if isinstance(call, ExpertsCall)}

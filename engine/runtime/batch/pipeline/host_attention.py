@@ -1,4 +1,4 @@
-"""Attention on the CPU beside what the device does: states come to RAM, hidden states go back (MoE-Lightning, 4.1)."""
+"""Attention on the CPU alongside the device: states come to RAM, hidden states go back (MoE-Lightning, 4.1)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Attend = Callable[[Any, Pieces, torch.Tensor, torch.Tensor, torch.Tensor], torch
 
 
 class _Place:
-    """Memory of one micro-batch on its way: on the host, and of the device where the attended states arrive."""
+    """Transfer buffers of one micro-batch: on the host, and on the device for the attention output."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -38,7 +38,7 @@ class _Place:
         return self._host[: like.nbytes].view(like.dtype).view(like.shape)
 
     def attended(self, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(host memory, device memory) of so many bytes.
+        """(host memory, device memory) of `nbytes` bytes.
 
         Raises:
             DeviceMemoryError: the device has no room.
@@ -50,7 +50,7 @@ class _Place:
         return self._back[:nbytes], self._landed[:nbytes]
 
     def release(self) -> None:
-        """Gives everything back."""
+        """Frees everything."""
         self._release_host()
         self._release_back()
 
@@ -68,17 +68,17 @@ class _Place:
 
 
 class AttendedAhead:
-    """What a micro-batch's attention will have given.
+    """The attention output of a micro-batch, still being computed.
 
     Args:
-        future: ends with the event after which `landed` is on the device.
+        future: resolves to the event after which `landed` is on the device.
     """
 
     def __init__(self, device: Device, future: Future[Event], landed: torch.Tensor) -> None:
         self._device, self._future, self._landed = device, future, landed
 
     def take(self) -> torch.Tensor:
-        """[1, T, heads, value_dim] on the device, once it is there.
+        """[1, T, heads, value_dim] on the device; waits until it is there.
 
         Raises:
             EngineError: the device failed, or there was no memory for attention.
@@ -91,10 +91,10 @@ class AttendedAhead:
 
 
 class HostAttention:
-    """A thread that attends, for one micro-batch after the other.
+    """A thread that computes attention, one micro-batch after the other.
 
     Args:
-        attend: computes; only ever called by that thread.
+        attend: computes attention; only called by that thread.
     """
 
     def __init__(self, device: Device, attend: Attend) -> None:
@@ -106,15 +106,15 @@ class HostAttention:
     def begin(
         self, call: AttentionCall, pieces: Pieces, number: int, back: Stream, value_dim: int, layer: int
     ) -> AttendedAhead:
-        """Sends a micro-batch's states to RAM, where they are attended as soon as its turn comes.
+        """Copies a micro-batch's states to RAM and queues its attention.
 
         Args:
-            number: of the micro-batch: one of each number is under way at a time.
-            back: the stream that brings what was attended.
+            number: number of the micro-batch; each number may be in flight once.
+            back: the stream that copies the output back.
             value_dim: of a head.
 
         Raises:
-            DeviceMemoryError: the device has no room for what was attended.
+            DeviceMemoryError: the device has no room for the output.
         """
         device = self._device
         parts = [states[0].transpose(0, 1) for states in (call.queries, call.keys, call.values)]
@@ -152,18 +152,18 @@ class HostAttention:
         return AttendedAhead(device, future, landed)
 
     def settle(self) -> None:
-        """Waits until nothing is under way, however it ends."""
+        """Waits until no work is left, whether it succeeds or fails."""
         for future in self._under_way:
             with contextlib.suppress(Exception):
                 future.result().wait()
         self._under_way = []
 
     def forget_ended(self) -> None:
-        """What was taken needs no waiting for."""
+        """Drops completed work, so that `settle` does not wait for it."""
         self._under_way = [future for future in self._under_way if not future.done()]
 
     def close(self) -> None:
-        """Ends the thread and frees the buffers.  Harmless if repeated."""
+        """Ends the thread and frees the buffers.  Safe to call twice."""
         self.settle()
         self._thread.shutdown()
         for place in self._places.values():

@@ -1,4 +1,4 @@
-"""The experts of layers on their way to a device, and computed there: what schedules bring, and when."""
+"""Transfers layers' experts to a device and computes them there, as schedules request."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from engine.telemetry.recorder import RECORDER
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """An experts module and its number among those of the buffers."""
+    """An experts module and its number in the buffers."""
 
     number: int
     experts: HybridExperts
 
 
 class LayerExperts:
-    """Two layers of places on a device, filled in turn, beside the experts that stay in its cache.
+    """Two layer buffers on a device, filled in turn, next to the experts that stay in its cache.
 
-    The places take the memory of expert caches, which have it back at the end.
+    The buffers take their memory from the expert caches and return it at the end.
 
     Args:
         held: the expert caches of the device.
 
     Attributes:
         sites: experts modules by identity.
-        most: experts of a layer at most.
-        whole: whether a layer is computed when all of it is there; else when what is wanted is.
+        most: most experts of any layer.
+        whole: whether a layer is computed once it is complete; else once the experts it uses are there.
 
     Raises:
-        LookupError: the model's experts are not brought to a device, a layer at a time.
+        LookupError: the model's experts are not loaded to a device, layer by layer.
         DeviceMemoryError: the device has no room for two layers.
     """
 
@@ -55,7 +55,7 @@ class LayerExperts:
         modules = [site.experts for site in self.sites.values()]
         layouts = {experts.cache.layout for experts in modules}
         if len(layouts) != 1 or any(experts.mode != MIXED for experts in modules):
-            raise LookupError("its layers' experts are not alike")
+            raise LookupError("its layers' experts differ from each other")
         layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
         missing = 2 * self.most * layout.nbytes - device.memory.free
         if missing > 0:
@@ -70,11 +70,11 @@ class LayerExperts:
         self._routing: tuple[Sequence[ExpertsCall], Routing] | None = None
         self._uses = BatchCorrelation(len(modules), self.most)
         self._ends: dict[int, Event] = {}
-        """Of the last computation of a layer that is under way."""
+        """End of the last computation issued for each layer in flight."""
         self._residents = Residents(modules, self._uses.hot)
 
     def load(self, index: int) -> bool:
-        """Brings a layer's experts and waits for them; whether any was not there."""
+        """Transfers a layer's experts and waits for them; returns whether any was missing."""
         own = self._first_of[index]
         if own is None:
             return False
@@ -86,7 +86,7 @@ class LayerExperts:
         return len(half.copied) > before
 
     def bring_page(self, index: int, page: int, pages: int) -> None:
-        """Begins to bring one of so many pages of the experts that come after those of this layer."""
+        """Starts the transfer of one of `pages` pages of the experts of the layer after this one."""
         self.bring_layer(index)
         number = self._next(index)
         if number != self._first_of[index]:
@@ -115,7 +115,7 @@ class LayerExperts:
             self._buffers.bring(self._buffers.begin(number), self._missing(number, wanted))
 
     def compute(self, call: ExpertsCall) -> torch.Tensor:
-        """What a layer's experts make of a micro-batch, once all of them are there."""
+        """The output of a layer's experts for a micro-batch, once all of them are there."""
         site = self.sites.get(id(call.module))
         if site is None or not call.index.numel():
             return compute_experts(call.module, call.hidden, call.index, call.weights)
@@ -126,7 +126,7 @@ class LayerExperts:
             result, end = self._buffers.compute(half, make_kernel, call.hidden, index, call.weights)
         else:
             slots = resident.numbers[index.clamp(max=len(resident.numbers) - 1)]
-            elsewhere = index.masked_fill(slots < resident.nobody, self.most)
+            elsewhere = index.masked_fill(slots < resident.absent, self.most)
             result, _ = self._buffers.compute(half, make_kernel, call.hidden, elsewhere, call.weights)
             kernel = resident.kernel
 
@@ -140,7 +140,7 @@ class LayerExperts:
         return result
 
     def compute_together(self, calls: Sequence[ExpertsCall]) -> list[torch.Tensor]:
-        """What their experts make of each of these, all of one layer: residents, then the others as they arrive."""
+        """The output of one layer's experts for each call: residents first, then the others as they arrive."""
         ((number, routing),) = self._routings(calls)
         site = self.sites[id(calls[0].module)]
         hidden, weights = (torch.cat([getattr(call, name) for call in calls]) for name in ("hidden", "weights"))
@@ -166,27 +166,27 @@ class LayerExperts:
         return site.experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
 
     def leave(self, index: int) -> None:
-        """A layer is over: its residents may be replaced."""
+        """Ends a layer: its residents may be replaced."""
         self._routing = None
         number = self._first_of[index]
         if number is not None:
             self._residents.release(number, self._ends.pop(number, None))
 
     def give_back(self, nbytes: int) -> int:
-        """Takes device memory from the cache, residents or not; how much is free now that was not."""
+        """Takes device memory from the cache, including residents; returns the bytes freed."""
         self.device.compute_stream.synchronize()
         self._residents.release_all()
         return self._held.give_back(0, nbytes)
 
     def forget(self) -> None:
-        """After a failure, or for somebody who wants no more of a sweep: streams have recovered."""
+        """Drops all state after a failure or an abandoned sweep, once the streams have recovered."""
         self._routing = None
         self._ends = {}
         self._residents.release_all()
         self._buffers.forget()
 
     def close(self) -> None:
-        """Gives all memory back.  Harmless if repeated."""
+        """Returns all memory.  Safe to call twice."""
         self._residents.release_all()
         self._buffers.close()
         self._held.take_back()
@@ -196,12 +196,12 @@ class LayerExperts:
         try:
             self._buffers.bring(half, self._missing(number, range(self._buffers.experts_of(number))))
         except BaseException:
-            half.layer = None  # not all its copies have been begun
+            half.layer = None  # not all of its copies were started
             raise
         return half
 
     def _missing(self, number: int, experts: Sequence[int]) -> Sequence[int]:
-        """Those that do not stay on the device."""
+        """The experts that do not stay on the device."""
         resident = self._residents.of(number)
         return experts if resident is None else [expert for expert in experts if expert not in resident.slots]
 
@@ -215,7 +215,7 @@ class LayerExperts:
         return self._held.activations[0].rows(shape, hidden.dtype)
 
     def _routings(self, calls: Sequence[ExpertsCall]) -> list[tuple[int, Routing]]:
-        """(number of the site, which tokens want which expert) of calls of one layer; none if there are no calls."""
+        """(number of the site, which tokens use which expert) of calls of one layer; empty without calls."""
         if not calls or id(calls[0].module) not in self.sites:
             return []
         number = self.sites[id(calls[0].module)].number
@@ -249,7 +249,7 @@ def sites_of(layers: DecoderLayers) -> tuple[dict[int, Site], list[int | None]]:
             raise LookupError("a layer has several sets of experts")
         for module, experts in found:
             if not isinstance(experts, HybridExperts):
-                raise LookupError("its experts are not brought to a device")
+                raise LookupError("its experts are not loaded to a device")
             sites[id(module)] = Site(len(sites), experts)
     if not sites:
         raise LookupError("it has no experts")

@@ -1,8 +1,8 @@
-"""A layer of one micro-batch, stopped where it attends and where it wants its experts.
+"""A layer of one micro-batch that stops where it needs attention and where it needs its experts.
 
-The library's layer runs on a stack of its own: a schedule decides what is done meanwhile, and hands back what the layer
-asked for.  So the parts of a layer (MoE-Lightning's pre-attention, attention and post-attention) can be put in any
-order without code for its family.
+The library's layer runs on its own stack: the schedule decides what happens meanwhile, then passes in the result that
+the layer waits for.  This way the parts of a layer (MoE-Lightning's pre-attention, attention and post-attention) can
+run in any order without code for its family.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """A layer wants to attend: states [1, heads, T, dim] on its device; the answer is [1, T, heads, value_dim]."""
+    """A layer needs attention: states [1, heads, T, dim] on its device; the answer is [1, T, heads, value_dim]."""
 
     module: Any
     queries: torch.Tensor
@@ -27,7 +27,7 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCall:
-    """A layer wants its experts: see `engine.experts.dispatch.experts_forward`; to be answered with [T, H]."""
+    """A layer needs its experts: see `engine.experts.dispatch.experts_forward`; the answer is [T, H]."""
 
     module: Any
     hidden: torch.Tensor
@@ -39,10 +39,10 @@ Call = AttentionCall | ExpertsCall
 
 
 class LayerRun:
-    """Runs `forward` until it asks for something.  All by one thread.
+    """Runs `forward` until it makes a call.  For a single thread.
 
     Attributes:
-        call: what it waits for; `None` once it has ended.
+        call: the call it waits for; `None` once it has ended.
     """
 
     def __init__(self, forward: Callable[[], torch.Tensor]) -> None:
@@ -52,17 +52,17 @@ class LayerRun:
         self._go_on()
 
     def answer(self, given: torch.Tensor) -> None:
-        """Goes on with what was asked for, until the next call or the end."""
+        """Continues with the answer to the current call, until the next call or the end."""
         self._go_on(given)
 
     @property
     def result(self) -> torch.Tensor:
-        """What the layer has made; it has ended."""
+        """The layer's output; only after it has ended."""
         assert self._result is not None
         return self._result
 
     def abandon(self) -> None:
-        """Lets it end where it is.  Harmless if it has."""
+        """Ends it where it is.  Safe to call after the end."""
         if not self._greenlet.dead:
             self._greenlet.throw()
         self.call = None
@@ -76,7 +76,7 @@ class LayerRun:
 
 
 def ask(call: Call) -> torch.Tensor:
-    """For what a layer calls: stops the run that it is part of, and returns what that is answered."""
+    """Called inside a layer: suspends the run it belongs to, and returns the answer to the call."""
     parent = greenlet.getcurrent().parent
     assert parent is not None
     given = parent.switch(call)

@@ -1,4 +1,4 @@
-"""A sweep with nothing at the same time, each of its parts timed: what schedules are predicted from."""
+"""A sweep without overlap, each of its parts timed: schedules are predicted from these times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TimedLayer(Protocol):
     """One layer of a sweep, part by part.
 
     Attributes:
-        runs: the micro-batches that have begun it and have not left it.
+        runs: the micro-batches that are inside the layer.
     """
 
     runs: dict[int, LayerRun]
@@ -30,7 +30,7 @@ class TimedLayer(Protocol):
     def count(self) -> int: ...
 
     def load(self) -> bool:
-        """Brings all its weights and waits for them; whether they were not there."""
+        """Transfers all its weights and waits for them; returns whether any were missing."""
 
     def begin(self, number: int) -> None:
         """See `LayerWork`; so are `attend_in_ram` and `finish`."""
@@ -40,27 +40,27 @@ class TimedLayer(Protocol):
     def finish(self, number: int) -> None: ...
 
     def attended(self, number: int) -> torch.Tensor:
-        """What attention in RAM has made, once it is on the device."""
+        """The output of attention in RAM, once it is on the device."""
 
     def cache_there(self, number: int) -> CacheAhead:
-        """Brings a micro-batch's keys and values and waits for them."""
+        """Transfers a micro-batch's keys and values and waits for them."""
 
     def attended_there(self, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
-        """What the device makes of attention."""
+        """The output of attention on the device."""
 
     def computed(self, call: ExpertsCall) -> torch.Tensor:
-        """What the experts make of one micro-batch, all weights there."""
+        """The experts' output for one micro-batch, with all weights there."""
 
     def computed_in_ram(self, call: ExpertsCall) -> torch.Tensor:
-        """What the CPU makes of them."""
+        """The same, computed by the CPU."""
 
     def computed_together(self) -> int:
-        """Computes all micro-batches expert by expert, for the time that it takes: how many experts they want."""
+        """Computes all micro-batches expert by expert, to be timed; returns the number of experts used."""
 
 
 @dataclass
 class _Times:
-    """Seconds by part, one entry for each time that it was seen."""
+    """Seconds by part, one entry per run."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
@@ -75,15 +75,15 @@ class _Times:
 
 
 class PartsTimer:
-    """Takes sweeps through a model's layers in place of a schedule; answers are the same.
+    """Runs sweeps through a model's layers in place of a schedule; answers are the same.
 
     Args:
-        experts, hot: of a layer, and how many of them a schedule brings before it is known which are wanted.
-        card_attention: whether attention on the device is timed as well.
+        experts, hot: experts of a layer, and how many a schedule transfers before it is known which are used.
+        card_attention: whether to time attention on the device too.
 
     Attributes:
-        sweeps: what the parts of each took, but for what lies outside the layers.
-        inside_s: that all of them took, what was done twice included.
+        sweeps: times of the parts of each sweep, without what is outside the layers.
+        inside_s: time inside the layers over all sweeps, including work that was repeated.
     """
 
     def __init__(self, experts: int, hot: int, *, card_attention: bool) -> None:

@@ -1,7 +1,7 @@
 """Experts that stay on the device from sweep to sweep (MoE-Lightning's r_w, Klotski's tensor placement).
 
-They lie in the slots of the expert cache, whose memory the pipeline's buffers leave: what is there need not cross the
-link.  Free slots are filled while sweeps go on, with the experts that have the most tokens.
+They use the slots of the expert cache that the pipeline's buffers leave to it, and need not cross the link.  Free
+slots are filled during sweeps, with the experts that get the most tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Resident:
 
     Attributes:
         slots: expert -> its slot in the cache.
-        numbers: [experts + 1] on the device, the slot of each expert; `nobody` of those that are not there, and behind
-            the last one.
-        kernel: computes what is in slots.
+        numbers: [experts + 1] on the device, the slot of each expert; `absent` for those not in the cache and for the
+            extra last entry.
+        kernel: computes experts in slots.
     """
 
     lookup: Lookup
     numbers: torch.Tensor
-    nobody: int
+    absent: int
     kernel: ExpertKernel
 
     @property
@@ -41,11 +41,11 @@ class Resident:
 
 
 class Residents:
-    """What the cache has of each layer.  By one thread.
+    """The cached experts of each layer.  For a single thread.
 
     Args:
-        layers: of the pipeline's buffers, in their order.
-        likeliest: (layer, how many) -> the experts that are expected to have the most tokens.
+        layers: layers in the order of the pipeline's buffers.
+        likeliest: (layer, count) -> the experts that are expected to get the most tokens.
     """
 
     def __init__(self, layers: Sequence[HybridExperts], likeliest: Callable[[int, int], Sequence[int]]) -> None:
@@ -53,20 +53,20 @@ class Residents:
         self._held: dict[int, Resident | None] = {}
 
     def of(self, number: int) -> Resident | None:
-        """A layer's, the same until it is released; None if there is nothing of it."""
+        """The cached experts of a layer, unchanged until `release`; None if there are none."""
         if number not in self._held:
             self._held[number] = self._hold(number)
         return self._held[number]
 
     def release(self, number: int, last_use: Event | None) -> None:
-        """They may leave from now on, `last_use` being the end of all work on them; free slots get others."""
+        """Makes them evictable after `last_use`, the end of all work on them, and fills free slots."""
         held = self._held.pop(number, None)
         if held is not None:
             self._layers[number].cache.release(held.lookup, last_use)
         self._fill(number)
 
     def release_all(self) -> None:
-        """The same for all layers, when nothing is under way any more."""
+        """The same for all layers, once no work is in flight."""
         for number in list(self._held):
             held = self._held.pop(number)
             if held is not None:
@@ -88,7 +88,7 @@ class Residents:
         return Resident(lookup, placed, cache.slots, cache.kernel(experts.make_kernel))
 
     def _fill(self, number: int) -> None:
-        """Slots that nobody has, with this layer's share of what is missing."""
+        """Fills free slots up to this layer's share with its missing experts."""
         experts = self._layers[number]
         cache, layer = experts.cache, experts.layer
         sharing = sum(other.cache is cache for other in self._layers)
