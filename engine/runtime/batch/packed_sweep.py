@@ -150,8 +150,8 @@ class PackedModel:
             self._pipeline = None
 
     def _schedule(self, tokens: int, rows: int, reads: bool) -> Schedule:
-        """The requested schedule, else the measured fastest; `HYBRID` for sweeps that use few of the experts, unless they
-        have as many rows as the plan, which has accounted for that."""
+        """The requested schedule, else the measured fastest; `HYBRID` for sweeps that use few of the experts, unless
+        they have as many rows as the plan, which has accounted for that."""
         if self._pipeline is None:
             return HYBRID
         policy = self._policy

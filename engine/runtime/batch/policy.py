@@ -19,7 +19,7 @@ from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
 
 _MICRO_BATCHES = 8
-"""Micro-batches of one sweep on a device without a plan: attention runs two ahead, so a bubble is an eighth of a layer."""
+"""Micro-batches of one sweep on a device without a plan: attention runs two ahead, a bubble is an eighth of a layer."""
 _KV_SHARE = 0.5
 """Share of the free RAM: the rest is for activations, the page cache of the input file, and other programs."""
 _LEAST_KV_BYTES = 64 * 2**20
