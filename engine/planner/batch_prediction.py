@@ -17,7 +17,7 @@ SWEEP_TOKENS = 1024
 """Prompt tokens that one sweep through the layers reads, in addition to the rows that decode."""
 MEASURED_OFF, LOOKED_UP_OFF = 0.25, 0.5
 """Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
-_SEEN = 0.5
+_ATTENDED = 0.5
 """Share of its prompt that a prompt token attends to on average."""
 
 
@@ -132,7 +132,7 @@ def predict_on_cpu(
         raise ValueError(f"no rows to predict: {job}")
     piece = min(float(sweep_tokens), job.prompt_tokens * job.rows)
     prompts = max(1.0, piece / job.prompt_tokens)
-    reading = _sweep(costs, piece, job.prompt_tokens * _SEEN, prompts, prompts, disk_share)
+    reading = _sweep(costs, piece, job.prompt_tokens * _ATTENDED, prompts, prompts, disk_share)
     context = job.prompt_tokens + (job.generated_tokens + 1) / 2
     decoding = _sweep(costs, together, context, 0.0, together, disk_share)
     sweeps = max(0.0, job.generated_tokens - 1) * job.rows / together

@@ -59,7 +59,7 @@ def tokens_per_s_by_slots(
         times_of_all = [_on_card_s(alone, config.misses, misses, context, disk_s) for misses in missing]
     else:
         times = times_of_all = [_on_cpu_s(costs, misses, context, disk_s) for misses in missing]
-    fixed_s = _beside_experts_s(costs, context, on_card)
+    fixed_s = _without_experts_s(costs, context, on_card)
     curve = []
     for slots, miss_ratio in miss_ratio_curve:
         if not 0 <= miss_ratio <= 1:
@@ -77,7 +77,7 @@ def _binomial(draws: int, share: float) -> list[float]:
     return [comb(draws, n) * share**n * (1 - share) ** (draws - n) for n in range(draws + 1)]
 
 
-def _beside_experts_s(costs: Costs, context: int, on_card: bool) -> float:
+def _without_experts_s(costs: Costs, context: int, on_card: bool) -> float:
     """Seconds of the head and the dense layers."""
     dense = costs.model.dense_layers
     if on_card:
@@ -101,11 +101,11 @@ def _on_card_s(costs: Costs, way: str, misses: int, context: int, disk_s: float)
     hits, dispatch = used - misses, costs.dispatch
     hits_s = costs.gpu_experts(hits, hits, grouped=True) + (dispatch.card_s if hits else 0.0)
     fetches = {"cpu": [0], "fetch": [misses]}.get(way, range(misses + 1))
-    found = min(_met_s(costs, fetched, misses - fetched, hits_s, disk_s) for fetched in fetches)
+    found = min(_served_s(costs, fetched, misses - fetched, hits_s, disk_s) for fetched in fetches)
     return attention_s + dispatch.layer_s + found
 
 
-def _met_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: float) -> float:
+def _served_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: float) -> float:
     """Seconds until a layer is done: some experts fetched while the card computes the hits, some computed on the CPU.
 
     The disk reads the CPU's experts first; experts it reads afterwards are copied to the card as they arrive.

@@ -397,7 +397,7 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
         )
     room = min(need.activations for need in needs)  # every device processes the same chunk
     needs = [replace(need, activations=room) for need in needs]
-    all_experts = not weights.experts or (_is_plain(config, needs) and _fits_whole(sizes, weights, needs[0], config))
+    all_experts = not weights.experts or (_is_default(config, needs) and _fits_whole(sizes, weights, needs[0], config))
     experts = () if all_experts else weights.experts
     ram, on_disk = _in_ram(sizes, weights, budgets, dense=0, experts=experts, more=weights.working_for_devices)
     return Placement(
@@ -458,7 +458,7 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
     )
 
 
-def _is_plain(config: EngineConfig, needs: Sequence[_Need]) -> bool:
+def _is_default(config: EngineConfig, needs: Sequence[_Need]) -> bool:
     """Whether the configuration leaves the cache to the engine and one device is used."""
     return config.cache_slots is None and config.misses == "mixed" and len(needs) == 1
 

@@ -67,7 +67,7 @@ def what_helps(question: Question) -> tuple[Help, ...]:
     if before is None:
         return ()
     found = []
-    for words, changed in _tries(question):
+    for words, changed in _candidates(question):
         after = quick_best(changed)
         if after is not None and after.tokens_per_s > _LEAST_GAIN * before.tokens_per_s:
             gain = after.tokens_per_s / before.tokens_per_s
@@ -75,7 +75,7 @@ def what_helps(question: Question) -> tuple[Help, ...]:
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def _tries(question: Question) -> list[tuple[str, Question]]:
+def _candidates(question: Question) -> list[tuple[str, Question]]:
     machine, limits = question.machine, question.limits
     tries: list[tuple[str, Question]] = []
 

@@ -35,13 +35,13 @@ def run_policy(name: str, setting: Setting, *, record: bool = False) -> Outcome 
     """
     if name == SWITCHYARD:
         return switchyard(run_all(setting), setting, record=record)
-    tried = list(_tries(name, setting, record=False))
+    tried = list(_candidates(name, setting, record=False))
     if not tried:
         return None
     best = max(range(len(tried)), key=lambda index: tried[index].tokens_per_s)
     if not record:
         return tried[best]
-    return list(_tries(name, setting, record=True))[best]
+    return list(_candidates(name, setting, record=True))[best]
 
 
 def run_all(setting: Setting, names: Iterable[str] | None = None) -> list[Outcome]:
@@ -65,7 +65,7 @@ def switchyard(outcomes: list[Outcome], setting: Setting, *, record: bool = Fals
     return replace(drawn, policy=f"{SWITCHYARD}: {best.policy}")
 
 
-def _tries(name: str, setting: Setting, *, record: bool) -> Iterator[Outcome]:
+def _candidates(name: str, setting: Setting, *, record: bool) -> Iterator[Outcome]:
     if name in REQUEST_STRATEGIES:
         strategy = REQUEST_STRATEGIES[name]
         ways = _ways(setting) if strategy.residency is Residency.CACHE else [0]

@@ -211,7 +211,7 @@ class RequestSimulation:
                 self._predict((layer + 1) % layers, coming, done, step)
                 predicts = False
         divided = ([], misses) if alone else self._divide(misses, ready, prefill)
-        done = max(done, self._meet(layer, *divided, frozenset(ids), ready, step, prefill))
+        done = max(done, self._serve(layer, *divided, frozenset(ids), ready, step, prefill))
         if predicts:
             first = coming[: self._costs.model.experts_per_token if not prefill else 1]
             if prefill:
@@ -237,7 +237,7 @@ class RequestSimulation:
             "gpu", self._costs.gpu_experts(rows), "expert", after, layer=layer, expert=expert, step=step
         )
 
-    def _meet(
+    def _serve(
         self,
         layer: int,
         fetched: list[tuple[int, int]],

@@ -74,7 +74,7 @@ class ContinuousBatch:
                     return BatchOutcome.FINISHED
                 self._work = self._next_work()
                 self._sweep = self._model.sweep(self._work)
-            outcome = self._go_on(on_row, should_yield, cancelled)
+            outcome = self._continue(on_row, should_yield, cancelled)
             if outcome is not None:
                 return outcome
 
@@ -102,7 +102,7 @@ class ContinuousBatch:
         self.close()
         self._model.close()
 
-    def _go_on(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> BatchOutcome | None:
+    def _continue(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> BatchOutcome | None:
         """Continues the current sweep to its end, or until it has to stop between two layers."""
         assert self._sweep is not None
         while True:

@@ -29,12 +29,12 @@ from engine.runtime.batch.feed import Asking, RowFeed
 from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check, never
 from engine.runtime.decode.constrained import ConstrainedAnswers
 
-_WATCH_S = 5.0
+_CHECK_S = 5.0
 """How often to check whether the input has changed."""
 _REPORT_S = 0.5
 _RETRY_S = 1.0
 """How often to retry after the disk was full."""
-_REST_S = 0.02
+_SLEEP_S = 0.02
 _Result = TypeVar("_Result")
 
 
@@ -74,7 +74,7 @@ class JobRun:
         self._prepared, self._manifest, self._journal = prepared, manifest, journal
         self._executor, self._watcher = executor, watcher
         self._stamp = stamp(prepared.source)
-        self._watched_s = self._reported_s = time.monotonic()
+        self._checked_s = self._reported_s = time.monotonic()
         self._looks_changed = False
         self._waits = ""
         self._waits_since_s = 0.0
@@ -124,18 +124,18 @@ class JobRun:
 
         while True:
             outcome = self._executor.run(feed.rows(), self._answered, should_yield, self._watcher.cancelled)
-            if outcome is BatchOutcome.CANCELLED or not self._may_go_on():
+            if outcome is BatchOutcome.CANCELLED or not self._can_continue():
                 return False
             if outcome is BatchOutcome.FINISHED and feed.is_over:
                 self._check_input(at_once=True)
-                return self._may_go_on()
+                return self._can_continue()
 
     def _must_pause(self) -> bool:
         """Whether something has to be done before the next row."""
         self._check_input()
         return bool(self._keeping.problem) or self._looks_changed or self._watcher.should_yield()
 
-    def _may_go_on(self) -> bool:
+    def _can_continue(self) -> bool:
         """Does what has to be done before the next row; False if the job was cancelled meanwhile."""
         while not self._keeping.flush():
             if not self._wait_for_room(self._keeping.problem):
@@ -172,7 +172,7 @@ class JobRun:
                 if self._watcher.cancelled():
                     return False
                 self._give_way()
-                time.sleep(_REST_S)
+                time.sleep(_SLEEP_S)
         return True
 
     def _full_folder(self) -> Path:
@@ -226,8 +226,8 @@ class JobRun:
 
     def _check_input(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if at_once or now - self._watched_s >= _WATCH_S:
-            self._watched_s = now
+        if at_once or now - self._checked_s >= _CHECK_S:
+            self._checked_s = now
             self._looks_changed = self._looks_changed or stamp(self._prepared.source) != self._stamp
 
     def _require_same_input(self, cancelled: Check | None = None) -> None:

@@ -187,7 +187,7 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     if loaded.devices is None:
         policy = policy_for(loaded)
         costs = engine_costs(machine, shape, precision, loaded.info.threads)
-        together = min(policy.rows, _with_room(policy, rows, shape)) if can_pack(loaded.model) else 1
+        together = min(policy.rows, _rows_that_fit(policy, rows, shape)) if can_pack(loaded.model) else 1
         predicted = predict_on_cpu(costs, rows, together, sweep_tokens=policy.sweep_tokens, off=off)
         return JobPlan(policy, rows, predicted)
     if card is None:
@@ -224,7 +224,7 @@ def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
     )
 
 
-def _with_room(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
+def _rows_that_fit(policy: BatchPolicy, rows: JobRows, shape: ModelShape) -> int:
     """Rows whose keys and values fit into memory together."""
     each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
     return max(1, int(policy.kv_bytes // max(each, 1.0)))

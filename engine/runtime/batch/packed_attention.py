@@ -105,7 +105,7 @@ class PagedStates:
         device = queries.device
         queries, keys, values = (_by_token(states.cpu()) for states in (queries, keys, values))
         if not self.are_met:
-            self._meet(module, queries, keys, values, mask, options)
+            self._probe(module, queries, keys, values, mask, options)
             group = queries.shape[1] // keys.shape[1]
             return values.repeat_interleave(group, 1)[None].to(device)
         assert self.pieces is not None
@@ -127,7 +127,7 @@ class PagedStates:
             return attend(kernels, struct, pieces, queries, keys, values)
         return attend_in_torch(layer, self._terms[id(module)], pieces, queries, keys, values)
 
-    def _meet(
+    def _probe(
         self,
         module: Any,
         queries: torch.Tensor,

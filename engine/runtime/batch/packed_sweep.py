@@ -71,7 +71,7 @@ class PackedModel:
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
-        self._meet_attention()
+        self._probe_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
         if loaded.kernels is not None and loaded.device.type == "cpu":
@@ -203,7 +203,7 @@ class PackedModel:
         places = {id(each.row): place for place, each in enumerate(order)}
         return logits[[places[id(each.row)] for each in wanted]] if len(micro_batches) > 1 else logits
 
-    def _meet_attention(self) -> None:
+    def _probe_attention(self) -> None:
         token = torch.zeros(1, 1, dtype=torch.long, device=self._loaded.device)
         with self._attending(None):
             recording = self._layers.record(token, token)

@@ -84,7 +84,7 @@ class DevicePipeline:
         except BaseException:  # includes closing the generator early
             for layer in layers:
                 layer.abandon()
-            self._give_up()
+            self._abort()
             raise
 
     def begin(self, index: int, batch: Batch) -> LayerRun:
@@ -144,7 +144,7 @@ class DevicePipeline:
         finally:
             self._states.elsewhere = None
 
-    def _give_up(self) -> None:
+    def _abort(self) -> None:
         self._attention.settle()
         self._device_attention.settle()
         with contextlib.suppress(EngineError):

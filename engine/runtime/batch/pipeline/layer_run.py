@@ -49,11 +49,11 @@ class LayerRun:
         self._greenlet = greenlet.greenlet(forward)
         self._result: torch.Tensor | None = None
         self.call: Call | None = None
-        self._go_on()
+        self._continue()
 
     def answer(self, given: torch.Tensor) -> None:
         """Continues with the answer to the current call, until the next call or the end."""
-        self._go_on(given)
+        self._continue(given)
 
     @property
     def result(self) -> torch.Tensor:
@@ -67,7 +67,7 @@ class LayerRun:
             self._greenlet.throw()
         self.call = None
 
-    def _go_on(self, *given: torch.Tensor) -> None:
+    def _continue(self, *given: torch.Tensor) -> None:
         came = self._greenlet.switch(*given)
         if self._greenlet.dead:
             self.call, self._result = None, came
