@@ -1,4 +1,4 @@
-"""Activations on their way between a device and the CPU: small, and never behind expert weights."""
+"""Copies of activations between a device and the CPU, on a stream of their own so they never queue behind weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 _BUNDLES = 16
-"""Shapes of which the views are kept: decode steps are alike, prompts are not."""
+"""Sets of shapes whose views are cached: decode steps repeat their shapes, prompts rarely do."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """Tensors of some shapes, one after the other on the device and on the host."""
+    """Tensors of given shapes, packed back to back on the device and on the host."""
 
     packed: torch.Tensor
     pieces: list[torch.Tensor]
@@ -28,7 +28,7 @@ class _Bundle:
 
 
 class Activations:
-    """Buffers of one device that all its layers use, one after the other.  Not for several threads."""
+    """Buffers of one device, shared by all its layers in turn.  Not thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -43,7 +43,7 @@ class Activations:
         self._bundles: dict[object, _Bundle] = {}
 
     def to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """`tensor` on the CPU, once what computes it is done; it stays as it is until the next one of this name.
+        """Copies `tensor` to the CPU once it is computed.  The result is valid until the next call with this name.
 
         Raises:
             EngineError: the device failed.
@@ -62,17 +62,18 @@ class Activations:
         return target
 
     def bundle_to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Several tensors on the CPU by one copy, as `to_host` does it: each copy has the link's latency to wait for.
+        """As `to_host`, for several tensors in one copy, which pays the link's latency once.
 
         Raises:
             EngineError: the device failed.
         """
         device = self.device
-        likeness = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
-        bundle = self._bundles.get(likeness)
+        signature = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
+        bundle = self._bundles.get(signature)
         if bundle is None:
             bundle = self._new_bundle(tensors)
-            self._bundles = {**self._bundles, likeness: bundle} if len(self._bundles) < _BUNDLES else {likeness: bundle}
+            kept = self._bundles if len(self._bundles) < _BUNDLES else {}
+            self._bundles = {**kept, signature: bundle}
         for tensor, piece in zip(tensors, bundle.pieces, strict=True):
             piece.copy_(tensor)
         if device.compute_follows_caller:
@@ -84,10 +85,10 @@ class Activations:
         return bundle.landed_pieces
 
     def outgoing(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host to fill for `to_device`; what was in it is on the device by now.
+        """Host memory to fill for `to_device`; waits until its previous content has been copied to the device.
 
         Raises:
-            DeviceMemoryError: the device has no room for so much.
+            DeviceMemoryError: it does not fit on the device.
             EngineError: the device failed.
         """
         device, needed = self.device, math.prod(shape) * dtype.itemsize
@@ -101,9 +102,9 @@ class Activations:
         return self._up[:needed].view(dtype).view(shape)
 
     def to_device(self, outgoing: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """Where the bytes of `outgoing` will be on the device, and the event after which they are.
+        """Copies `outgoing` to the device: the target tensor, and the event of the copy.
 
-        They stay there until the next call, whose copy waits for `read_until`.
+        The target is valid until the next call, whose copy waits for the event given to `read_until`.
 
         Raises:
             EngineError: the device has been closed.
@@ -118,14 +119,14 @@ class Activations:
         return landed, self._going_up
 
     def read_until(self, event: Event) -> None:
-        """What `to_device` gave last is read until then."""
+        """The last result of `to_device` may be read until this event."""
         self._read = event
 
     def rows(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the device for the compute stream to use, one layer after the other; it may hold anything.
+        """Uninitialised device memory for the compute stream, reused by each layer.
 
         Raises:
-            DeviceMemoryError: the device has no room for it.
+            DeviceMemoryError: it does not fit on the device.
         """
         needed = math.prod(shape) * dtype.itemsize
         if self._rows is None or self._rows.nbytes < needed:
@@ -139,7 +140,7 @@ class Activations:
         self._going_up = self._read = None
 
     def close(self) -> None:
-        """Frees the buffers, which nothing may use any more.  Harmless if repeated."""
+        """Frees the buffers, which must no longer be in use.  Idempotent."""
         for buffer in self._down.values():
             self.device.host_memory.release(buffer)
         self._down = {}
@@ -194,5 +195,5 @@ def _aligned(nbytes: int) -> int:
 
 
 def _roomy(nbytes: int) -> int:
-    """A power of two, or whole MiB: a prompt a little longer than the last needs no new buffer."""
+    """Rounds up to a power of two or to whole MiB, so that a slightly longer prompt needs no new buffer."""
     return max(4096, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20

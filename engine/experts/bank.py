@@ -1,4 +1,4 @@
-"""The bank: the weights of all experts, in records, outside the model.  This one keeps them all in one memory."""
+"""The bank: the weights of all experts, as records outside the model.  This one keeps all of them in one memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BankLayer:
         name: the module's name in the model.
         records: [E, record bytes], uint8.
         stacked: part name -> view [E, *shape] of the records.
-        rows: part name -> the same, one view per expert: taking a row of a tensor costs microseconds.
+        rows: part name -> one view per expert, made in advance because indexing a tensor takes microseconds.
     """
 
     name: str
@@ -33,7 +33,7 @@ class BankLayer:
 
     @property
     def pieces(self) -> tuple[torch.Tensor]:
-        """All records, in one piece of memory."""
+        """All records, as one tensor."""
         return (self.records,)
 
     @property
@@ -43,7 +43,7 @@ class BankLayer:
 
     @property
     def device(self) -> torch.device:
-        """Where the records are, and so where these experts are computed."""
+        """The device that holds the records and computes the experts."""
         return self.records.device
 
     def part(self, name: str, expert: int) -> torch.Tensor:
@@ -55,8 +55,8 @@ class ExpertBank:
     """All experts of a model, by the name of their module.
 
     Args:
-        device: where they are.
-        host_memory: where the memory comes from if a device is to copy from it; it may be pinned.
+        device: holds the records.
+        host_memory: allocates the records if a device is going to copy from them; it may pin them.
     """
 
     def __init__(self, device: torch.device, host_memory: HostMemory | None = None) -> None:
@@ -65,10 +65,10 @@ class ExpertBank:
         self._host_memory = host_memory
 
     def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:
-        """Allocates the records of one experts module; their content is up to the caller.
+        """Allocates the records of one experts module, which the caller fills.
 
         Raises:
-            MemoryError: the host has not so much.
+            MemoryError: the host does not have enough memory.
         """
         if self._host_memory is None:
             records = allocate_records(num_experts, layout, self.device)
@@ -85,7 +85,7 @@ class ExpertBank:
         return sum(layer.records.nbytes for layer in self.layers.values())
 
     def close(self) -> None:
-        """Frees the records.  A model that is still bound to them fails loudly."""
+        """Frees the records.  A model still bound to them raises an error when used."""
         for layer in self.layers.values():
             layer.stacked.clear()
             layer.rows.clear()

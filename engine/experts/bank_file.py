@@ -1,4 +1,4 @@
-"""A finished bank file: opened, checked, its records read and, if one is damaged, written again."""
+"""A finished bank file: opening, validating, reading records, and rewriting a damaged one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from engine.experts.direct_file import DirectFile, bytes_of
 
 
 class DamagedRecordError(EngineError):
-    """A record whose bytes are not those that were written.  It can be made again from the source.
+    """A record that fails its checksum.  It can be rebuilt from the source.
 
     Attributes:
-        layer, expert: which one; `layer` counts the bank's layers.
+        layer, expert: of the record; `layer` is an index into the bank's layers.
     """
 
     def __init__(self, path: Path, name: str, layer: int, expert: int) -> None:
@@ -36,12 +36,12 @@ class BankFile:
 
     Args:
         path: of the file.
-        wanted: header that the bank must have to be of use; any if `None`.  Which checksum it uses does not matter.
-        direct: whether to try to read past the page cache.
+        wanted: header that the bank must match, apart from the kind of checksum; `None` accepts any.
+        direct: whether to try to bypass the page cache.
 
     Raises:
-        FileNotFoundError: there is none.
-        UnusableBankError: it is cut short, damaged, or not what is wanted; the message says which.
+        FileNotFoundError: the file does not exist.
+        UnusableBankError: it is truncated, damaged, or does not match `wanted`; the message says which.
     """
 
     def __init__(self, path: Path, wanted: BankHeader | None = None, *, direct: bool = True) -> None:
@@ -68,14 +68,14 @@ class BankFile:
         self.close()
 
     def is_intact(self, layer: int, expert: int, record: memoryview) -> bool:
-        """Whether these bytes are the record that was written."""
+        """Whether these bytes match the checksum of the record."""
         return bool(self._checksum(record) == self._table[layer][expert])
 
     def read(self, layer: int, expert: int, into: torch.Tensor) -> None:
         """Reads one record, uint8 [nbytes], and checks it.
 
         Raises:
-            DamagedRecordError: the bytes are not those that were written.
+            DamagedRecordError: the checksum does not match.
             EngineError: `CHECKPOINT_DAMAGED`, the disk cannot read them.
         """
         target = bytes_of(into)
@@ -103,15 +103,15 @@ class BankFile:
         return DamagedRecordError(self.path, self.header.layers[layer].name, layer, expert)
 
     def rewrite(self, layer: int, expert: int, record: torch.Tensor) -> None:
-        """Puts a record that was made again in the place of a damaged one.
+        """Overwrites a damaged record with one rebuilt from the source.
 
         Raises:
-            UnusableBankError: it is not the one that was there when the bank was made: the whole bank is out of date.
-            EngineError: `CHECKPOINT_DAMAGED`, the disk does not take it.
+            UnusableBankError: the new record does not match the checksum either, so the whole bank is out of date.
+            EngineError: `CHECKPOINT_DAMAGED`, the write failed.
         """
         data = bytes_of(record)
         if not self.is_intact(layer, expert, data):
-            raise UnusableBankError(self.path, "the model that it was made of has changed")
+            raise UnusableBankError(self.path, "the model that it was made from has changed")
         try:
             writable = DirectFile(self.path, writable=True, direct=self.file.is_direct)
             try:
@@ -125,7 +125,7 @@ class BankFile:
             ) from error
 
     def close(self) -> None:
-        """Closes the file; calling it twice is harmless."""
+        """Closes the file.  Idempotent."""
         self.file.close()
 
     def _check(self, wanted: BankHeader | None) -> tuple[BankHeader, list[list[bytes]]]:
@@ -140,7 +140,7 @@ class BankFile:
         rows = read_table(self.file, header)
         if any(row is None for row in rows):
             raise UnusableBankError(self.path, "its table of checksums is damaged")
-        if wanted is not None:  # whose layouts kernels understand: of quantised matrices a file says only the bytes
+        if wanted is not None:  # its layouts describe quantised matrices, of which the file stores only the bytes
             header = replace(header, layers=wanted.layers)
         return header, [
             [row[at : at + CHECKSUM_BYTES] for at in range(0, len(row), CHECKSUM_BYTES)]
@@ -153,7 +153,7 @@ def read_header(path: Path, file: DirectFile) -> BankHeader:
     """The header of an open bank file, finished or not.
 
     Raises:
-        UnusableBankError: there is none, or it is damaged.
+        UnusableBankError: it is missing or damaged.
     """
     raw = bytearray(PREAMBLE.size)
     try:
@@ -169,7 +169,7 @@ def read_header(path: Path, file: DirectFile) -> BankHeader:
 
 
 def read_table(file: DirectFile, header: BankHeader) -> list[bytes | None]:
-    """The checksums of every layer's records, end to end; `None` for a layer that is not finished.
+    """The concatenated checksums of each layer's records; `None` for a layer that is not finished.
 
     Raises:
         OSError, EOFError: it cannot be read.

@@ -1,12 +1,12 @@
-"""The format of a bank file: what its first bytes say, and where everything lies.
+"""The format of a bank file: its header, and the offset of everything in it.
 
     preamble (32 bytes)  magic, format version, length and digest of the header
     header               canonical JSON: precision, layouts, layers, the source's fingerprint
     table                for each layer the checksums of its E records and a seal over them (8 bytes each)
-    records              layer by layer, page-aligned, as they lie in RAM
+    records              layer by layer, page-aligned, laid out as in RAM
 
-Table and records start at a page.  A layer's seal is written after its records have reached the disk: in a file under
-construction the table is the journal.  Numbers are little-endian, as are the records.
+The table and the records start on page boundaries.  A layer's seal is written after its records have reached the disk,
+so the table of an unfinished file is its journal.  Numbers and records are little-endian.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from engine.experts.record import RECORD_ALIGNMENT, PartSpec, RecordLayout
 
 MAGIC = b"SWYBANK\n"
 FORMAT_VERSION = 1
-"""Of the file.  A file of another version is made again, never interpreted."""
+"""Of the file.  A file of another version is rebuilt, never converted."""
 
 LAYOUT_VERSION = 1
-"""Of the records' content: raised when kernels want the bytes of a part in another order."""
+"""Of the records' content: incremented when kernels need the bytes of a part in another order."""
 
 PREAMBLE = struct.Struct("<8sII8s8x")
 _MAX_HEADER = 64 * 2**20
@@ -42,7 +42,7 @@ _DTYPES = {
 
 
 class UnusableBankError(EngineError):
-    """A bank file that is not what is needed: to be made again.  The message says why."""
+    """A bank file that cannot be used and has to be rebuilt.  The message says why."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(
@@ -71,11 +71,11 @@ class BankHeader:
     """What a bank file holds.  Two files with equal headers hold the same experts.
 
     Attributes:
-        precision: of the weights: `bf16`, `fp32`; later `int8`, `int4`.
-        group_size: how many weights share a scale; `None` where there are none.
+        precision: name of the weights' format, for example `bf16`.
+        group_size: how many weights share a scale; `None` without scales.
         checksum: name of the records' checksum.
-        source: fingerprint of what the bank was made of.
-        layers: in the order in which they lie in the file.
+        source: fingerprint of the model that the bank was built from.
+        layers: in file order.
     """
 
     precision: str
@@ -87,7 +87,7 @@ class BankHeader:
 
     @cached_property
     def encoded(self) -> bytes:
-        """Preamble and header as they lie in the file; padded to a page."""
+        """Preamble and header as stored in the file, padded to a page."""
         body = json.dumps(self._as_json(), sort_keys=True, separators=(",", ":")).encode()
         whole = PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(body), digest(body)) + body
         return whole.ljust(_pages(len(whole)), b"\0")
@@ -138,17 +138,17 @@ class BankHeader:
         return self.layer_offsets[layer] + expert * self.layers[layer].layout.nbytes
 
     def seal(self, layer: int, checksums: bytes) -> bytes:
-        """What stands behind a finished layer's checksums: they belong to this layer of this very bank."""
+        """Digest stored after a finished layer's checksums; binds them to this layer of this bank."""
         return digest(self.encoded + layer.to_bytes(4, "little") + checksums)
 
     def difference(self, other: BankHeader) -> str | None:
-        """Why a bank with the `other` header does not serve where this one is wanted; `None` if it does."""
+        """Why a bank with header `other` cannot be used in place of this one; `None` if it can."""
         if self.layout_version != other.layout_version:
-            return "its records are laid out as another version of Switchyard wants them"
+            return "its records have the layout of another version of Switchyard"
         if (self.precision, self.group_size) != (other.precision, other.group_size):
             return f"it holds the experts in {other.precision} rather than {self.precision}"
         if self.source != other.source:
-            return "the model that it was made of has changed"
+            return "the model that it was made from has changed"
         if _described(self.layers) != _described(other.layers):
             return "its layers are not those of the model"
         return None
@@ -167,7 +167,7 @@ class BankHeader:
 
 
 def _described(layers: tuple[BankLayerSpec, ...]) -> list[tuple[Any, ...]]:
-    """What a file says of layers: less than kernels know of a layout."""
+    """What a file stores about layers: less than kernels need to know about a layout."""
     return [(spec.name, spec.num_experts, spec.layout.nbytes, spec.layout.parts) for spec in layers]
 
 
@@ -175,13 +175,13 @@ def parse_preamble(path: Path, raw: bytes) -> tuple[int, bytes]:
     """The first bytes of a file -> length and digest of its header.
 
     Raises:
-        UnusableBankError: it is no bank, or one of another version.
+        UnusableBankError: the file is not a bank, or has another format version.
     """
     if len(raw) < PREAMBLE.size:
         raise UnusableBankError(path, "the file is cut short")
     magic, version, length, expected = PREAMBLE.unpack_from(raw)
     if magic != MAGIC:
-        raise UnusableBankError(path, "the file is no prepared model, or its first bytes are damaged")
+        raise UnusableBankError(path, "the file is not a prepared model, or its first bytes are damaged")
     if version != FORMAT_VERSION:
         raise UnusableBankError(path, f"the file has format version {version}, not {FORMAT_VERSION}")
     if length > _MAX_HEADER:
@@ -214,7 +214,7 @@ def parse_header(path: Path, body: bytes, expected: bytes) -> BankHeader:
 
 
 def digest(data: bytes) -> bytes:
-    """Of headers and tables: small, so any digest is fast enough."""
+    """Digest of a header or table: these are small, so any digest is fast enough."""
     return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES).digest()
 
 
@@ -235,7 +235,7 @@ def _layout_from_json(value: dict[str, Any]) -> RecordLayout:
     )
     layout = RecordLayout(parts, int(value["nbytes"]))
     if layout.nbytes <= 0 or layout.nbytes % RECORD_ALIGNMENT:
-        raise ValueError("records that fill no pages")
+        raise ValueError("the record size is not a whole number of pages")
     for part in parts:
         inside = part.offset >= 0 and part.offset + part.nbytes <= layout.nbytes
         if not inside or part.offset % part.dtype.itemsize or any(size < 0 for size in part.shape):

@@ -1,7 +1,7 @@
-"""A bank file under construction: layers are written in any order, what is finished survives a kill.
+"""Writes a bank file: layers in any order, and finished layers survive a killed process.
 
-The file is `NAME.part` beside the finished one and is locked while somebody writes it.  A layer counts once its seal
-is in the table, which is written after its records have reached the disk.
+The file is `NAME.part` next to the final one and is locked while it is written.  A layer is finished once its seal is
+in the table, which is written after its records have reached the disk.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from engine.experts.record import RecordLayout, allocate_records
 
 _CHUNK = 8 * 2**20
 _WRITERS = 2
-"""Requests in flight: one is written while the other's checksums are computed."""
+"""Concurrent writers: one writes while the other computes checksums."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _LOCK_POLL_S = 0.1
 
 
 def part_path(path: Path) -> Path:
-    """Where a bank is while it is made."""
+    """Path of a bank under construction."""
     return path.with_name(path.name + ".part")
 
 
 @contextmanager
 def preparing(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Holds the right to make this bank; waits for another process that has it.
+    """Holds the lock for building this bank; waits while another process holds it.
 
     Args:
-        check: called again and again while waiting; raises to give up.
+        check: polled while waiting; raises to give up.
     """
     lock_path = path.with_name(path.name + ".lock")
     while True:
@@ -57,7 +57,7 @@ def preparing(path: Path, check: Callable[[], None]) -> Iterator[None]:
             while not try_lock(descriptor):
                 check()
                 time.sleep(_LOCK_POLL_S)
-            # Whoever had it before may have deleted the file: then this lock is on a file that nobody else sees.
+            # The previous holder may have unlinked the file, leaving this lock on a file no other process can open.
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(lock_path)):
                     break
@@ -68,20 +68,20 @@ def preparing(path: Path, check: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        if os.name == "posix":  # elsewhere an open file cannot be deleted: the empty file stays
+        if os.name == "posix":  # elsewhere an open file cannot be deleted, so the empty file stays
             lock_path.unlink(missing_ok=True)
         unlock(descriptor)
         os.close(descriptor)
 
 
 class BankWriter:
-    """Writes the file beside `path` and renames it when it is complete.  Use it inside `preparing(path)`.
+    """Writes the file next to `path` and renames it when it is complete.  Use it inside `preparing(path)`.
 
-    Closing it before `finish` keeps finished layers for the next attempt; a file without any is deleted.
+    Closing before `finish` keeps finished layers for the next attempt; a file without any is deleted.
 
     Raises:
-        EngineError: `DISK_FULL`, before anything is written, if the file will not fit; `INVALID_REQUEST` if the folder
-            cannot be written.
+        EngineError: `DISK_FULL`, before anything is written, if the file does not fit; `INVALID_REQUEST` if the folder
+            is not writable.
     """
 
     def __init__(self, path: Path, header: BankHeader, *, direct: bool = True) -> None:
@@ -91,11 +91,11 @@ class BankWriter:
         self._checksum = CHECKSUMS[header.checksum]
         self._part = part_path(path)
         self._in_place = False
-        with self._disk_full_is_told():
+        with self._reporting_disk_full():
             self._file = DirectFile(self._part, writable=True, direct=direct)
         try:
-            with self._disk_full_is_told():
-                self._take_up()
+            with self._reporting_disk_full():
+                self._resume()
         except BaseException:
             self.close()
             raise
@@ -111,10 +111,10 @@ class BankWriter:
     def write_layer(self, layer: int, records: torch.Tensor, on_written: Callable[[int], None]) -> None:
         """Writes the records of one layer, uint8 [E, nbytes], and seals it once they have reached the disk.
 
-        Bytes between the parts of a record are set to zero, so that the same model gives the same file.
+        Padding inside a record is zeroed, so that the same model gives the same file.
 
         Args:
-            on_written: told how many more bytes were written, after every piece; what it raises stops the writing.
+            on_written: called after every piece with its size in bytes; an exception from it stops the writing.
 
         Raises:
             EngineError: `DISK_FULL`.
@@ -130,11 +130,11 @@ class BankWriter:
                 if stopped.is_set():
                     break
                 self._file.write(begin + at, data[at : at + _CHUNK])
-            # While these bytes are in the core's cache at best; another thread is writing meanwhile.
+            # Now, while the bytes are most likely still in the core's cache, and another thread is writing.
             return [self._checksum(bytes_of(record)) for record in some]
 
         stopped, under_way, checksums = threading.Event(), deque[Future[list[bytes]]](), list[bytes]()
-        with ThreadPoolExecutor(_WRITERS, "bank-writer") as pool, self._disk_full_is_told():
+        with ThreadPoolExecutor(_WRITERS, "bank-writer") as pool, self._reporting_disk_full():
             try:
                 under_way.extend(pool.submit(write, first) for first in range(0, len(records), together))
                 while under_way:
@@ -153,10 +153,10 @@ class BankWriter:
         self.finished.add(layer)
 
     def finish(self) -> None:
-        """Puts the complete file in place of whatever was there, in one step that a power failure does not undo."""
+        """Atomically replaces any previous file with the complete one, and syncs the rename to disk."""
         if len(self.finished) != len(self.header.layers):
             raise ValueError(f"only {len(self.finished)} of {len(self.header.layers)} layers have been written")
-        with self._disk_full_is_told():
+        with self._reporting_disk_full():
             self._file.sync()
         self._file.close()
         os.replace(self._part, self.path)
@@ -164,20 +164,22 @@ class BankWriter:
         _sync_folder(self.path.parent)
 
     def close(self) -> None:
-        """Closes the file; calling it twice is harmless."""
+        """Closes the file.  Idempotent."""
         self._file.close()
         if not self._in_place and not self.finished:
             self._part.unlink(missing_ok=True)
 
-    def _take_up(self) -> None:
-        """Keeps what an earlier attempt at the same bank has finished; starts again otherwise."""
+    def _resume(self) -> None:
+        """Keeps the layers finished by an earlier attempt at the same bank; otherwise starts from scratch."""
         try:
             earlier = read_header(self._part, self._file)
             rows = read_table(self._file, self.header) if earlier.encoded == self.header.encoded else []
         except (UnusableBankError, OSError, EOFError):
             rows = []
         if os.fstat(self._file.descriptor).st_size == self.header.nbytes:
-            self.finished = {index for index, row in enumerate(rows) if row is not None and self._ends_well(index, row)}
+            self.finished = {
+                index for index, row in enumerate(rows) if row is not None and self._last_record_is_intact(index, row)
+            }
         if not self.finished:
             os.ftruncate(self._file.descriptor, 0)
         self._require_space()
@@ -185,8 +187,8 @@ class BankWriter:
             self._file.write(0, memoryview(self.header.encoded))
             os.ftruncate(self._file.descriptor, self.header.nbytes)
 
-    def _ends_well(self, layer: int, row: bytes) -> bool:
-        """Whether a sealed layer's last record is what it should be: cheap, and the likeliest to be missing."""
+    def _last_record_is_intact(self, layer: int, row: bytes) -> bool:
+        """Whether a sealed layer's last record is intact: a cheap check of the bytes most likely to be lost."""
         experts = self.header.layers[layer].num_experts
         record = allocate_records(1, self.header.layers[layer].layout, torch.device("cpu"))[0]
         target = bytes_of(record)
@@ -194,7 +196,7 @@ class BankWriter:
         return bool(self._checksum(target) == row[-CHECKSUM_BYTES:])
 
     def _missing_bytes(self) -> int:
-        """What the disk has yet to give."""
+        """Bytes of the file that are not yet allocated on disk."""
         try:
             held = getattr(self._part.stat(), "st_blocks", 0) * 512
         except OSError:
@@ -207,7 +209,7 @@ class BankWriter:
             raise self._disk_full()
 
     @contextmanager
-    def _disk_full_is_told(self) -> Iterator[None]:
+    def _reporting_disk_full(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -237,7 +239,7 @@ def _clear_padding(records: torch.Tensor, layout: RecordLayout) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The rename itself has to reach the disk, too."""
+    """Makes the rename itself durable."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,8 +1,8 @@
-"""Checksums of records: 64 bits, computed on every read, so they must cost less than the read.
+"""Checksums of records: 64 bits, computed on every read, so they must be faster than the read.
 
-Measured on one busy core, GB/s: xxh3 6.3, sha256 0.5, blake2b 0.3 to 0.5, crc32 0.8 to 1.1 (and only 32 bits); a
-disk gives 1 to 7.  xxh3 is therefore used wherever the `xxhash` package is installed.  A bank names its checksum, so
-that one made with another is still read.
+Measured on one busy core, GB/s: xxh3 6.3, sha256 0.5, blake2b 0.3 to 0.5, crc32 0.8 to 1.1 (and only 32 bits); disks
+reach 1 to 7.  So xxh3 is used wherever the `xxhash` package is installed.  A bank stores the name of its checksum, so
+banks with any of these can be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 Checksum = Callable[[Any], bytes]
-"""Any buffer -> 8 bytes.  Releases Python's lock for large ones."""
+"""Any buffer -> 8 bytes.  Releases the GIL for large ones."""
 
 CHECKSUM_BYTES = 8
 
@@ -32,6 +32,6 @@ def _available() -> dict[str, Checksum]:
 
 
 CHECKSUMS = _available()
-"""Those that can be computed here, by name, the fastest first."""
+"""Available checksums by name, fastest first."""
 
 BEST_CHECKSUM = next(iter(CHECKSUMS))

@@ -1,6 +1,6 @@
-"""A file read and written by many threads at any place, past the page cache where the file system allows it.
+"""Positional reads and writes from many threads, bypassing the page cache where the file system allows it.
 
-Experts in the page cache would be in RAM twice, and would push out of it what others need.
+The page cache would hold a second copy of experts that are already in RAM, and evict pages that other programs need.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class DirectFile:
     """An open file.
 
     Args:
-        writable: also for writing; the file is made if it is not there.
-        direct: whether to try to get past the page cache.
+        writable: open for writing too, creating the file if it does not exist.
+        direct: whether to try to bypass the page cache.
 
     Raises:
         OSError: it cannot be opened.
@@ -48,26 +48,26 @@ class DirectFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether aligned reads and writes go past the page cache."""
+        """Whether aligned reads and writes bypass the page cache."""
         return self._direct is not None
 
     @property
     def descriptor(self) -> int:
-        """Of the file, for whoever wants its size or a lock."""
+        """File descriptor, for `fstat` or locks."""
         return self._buffered
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fills `target` from `offset`.  A read that fails is tried once more: disks and links have their moments.
+        """Fills `target` from `offset`.  An I/O error is retried once, since some are transient.
 
         Raises:
-            OSError: the disk's.
-            EOFError: the file ends before.
+            OSError: the read failed.
+            EOFError: the file ends too early.
         """
         if self._fill(offset, target, len(target)) is None and self._past_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
 
     def read_around(self, offset: int, nbytes: int, scratch: memoryview) -> memoryview:
-        """Reads bytes from a place that is not aligned, by way of `scratch`, which is: the piece of it they are in.
+        """Reads `nbytes` from an unaligned offset into the aligned buffer `scratch`; returns the part that holds them.
 
         Args:
             scratch: page-aligned, two pages longer than `nbytes`.
@@ -84,7 +84,7 @@ class DirectFile:
         """Writes all of `data` at `offset`.
 
         Raises:
-            OSError: the disk's (full, or too large a file, among others).
+            OSError: the write failed, for example because the disk is full or the file too large.
         """
         done = 0
         direct = self._direct_for(offset, data)
@@ -100,18 +100,18 @@ class DirectFile:
                 direct = None
 
     def sync(self) -> None:
-        """Returns when everything written has reached the disk."""
+        """Blocks until everything written has reached the disk."""
         os.fsync(self._buffered)
 
     def close(self) -> None:
-        """Closes the file; calling it twice is harmless."""
+        """Closes the file.  Idempotent."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._direct, self._buffered = None, -1
 
     def _fill(self, offset: int, target: memoryview, needed: int) -> int | None:
-        """Reads at least `needed` bytes; the descriptor past the page cache, if that was used to the end."""
+        """Reads at least `needed` bytes; returns the direct descriptor if all reads went through it."""
         done, failed = 0, False
         direct = self._direct_for(offset, target)
         while done < needed:
@@ -119,7 +119,7 @@ class DirectFile:
                 count = self._read(self._buffered if direct is None else direct, offset + done, target[done:])
             except OSError as error:
                 if direct is not None and error.errno == errno.EINVAL:
-                    direct = None  # this file system takes the flag and then refuses: read as everybody does
+                    direct = None  # the file system accepts the flag but rejects the read: fall back to buffered I/O
                 elif error.errno == errno.EIO and not failed:
                     failed = True
                 else:
@@ -137,7 +137,7 @@ class DirectFile:
             descriptor = os.open(self.path, flags | _O_DIRECT, 0o644)
         except OSError:
             return None
-        # Some file systems open with the flag and refuse the first read.
+        # Some file systems accept the flag in `open` and reject the first read.
         with mmap.mmap(-1, RECORD_ALIGNMENT) as page:
             try:
                 os.preadv(descriptor, [page], 0)
@@ -147,7 +147,7 @@ class DirectFile:
         return descriptor
 
     def _direct_for(self, offset: int, memory: memoryview) -> int | None:
-        """The descriptor past the page cache, if place, size and memory are aligned as it demands."""
+        """The direct descriptor, if offset, size and address have the alignment it requires."""
         if self._direct is None or not len(memory):
             return None
         address = np.frombuffer(memory, np.uint8).ctypes.data
@@ -156,7 +156,7 @@ class DirectFile:
     if sys.platform == "win32":
 
         def _read(self, descriptor: int, offset: int, target: memoryview) -> int:
-            with self._turn:  # there is no reading at a place here: moving there and reading are two calls
+            with self._turn:  # no positional reads here, so seek and read must not interleave
                 os.lseek(descriptor, offset, os.SEEK_SET)
                 data = os.read(descriptor, min(len(target), 2**24))
             target[: len(data)] = data
@@ -177,5 +177,5 @@ class DirectFile:
 
 
 def bytes_of(records: torch.Tensor) -> memoryview:
-    """The bytes of contiguous records (uint8, on the CPU), to be read into or written from."""
+    """The bytes of contiguous records (uint8, on the CPU), as a writable view."""
     return memoryview(records.view(-1).numpy())  # type: ignore[arg-type]  # numpy is a buffer

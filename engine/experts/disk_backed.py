@@ -1,7 +1,7 @@
-"""Experts that do not fit into RAM: computed from slots of a RAM tier that are filled from disk as they are needed.
+"""Experts that do not fit into RAM: computed from slots of a RAM tier that are filled from disk on demand.
 
-What one expert makes of one token is rounded as the kernels round it and kept by itself; the weighted sum is made of
-these at the end, in fp32, in the order of the experts.  So an answer does not depend on what was in RAM already.
+The output of each expert for each token is kept separately, rounded as the kernels round it.  The weighted sum is taken
+at the end, in fp32, in expert order, so an answer does not depend on what was already in RAM.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ if TYPE_CHECKING:
 
 
 class Visits(Protocol):
-    """One row for each visit, sorted by expert.
+    """The (token, expert) pairs of one step, one row for each, sorted by expert.
 
     Attributes:
         tokens: T.
-        spans: expert -> its rows, [begin, end), in the order of the experts; ids that are no expert are left out.
+        spans: expert -> its rows, [begin, end), in expert order; ids that are not an expert are left out.
     """
 
     tokens: int
     spans: dict[int, tuple[int, int]]
 
     def compute(self, kernel: ExpertKernel, slots: Mapping[int, Slot], experts: list[int]) -> None:
-        """What these experts make of their tokens, unweighted; every row that the kernel sees visits one slot only.
+        """Computes these experts for their tokens, unweighted.
 
-        So it reads no slot but those, whatever the others hold at this moment.
+        Every row passed to the kernel uses a single slot, so it reads no slots but these; others may be being filled.
         """
 
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
-        """[T, k] -> [T, H]: each token's visits in the order of the experts, in fp32."""
+        """[T, k] -> [T, H]: sums each token's visits in expert order, in fp32."""
 
 
 def visits_of(hidden: torch.Tensor, index: torch.Tensor, num_experts: int) -> Visits:
-    """The visits of [T, H] to [T, k]."""
+    """The visits of hidden states [T, H] routed to experts [T, k]."""
     if len(hidden) == 1 and len(set(chosen := index[0].tolist())) == len(chosen):
         return _OneToken(hidden, chosen, num_experts)
     return _ManyTokens(hidden, index, num_experts)
 
 
 class _OneToken:
-    """Of a decode step: no operator that can be done without, for each takes as long as reading a small expert."""
+    """Visits of a decode step, with as few operators as possible: each costs as much as reading a small expert."""
 
     tokens = 1
 
@@ -121,7 +121,7 @@ class _ManyTokens:
     def weighted_sum(self, weights: torch.Tensor) -> torch.Tensor:
         """See `Visits`."""
         shares = weights.reshape(-1)[self._order].float()[:, None]
-        # The rows of a token, in that order: sorted by token, stably.
+        # Stable, so that the rows of a token stay in expert order.
         rows = self._sources.argsort(stable=True).view(self.tokens, self._width)
         result = torch.zeros(self._hidden.shape, dtype=torch.float32)
         for visit in rows.unbind(1):
@@ -131,10 +131,10 @@ class _ManyTokens:
 
 @dataclass
 class DiskBackedBank:
-    """The tiers under some experts modules of a model.
+    """The disk and RAM tiers behind some experts modules of a model.
 
     Attributes:
-        made_again: why the bank had to be made once more when the model was loaded, if it had.
+        made_again: why the bank was rebuilt when the model was loaded, if it was.
     """
 
     disk: DiskTier
@@ -143,33 +143,33 @@ class DiskBackedBank:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that are held for experts."""
+        """Bytes of RAM reserved for experts."""
         return self.ram.nbytes
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about what has gone otherwise than meant, as of now."""
+        """Sentences for the user about current problems."""
         made = f"The experts were prepared again because {self.made_again}." if self.made_again is not None else None
         return [note for note in (made, self.disk.note, self.ram.note) if note is not None]
 
     def close(self) -> None:
-        """Ends the reading threads and frees the slots.  Harmless if repeated."""
-        self.disk.close()  # first: the reads on their way end, which is what the tier above waits for
+        """Stops the reader threads and frees the slots.  Idempotent."""
+        self.disk.close()  # first, because closing the RAM tier waits for the reads in flight
         self.ram.close()
 
 
 def can_be_disk_backed(site: ExpertsSite) -> bool:
-    """Whether kernels compute these experts; a module that computes by itself wants all its records at hand."""
+    """Whether kernels compute these experts; a module with its own forward needs all its records in RAM."""
     return hasattr(site.module, "has_gate")
 
 
 def bind_disk_backed(
     sites: list[ExpertsSite], bank: DiskBackedBank, kernels: NativeKernels | None, prefetcher: Prefetcher | None = None
 ) -> None:
-    """Gives every experts module its slots and what computes from them.
+    """Binds every experts module to its slots and to the kernels that compute from them.
 
     Args:
-        prefetcher: of the bank's RAM tier, if experts are to be predicted.
+        prefetcher: for the bank's RAM tier, if experts are to be predicted.
     """
     lent = LentSlots(bank.ram)
     ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.header.layers])
@@ -186,14 +186,14 @@ def bind_disk_backed(
 
 
 class ReadAhead:
-    """Reads the next layer's experts of a prompt before its router has spoken, where most are wanted anyway.
+    """Prefetches the next layer's experts during a prompt, before they are routed, since most will be needed anyway.
 
-    Between one layer's last read and the next layer's first the disk would idle, for as long as attention takes.  They
-    are read in the order of the file, into free slots and those of experts that were read for this prompt and have been
-    computed: who was in RAM before stays for decoding.
+    Otherwise the disk would idle during attention, between the last read of one layer and the first of the next.
+    Experts are read in file order, into free slots and slots of experts that were read for this prompt and have been
+    computed.  Experts that were in RAM before stay there for decoding.
 
     Args:
-        experts: how many each layer of the tier has.
+        experts: number of experts in each layer of the tier.
     """
 
     def __init__(self, tier: RamTier, experts: Sequence[int]) -> None:
@@ -203,34 +203,34 @@ class ReadAhead:
         self._done_with: list[tuple[int, int]] = []
 
     def begun(self, layer: int, wanted: int, read: Iterable[int]) -> None:
-        """The last experts of a layer have been asked for.
+        """All experts of a layer have been requested.
 
         Args:
-            wanted: how many the layer's tokens want.
-            read: those that had to be read for them; none is needed again in this prompt.
+            wanted: how many experts the layer's tokens use.
+            read: those that had to be read from disk; none is needed again in this prompt.
         """
         if layer <= self._layer:
             self._done_with = []
         self._layer = layer
         following = layer + 1
-        # Wasted reads delay nobody (they come after those that are waited for), but they take the disk's time.
+        # Urgent reads go first, so wasted ones delay no step, but they do use disk bandwidth.
         if following < len(self._experts) and 3 * wanted >= 2 * self._experts[layer]:
-            leaving = iter(self._done_with)
-            self._tier.prefetch(following, range(self._experts[following]), leaving)
-            self._done_with = list(leaving)
+            evictable = iter(self._done_with)
+            self._tier.prefetch(following, range(self._experts[following]), evictable)
+            self._done_with = list(evictable)
         self._done_with += [(layer, expert) for expert in read]
 
 
 class DiskBackedExperts:
-    """Computes one layer's experts, those in RAM while the others are read.
+    """Computes one layer's experts: first those in RAM, while the others are read.
 
     Args:
-        source: brings them into slots, which are the experts that the kernels see.
+        source: brings experts into slots; kernels index the slots as if they were experts.
         layer: index of the layer in the tier.
-        few_tokens: computes a step of up to `MAX_TOKENS` tokens.
-        many_tokens: computes longer ones.
-        ahead: reads the next layer's experts for longer ones.
-        prefetcher: is told what a short step wants, and may bring what the next layers will.
+        few_tokens: computes steps of up to `MAX_TOKENS` tokens.
+        many_tokens: computes longer steps.
+        ahead: prefetches the next layer's experts in longer steps.
+        prefetcher: observes the routing of short steps, and may prefetch for the next layers.
     """
 
     def __init__(
@@ -262,11 +262,11 @@ class DiskBackedExperts:
         return step.weighted_sum(top_k_weights)
 
     def _compute_all(self, step: Visits, hidden: torch.Tensor) -> None:
-        """Those that are there first, then the others as they arrive."""
+        """Computes the resident experts first, then the others as they arrive."""
         notified = False
 
         def notify() -> None:
-            """Once the step's own reads have been asked for: now for those of the layers to come."""
+            """Starts prefetching for later layers, once all of this step's own reads are queued."""
             nonlocal notified
             if notified or arrivals.left:
                 return
@@ -299,7 +299,7 @@ class DiskBackedExperts:
             RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, time.perf_counter_ns(), count=len(experts))
 
     def _run_now(self, step: Visits, slots: Mapping[int, Slot], experts: list[int]) -> None:
-        # Which kernel computes depends on the step alone, not on how many of its experts happen to be there.
+        # The kernel depends on the step alone, not on which experts happen to be resident: same input, same bits.
         if step.tokens > MAX_TOKENS:
             step.compute(self._many_tokens, slots, experts)
             return

@@ -1,4 +1,4 @@
-"""The lowest tier: all experts of a model in its bank file, read by several threads at once, checked on every read."""
+"""The lowest tier: a model's experts in its bank file, read by several threads and verified on every read."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from engine.telemetry.recorder import RECORDER
 _log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2 * 2**20
-"""One request to the disk: large enough for its full rate, small enough that one record is read by many threads."""
+"""Size of a read request: large enough for full bandwidth, small enough to split one record among several threads."""
 
 DEFAULT_READERS = 8
-"""Requests in flight.  A thread waiting for the disk costs nothing, and fewer leave a fast disk idle."""
+"""Requests in flight.  A thread waiting for I/O costs nothing, and fewer would not saturate a fast disk."""
 
 _URGENT, _LATER = 0, 1
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """One request to the disk: the bytes [begin, end) of a read."""
+    """One I/O request: the bytes [begin, end) of a read."""
 
     read: Read
     begin: int
@@ -43,11 +43,11 @@ class _Piece:
 
 
 class Read(Future[None]):
-    """Records on their way from the disk; done when they lie in memory and their checksums were right.
+    """A read of records in flight; done when they are in memory and their checksums have been verified.
 
     Attributes:
-        layer, expert, count: which records, `count` of them from `expert` on.
-        begun_ns: when the disk was given the first piece of it; is_urgent: whether somebody waits for it.
+        layer, expert, count: the `count` records starting at `expert`.
+        begun_ns: when its first piece was started; is_urgent: whether a step waits for it.
     """
 
     def __init__(self, layer: int, expert: int, count: int, target: memoryview) -> None:
@@ -59,7 +59,7 @@ class Read(Future[None]):
         self.error: BaseException | None = None
         self.begun_ns = 0
         self.is_urgent = True
-        self.set_running_or_notify_cancel()  # it cannot be cancelled: the memory is written to until it is done
+        self.set_running_or_notify_cancel()  # not cancellable: its target is written to until it is done
 
 
 class DiskTier:
@@ -67,11 +67,11 @@ class DiskTier:
 
     Args:
         path: of the bank file.
-        wanted: header that it must have; any if `None`.
-        readers: requests in flight at most.
-        direct: whether to try to read past the page cache.
-        repair: makes the damaged record (layer, expert) again, in the file (see
-            `engine.runtime.load.prepare_bank`); it is then read once more.  Called by one reader thread at a time.
+        wanted: header that it must match; `None` accepts any.
+        readers: maximum requests in flight.
+        direct: whether to try to bypass the page cache.
+        repair: rebuilds the damaged record (layer, expert) in the file (see `engine.runtime.load.prepare_bank`), which
+            is then read again.  Called by one reader thread at a time.
 
     Raises:
         FileNotFoundError, UnusableBankError: as `BankFile`.
@@ -117,12 +117,12 @@ class DiskTier:
 
     @property
     def header(self) -> BankHeader:
-        """What the bank holds."""
+        """Header of the bank."""
         return self._bank.header
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one request was with the disk."""
+        """Seconds with at least one request in flight."""
         with self._lock:
             return self._busy_s + (time.perf_counter() - self._busy_since_s if self._under_way else 0.0)
 
@@ -132,38 +132,38 @@ class DiskTier:
         if not self.records_repaired:
             return None
         return (
-            f"The prepared experts on disk were damaged in {self.records_repaired} places, which have been made again "
-            "from the model's files: check the disk."
+            f"{self.records_repaired} of the prepared experts on disk were damaged and have been rebuilt from the "
+            "model's files: check the disk."
         )
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads go past the page cache."""
+        """Whether reads bypass the page cache."""
         return self._bank.file.is_direct
 
     def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
-        """Starts to read records into `into`, uint8 [nbytes] or [count, nbytes], contiguous, page-aligned for speed.
+        """Starts reading records into `into`, uint8 [nbytes] or [count, nbytes], contiguous; page-aligned is fastest.
 
-        The memory must stay until the result is done.  Its exception is an EngineError: `CHECKPOINT_DAMAGED`
+        `into` must stay allocated until the result is done.  Its exception is an EngineError: `CHECKPOINT_DAMAGED`
         (`DamagedRecordError` for a wrong checksum that could not be repaired), `INTERNAL` if the tier is closed first.
 
         Args:
-            urgent: somebody waits for it: before all reads that are not.
+            urgent: a step waits for it, so it goes before all reads that are not urgent.
         """
         target = bytes_of(into)
         count, odd = divmod(len(target), self.header.layers[layer].layout.nbytes)
         if odd or expert < 0 or expert + count > self.header.layers[layer].num_experts:
-            raise ValueError(f"{len(target)} bytes from expert {expert} on are not experts of layer {layer}")
+            raise ValueError(f"{len(target)} bytes starting at expert {expert} are not experts of layer {layer}")
         read = Read(layer, expert, count, target)
         read.is_urgent = urgent
         with self._work:
             if self._closed:
-                raise EngineError(ErrorCode.INTERNAL, "An expert was asked for after the model had been closed.")
+                raise EngineError(ErrorCode.INTERNAL, "An expert was requested after the model had been closed.")
             self._push(_URGENT if urgent else _LATER, read.pieces)
         return read
 
     def read_all(self, layer: int, records: torch.Tensor, *, urgent: bool = True) -> list[Read]:
-        """Starts to read a whole layer, uint8 [E, nbytes], in large pieces in the order of the file."""
+        """Starts reading a whole layer, uint8 [E, nbytes], in large pieces in file order."""
         step = max(PIECE_BYTES // records.shape[1], 1)
         return [
             self.read(layer, begin, records[begin : begin + step], urgent=urgent)
@@ -171,13 +171,13 @@ class DiskTier:
         ]
 
     def hurry(self, read: Read) -> None:
-        """Somebody waits for `read` now: what of it has not begun goes before all that is not urgent."""
+        """Makes `read` urgent: its pieces that have not started move ahead of all that are not urgent."""
         with self._work:
             read.is_urgent = True
             self._push(_URGENT, [piece for piece in read.pieces if not piece.begun])
 
     def close(self) -> None:
-        """Ends the threads after the requests that the disk is busy with; other reads fail.  Harmless if repeated."""
+        """Stops the threads once the requests in flight have ended; queued reads fail.  Idempotent."""
         with self._work:
             self._closed = True
             waiting = {piece for _, _, piece in self._queue if not piece.begun}
@@ -203,7 +203,7 @@ class DiskTier:
                 if read.error is None:
                     offset = self.header.record_offset(read.layer, read.expert)
                     self._bank.fill(offset + piece.begin, read.target[piece.begin : piece.end])
-            except BaseException as failure:  # whatever it is, somebody waits for the end of this read
+            except BaseException as failure:  # of any kind, because the read must end for its waiters
                 error = failure
             self._done(urgency)
             self._end(read, error)
@@ -211,10 +211,10 @@ class DiskTier:
     def _next(self) -> tuple[int, _Piece] | None:
         with self._work:
             while True:
-                # Not all readers for what nobody waits for yet: what somebody does would find the disk taken.
+                # Keep readers free of non-urgent pieces, or an urgent one would find all of them busy.
                 while self._queue and (self._queue[0][0] == _URGENT or self._later_under_way < self._most_later):
                     urgency, _, piece = heapq.heappop(self._queue)
-                    if piece.begun:  # it may have been hurried, and so stand in the queue twice
+                    if piece.begun:  # queued twice, by `hurry`
                         continue
                     piece.begun = True
                     piece.read.begun_ns = piece.read.begun_ns or time.perf_counter_ns()
@@ -235,7 +235,7 @@ class DiskTier:
                 self._busy_s += time.perf_counter() - self._busy_since_s
 
     def _end(self, read: Read, error: BaseException | None) -> None:
-        """One piece of `read` has ended; after the last one the records are checked."""
+        """One piece of `read` has ended; after the last one, verifies the records."""
         with self._lock:
             read.error = read.error or error
             read.pieces_left -= 1
@@ -243,7 +243,7 @@ class DiskTier:
                 return
         error = read.error
         try:
-            if error is None or self._may_be_mended(error):
+            if error is None or self._may_be_repaired(error):
                 self._check(read)
                 error = None
         except BaseException as failure:
@@ -262,10 +262,10 @@ class DiskTier:
         del target
         read.set_result(None)
 
-    def _may_be_mended(self, error: BaseException) -> bool:
-        """Whether what the disk cannot read may be written again."""
-        is_disks = isinstance(error, EngineError) and error.code is ErrorCode.CHECKPOINT_DAMAGED
-        return is_disks and self._repair is not None
+    def _may_be_repaired(self, error: BaseException) -> bool:
+        """Whether rewriting the record may fix a failed read."""
+        is_read_error = isinstance(error, EngineError) and error.code is ErrorCode.CHECKPOINT_DAMAGED
+        return is_read_error and self._repair is not None
 
     def _check(self, read: Read) -> None:
         size = self.header.layers[read.layer].layout.nbytes
@@ -279,9 +279,9 @@ class DiskTier:
         if self._repair is None:
             raise damaged
         with self._repairing:
-            if self._read_again(layer, expert, record):  # another reader may have had it made again meanwhile
+            if self._read_again(layer, expert, record):  # another reader may have repaired it meanwhile
                 return
-            _log.warning("%s It is made again from the model's files.", damaged.message)
+            _log.warning("%s Rebuilding it from the model's files.", damaged.message)
             try:
                 self._repair(layer, expert)
             except EngineError as error:
@@ -292,7 +292,7 @@ class DiskTier:
             self.records_repaired += 1
 
     def _read_again(self, layer: int, expert: int, record: memoryview) -> bool:
-        """Whether the record can be read and is intact."""
+        """Rereads the record; whether it is intact now."""
         try:
             self._bank.fill(self.header.record_offset(layer, expert), record)
         except EngineError:

@@ -1,4 +1,4 @@
-"""The one function that computes experts: registered with transformers' experts interface, served from the bank."""
+"""The entry point for all expert computation: registered with transformers' experts interface, backed by the bank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from engine.kernels.interface import ExpertKernel
 
 IMPLEMENTATION = "switchyard"
-"""Our name among the library's experts implementations."""
+"""Our name in the library's registry of experts implementations."""
 
 ExpertsForward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""As `experts_forward`."""
+"""Same signature as `experts_forward`."""
 
 
 class _Interruption(threading.local):
@@ -31,7 +31,7 @@ class _Interruption(threading.local):
 _interruption = _Interruption()
 
 BANK_LAYER = "_switchyard_bank_layer"
-"""Attribute of an experts module: its (BankLayer, kernel)."""
+"""Attribute of an experts module that holds its (BankLayer, kernel)."""
 
 
 def experts_forward(
@@ -46,10 +46,10 @@ def experts_forward(
         top_k_weights: [T, k].
 
     Returns:
-        [T, H], of the type and on the device of `hidden_states`.
+        [T, H], with the dtype and device of `hidden_states`.
 
     Raises:
-        EngineError: `INTERNAL`, if the module is not bound.
+        EngineError: `INTERNAL`, the module is not bound.
     """
     if _interruption.handler is not None:
         return _interruption.handler(module, hidden_states, top_k_index, top_k_weights)
@@ -59,11 +59,11 @@ def experts_forward(
 def compute_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`experts_forward`, whoever is interrupted by experts."""
+    """`experts_forward`, ignoring `interrupted_by_experts`."""
     layer, kernel = _bound(module)
     device, place = layer.device, hidden_states.device
     if place != device:
-        # The experts are in RAM, the rest of the model on the GPU: only activations travel.
+        # The experts are in RAM, the rest of the model on the GPU: only activations are copied.
         hidden_states, top_k_index, top_k_weights = (
             tensor.to(device) for tensor in (hidden_states, top_k_index, top_k_weights)
         )
@@ -76,8 +76,10 @@ def compute_experts(
 
 @contextmanager
 def interrupted_by_experts(handler: ExpertsForward) -> Iterator[None]:
-    """While this thread is in it, `handler` is called in place of `experts_forward`: whoever captures a model's steps
-    has to stop there, for which experts are wanted decides what is done."""
+    """Calls `handler` instead of `experts_forward` on this thread.
+
+    Graph capture has to break at the experts, because the work to do depends on the routing.
+    """
     before, _interruption.handler = _interruption.handler, handler
     try:
         yield
@@ -86,16 +88,16 @@ def interrupted_by_experts(handler: ExpertsForward) -> Iterator[None]:
 
 
 def bound_kernel(module: Any) -> tuple[BankLayer, ExpertKernel]:
-    """The records and the kernel of an experts module, as they are bound now.
+    """The records and the kernel that an experts module is currently bound to.
 
     Raises:
-        EngineError: `INTERNAL`, if there are none.
+        EngineError: `INTERNAL`, the module is not bound.
     """
     return _bound(module)
 
 
 def bank_layer(module: Any) -> BankLayer:
-    """The records of an experts module that computes by itself (see `engine.runtime.adapters`)."""
+    """The records of an experts module with its own forward (see `engine.runtime.adapters`)."""
     return _bound(module)[0]
 
 

@@ -1,7 +1,7 @@
-"""One layer's experts on two processors: hits on the device, misses on the CPU or fetched, all at the same time.
+"""One layer's experts on two processors at once: hits on the device, misses on the CPU or fetched to the device.
 
-Prefill and decode are scheduled apart (DuoServe): decode fills the cache and feeds its policies, a prefill uses what is
-there and streams the rest past it.
+Prefill and decode are scheduled differently (DuoServe): decode fills the cache and trains its policies; prefill uses
+the residents and streams the rest through staging slots.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
 
 BUNDLED_BYTES = 2**17
-"""Up to this size the hidden states travel with the routing, in case the CPU needs them: a second wait costs more."""
+"""Hidden states up to this size are copied with the routing in case the CPU needs them, to save a second sync."""
 DECODE_TOKENS = 64
-"""A step of more tokens is a prefill, which leaves the cache to the decode steps (DuoServe)."""
+"""Steps with more tokens are prefills, which do not change the cache (DuoServe)."""
 STEP_ELEMENTS = 2**26
-"""Visits of tokens to experts, [T * k, H], that are computed at a time: 128 MiB in bf16.  Longer steps are cut."""
+"""Elements of the visits [T * k, H] computed at a time: 128 MiB in bf16.  Longer steps are split."""
 
 
-_GIVEN = 4
-"""A kernel that had no memory gets one part in so many of the cache's, for the next time."""
+_GIVE_BACK_SHARE = 4
+"""One part in so many of the cache is given back after a kernel has run out of device memory."""
 
 
 class StepObserver(Protocol):
-    """Whoever wants to know which experts decode steps use, to predict those to come."""
+    """Observes which experts decode steps use, to predict later ones."""
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Called once all the work of a layer has been handed out, before the CPU does its share.
+        """Called once a layer's device work and copies have been submitted, before the CPU computes its share.
 
         Args:
             experts: in ascending order.
-            hidden: [T, H], what the experts were given; on the device.
+            hidden: [T, H], input of the experts, on the device.
         """
 
 
 class HybridExperts(ExpertLayer):
-    """An `ExpertKernel` for one layer whose experts lie in RAM or below, some of them also in slots of the device.
+    """An `ExpertKernel` for one layer with experts in RAM or on disk, some of them also in slots on the device.
 
-    Layers of one device share `cache` and `activations`, and are called one after the other, from one thread.
+    Layers of one device share `cache` and `activations`, and are called one at a time, from one thread.
 
     Args:
         cache, layer, source, make_kernel, latency, activations: see `ExpertLayer`.
-        mode: how misses are met, see `engine.experts.misses.modes`.
-        prefetcher: is told of decode steps.
-        number: of the layer, for the prefetcher; None is `layer`.
+        mode: how misses are served, see `engine.experts.misses.modes`.
+        prefetcher: observes decode steps.
+        number: of the layer, for the prefetcher; `layer` if None.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class HybridExperts(ExpertLayer):
     ) -> None:
         super().__init__(cache, layer, source, make_kernel, latency, activations)
         self._prefetcher, self._number = prefetcher, layer if number is None else number
-        self.meet_by(mode)
+        self.serve_by(mode)
 
     records_itself = True
 
-    def meet_by(self, mode: str) -> None:
-        """Misses are met so from the next step on."""
+    def serve_by(self, mode: str) -> None:
+        """Sets how misses are served from the next step on."""
         self.mode = mode
         self._host, self._ways = ways_of(mode, self)
         self._away = [way for way in self._ways if not way.keeps_caller]
 
     def number_in_model(self, number: int) -> None:
-        """Number of its decoder layer, for a timeline."""
+        """Sets the number of its decoder layer, for the timeline."""
         self.cache.layer_numbers[self.layer] = number
 
     def __call__(
@@ -96,13 +96,13 @@ class HybridExperts(ExpertLayer):
         """See `engine.kernels.interface.ExpertKernel`; all three are on the device.
 
         Raises:
-            EngineError: a kernel or a copy failed and could not be done without, or an expert could not be read.
-                Nothing stays pinned, and the streams have recovered if they can.
+            EngineError: a kernel or a copy failed with no fallback, or an expert could not be read.  Nothing stays
+                pinned, and the streams have recovered if possible.
         """
         return self._step(hidden_states, top_k_index, top_k_weights, len(top_k_index) > DECODE_TOKENS)
 
     def with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same, but no expert crosses the link, and the cache is left as it is."""
+        """As `__call__`, but computes all misses on the CPU and does not change the cache."""
         ways, self._ways = self._ways, [self._host]
         try:
             return self._step(hidden, index, weights, is_prefill=True)
@@ -127,7 +127,7 @@ class HybridExperts(ExpertLayer):
     def _attempt(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool
     ) -> torch.Tensor:
-        """A step, and another way if it fails for want of memory or of a copy."""
+        """Runs a step; if memory or a copy fails, retries with less memory or on the CPU."""
         keeps = not is_prefill and self.mode != CACHE_OFF
         step = Step(hidden, is_prefill, keeps, False, Lookup(self.layer))
         refused: DeviceMemoryError | None = None
@@ -141,7 +141,7 @@ class HybridExperts(ExpertLayer):
             if isinstance(error, DeviceMemoryError):
                 refused = error
             elif kernel_is_short or (copy_has_failed and isinstance(error, EngineError)):
-                pass  # the handler keeps the tensors of the step alive
+                pass  # retried below, outside the handler, which keeps the step's tensors alive
             elif isinstance(error, EngineError) or not isinstance(error, Exception):
                 raise
             else:
@@ -151,7 +151,7 @@ class HybridExperts(ExpertLayer):
             return result
         if refused is None:
             if kernel_is_short:
-                self.cache.give_back(max(self.cache.nbytes // _GIVEN, 1))
+                self.cache.give_back(max(self.cache.nbytes // _GIVE_BACK_SHARE, 1))
             return self._recompute(step, missed, index, weights)
         if self.cache.give_back(refused.asked):
             return self._attempt(hidden, index, weights, is_prefill)
@@ -160,7 +160,7 @@ class HybridExperts(ExpertLayer):
         raise refused
 
     def _recompute(self, failed: Step, missed: list[int], index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """A step again, all of it on the CPU: one in which a copy failed, or a kernel had no memory."""
+        """Runs a step again, entirely on the CPU, after a copy failed or a kernel ran out of memory."""
         step = Step(failed.hidden, failed.is_prefill, False, True, Lookup(self.layer))
         try:
             result = self._run(step, index, weights)
@@ -170,7 +170,7 @@ class HybridExperts(ExpertLayer):
                 raise
             raise as_engine_error(error, f"{self.device.name} experts") from None
         if self.mode != CACHE_OFF:
-            self.cache.count_met(failed.lookup, len(missed), 0, recomputed=step.on_cpu)
+            self.cache.count_served(failed.lookup, len(missed), 0, recomputed=step.on_cpu)
         return result
 
     def _run(self, step: Step, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -182,18 +182,18 @@ class HybridExperts(ExpertLayer):
             RECORDER.uses.append((RECORDER.step, RECORDER.layer, routing.experts, tuple(lookup.hits)))
         begun_s = time.perf_counter()
         if lookup.hits and self._cpu_is_sooner(step, routing):
-            self._compute_all_here(step)
+            self._compute_all_on_cpu(step)
         else:
             if lookup.hits:
                 step.pending.append(sums.on_device(self.cache.kernel(self.make_kernel), lookup.hits))
                 step.pending_experts = len(lookup.hits)
             if lookup.misses:
                 self.submit(step)
-                self._meet_misses(step)
+                self._serve_misses(step)
         step.pending.append(sums.finish())
         end = self.submit(step)
         assert end is not None
-        self._tell(step)
+        self._notify_prefetcher(step)
         if not self.device.compute_follows_caller or end.failure is not None:
             end.wait()
             if lookup.hits and not (step.is_prefill or step.hits_on_cpu or step.fetched):
@@ -202,28 +202,28 @@ class HybridExperts(ExpertLayer):
         return sums.result
 
     def _cpu_is_sooner(self, step: Step, routing: Routing) -> bool:
-        """Whether a device is better left alone: small experts are computed before it has heard of them."""
+        """Whether to skip the device: small experts finish on the CPU before a kernel launch on the device would."""
         if step.is_prefill or self.mode != MIXED or not self.source.has_all:
             return False
         return self.latency.prefers_cpu_alone(*self._tokens(step.lookup, routing))
 
     def _tokens(self, lookup: Lookup, routing: Routing) -> tuple[list[int], list[int]]:
-        """Of each hit, and of each miss."""
+        """Token counts of each hit, and of each miss."""
         return [routing.tokens(hit) for hit in lookup.hits], [routing.tokens(miss) for miss in lookup.misses]
 
-    def _compute_all_here(self, step: Step) -> None:
+    def _compute_all_on_cpu(self, step: Step) -> None:
         experts = step.routing.experts
         held = self.source.acquire(experts)
         step.held.append(held)
         if step.lookup.misses:
             self.cache.post_fetch(self.layer, step.lookup.misses, held, max(0, self.source.lendable))
-        self._tell(step)
+        self._notify_prefetcher(step)
         step.on_cpu, step.hits_on_cpu = len(step.lookup.misses), len(step.lookup.hits)
-        self._host.meet(step, experts, held)
+        self._host.serve(step, experts, held)
         held.release()
 
     def _routing(self, step: Step, index: torch.Tensor) -> Routing:
-        """The step's one sync; small hidden states come with it."""
+        """Copies the routing to the host, the only sync of a step, together with small hidden states."""
         tensors = [index]
         if step.hidden.nbytes <= BUNDLED_BYTES:
             tensors.append(step.hidden)
@@ -239,37 +239,37 @@ class HybridExperts(ExpertLayer):
         look_up = self.cache.hold if step.is_prefill else self.cache.acquire
         return look_up(self.layer, routing.experts)
 
-    def _meet_misses(self, step: Step) -> None:
-        """Those whose records are in RAM first, the others as they arrive."""
+    def _serve_misses(self, step: Step) -> None:
+        """Serves the misses whose records are in RAM first, the others as they arrive."""
         busy_s = sum(self.latency.gpu_s(step.routing.tokens(expert)) for expert in step.lookup.hits)
-        # Where copies that nobody waits for have all slots in RAM, they go first.
-        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._tell(step), self.cache.cancel)
+        # If non-urgent copies hold all slots in RAM, `cancel` frees them.
+        arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step), self.cache.cancel)
         step.held.append(arrivals)
         for held, there in arrivals:
-            self._meet(step, held, there, busy_s)
-            busy_s = 0.0  # what the device has been given meanwhile is in the backlog of the link
+            self._serve(step, held, there, busy_s)
+            busy_s = 0.0  # later batches account for submitted device work through the backlog of the link
 
-    def _meet(self, step: Step, held: Held, experts: list[int], busy_s: float) -> None:
-        """Misses whose records are in RAM."""
-        here: list[tuple[Way, list[int]]] = []
+    def _serve(self, step: Step, held: Held, experts: list[int], busy_s: float) -> None:
+        """Serves misses whose records are in RAM."""
+        on_caller: list[tuple[Way, list[int]]] = []
         on_cpu: list[int] = []
         for way, mine in self._share(step, experts, busy_s):
             if way.keeps_caller:
-                here.append((way, mine))
+                on_caller.append((way, mine))
                 on_cpu += mine
             else:
-                way.meet(step, mine, held)
+                way.serve(step, mine, held)
                 step.fetched += len(mine)
         if step.keeps and on_cpu:
-            # Behind what is needed now, and beside the CPU, which works from the same records.
+            # Queued behind the urgent copies, and overlapped with the CPU, which reads the same records.
             self.cache.post_fetch(self.layer, on_cpu, held, max(0, self.source.lendable))
-        self._tell(step)
+        self._notify_prefetcher(step)
         step.on_cpu += len(on_cpu)
-        for way, mine in here:
-            way.meet(step, mine, held)
+        for way, mine in on_caller:
+            way.serve(step, mine, held)
 
     def _share(self, step: Step, experts: list[int], busy_s: float) -> list[tuple[Way, list[int]]]:
-        """Who is met in which way."""
+        """Assigns each expert to a way."""
         if step.only_host:
             return [(self._host, experts)]
         ways = [way for way in self._ways if way.is_possible]
@@ -278,24 +278,24 @@ class HybridExperts(ExpertLayer):
         late, routing = step.lookup.late, step.routing
         free = [(expert, routing.tokens(expert)) for expert in experts if expert not in late]
         shares = split_among(free, [way.estimate(busy_s) for way in ways])
-        if late:  # what is on its way to a slot already is not sent twice
+        if late:  # already being copied to a slot: do not copy it twice
             shares[0] = [*(expert for expert in experts if expert in late), *shares[0]]
         return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
 
-    def _tell(self, step: Step) -> None:
-        if self._prefetcher is not None and not (step.is_told or step.is_prefill or step.only_host):
-            step.is_told = True
+    def _notify_prefetcher(self, step: Step) -> None:
+        if self._prefetcher is not None and not (step.is_observed or step.is_prefill or step.only_host):
+            step.is_observed = True
             self._prefetcher.observe(self._number, step.routing.experts, step.hidden)
 
     def _count(self, step: Step) -> None:
         if self.mode != CACHE_OFF:
-            self.cache.count_met(step.lookup, step.on_cpu, step.fetched, hits_on_cpu=step.hits_on_cpu)
+            self.cache.count_served(step.lookup, step.on_cpu, step.fetched, hits_on_cpu=step.hits_on_cpu)
 
     def _give_up(self, step: Step) -> None:
-        """Waits until nothing is in flight and lets everything go: the next request starts again."""
+        """Waits until nothing is in flight and releases everything, so that the next request starts clean."""
         for way in self._ways:
             way.forget()
-        with contextlib.suppress(EngineError):  # a device past help says so to whoever uses it next
+        with contextlib.suppress(EngineError):  # a device that cannot recover raises again on its next use
             self.device.recover()
         self.activations.forget_uses()
         with contextlib.suppress(EngineError):

@@ -1,8 +1,8 @@
-"""How long an expert takes on the CPU, on the device, and on its way there: Fiddler's Algorithm 1, measured.
+"""Latency of an expert on the CPU, on the device, and over the link: Fiddler's Algorithm 1, with measured times.
 
 Fiddler (section 3.3) compares cpu_lat(s), linear in the tokens s, with a constant gpu_lat plus trans_lat, expert by
-expert.  That takes both sides to be idle; here the CPU and the copy engine work at once, so `split_among` chooses for
-all misses of a layer together such that the last of them is done as early as possible.
+expert, which assumes that both sides are idle.  Here the CPU and the copy engine work concurrently, so `split_among`
+assigns all misses of a layer together to minimise the time when the last one is done.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
 
 _VERSION = 1
-_PULL = 0.05
-"""Weight of one observation in the exponentially weighted correction."""
-_FADING = 0.998
-"""Of the price of joining both sides, each time it has kept the device out."""
-_FURTHEST = 2.0
-"""An observation counts as if it were at most this many times off: a page fault or a scheduler's pause is no trend."""
+_EWMA_WEIGHT = 0.05
+"""Weight of one observation in the exponential moving average."""
+_JOINING_DECAY = 0.998
+"""Decay of the cost of joining both sides, each time that cost has kept a step off the device."""
+_MAX_RATIO = 2.0
+"""Observations are clamped to this factor: a page fault or a scheduler pause is not a trend."""
 
 
 @dataclass
 class Correction:
-    """What observed spans say about a measured time: a factor that follows them slowly."""
+    """Factor that corrects a measured time, a slow moving average of observed over predicted."""
 
     factor: float = 1.0
 
     def observe(self, observed_s: float, predicted_s: float) -> None:
-        """`predicted_s` is without the correction.  Spans that cannot be are ignored."""
+        """`predicted_s` is without the correction.  Invalid times are ignored."""
         if not (observed_s > 0 and predicted_s > 0 and math.isfinite(observed_s)):
             return
         off = observed_s / (predicted_s * self.factor)
-        self.factor *= min(max(off, 1 / _FURTHEST), _FURTHEST) ** _PULL
+        self.factor *= min(max(off, 1 / _MAX_RATIO), _MAX_RATIO) ** _EWMA_WEIGHT
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long experts take in one way to meet them: two stages, each of which does one after the other.
+    """Cost of serving misses in one way, as a pipeline of two stages, each handling one expert at a time.
 
     Attributes:
-        seconds: of an expert in the second stage, by its tokens.
-        bring_s: of an expert in the first.
-        backlog_s, busy_s: until the first and the second stage are free.
-        keeps_caller: the second stage is the calling thread, which all ways share that keep it.
+        seconds: tokens of an expert -> its time in the second stage.
+        bring_s: time of an expert in the first stage.
+        backlog_s, busy_s: time until the first and the second stage are free.
+        keeps_caller: the second stage runs on the calling thread, which all such ways share.
     """
 
     seconds: Callable[[int], float]
@@ -63,25 +63,25 @@ class Estimate:
 
 
 def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> list[list[Key]]:
-    """Who is met in which way, so that the last of them ends as early as possible.
+    """Assigns misses to ways, to minimise the time when the last of them is done.
 
-    Max tokens first: whoever makes the end earlier goes another way, the others stay with the first.  For the CPU and
-    one link this is the best choice there is while none has more tokens than the knee, since fetching any takes equally
-    long.  Beyond, where many tokens keep the device busier than the link, it is the usual rule for two machines
-    (longest first, Graham 1969), and the order in which copies and kernels overlap best: equal times on the first of
-    two machines, falling ones on the second (Johnson 1954).
+    Greedy, most tokens first: an expert moves from the first way to another if that makes the end earlier.  For the CPU
+    and one link this is optimal while no expert has more tokens than the knee, since fetching any takes equally long.
+    Beyond, where many tokens keep the device busier than the link, it is the usual rule for two machines (longest
+    first, Graham 1969), and the order that overlaps copies and kernels best: equal times on the first of two machines,
+    decreasing ones on the second (Johnson 1954).
 
     Args:
         misses: (key, tokens), any order.
-        ways: the first keeps the caller.
+        ways: the first one must keep the caller.
 
     Returns:
-        Keys of each way, each with most tokens first; of equal choices the one that leaves most with the first.
+        Keys of each way, most tokens first; ties go to the first way.
     """
     order = sorted(misses, key=lambda miss: (-miss[1], miss[0]))
     sizes = {tokens for _, tokens in order}
     took_s = [{tokens: way.seconds(tokens) for tokens in sizes} for way in ways]
-    met: list[list[Key]] = [[] for _ in ways]
+    served: list[list[Key]] = [[] for _ in ways]
     arrived_s, ended_s = [way.backlog_s for way in ways], [way.busy_s for way in ways]
     ended_s[0] += sum(took_s[0][tokens] for _, tokens in order)
     for key, tokens in order:
@@ -91,13 +91,13 @@ def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> 
             then_s[0] -= took_s[0][tokens]
             place = 0 if way.keeps_caller else number
             then_s[place] = max(then_s[place], arrived_s[number] + way.bring_s) + took_s[number][tokens]
-            end_s = max(then_s), sum(then_s)  # of ways that end the layer alike, the one that takes least
+            end_s = max(then_s), sum(then_s)  # ties are broken by the least total time
             if end_s < best_s:
                 chosen, now_s, best_s = number, then_s, end_s
-        met[chosen].append(key)
+        served[chosen].append(key)
         arrived_s[chosen] += ways[chosen].bring_s
         ended_s = now_s
-    return met
+    return served
 
 
 @dataclass
@@ -105,10 +105,10 @@ class LatencyModel:
     """Seconds for one expert of one record size and precision on one machine and device.
 
     Attributes:
-        precision, record_nbytes: of the experts it was measured with.
-        cpu_base_s, cpu_token_s: the CPU takes base + tokens * each.
-        gpu_flat_s, gpu_knee_tokens, gpu_token_s: the device takes the same up to the knee, then so much more for each.
-        link_latency_s, link_bytes_per_s: a record's way to the device.
+        precision, record_nbytes: of the measured experts.
+        cpu_base_s, cpu_token_s: the CPU takes base + tokens * token.
+        gpu_flat_s, gpu_knee_tokens, gpu_token_s: the device takes flat up to the knee, plus token for each one beyond.
+        link_latency_s, link_bytes_per_s: of copying a record to the device.
     """
 
     precision: str
@@ -128,14 +128,14 @@ class LatencyModel:
     def __post_init__(self) -> None:
         numbers = [getattr(self, item.name) for item in fields(self) if item.type in ("float", "int")]
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.link_bytes_per_s == 0:
-            raise ValueError("a latency that cannot be")
+            raise ValueError("invalid latency")
 
     def cpu_s(self, tokens: int) -> float:
         """One expert on the CPU."""
         return (self.cpu_base_s + self.cpu_token_s * tokens) * self._cpu.factor
 
     def gpu_s(self, tokens: int) -> float:
-        """One expert on the device, once it is there."""
+        """One expert on the device, once it has been copied."""
         return self._gpu_uncorrected_s(tokens) * self._gpu.factor
 
     @property
@@ -144,38 +144,38 @@ class LatencyModel:
         return self._transfer_uncorrected_s * self._link.factor
 
     def prefers_cpu(self, tokens: int) -> bool:
-        """Algorithm 1 for one miss by itself."""
+        """Algorithm 1 for a single miss."""
         return self.cpu_s(tokens) <= self.gpu_s(tokens) + self.transfer_s
 
     def prefers_cpu_alone(self, hits: Sequence[int], misses: Sequence[int]) -> bool:
-        """Whether the CPU by itself is done sooner than both sides at once, though the device has some experts.
+        """Whether the CPU alone is faster than both sides together, even though the device has some of the experts.
 
         Args:
-            hits, misses: tokens of each expert that the device has, and of each that it has not.
+            hits, misses: tokens of each expert that is on the device, and of each that is not.
         """
         here_s = sum(self.cpu_s(tokens) for tokens in misses)
         there_s = sum(self.gpu_s(tokens) for tokens in hits)
         alone_s = here_s + sum(self.cpu_s(tokens) for tokens in hits)
         if alone_s >= max(here_s, there_s) + self._joining_s:
             return False
-        self._joining_s *= _FADING  # or what was seen once would never be seen again
+        self._joining_s *= _JOINING_DECAY  # so that one bad observation does not rule out the device forever
         return True
 
     def split(
         self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
     ) -> tuple[list[Key], list[Key]]:
-        """Keys (on the CPU, fetched): `split_among` these two."""
+        """`split_among` the CPU and the link: keys (on the CPU, fetched)."""
         here = Estimate(self.cpu_s, keeps_caller=True)
         on_cpu, fetched = split_among(misses, [here, Estimate(self.gpu_s, self.transfer_s, backlog_s, busy_s)])
         return on_cpu, fetched
 
     def observe_both(self, hits: Sequence[int], misses: Sequence[int], took_s: float) -> None:
-        """Both sides computed at once: what that took besides the later of them is the price of joining them."""
+        """Both sides computed concurrently: the time beyond the slower side is the cost of joining them."""
         sides_s = max(sum(map(self.gpu_s, hits)), sum(map(self.cpu_s, misses)))
-        self._joining_s += _PULL * (min(max(took_s - sides_s, 0.0), _FURTHEST * sides_s) - self._joining_s)
+        self._joining_s += _EWMA_WEIGHT * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - self._joining_s)
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:
-        """The CPU computed experts of so many tokens each, one after the other."""
+        """The CPU computed experts with these token counts, one after the other."""
         self._cpu.observe(took_s, sum(self.cpu_base_s + self.cpu_token_s * each for each in tokens))
 
     def observe_gpu(self, tokens: int, took_s: float) -> None:
@@ -195,14 +195,14 @@ class LatencyModel:
 
 
 def latency_file(device: str) -> Path:
-    """Where the measurements of this machine and device are kept."""
+    """File with the measurements of this machine and device."""
     machine = f"{platform.node()} {platform.machine()} {os.cpu_count()}"
     mark = hashlib.sha256(machine.encode()).hexdigest()[:12]
     return cache_dir() / "latency" / f"{re.sub('[^A-Za-z0-9_.-]', '-', device)}-{mark}.json"
 
 
 def load_latency(device: str, precision: str, record_nbytes: int) -> LatencyModel | None:
-    """What was measured before; None if nothing was, or the file cannot be understood: then measure again."""
+    """The saved measurement; None if there is none or the file is unreadable, so that it is measured again."""
     for model in _read(latency_file(device)):
         if (model.precision, model.record_nbytes) == (precision, record_nbytes):
             return model
@@ -210,10 +210,10 @@ def load_latency(device: str, precision: str, record_nbytes: int) -> LatencyMode
 
 
 def save_latency(device: str, model: LatencyModel) -> None:
-    """Keeps a measurement, in place of an earlier one of the same precision and record size.
+    """Saves a measurement, replacing an earlier one of the same precision and record size.
 
     Raises:
-        OSError: it could not be written; what was there is still there.
+        OSError: the write failed; the previous file is unchanged.
     """
     path = latency_file(device)
     mine = (model.precision, model.record_nbytes)

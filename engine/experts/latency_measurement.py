@@ -16,7 +16,7 @@ from engine.experts.latency import LatencyModel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""A prompt of 2,000 tokens brings some 125 to each of 128 experts, and several times as many to popular ones."""
+"""A prompt of 2,000 tokens routes about 125 to each of 128 experts, and several times as many to popular ones."""
 _REPEATS = 5
 
 
@@ -34,13 +34,13 @@ def measure(
     """Measures one layer's experts.
 
     Args:
-        bank: in RAM, where copies come from.
+        bank: in RAM, the source of the copies.
         cpu_kernel: bound to `bank`.
-        make_kernel: binds one to slots on the device.
-        budget_s: what has been measured by then counts; at least one token and one copy are always timed.
+        make_kernel: binds a kernel to slots on the device.
+        budget_s: measuring stops after this time; at least one token and one copy are always timed.
 
     Raises:
-        DeviceMemoryError: not even one record fits on the device.
+        DeviceMemoryError: one record does not fit on the device.
         EngineError: the device failed.
     """
     memory = device.memory.allocate(bank.layout.nbytes, MemoryCategory.STAGING)
@@ -63,7 +63,7 @@ def measure(
 
 
 def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(base, per token) of a line through (tokens, seconds), neither negative; relative errors count alike."""
+    """Fits (base, per token) to (tokens, seconds) by relative least squares; neither is negative."""
     if len(times) == 1:
         return times[0][1], 0.0
     weights = [1 / seconds**2 for _, seconds in times]
@@ -78,16 +78,16 @@ def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def fit_knee(times: Sequence[tuple[int, float]]) -> tuple[float, int, float]:
-    """(seconds up to the knee, the knee in tokens, seconds for each token beyond): of all knees the one that fits best.
+    """Best fit of (seconds up to the knee, the knee in tokens, seconds per token beyond), over all knees.
 
-    Relative errors count alike, so that one token is as well met as a prompt's hundreds.
+    Minimises relative errors, so that one token is fitted as well as the hundreds of a prompt.
     """
     fits = [_with_knee(times, count) for count in range(1, len(times) + 1)]
     return min(fits, key=lambda fit: fit[0])[1:]
 
 
 def _with_knee(times: Sequence[tuple[int, float]], count: int) -> tuple[float, float, int, float]:
-    """(squared error, *fit) where the first `count` of the times are taken to be level."""
+    """(squared error, *fit) with the first `count` times as the flat part."""
     knee = times[count - 1][0]
     flat_s = statistics.median(seconds for _, seconds in times[:count])
     beyond = [(tokens - knee, seconds) for tokens, seconds in times[count:]]
@@ -104,7 +104,7 @@ def _cpu_times(
     for tokens, hidden in _inputs(width, dtype, torch.device("cpu"), until_s):
         weights = torch.ones(tokens, 1)
         spans = []
-        # Another expert each time, or the processor's cache would be measured; the first call only warms up.
+        # A different expert each time, or the processor's cache would be measured; the first call is a warm-up.
         for repeat in range(_REPEATS + 1):
             index = torch.full((tokens, 1), (repeat + tokens) % bank.num_experts)
             begun_s = time.perf_counter()
@@ -138,7 +138,7 @@ def _gpu_times(
 
 
 def _compile(device: Device, kernel: ExpertKernel, width: int, dtype: torch.dtype) -> None:
-    """Lets a card's kernels be compiled for one token and for many, which takes seconds at the very first start."""
+    """Triggers compilation of the device's kernels for one and for many tokens; it takes seconds on the first run."""
     place = device.torch_device
     for tokens in (1, _TOKENS[-1]):
         hidden = torch.zeros(tokens, width, dtype=dtype, device=place)
@@ -157,7 +157,7 @@ def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: floa
         event.wait()
         return event.ended_s - event.started_s
 
-    # A small copy comes first: it makes whatever the first copy of a process makes.
+    # Small copies come first, to absorb one-time initialisation by the first copy of a process.
     latencies = [took_s(bank.records[0][:small]) for _ in range(_REPEATS)]
     whole = [took_s(bank.records[0])]
     for expert in range(1, _REPEATS):
@@ -165,7 +165,7 @@ def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: floa
             break
         whole.append(took_s(bank.records[expert % bank.num_experts]))
     latency_s, record_s = statistics.median(latencies[1:]), statistics.median(whole)
-    # A link whose latency is all there is to see has no bandwidth to tell apart from it.
+    # If latency dominates, bandwidth cannot be resolved: attribute at most half of the time to latency.
     latency_s = min(latency_s, record_s / 2)
     return latency_s, record.nbytes / max(record_s - latency_s, 1e-9)
 

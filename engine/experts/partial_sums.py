@@ -1,8 +1,8 @@
-"""One layer's result, put together from parts that are computed in different places and end at different times.
+"""One layer's output, assembled from parts computed in different places at different times.
 
-Every visit of a token to an expert has a row of its own, and the rows are summed in fp32 in the router's order once all
-are there.  What an expert makes of a token is then the same wherever and whenever that happens, and so is the sum: the
-answer does not depend on what the cache held.
+Every visit of a token to an expert has its own row, and once all rows are there they are summed in fp32 in the router's
+order.  So the sum does not depend on where or when an expert was computed, and the answer does not depend on what was
+in the cache.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from engine.kernels.interface import ExpertKernel, rows_at_once
 
 
 class Routing:
-    """Which token visits which expert.  A pair is one token's visit: token * k + choice.
+    """Which token visits which expert.  A pair identifies one visit: token * k + choice.
 
     Args:
-        index: [T, k] on the host; ids at or above `experts` are no expert.
+        index: [T, k] on the host; ids at or above `experts` are not an expert.
 
     Attributes:
         index: as given; width: its k.
@@ -43,11 +43,11 @@ class Routing:
         self.visits = visits
 
     def tokens(self, expert: int) -> int:
-        """How many tokens visit it."""
+        """Number of tokens that visit the expert."""
         return len(self.visits[expert])
 
     def pairs(self, experts: Iterable[int]) -> torch.Tensor:
-        """[n], the pairs of these experts, one expert after the other."""
+        """[n], the pairs of these experts, concatenated in this order."""
         pairs: list[int] = []
         for expert in experts:
             pairs += self.visits[expert]
@@ -57,18 +57,18 @@ class Routing:
 Work = Callable[[], None]
 
 CALL_ROWS = 256
-"""Rows that a kernel is given at once, unless one expert has more: what it works on stays in the processor's cache."""
+"""Rows per kernel call, unless one expert has more, so that the working set stays in the processor's cache."""
 SUMMED_TOKENS = 32
-"""Tokens whose rows are summed at a time, for the same reason: in fp32 they are twice as big."""
+"""Tokens summed at a time, for the same reason: their rows are twice as large in fp32."""
 
 
 class PartialSums:
-    """The sum of one layer in one step.  What returns `Work` is to be submitted to the compute stream.
+    """The weighted sum of one layer in one step.  The caller submits every `Work` returned to the compute stream.
 
     Args:
         hidden: [T, H] on the device.
         weights: [T, k] on the device.
-        rows: [T * k, H] on the device, of `hidden`'s type; what it holds does not matter.
+        rows: [T * k, H] on the device, with `hidden`'s dtype; uninitialised.
 
     Attributes:
         result: [T, H], once `finish` has run.
@@ -79,9 +79,9 @@ class PartialSums:
         self.result = torch.empty_like(hidden)
 
     def on_device(self, kernel: ExpertKernel, slot_of: Mapping[int, int]) -> Work:
-        """Computes these experts, which lie in slots of a kernel on the device.
+        """Computes these experts from the slots of a kernel on the device.
 
-        What says which is sent there now, not when the work's turn comes, and nobody waits for it.
+        The index tensors are uploaded now, asynchronously, rather than when the work runs.
         """
         place = self._hidden.device
         most = rows_at_once(kernel) or CALL_ROWS
@@ -96,12 +96,12 @@ class PartialSums:
     def on_host(
         self, kernel: ExpertKernel, hidden: torch.Tensor, slot_of: Mapping[int, int], out: torch.Tensor
     ) -> None:
-        """What the CPU's kernel makes of these experts' visits, for `add` once it has been brought to the device.
+        """Computes these experts' visits with the CPU's kernel, for `add` once `out` has been copied to the device.
 
         Args:
             hidden: [T, H] on the host.
-            slot_of: expert -> its row among the kernel's records.
-            out: [their visits, H] on the host, of `hidden`'s type.
+            slot_of: expert -> its row in the kernel's records.
+            out: [visits, H] on the host, with `hidden`'s dtype.
         """
         begin = 0
         for pairs, ids in self._calls(slot_of):
@@ -110,7 +110,7 @@ class PartialSums:
             begin = end
 
     def add(self, contribution: torch.Tensor, experts: Sequence[int]) -> Work:
-        """Takes over what `on_host` gave for these experts, in this order."""
+        """Adds the output of `on_host` for these experts, in this order."""
         pairs = upload(self._routing.pairs(experts), self._rows.device)
 
         def work() -> None:
@@ -119,14 +119,14 @@ class PartialSums:
         return work
 
     def finish(self) -> Work:
-        """Puts the sum into `result`."""
+        """Writes the sum to `result`."""
         tokens, width = self._weights.shape
         absent = self._routing.absent
-        visits_nobody = upload(torch.tensor(absent), self._rows.device) if absent else None
+        absent_pairs = upload(torch.tensor(absent), self._rows.device) if absent else None
 
         def work() -> None:
-            if visits_nobody is not None:
-                self._rows[visits_nobody] = 0
+            if absent_pairs is not None:
+                self._rows[absent_pairs] = 0
             rows, shares = self._rows.view(tokens, width, -1), self._weights.float()[:, None]
             for begin in range(0, tokens, SUMMED_TOKENS):
                 some = slice(begin, begin + SUMMED_TOKENS)
@@ -135,7 +135,7 @@ class PartialSums:
         return work
 
     def _calls(self, slot_of: Mapping[int, int], most: int = CALL_ROWS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(pairs [n], slots [n]) for one call of a kernel after the other, `most` rows for each if possible."""
+        """(pairs [n], slots [n]) of successive kernel calls, with up to `most` rows unless one expert has more."""
         visits = self._routing.visits
         pairs: list[int] = []
         ids: list[int] = []
@@ -152,7 +152,7 @@ class PartialSums:
     def _compute(
         self, kernel: ExpertKernel, hidden: torch.Tensor, pairs: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Each pair as a token with one expert; the router's weights come in at the end."""
+        """Computes each pair as a token with one expert; the router's weights are applied in `finish`."""
         if len(hidden) > 1:
             mine = hidden.index_select(0, torch.div(pairs, self._routing.width, rounding_mode="floor"))
         else:
@@ -161,7 +161,7 @@ class PartialSums:
 
 
 def _ones(count: int, device: torch.device) -> torch.Tensor:
-    """[count, 1] weights that change nothing."""
+    """[count, 1] weights of 1, cached for small counts."""
     if count > CALL_ROWS:
         return torch.ones(count, 1, dtype=torch.float32, device=device)
     return _many_ones(CALL_ROWS, device)[:count]

@@ -321,7 +321,7 @@ class RamTier:
         with self._changed:
             tier = self._groups[read.layer].tier
             copy = tier.copies[tier.key_of(read.layer, read.expert)]
-            tier.end(copy, well=error is None)
+            tier.end(copy, succeeded=error is None)
             arrival = self._arrivals.pop(copy.key)
             self._changed.notify_all()
         if error is None:

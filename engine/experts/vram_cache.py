@@ -285,7 +285,7 @@ class VramCache:
             finally:
                 held.release()
 
-    def count_met(
+    def count_served(
         self, lookup: Lookup, on_cpu: int, fetched: int, *, recomputed: int = 0, hits_on_cpu: int = 0
     ) -> None:
         """How the misses of a step that ended well were met, and hits that were not made use of."""
@@ -420,7 +420,7 @@ class VramCache:
             self._end(first)
 
     def _end(self, copy: Copy[Event]) -> None:
-        self._tier.end(copy, well=copy.handle.done() and copy.handle.failure is None)
+        self._tier.end(copy, succeeded=copy.handle.done() and copy.handle.failure is None)
 
     def _make_room(self) -> None:
         """Takes note of what has happened since the last step: copies that ended, memory that others took."""

@@ -79,7 +79,7 @@ def test_longer_than_it_says(bank: Path) -> None:
 
 def test_another_kind_of_file(bank: Path) -> None:
     flip(bank, 0)
-    assert "no prepared model" in refusal(bank)
+    assert "not a prepared model" in refusal(bank)
 
 
 def test_another_version_of_the_format(bank: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ class Listening:
         self.told.append((layer, list(experts), len(hidden)))
 
 
-def test_the_prefetcher_is_told_of_decode_steps_once_each(device: Device) -> None:
+def test_the_prefetcher_observes_decode_steps_once_each(device: Device) -> None:
     generator = torch.Generator().manual_seed(2)
     listening = Listening()
     with Layers(device, slots=4, prefetcher=listening) as layers:

@@ -103,7 +103,7 @@ def _stress(device: Device, folder: Path, steps: int, seed: int) -> Answers:
                         what()
                 number = dice.randrange(LAYERS)
                 layer = tiers.layers[number]
-                layer.meet_by(dice.choice(modes()))
+                layer.serve_by(dice.choice(modes()))
                 tokens = DECODE_TOKENS + 1 if dice.random() < 0.02 else dice.choice([1, 1, 1, 2, 6])
                 inputs = routing(generator, tokens, 2)
                 try:

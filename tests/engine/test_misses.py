@@ -37,10 +37,10 @@ def toy(base: type[Way], seconds: float) -> tuple[type[Way], list[int]]:
             del busy_s
             return Estimate(lambda _tokens: seconds, keeps_caller=self.keeps_caller)
 
-        def meet(self, step: Step, experts: Sequence[int], held: Held) -> None:
+        def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
             met.extend(experts)
             for expert in experts:
-                super().meet(step, [expert], held)
+                super().serve(step, [expert], held)
 
     return OneByOne, met
 
@@ -81,4 +81,4 @@ def test_a_new_way_is_used_where_it_is_the_fastest(
 
 def test_an_unknown_way_is_an_error(device: Device) -> None:
     with Layers(device) as layers, pytest.raises(ValueError, match="by magic"):
-        layers.layers[0].meet_by("by magic")
+        layers.layers[0].serve_by("by magic")

@@ -118,15 +118,15 @@ class TierMachine(RuleBasedStateMachine):
         assert len(gone) == (copy is not None and not free)
 
     @precondition(lambda self: self.tier.copies)
-    @rule(data=st.data(), well=st.booleans(), cancelled=st.booleans())
-    def end(self, data: st.DataObject, well: bool, cancelled: bool) -> None:
+    @rule(data=st.data(), succeeded=st.booleans(), cancelled=st.booleans())
+    def end(self, data: st.DataObject, succeeded: bool, cancelled: bool) -> None:
         copy: Copy[int] = data.draw(st.sampled_from(list(self.tier.copies.values())))
-        copy.cancelled = cancelled and not well
-        if well:
+        copy.cancelled = cancelled and not succeeded
+        if succeeded:
             self.memory.holds[copy.slot] = copy.handle
             self.arrived += NBYTES
-        self.tier.end(copy, well=well)
-        assert (copy.key in copy.pool.residents) == well
+        self.tier.end(copy, succeeded=succeeded)
+        assert (copy.key in copy.pool.residents) == succeeded
 
     @precondition(lambda self: self.tier.pools)
     @rule(data=st.data(), count=st.integers(0, 3))
@@ -180,11 +180,11 @@ def test_a_copy_is_no_hit_until_it_has_ended_and_what_was_predicted_counts_once(
     copy = tier.prefetch(0, 1, "open")
     assert copy is not None
     assert tier.look_up(0, [1]) == [None]
-    tier.end(copy, well=True)
+    tier.end(copy, succeeded=True)
     assert tier.look_up(0, [1]) == tier.look_up(0, [1]) == [copy.slot]
     failed = tier.prefetch(0, 2, "open")
     assert failed is not None
-    tier.end(failed, well=False)
+    tier.end(failed, succeeded=False)
     counters = tier.counters
     assert (counters.prefetched, counters.prefetches_used, counters.prefetches_wasted) == (2, 1, 1)
     assert (counters.prefetched_bytes, counters.failures) == (NBYTES, 1)
@@ -204,7 +204,7 @@ def test_the_best_policy_is_adopted(own: bool) -> None:
             if tier.look_up(layer, [key]) == [None]:
                 copy = tier.bring(layer, step % EXPERTS, "open", Purpose.POST_FETCH)
                 if copy is not None:
-                    tier.end(copy, well=True)
+                    tier.end(copy, succeeded=True)
             else:
                 tier.release(layer, [step % EXPERTS])
     assert tier.policy not in ("lru", "fifo")

@@ -1,8 +1,8 @@
-"""Replacement policies: the order in which residents of one pool leave.
+"""Replacement policies: the eviction order of one pool's residents.
 
-A policy sees hits, insertions and removals of keys and names victims, best first.  It never decides about pinned
-keys: the pool skips those.  All operations are O(1) or O(log n) amortised, so that a decode step costs time in
-proportion to the experts it uses, not to the experts that exist.
+A policy sees hits, insertions and removals of keys, and yields victims, best first.  It ignores pins: the pool skips
+pinned victims.  All operations are O(1) or O(log n) amortised, so the cost of a decode step depends on the experts it
+uses, not on the experts that exist.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 Key = int
-"""layer * experts_per_layer + expert: one integer, because it is hashed on every step."""
+"""layer * experts_per_layer + expert: a single integer because it is hashed on every step."""
 
 POLICY_NAMES = ("lru", "fifo", "lfu", "lfru", "random", "static")
 
@@ -27,7 +27,7 @@ class Policy(ABC):
         """`key` is resident and was used."""
 
     def missed(self, key: Key) -> None:  # noqa: B027  (most policies remember residents only)
-        """`key` was used while not resident; frequency policies count it all the same."""
+        """`key` was used while not resident; frequency policies count that too."""
 
     @abstractmethod
     def insert(self, key: Key) -> None:
@@ -39,19 +39,19 @@ class Policy(ABC):
 
     @abstractmethod
     def victims(self) -> Iterator[Key]:
-        """Residents in the order in which they should leave.  Valid until the next call of another method."""
+        """Residents in eviction order.  Valid until another method is called."""
 
     def admits(self, key: Key, victim: Key) -> bool:  # noqa: ARG002
         """Whether `key` is worth more than the resident `victim`."""
         return True
 
     @abstractmethod
-    def heir(self) -> Policy:
-        """A policy of the same kind that remembers what this one saw, without residents."""
+    def without_residents(self) -> Policy:
+        """A policy of the same kind with this one's history, but without residents."""
 
 
 class Lru(Policy):
-    """Least recently used leaves first."""
+    """Evicts the least recently used first."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
@@ -68,19 +68,19 @@ class Lru(Policy):
     def victims(self) -> Iterator[Key]:
         return iter(self._order)
 
-    def heir(self) -> Policy:
+    def without_residents(self) -> Policy:
         return type(self)()
 
 
 class Fifo(Lru):
-    """First in leaves first, used or not."""
+    """First in, first out: hits do not matter."""
 
     def hit(self, key: Key) -> None:
         pass
 
 
 class RandomOrder(Policy):
-    """Any resident may leave; deterministic for a given seed."""
+    """Evicts in random order; deterministic for a given seed."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
@@ -101,7 +101,7 @@ class RandomOrder(Policy):
             self._place[last] = place
 
     def victims(self) -> Iterator[Key]:
-        # Fisher-Yates from the front, one step per victim asked for: usually only one is.
+        # Lazy Fisher-Yates from the front: usually only the first victim is consumed.
         keys = self._keys
         for first in range(len(keys)):
             other = self._random.randrange(first, len(keys))
@@ -109,18 +109,18 @@ class RandomOrder(Policy):
             self._place[keys[first]], self._place[keys[other]] = first, other
             yield keys[first]
 
-    def heir(self) -> Policy:
+    def without_residents(self) -> Policy:
         return RandomOrder(self._random.getrandbits(32))
 
 
 class Scored(Policy):
-    """Least `score` leaves first, where a use adds to the score of a key, resident or not.
+    """Evicts the lowest score first, where every use adds to the score of a key, resident or not.
 
     The heap holds scores as they were when pushed.  Scores only grow, so a stale entry is a lower bound: it is
-    pushed again with its present score when it comes to the top, which makes a hit one dictionary write.
+    replaced with the current score when it reaches the top, so a hit is only one dictionary write.
 
     Args:
-        half_life: uses of the pool after which a use counts half.  `None` never forgets: that is LFU.
+        half_life: uses of the pool after which a use counts half.  `None` never decays, which is LFU.
             A finite one is LRFU's combined recency and frequency (Lee et al. 2001, eq. 1), here called LFRU.
     """
 
@@ -135,7 +135,7 @@ class Scored(Policy):
         self._heap: list[tuple[float, int, Key]] = []
 
     def hit(self, key: Key) -> None:
-        # Old uses fade relative to new ones because new ones add ever more: nothing has to be decayed.
+        # Growing the gain of new uses is equivalent to decaying all old scores, without touching them.
         self._gain *= self._growth
         self._score[key] = self._score.get(key, 0.0) + self._gain
         if self._gain > self._RESCALE_ABOVE:
@@ -154,34 +154,34 @@ class Scored(Policy):
 
     def victims(self) -> Iterator[Key]:
         heap, resident, score = self._heap, self._resident, self._score
-        named: set[Key] = set()
+        yielded: set[Key] = set()
         try:
             while heap:
-                # Whoever is named stays on top until another is asked for, which is rare.
+                # A yielded key stays on top unless the caller asks for another, which is rare.
                 pushed_score, _, key = heap[0]
-                if key not in resident or key in named:
+                if key not in resident or key in yielded:
                     heapq.heappop(heap)
                 elif (now := score.get(key, 0.0)) > pushed_score:
                     self._tick += 1
                     heapq.heapreplace(heap, (now, self._tick, key))
                 else:
                     yield key
-                    named.add(key)
+                    yielded.add(key)
         finally:
-            for key in sorted(named):  # a set has no order of its own to repeat
+            for key in sorted(yielded):  # a set has no reproducible order
                 if key in resident:
                     self._push(key)
 
     def admits(self, key: Key, victim: Key) -> bool:
         return self._score.get(key, 0.0) >= self._score.get(victim, 0.0)
 
-    def heir(self) -> Policy:
-        heir = Scored()
-        heir._growth, heir._gain, heir._score = self._growth, self._gain, dict(self._score)
-        return heir
+    def without_residents(self) -> Policy:
+        policy = Scored()
+        policy._growth, policy._gain, policy._score = self._growth, self._gain, dict(self._score)
+        return policy
 
     def _push(self, key: Key) -> None:
-        # The tick makes the older push leave first among equals, and keeps keys out of the comparison.
+        # Among equal scores the tick evicts the older push first, and keeps keys out of the comparison.
         self._tick += 1
         heapq.heappush(self._heap, (self._score.get(key, 0.0), self._tick, key))
 
@@ -197,10 +197,10 @@ class Scored(Policy):
 
 
 class StaticPopularity(Scored):
-    """Scores fixed by a calibration run: the most popular stay for good (Fiddler's placement).
+    """Scores fixed by a calibration run: the most popular experts stay resident (Fiddler's placement).
 
     Args:
-        popularity: uses of each key in the calibration; absent keys were never used.
+        popularity: uses of each key in the calibration; missing keys were never used.
     """
 
     def __init__(self, popularity: Mapping[Key, float]) -> None:
@@ -215,19 +215,19 @@ class StaticPopularity(Scored):
     def admits(self, key: Key, victim: Key) -> bool:
         return self._score.get(key, 0.0) > self._score.get(victim, 0.0)
 
-    def heir(self) -> Policy:
+    def without_residents(self) -> Policy:
         return StaticPopularity(self._score)
 
 
 LFRU_HALF_LIFE_POOLS = 4.0
-"""LFRU forgets half of a use after this many times its capacity uses; chosen on no particular trace."""
+"""Half-life of LFRU in multiples of the pool's capacity; not tuned to any trace."""
 
 
 def make_policy(name: str, capacity: int, popularity: Mapping[Key, float] | None = None, seed: int = 0) -> Policy:
     """The policy called `name` for a pool of `capacity` slots.
 
     Raises:
-        ValueError: for an unknown name, or `static` without a popularity.
+        ValueError: unknown name, or `static` without a popularity.
     """
     if name == "lru":
         return Lru()
@@ -242,5 +242,5 @@ def make_policy(name: str, capacity: int, popularity: Mapping[Key, float] | None
     if name == "static" and popularity is not None:
         return StaticPopularity(popularity)
     if name == "static":
-        raise ValueError("static popularity needs a calibration to rank the experts by")
-    raise ValueError(f"no cache policy is called {name!r}; there are {', '.join(POLICY_NAMES)}")
+        raise ValueError("the static policy needs the popularity from a calibration")
+    raise ValueError(f"unknown cache policy {name!r}; choose one of {', '.join(POLICY_NAMES)}")

@@ -1,4 +1,4 @@
-"""One pool of slots: who is resident, who is arriving, who may not leave."""
+"""One pool of slots: which experts are resident, arriving or pinned."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ Slot = int
 
 
 class Pool:
-    """`capacity` slots and the policy that says who leaves.
+    """`capacity` slots and the eviction policy for them.
 
-    A key is absent, arriving (its slot is taken, the copy has not ended: not a hit) or resident.  Arriving and
-    pinned keys are never evicted.
+    A key is absent, arriving (its slot is reserved but the copy has not ended, so not a hit) or resident.  Arriving
+    and pinned keys are never evicted.
 
     Args:
         slots: identifiers of the slots, unique across the pools of one tier.
-        on_evicted: called with every key that leaves.
+        on_evicted: called with every evicted key.
 
     Attributes:
-        residents: resident keys and their slots; not to be changed.
-        arriving: keys whose copy is in flight, and their slots; not to be changed.
+        residents: resident keys and their slots; read-only.
+        arriving: keys whose copy is in flight, and their slots; read-only.
     """
 
     def __init__(self, slots: range, policy: Policy, on_evicted: Callable[[Key], None] | None = None) -> None:
@@ -34,16 +34,16 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """Slots that the pool may use now."""
+        """Slots that the pool has now."""
         return len(self._free) + len(self.residents) + len(self.arriving)
 
     @property
     def free(self) -> int:
-        """Slots with nobody in them or on the way to them."""
+        """Slots without a resident or arriving key."""
         return len(self._free)
 
     def use(self, key: Key) -> Slot | None:
-        """Counts a use of `key`: its slot if it is resident (a hit), else None (a miss)."""
+        """Records a use of `key`: its slot if it is resident (a hit), else None (a miss)."""
         slot = self.residents.get(key)
         if slot is None:
             self.policy.missed(key)
@@ -52,7 +52,7 @@ class Pool:
         return slot
 
     def use_all(self, keys: Sequence[Key]) -> list[Slot | None]:
-        """`use` for the keys of one step, of which the residents are pinned: a step is nearly all of what is done."""
+        """`use` and `pin` for all keys of one step, inlined because this is the hot path."""
         residents, pins, hit, missed = self.residents, self._pins, self.policy.hit, self.policy.missed
         slots: list[Slot | None] = []
         for key in keys:
@@ -66,11 +66,11 @@ class Pool:
         return slots
 
     def pin(self, key: Key) -> None:
-        """Keep the resident `key` where it is until `unpin`; pins count."""
+        """Protects the resident `key` from eviction until `unpin`; pins are counted."""
         self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: Key) -> None:
-        """Give back one `pin`."""
+        """Undoes one `pin`."""
         left = self._pins[key] - 1
         if left:
             self._pins[key] = left
@@ -78,20 +78,20 @@ class Pool:
             del self._pins[key]
 
     def is_used(self, key: Key) -> bool:
-        """Whether somebody has pinned `key`."""
+        """Whether `key` is pinned."""
         return key in self._pins
 
     def reserve(self, key: Key, only_if_admitted: bool = True) -> Slot | None:
-        """A slot for the absent `key`, which is arriving from now on, or None if no one should or can leave.
+        """Reserves a slot for the absent `key`, which is then arriving; None if no resident should or can be evicted.
 
         Args:
-            only_if_admitted: let the policy refuse when the victim is worth more than `key`.
+            only_if_admitted: let the policy refuse if the victim is worth more than `key`.
 
         Raises:
-            ValueError: if `key` is already resident or arriving: its bytes would be counted twice.
+            ValueError: `key` is already resident or arriving.
         """
         if key in self.residents or key in self.arriving:
-            raise ValueError(f"expert {key} has a slot already")
+            raise ValueError(f"expert {key} already has a slot")
         if self._free:
             slot = self._free.pop()
         else:
@@ -106,7 +106,7 @@ class Pool:
         return slot
 
     def arrived(self, key: Key) -> None:
-        """The copy of `key` has ended: from now on it is resident."""
+        """The copy of `key` has ended: it is now resident."""
         self.residents[key] = self.arriving.pop(key)
         self.policy.insert(key)
 
@@ -115,10 +115,10 @@ class Pool:
         self._free.append(self.arriving.pop(key))
 
     def evict(self, key: Key) -> Slot:
-        """Takes the resident, unpinned `key` out.
+        """Evicts the resident `key`.
 
         Raises:
-            ValueError: if it is pinned.
+            ValueError: it is pinned.
         """
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
@@ -130,19 +130,19 @@ class Pool:
         return slot
 
     def shrink(self, count: int) -> list[Slot]:
-        """Gives up to `count` slots back, evicting as the policy says; fewer if the rest is in use or in flight."""
-        given: list[Slot] = []
-        while len(given) < count:
+        """Removes up to `count` slots, evicting by policy; fewer if the others are pinned or in flight."""
+        removed: list[Slot] = []
+        while len(removed) < count:
             if not self._free:
                 victim = self._victim()
                 if victim is None:
                     break
                 self.evict(victim)
-            given.append(self._free.pop())
-        return given
+            removed.append(self._free.pop())
+        return removed
 
     def withdraw(self, slots: range) -> bool:
-        """Takes these very slots out, evicting who is in them; False, and nothing changed, if one of them is in use."""
+        """Removes exactly these slots, evicting their residents.  False, with nothing changed, if any is in use."""
         leaving = [key for key, slot in self.residents.items() if slot in slots]
         if any(key in self._pins for key in leaving) or any(slot in slots for slot in self.arriving.values()):
             return False
@@ -152,10 +152,10 @@ class Pool:
         return True
 
     def move(self, key: Key, slot: Slot) -> Slot:
-        """The resident `key` has been copied to `slot`, which was none of the pool's; the one that it leaves.
+        """Records that `key` was copied to `slot`, which the pool did not have before; returns the slot it replaces.
 
         Raises:
-            ValueError: if it is pinned.
+            ValueError: `key` is pinned.
         """
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
@@ -163,11 +163,11 @@ class Pool:
         return left
 
     def grow(self, slots: list[Slot]) -> None:
-        """Adds slots, for example those that `shrink` gave back before."""
+        """Adds slots, for example those that `shrink` removed earlier."""
         self._free.extend(slots)
 
     def adopt(self, policy: Policy) -> None:
-        """Let another policy (one without residents) decide from now on; who is resident stays so."""
+        """Switches to another policy, which has no residents yet; the pool's residents stay."""
         for key in list(self.policy.victims()):
             policy.insert(key)
         self.policy = policy

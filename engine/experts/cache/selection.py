@@ -1,12 +1,12 @@
-"""Choosing the policy while running: every candidate is simulated on the live routing, and the best is adopted.
+"""Online policy selection: every candidate is simulated on the live routing, and the best is adopted.
 
-No single policy is right for all models: popularity that is static for one is useless for another.  A shadow is a
-pool without bytes.  Adoption has hysteresis, because a change costs the residents that the new policy would not keep.
+No single policy is right for all models: expert popularity is stable in one and useless in another.  A shadow is a
+pool without bytes.  Adoption has hysteresis, because switching evicts residents that the new policy would not keep.
 
-A step through all shadows takes some tens of microseconds, so a whole tier is judged by a sample.  What is sampled are
-layers (the idea of SHARDS, Waldspurger et al. 2015: a fraction of the keys in a cache of that fraction of the size hits
-as often), and if that is still too much, bursts of steps: within a burst every use is seen, or recency would mean
-nothing.
+A step through all shadows takes tens of microseconds, so a whole tier is judged by a sample: first a sample of its
+layers (as in SHARDS, Waldspurger et al. 2015: a fraction of the keys in a cache of that fraction of the size has the
+same hit rate), and if that is still too slow, bursts of consecutive steps, since recency is meaningless unless every
+use within a burst is seen.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from engine.experts.cache.policies import Key, Policy, make_policy
 from engine.experts.cache.pool import Pool
 
 CANDIDATES = ("lru", "lfru", "lfu", "fifo", "random")
-"""Tried in this order when they are level: the first adapts fastest."""
+"""Ties go to the first, which adapts fastest."""
 
 SAMPLED_LAYERS = 4
 BURST_STEPS = 256
 BUDGET_S = 3e-6
-"""For each layer of each step, on average."""
+"""Average cost allowed per layer and step."""
 
 
 @dataclass(slots=True)
@@ -36,9 +36,9 @@ class _Shadow:
 
 
 def step_pool(pool: Pool, keys: Sequence[Key]) -> int:
-    """One step of an idealised cache: look all keys up, then post-fetch the misses; returns the hits.
+    """One step of an idealised cache: looks up all keys, then post-fetches the misses; returns the hits.
 
-    A key used in this step is never evicted in it.
+    A key used in a step is never evicted in that step.
     """
     pinned: list[Key] = []
     missed: list[Key] = []
@@ -60,14 +60,14 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> int:
 
 
 class PolicySelector:
-    """Shadow pools of every candidate policy for one real pool, and the verdict which to adopt.
+    """Shadow pools of every candidate policy for one real pool, and the choice which to adopt.
 
     Args:
         capacity: slots of the real pool.
-        candidates: names of the policies to simulate; the first is adopted at the start.
-        popularity: of a calibration, which adds `static` to the candidates.
-        half_life: accesses after which a hit counts half in the verdict.
-        margin: how much better in hit rate a candidate must be to take over.
+        candidates: names of the policies to simulate; the first is adopted initially.
+        popularity: from a calibration; adds `static` to the candidates.
+        half_life: accesses after which a hit counts half in the choice.
+        margin: by how much a candidate's hit rate must be higher to be adopted.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class PolicySelector:
         """Feeds one step's experts to all shadows.
 
         Returns:
-            The policy to adopt from now on, if that changes, else None.
+            The policy to adopt if it changes, else None.
         """
         fade = self._decay ** len(keys)
         self._accesses = self._accesses * fade + len(keys)
@@ -107,23 +107,23 @@ class PolicySelector:
         if best.hits - mine.hits < self._margin * self._accesses:
             return None
         self.adopted = best.name
-        return best.pool.policy.heir()
+        return best.pool.policy.without_residents()
 
     def hit_rates(self) -> dict[str, float]:
-        """Recent hit rate of every candidate, had it decided alone."""
+        """Recent hit rate of every candidate's shadow."""
         return {shadow.name: shadow.hits / self._accesses if self._accesses else 0.0 for shadow in self._shadows}
 
 
 class PolicySampler:
-    """Feeds shadows with the steps of some layers, and says which policy the tier should adopt.
+    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt.
 
     Args:
-        layers: numbers of those that have a share in the tier, at least one.
+        layers: indices of the layers with slots in the tier, at least one.
         slots: of the tier.
-        ways: slots of each layer if each has its own, else None.
-        popularity: of a calibration, which adds `static` to the candidates.
-        adopted: the policy at the start.
-        clock: for what the shadows cost.
+        ways: slots per layer if each layer has its own, else None.
+        popularity: from a calibration; adds `static` to the candidates.
+        adopted: the initial policy.
+        clock: times the shadows.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PolicySampler:
         self.adopted = adopted
         self._layers = len(layers)
         self._clock = clock
-        # Spread from the middle of each part: first and last layers route unlike the others.
+        # The middle layer of each part: the first and last layers route differently from the others.
         parts = min(SAMPLED_LAYERS, self._layers)
         sampled = [layers[(2 * part + 1) * self._layers // (2 * parts)] for part in range(parts)]
         candidates = [adopted, *(name for name in CANDIDATES if name != adopted)]
@@ -160,16 +160,16 @@ class PolicySampler:
 
     @property
     def is_watching(self) -> bool:
-        """Whether this is a burst, not the pause between two."""
+        """Whether a burst is being sampled, as opposed to the pause between two."""
         return self._is_watching
 
     def hit_rates(self) -> dict[str, float]:
-        """Recent hit rate of every candidate, had it decided alone; the mean of layers with slots of their own."""
+        """Recent hit rate of every candidate's shadow, averaged over the sampled layers if each has its own slots."""
         rates = [selector.hit_rates() for selector in dict.fromkeys(self._selectors.values())]
         return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]} if rates else {}
 
     def observe(self, layer: int, keys: Sequence[Key]) -> str | None:
-        """One layer's step; the name of the policy to adopt now, if that changes."""
+        """Observes one layer of a step; returns the name of the policy to adopt if it changes."""
         selector = self._selectors.get(layer)
         if selector is None:
             return None
@@ -193,7 +193,7 @@ class PolicySampler:
         self._steps_left = pause if pause > 0 else BURST_STEPS
 
     def _verdict(self) -> str | None:
-        """Layers with slots of their own vote; a tier changes its policy when most of them would."""
+        """The policy adopted by most of the sampled selectors, if that changes the tier's."""
         selectors = list(self._selectors.values())
         name, votes = Counter(selector.adopted for selector in selectors).most_common(1)[0]
         if name == self.adopted or 2 * votes <= len(selectors):

@@ -1,7 +1,7 @@
 """One tier of experts over a slower one: VRAM over RAM, or RAM over disk.
 
-It says who is in which slot, who is on the way and who may not leave, and it counts what came of what was predicted.
-Bytes are moved by a `Copier`: over a link, or from a disk.
+It tracks which expert is in which slot, which are arriving and which are pinned, and counts how prefetches turn out.
+A `Copier` moves the bytes, over a link or from a disk.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from engine.experts.cache.selection import CANDIDATES, PolicySampler
 from engine.telemetry import lanes
 
 ADAPTIVE = "auto"
-"""Name of the choice among the policies by what each would have hit."""
+"""Name of the setting that picks the policy whose shadow has the best hit rate."""
 
 
 class Purpose(Enum):
-    """Why an expert is copied: it is needed now, it has been missed, or somebody predicted it."""
+    """Why an expert is copied: it is needed now, it was a miss, or it was predicted."""
 
     FETCH = lanes.FETCH
     POST_FETCH = lanes.POST_FETCH
@@ -30,25 +30,25 @@ class Purpose(Enum):
 
 
 Source = TypeVar("Source", contravariant=True)
-"""Where the records of the slower tier are."""
+"""Gives access to the records of the slower tier."""
 Handle = TypeVar("Handle", covariant=True)
-"""What a copy is followed by: an event of a stream, the future of a read."""
+"""Completion of a copy: a stream event, or the future of a read."""
 
 
 class Copier(Protocol[Source, Handle]):
-    """Writes experts into the slots of a tier: all that differs between tiers."""
+    """Writes experts into the slots of a tier; the only part that differs between tiers."""
 
     def start(self, layer: int, expert: int, slot: Slot, source: Source, purpose: Purpose) -> Handle:
-        """Begins to write a record into a slot.
+        """Starts writing a record into a slot.
 
         Raises:
-            EngineError: it cannot be begun; nothing is written to the slot.
+            EngineError: the copy could not be started; nothing is written to the slot.
         """
 
 
 @dataclass(slots=True, eq=False)
 class Copy(Generic[Handle]):
-    """Bytes on their way into a reserved slot; cancelled: taken back before it began."""
+    """A copy into a reserved slot; `cancelled` before it started."""
 
     key: Key
     pool: Pool
@@ -60,18 +60,18 @@ class Copy(Generic[Handle]):
 
 @dataclass
 class TierCounters:
-    """What a tier has done.
+    """Counters of a tier.
 
     Attributes:
-        hits, misses: experts that were there when they were needed, and that were not.
-        late: those whose copy was already on its way: misses of the tier in VRAM, while whoever needs one in RAM waits
-            for it, and it is no miss.
-        evictions: experts that left for others or for a smaller tier.
-        kept, post_fetches: experts that arrived because they were needed at once, and for later after a miss.
-        prefetched: copies begun because somebody predicted them; prefetches_used, prefetches_wasted: those whose expert
-            was then needed, and those that failed or left before it was.
-        failures, cancelled: copies that ended so.
-        kept_bytes, post_fetched_bytes, prefetched_bytes: that arrived, by why they were copied.
+        hits, misses: lookups that found the expert resident, and that did not.
+        late: lookups of an expert whose copy was in flight.  In VRAM these also count as misses; in RAM the step waits
+            for the copy, and they do not.
+        evictions: experts evicted for others or by shrinking the tier.
+        kept, post_fetches: completed copies of experts needed at once, and of misses copied for later use.
+        prefetched: copies started on a prediction; prefetches_used, prefetches_wasted: those whose expert was then
+            needed, and those that failed or were evicted before.
+        failures, cancelled: copies that ended this way.
+        kept_bytes, post_fetched_bytes, prefetched_bytes: bytes copied, by purpose.
     """
 
     hits: int = 0
@@ -91,19 +91,19 @@ class TierCounters:
 
     @property
     def arrived_bytes(self) -> int:
-        """Of all records that were copied into slots."""
+        """Bytes of all records that were copied into slots."""
         return self.kept_bytes + self.post_fetched_bytes + self.prefetched_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """One moment of a tier: who is where, and who decides.
+    """State of a tier at one moment.
 
     Attributes:
         residents, arriving: keys.
-        slots: places for experts.
-        policy: that decides now; is_adaptive: chosen while running.
-        shadows: what each candidate would have hit recently; empty unless adaptive.
+        slots: number of slots.
+        policy: name of the current policy; is_adaptive: whether it is chosen at run time.
+        shadows: recent hit rate of each candidate policy; empty unless adaptive.
     """
 
     residents: list[Key]
@@ -115,24 +115,24 @@ class CacheSnapshot:
 
 
 class Tier(Generic[Source, Handle]):
-    """The slots for records of one size, in one pool for all layers or one for each.  Not for several threads.
+    """Slots for records of one size, in one pool for all layers or one pool per layer.  Not thread-safe.
 
-    An expert is a key, `layer * experts + expert`.  It is absent, arriving (not a hit before its copy has ended) or
-    resident; one that arrives or is pinned is never evicted.
+    An expert is identified by its key, `layer * experts + expert`.  It is absent, arriving (not a hit until its copy
+    has ended) or resident.  Arriving and pinned experts are never evicted.
 
     Args:
-        layers: of the model, with slots here or not; experts: the most of any layer.
-        record_nbytes: of each slot.
-        policy: of `engine.experts.cache.policies`, or `auto`.
+        layers: of the model, with or without slots here; experts: the most of any layer.
+        record_nbytes: bytes of each slot.
+        policy: one of `engine.experts.cache.policies`, or `auto`.
         popularity: uses of each key in a calibration, for the static policy.
-        counters: to count in; tiers may share them.
+        counters: to update; tiers may share them.
 
     Attributes:
-        pools: those that were opened, in that order.
+        pools: in the order they were opened.
         pool_of: the pool of each layer; an empty one if it has no slots.
-        copies: under way, in the order in which they were begun.
+        copies: in flight, in the order they were started.
         predicted: keys that were prefetched and have not been needed yet.
-        policy: name of the policy that decides now.
+        policy: name of the current policy.
     """
 
     def __init__(
@@ -158,10 +158,10 @@ class Tier(Generic[Source, Handle]):
         self._popularity, self._seed = popularity, seed
 
     def open_pool(self, layers: Iterable[int], slots: range, capacity: int) -> Pool:
-        """Slots for these layers, which have had none.
+        """Opens a pool for these layers, which had none.
 
         Args:
-            capacity: slots that there are going to be: what a policy forgets is measured in uses of a whole pool.
+            capacity: slots that the pool will have in the end, which sets the half-life of its policy.
         """
         policy = make_policy(self.policy, capacity, self._popularity, self._seed)
         pool = Pool(slots, policy, self._count_eviction)
@@ -171,12 +171,12 @@ class Tier(Generic[Source, Handle]):
         return pool
 
     def close_pool(self) -> None:
-        """Takes the pool that was opened last away."""
-        gone = self.pools.pop()
-        self.pool_of = [_NO_SLOTS if pool is gone else pool for pool in self.pool_of]
+        """Removes the pool that was opened last."""
+        closed = self.pools.pop()
+        self.pool_of = [_NO_SLOTS if pool is closed else pool for pool in self.pool_of]
 
     def renew_sampler(self) -> None:
-        """After a change of how many slots there are: shadows have the size of the tier."""
+        """Rebuilds the shadows after the number of slots has changed: they have the size of the tier."""
         self.sampler = None
         if self.is_adaptive and self.capacity:
             layers = [layer for layer, pool in enumerate(self.pool_of) if pool is not _NO_SLOTS]
@@ -185,32 +185,32 @@ class Tier(Generic[Source, Handle]):
 
     @property
     def capacity(self) -> int:
-        """Slots that there are now."""
+        """Current number of slots."""
         return sum(pool.capacity for pool in self.pools)
 
     @property
     def filled(self) -> int:
-        """Slots with somebody in them or on the way to them."""
+        """Slots with a resident or arriving expert."""
         return sum(len(pool.residents) + len(pool.arriving) for pool in self.pools)
 
     @property
     def backlog_bytes(self) -> int:
-        """That are on their way."""
+        """Bytes of the copies in flight."""
         return len(self.copies) * self._record_nbytes
 
     def key_of(self, layer: int, expert: int) -> Key:
-        """The tier's name of an expert."""
+        """The key of an expert."""
         return layer * self._experts + expert
 
     def snapshot(self) -> CacheSnapshot:
-        """Everything in it."""
-        there = [key for pool in self.pools for key in pool.residents]
-        coming = [key for pool in self.pools for key in pool.arriving]
+        """The current state."""
+        residents = [key for pool in self.pools for key in pool.residents]
+        arriving = [key for pool in self.pools for key in pool.arriving]
         shadows = self.sampler.hit_rates() if self.sampler is not None else {}
-        return CacheSnapshot(there, coming, self.capacity, self.policy, self.is_adaptive, shadows)
+        return CacheSnapshot(residents, arriving, self.capacity, self.policy, self.is_adaptive, shadows)
 
     def residents(self, layer: int) -> dict[int, Slot]:
-        """The layer's experts that are there now."""
+        """The layer's resident experts and their slots."""
         first, residents = layer * self._experts, self.pool_of[layer].residents
         if len(residents) > self._experts:
             keys = range(first, first + self._experts)
@@ -218,20 +218,20 @@ class Tier(Generic[Source, Handle]):
         return {key - first: slot for key, slot in residents.items() if 0 <= key - first < self._experts}
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those that are neither there nor on their way, in the same order.  Counts as no use."""
+        """Those of `experts` that are neither resident nor arriving, in the same order.  Not counted as a use."""
         first, pool = layer * self._experts, self.pool_of[layer]
         residents, arriving = pool.residents, pool.arriving
         return [one for one in experts if first + one not in residents and first + one not in arriving]
 
     def observe(self, layer: int, keys: Sequence[Key]) -> None:
-        """One layer's experts of one step, for the choice of the policy."""
+        """Feeds one layer's experts of one step to the policy selection."""
         if self.sampler is not None and (name := self.sampler.observe(layer, keys)) is not None:
             self.policy = name
             for pool in self.pools:
                 pool.adopt(make_policy(name, pool.capacity, self._popularity, self._seed))
 
     def look_up(self, layer: int, keys: Sequence[Key]) -> list[Slot | None]:
-        """Slots of the residents among the distinct keys that a layer needs now, which are pinned."""
+        """Looks up the distinct keys a layer needs now and pins the residents: the slot of each, None for a miss."""
         slots = self.pool_of[layer].use_all(keys)
         if self.predicted:
             for key, slot in zip(keys, slots, strict=True):
@@ -240,12 +240,12 @@ class Tier(Generic[Source, Handle]):
         return slots
 
     def count_needed(self, key: Key) -> None:
-        """One of the predicted is needed."""
+        """Counts a prefetched expert that turned out to be needed."""
         self.predicted.discard(key)
         self.counters.prefetches_used += 1
 
     def hold(self, layer: int, experts: Iterable[int]) -> dict[int, Slot]:
-        """Pins those that are there.  This is no use of them: who leaves is decided as before."""
+        """Pins the residents among `experts`, without counting a use, so eviction order does not change."""
         first, pool, held = layer * self._experts, self.pool_of[layer], dict[int, Slot]()
         for expert in experts:
             slot = pool.residents.get(first + expert)
@@ -263,10 +263,10 @@ class Tier(Generic[Source, Handle]):
     def bring(
         self, layer: int, expert: int, source: Source, purpose: Purpose, *, only_if_admitted: bool = True
     ) -> Copy[Handle] | None:
-        """Begins to copy an expert, unless it is there or coming, or nobody should or can leave for it.
+        """Starts copying an expert, unless it is resident or arriving, or no slot should or can be freed for it.
 
         Raises:
-            EngineError: the copy could not be begun; the expert is absent.
+            EngineError: the copy could not be started; the expert stays absent.
         """
         pool, key = self.pool_of[layer], layer * self._experts + expert
         if key in pool.residents or key in pool.arriving:
@@ -289,21 +289,21 @@ class Tier(Generic[Source, Handle]):
     def prefetch(
         self, layer: int, expert: int, source: Source, dead: Iterable[tuple[int, int]] = ()
     ) -> Copy[Handle] | None:
-        """As `bring`, for an expert that may be wanted, where that costs nobody a place.
+        """As `bring`, for an expert that may be needed; evicts nothing but experts in `dead`.
 
         Args:
-            dead: (layer, expert) pairs that are not expected to be wanted, of which one may leave for it.
+            dead: (layer, expert) pairs that are not expected to be needed; at most one of them is evicted.
         """
         pool, key = self.pool_of[layer], layer * self._experts + expert
         if key in pool.residents or key in pool.arriving or not (pool.free or self._evict_dead(pool, dead)):
             return None
         return self.bring(layer, expert, source, Purpose.PREFETCH, only_if_admitted=False)
 
-    def end(self, copy: Copy[Handle], *, well: bool) -> None:
-        """A copy has ended: only now is its expert resident, or the slot free again."""
+    def end(self, copy: Copy[Handle], *, succeeded: bool) -> None:
+        """Records the end of a copy: its expert is resident, or its slot is free again."""
         del self.copies[copy.key]
         counters, nbytes = self.counters, self._record_nbytes
-        if not well:
+        if not succeeded:
             copy.pool.abandon(copy.key)
             if copy.key in self.predicted:
                 self._count_wasted(copy.key)
@@ -325,7 +325,7 @@ class Tier(Generic[Source, Handle]):
             key = layer * self._experts + expert
             if self.pool_of[layer] is not pool or key not in pool.residents:
                 continue
-            with contextlib.suppress(ValueError):  # in use: whoever thought it dead was wrong
+            with contextlib.suppress(ValueError):  # pinned, so it is in use after all
                 pool.evict(key)
                 return True
         return False

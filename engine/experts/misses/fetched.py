@@ -1,4 +1,4 @@
-"""A miss fetched and computed on the device at once: one is copied over the link while another is computed."""
+"""Serves misses by fetching and computing them on the device: one expert is copied while another is computed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from engine.telemetry.recorder import RECORDER
 
 @dataclass(slots=True)
 class _Fetch:
-    """One expert on its way.
+    """One expert being fetched.
 
     Attributes:
-        row: of the segment, where it will be.
-        done: the end of its computation, once that is submitted.
+        row: its row in the segment.
+        done: end of its computation, once that is submitted.
     """
 
     expert: int
@@ -34,8 +34,8 @@ class _Fetch:
 
 
 class Fetched(Way):
-    """Where the cache admits an expert it is computed in its slot, and stays; else it passes through one of the staging
-    slots, the next expert arriving while this one is computed (DuoServe, section IV).
+    """An expert that the cache admits is copied to its slot and stays there.  Others go through staging slots, where the
+    next expert arrives while this one is computed (DuoServe, section IV).
     """
 
     name = "fetch"
@@ -47,7 +47,7 @@ class Fetched(Way):
 
     @property
     def is_possible(self) -> bool:
-        """Whether there is a place that any expert can be fetched to."""
+        """Whether there are staging slots."""
         return self._layer.cache.staging is not None
 
     @property
@@ -56,19 +56,19 @@ class Fetched(Way):
         return any(fetch.copied.done() and fetch.copied.failure is not None for fetch in self._begun)
 
     def estimate(self, busy_s: float) -> Estimate:
-        """See `Way.estimate`: behind what the link has been given already."""
+        """See `Way.estimate`: queued behind the copies already on the link."""
         cache, latency = self._layer.cache, self._layer.latency
         staged = sum(fetch.is_staged and not fetch.copied.done() for fetch in self._begun)
         transfer_s = latency.transfer_s
         backlog_s = (cache.backlog_bytes / cache.layout.nbytes + staged) * transfer_s
         return Estimate(latency.gpu_s, transfer_s, backlog_s, busy_s)
 
-    def meet(self, step: Step, experts: Sequence[int], held: Held) -> None:
-        """Begins to fetch these, in this order, and to compute each when it is there."""
+    def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
+        """Starts fetching these, in this order, and computing each when it has arrived."""
         staging = self._layer.cache.staging
         assert staging is not None
-        # A card's kernels may hold the caller up until their expert is there, so the copies of the next are queued
-        # before: as many as there are staging slots beside the one that computes.
+        # Submitting a kernel may block the caller until its expert has arrived, so the copies of the next experts are
+        # queued first: as many as there are staging slots.
         ahead: deque[_Fetch] = deque()
         for expert in experts:
             ahead.append(self._copy(step, expert, held))

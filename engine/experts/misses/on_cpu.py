@@ -1,4 +1,4 @@
-"""A miss computed by the CPU, from its record in RAM: only activations travel (Fiddler, section 3.2)."""
+"""Serves misses on the CPU, from their records in RAM: only activations are copied (Fiddler, section 3.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.telemetry.recorder import RECORDER, seconds_ns
 
 
 class OnCpu(Way):
-    """Computes with the source's kernel, and sends what comes out to the device."""
+    """Computes with the source's kernel and copies the output to the device."""
 
     name = "cpu"
     keeps_caller = True
@@ -24,11 +24,11 @@ class OnCpu(Way):
         self._estimate = Estimate(layer.latency.cpu_s, keeps_caller=True)
 
     def estimate(self, busy_s: float) -> Estimate:  # noqa: ARG002
-        """See `Way.estimate`: the caller is free whatever the device does."""
+        """See `Way.estimate`: it does not depend on how busy the device is."""
         return self._estimate
 
-    def meet(self, step: Step, experts: Sequence[int], held: Held) -> None:
-        """See `Way.meet`."""
+    def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
+        """See `Way.serve`."""
         layer, activations = self._layer, self._layer.activations
         if step.host_hidden is None:
             step.host_hidden = activations.to_host(step.hidden, "hidden")

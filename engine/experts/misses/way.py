@@ -1,4 +1,4 @@
-"""What a way to meet a miss is, and what it has to do with."""
+"""Interface of a way to serve misses, and what it works on."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class Step:
     """One call of a layer's experts.
 
     Attributes:
-        hidden: [T, H] on the device; host_hidden: the same on the host, once somebody has brought it there.
-        keeps: whether what is missed may come into slots of the cache.
-        only_host: after a failure: nothing is fetched, and what is on the device is left there.
-        routing, sums, lookup: who visits whom, where the results go, and what the cache had.
-        pending: work for the compute stream that goes with what comes next; pending_experts: that it computes.
+        hidden: [T, H] on the device; host_hidden: the same on the host, once it has been copied there.
+        keeps: whether misses may be copied to slots of the cache.
+        only_host: retry after a failure: everything is computed on the CPU, with neither hits nor fetches.
+        routing, sums, lookup: which token visits which expert, where the results go, and what the cache had.
+        pending: work for the compute stream, to be submitted with the next work; pending_experts: experts in it.
+        is_observed: whether the prefetcher has observed this step.
     """
 
     hidden: torch.Tensor
@@ -46,17 +47,17 @@ class Step:
     on_cpu: int = 0
     fetched: int = 0
     hits_on_cpu: int = 0
-    is_told: bool = False
+    is_observed: bool = False
 
 
 class ExpertLayer:
-    """One layer whose experts lie in RAM or below, some of them also in slots of a device.
+    """One layer with experts in RAM or on disk, some of them also in slots on a device.
 
     Args:
-        layer: its number in the cache.
+        layer: its index in the cache.
         source: its records in RAM.
-        make_kernel: binds a kernel to slots; one object for all layers that compute alike.
-        latency: what is known of how long an expert takes, on either side.
+        make_kernel: binds a kernel to slots; the same object for all layers that compute alike.
+        latency: of an expert, on either side.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ExpertLayer:
         self.device = cache.device
 
     def submit(self, step: Step) -> Event | None:
-        """Hands the pending work over, all at once: each time costs."""
+        """Submits all pending work at once, because each submission has a cost."""
         works, step.pending = step.pending, []
         if not works:
             return None
@@ -93,14 +94,14 @@ class ExpertLayer:
 
 
 class Way(ABC):
-    """Computes experts of one layer that the device has no copy of.
+    """Computes experts of one layer that are not on the device.
 
     Attributes:
-        name: by which it can be asked for alone.
-        keeps_caller: it computes in the calling thread, after all that is begun elsewhere; what it met counts as
-            `on_cpu`.  Else the experts come to the device, which the call does not wait for, and count as `fetched`.
-        is_possible: whether any expert can be met so now.
-        has_failed: whether what was begun since the last `observe` has failed, so that another way may succeed.
+        name: of the mode that uses only this way.
+        keeps_caller: it computes on the calling thread, after all other ways have started, and counts as `on_cpu`.
+            Otherwise experts are copied to the device, without waiting for them, and count as `fetched`.
+        is_possible: whether it can serve a miss now.
+        has_failed: whether anything started since the last `observe` has failed, so that another way may succeed.
     """
 
     name: ClassVar[str]
@@ -119,22 +120,22 @@ class Way(ABC):
 
     @abstractmethod
     def estimate(self, busy_s: float) -> Estimate:
-        """How long experts would take.
+        """Estimates how long experts would take.
 
         Args:
-            busy_s: how long the device still computes what it has been given.
+            busy_s: time until the device has finished its submitted work.
         """
 
     @abstractmethod
-    def meet(self, step: Step, experts: Sequence[int], held: Held) -> None:
-        """Sees to it that `step.sums` gets what these misses make of their tokens, before `finish`.
+    def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
+        """Adds the output of these misses to `step.sums`, by work submitted before `finish`.
 
         Args:
-            held: has their records; what still reads one when this returns has to say so by `Held.until`.
+            held: their records; copies that outlive this call must be registered with `Held.until`.
         """
 
-    def observe(self) -> None:  # noqa: B027  (most ways learn while they meet)
-        """The step before is over by now: corrects the latency model by what was begun in it."""
+    def observe(self) -> None:  # noqa: B027  (most ways learn while they serve)
+        """Corrects the latency model with the times of the previous step, which has ended."""
 
     def forget(self) -> None:  # noqa: B027
-        """After a failure: nothing is to be learned from what was begun."""
+        """Discards what was started in a failed step."""

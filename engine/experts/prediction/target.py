@@ -93,13 +93,13 @@ def over_link(latency: LatencyModel, counters: Sequence[VramCounters]) -> Prefet
     fetched, one more of them takes max((1 - f) cpu_lat, f (trans_lat + gpu_lat)).
 
     Args:
-        counters: of the devices' caches, which say how misses have been met so far.
+        counters: of the devices' caches, which say how misses have been served so far.
     """
     hit_s = latency.gpu_s(1)
     fetched_s = latency.transfer_s + hit_s
     fetched_so_far = sum(each.fetched for each in counters)
-    met = fetched_so_far + sum(each.on_cpu for each in counters)
-    fetched = fetched_so_far / met if met else float(not latency.prefers_cpu(1))
+    served = fetched_so_far + sum(each.on_cpu for each in counters)
+    fetched = fetched_so_far / served if served else float(not latency.prefers_cpu(1))
     return PrefetchTimes(
         record_nbytes=latency.record_nbytes,
         arrival_s=latency.transfer_s,
