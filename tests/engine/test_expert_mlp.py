@@ -21,8 +21,8 @@ from engine.experts.prediction.training import (
     UNREADABLE,
     TrainedMlp,
     TrainingCancelled,
+    load_if_usable,
     load_mlp,
-    load_or_tell,
     loss_on,
     mlp_file,
     paths,
@@ -173,14 +173,14 @@ def test_a_damaged_file_is_told_and_not_used(trained: TrainedMlp, tmp_path: Path
         header = 8 + int.from_bytes(content[:8], "little")
         content[data.draw(st.integers(0, header - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
-    loaded, note = load_or_tell(path, LAYERS, EXPERTS)
+    loaded, note = load_if_usable(path, LAYERS, EXPERTS)
     assert (loaded is None) == (note == UNREADABLE)  # some bits change nothing that matters
 
 
 @pytest.mark.parametrize("shape", [(LAYERS + 1, EXPERTS), (LAYERS, EXPERTS + 1)])
 def test_another_models_file_is_told(trained: TrainedMlp, tmp_path: Path, shape: tuple[int, int]) -> None:
     save_mlp(trained, tmp_path / "a.safetensors")
-    assert load_or_tell(tmp_path / "a.safetensors", *shape) == (None, UNREADABLE)
+    assert load_if_usable(tmp_path / "a.safetensors", *shape) == (None, UNREADABLE)
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(

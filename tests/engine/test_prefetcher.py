@@ -162,7 +162,7 @@ class Oracle:
 
 
 @given(st.integers(0, 2**31), st.integers(2, 30), st.sampled_from([0.1e-3, FAST, 3e-3]), st.integers(1, 16))
-def test_nothing_wanted_or_foretold_is_offered_for_eviction(
+def test_nothing_wanted_or_predicted_is_offered_for_eviction(
     seed: int, slots: int, arrival_s: float, experts: int
 ) -> None:
     dice, tier, oracle = random.Random(seed), tier_of(slots, arrival_s), Oracle()

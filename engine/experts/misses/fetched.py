@@ -34,8 +34,8 @@ class _Fetch:
 
 
 class Fetched(Way):
-    """An expert that the cache admits is copied to its slot and stays there.  Others go through staging slots, where the
-    next expert arrives while this one is computed (DuoServe, section IV).
+    """An expert that the cache admits is copied to its slot and stays there.  Others go through staging slots, where
+    the next expert arrives while this one is computed (DuoServe, section IV).
     """
 
     name = "fetch"

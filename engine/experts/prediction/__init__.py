@@ -1,4 +1,4 @@
-"""Foretelling which experts the coming layers will want, and bringing them before they do.
+"""Predicts which experts the next layers will need, and prefetches them.
 
-Predictors are measured on the live routing, not believed: one is used while what it saves is more than what it costs.
+Predictors are measured on the live routing: one is used only while it saves more than it costs.
 """

@@ -1,4 +1,4 @@
-"""Which residents may leave for a prefetch: those that nobody predicts and that have not been wanted for longest."""
+"""Which residents a prefetch may evict: those that are not predicted and have been unused longest."""
 
 from __future__ import annotations
 
@@ -9,100 +9,101 @@ from itertools import islice
 from engine.experts.prediction.target import PrefetchTarget
 
 _SPARED_STEPS = 2
-"""Who was wanted in this step or the one before is no candidate: the token before is a predictor that always holds."""
+"""Experts used in this step or the previous one are never evicted: routing repeats from token to token."""
 _LONGEST = 8.0
-"""Steps at most that experts are taken to stay."""
+"""Upper bound of the estimated residency, in steps."""
 _CHOICE = 4
-"""Of so many candidates for each place, the least wanted go first; no more are looked at."""
+"""Candidates examined per slot needed; of these, the least used are evicted first."""
 
 
-_PULL = 0.02
-_FADING = 0.98
+_EWMA_WEIGHT = 0.02
+_DECAY = 0.98
 _STAYING = 0.5
-"""Share of those brought for nothing who are still there when they are wanted after all."""
+"""Share of wasted prefetches that are still resident when they are needed after all."""
 _MEMORY = 1000.0
-"""Evictions after which what they have cost counts half."""
+"""Events after which the counts are halved."""
 
 
 class Aging:
-    """The order in which the experts of a tier were last wanted, and what became of those that were driven out.
+    """Recency of the experts of a tier, and how often those evicted for prefetches were needed again.
 
     Args:
-        pools: of each layer, which pool of slots its experts come into.
-        stride: more than any expert's number.
+        pools: for each layer, the index of its pool of slots.
+        stride: greater than any expert's number.
     """
 
     def __init__(self, pools: Sequence[int], stride: int) -> None:
         self._pools = pools
         self._stride = stride
         self._stay = _LONGEST
-        self._driven_out = self._brought_in_vain = self._regained = 0.0
-        self._regretted = 0.0
+        self._evicted = self._wasted = self._wasted_then_used = 0.0
+        self._evicted_then_used = 0.0
         self.clear()
 
     def clear(self) -> None:
-        """Forgets who is there; what evictions have cost is remembered."""
+        """Forgets the residents, but not the statistics of evictions."""
         self._order: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(max(self._pools, default=0) + 1)]
         self._uses: dict[int, int] = {}
-        self._gone: dict[int, int] = {}
-        self._too_early: dict[int, int] = {}
+        self._recently_evicted: dict[int, int] = {}
+        self._recently_wasted: dict[int, int] = {}
 
     @property
     def regret(self) -> float:
-        """What a prefetch for nothing costs, in experts that were there and are not.
+        """Expected number of extra misses per wasted prefetch.
 
-        Somebody who was there would have stayed, and who was brought for nothing stays, about as long as those who are
-        driven out have stayed since they were wanted.  So it is the share of those driven out who were wanted again
-        within that time, less that of those brought for nothing who were wanted within it all the same and still there.
+        An evicted expert would have stayed, and a wasted one does stay, for about the age at which experts are evicted.
+        So the cost is the share of evicted experts needed again within that time, minus the share of wasted prefetches
+        needed within it and still resident.
         """
-        lost = (self._regretted + 0.5) / (self._driven_out + 5)
-        won = self._regained / (self._brought_in_vain + 5)
+        lost = (self._evicted_then_used + 0.5) / (self._evicted + 5)
+        won = self._wasted_then_used / (self._wasted + 5)
         return max(0.0, lost - _STAYING * won)
 
-    def fade(self) -> None:
-        """Nobody is driven out for now: what it has cost is doubted more and more."""
-        self._driven_out *= _FADING
-        self._regretted *= _FADING
-        self._brought_in_vain *= _FADING
-        self._regained *= _FADING
+    def decay(self) -> None:
+        """Decays the statistics while nothing is evicted, because they become outdated."""
+        self._evicted *= _DECAY
+        self._evicted_then_used *= _DECAY
+        self._wasted *= _DECAY
+        self._wasted_then_used *= _DECAY
 
     def use(self, layer: int, experts: Sequence[int], step: int) -> None:
-        """A layer wants these experts."""
-        first, order, uses, gone = layer * self._stride, self._order[self._pools[layer]], self._uses, self._gone
+        """A layer uses these experts."""
+        first, order, uses = layer * self._stride, self._order[self._pools[layer]], self._uses
+        evicted = self._recently_evicted
         for expert in experts:
             key = first + expert
             order[key] = step
             order.move_to_end(key)
             uses[key] = uses.get(key, 0) + 1
-        if gone:
-            self._regretted += _taken(gone, first, experts, step - self._stay)
-        if self._too_early:
-            self._regained += _taken(self._too_early, first, experts, step - self._stay)
+        if evicted:
+            self._evicted_then_used += _pop_recent(evicted, first, experts, step - self._stay)
+        if self._recently_wasted:
+            self._wasted_then_used += _pop_recent(self._recently_wasted, first, experts, step - self._stay)
 
-    def brought(self, layer: int, experts: Sequence[int], step: int) -> None:
-        """These have been brought ahead of need: as good as wanted now."""
+    def prefetched(self, layer: int, experts: Sequence[int], step: int) -> None:
+        """These experts are being prefetched, which counts as recent."""
         first, order = layer * self._stride, self._order[self._pools[layer]]
         for expert in experts:
             order[first + expert] = step
             order.move_to_end(first + expert)
             self._uses.setdefault(first + expert, 0)
 
-    def in_vain(self, layer: int, experts: Sequence[int], step: int) -> None:
-        """These were brought, and not wanted when their layer came."""
+    def wasted(self, layer: int, experts: Sequence[int], step: int) -> None:
+        """These experts were prefetched but not used when their layer came."""
         for expert in experts:
-            self._too_early[layer * self._stride + expert] = step
-        self._brought_in_vain += len(experts)
-        if self._brought_in_vain > _MEMORY:
-            self._brought_in_vain, self._regained = self._brought_in_vain / 2, self._regained / 2
+            self._recently_wasted[layer * self._stride + expert] = step
+        self._wasted += len(experts)
+        if self._wasted > _MEMORY:
+            self._wasted, self._wasted_then_used = self._wasted / 2, self._wasted_then_used / 2
 
     def dead(
-        self, layer: int, places: int, step: int, foretold: Mapping[int, Collection[int]], target: PrefetchTarget
+        self, layer: int, places: int, step: int, predicted: Mapping[int, Collection[int]], target: PrefetchTarget
     ) -> list[tuple[int, int]]:
-        """(layer, expert) of residents that share slots with this layer and may leave, the least wanted first.
+        """(layer, expert) of residents in this layer's pool that may be evicted, least used first.
 
         Args:
             places: how many are needed at most.
-            predicted: layer -> experts that are expected there.
+            predicted: layer -> experts predicted for it.
         """
         order, uses, latest = self._order[self._pools[layer]], self._uses, step - _SPARED_STEPS
         oldest = [key for key in islice(order, _CHOICE * places) if order[key] <= latest]
@@ -110,32 +111,32 @@ class Aging:
         found: list[tuple[int, int]] = []
         for key in oldest:
             owner, expert = divmod(key, self._stride)
-            if expert in foretold.get(owner, ()):
+            if expert in predicted.get(owner, ()):
                 continue
-            if target.absent(owner, [expert]):  # has left by itself
+            if target.absent(owner, [expert]):  # evicted by the cache's own policy
                 del order[key], uses[key]
                 continue
             found.append((owner, expert))
-            self._stay += _PULL * (min(step - order[key], _LONGEST) - self._stay)
+            self._stay += _EWMA_WEIGHT * (min(step - order[key], _LONGEST) - self._stay)
             if len(found) == places:
                 break
         return found
 
-    def leaving(self, dead: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
-        """`dead`, for a target to read; whoever it reads is taken to have left."""
+    def evicting(self, dead: list[tuple[int, int]], step: int) -> Iterator[tuple[int, int]]:
+        """Iterates over `dead` for a target, and counts every item it consumes as evicted."""
         for layer, expert in dead:
             key = layer * self._stride + expert
-            self._gone[key] = step
-            self._driven_out += 1
+            self._recently_evicted[key] = step
+            self._evicted += 1
             self._order[self._pools[layer]].pop(key, None)
             self._uses.pop(key, None)
-            if self._driven_out > _MEMORY:
-                self._driven_out, self._regretted = self._driven_out / 2, self._regretted / 2
+            if self._evicted > _MEMORY:
+                self._evicted, self._evicted_then_used = self._evicted / 2, self._evicted_then_used / 2
             yield layer, expert
 
 
-def _taken(since: dict[int, int], first: int, experts: Sequence[int], not_before: float) -> int:
-    """How many of these experts are there since no long time; they are taken out."""
+def _pop_recent(since: dict[int, int], first: int, experts: Sequence[int], not_before: float) -> int:
+    """Removes these experts from `since`; returns how many were recorded at or after `not_before`."""
     count = 0
     for expert in experts:
         begun = since.pop(first + expert, None)

@@ -1,7 +1,7 @@
-"""The trained predictor's life: loaded if there is one, trained again while the machine is idle, then taken over.
+"""Life cycle of the trained predictor: loaded if there is one, retrained while the machine is idle, then replaced.
 
-Training is a process of its own, of low priority, that can be ended at any time.  A process rather than a thread: a
-decode step never waits for its interpreter lock, and its memory is gone when it ends.
+Training runs in a separate low-priority process that can be killed at any time.  A process rather than a thread, so
+that a decode step never waits for the GIL and all memory is freed when it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.common.files import private_folder
 from engine.common.paths import python_module
 from engine.experts.prediction.mlp import WIDTHS
 from engine.experts.prediction.mlp_predictor import MlpPredictor
-from engine.experts.prediction.training import load_or_tell, mlp_file
+from engine.experts.prediction.training import load_if_usable, mlp_file
 from engine.experts.replay.trace_file import RoutingTrace, write_trace
 
 _log = logging.getLogger(__name__)
@@ -33,15 +33,15 @@ _LOW_PRIORITY: dict[str, Any] = (
     {"creationflags": getattr(subprocess, "IDLE_PRIORITY_CLASS", 0)} if os.name == "nt" else {}
 )
 _LEAST_STEPS = 512
-"""Decode steps to learn from; and so many new ones before it is worth learning again."""
+"""Decode steps needed for a training, and new steps needed before the next one."""
 
 
 class RecordedRoutes:
-    """A ring of the routes of single tokens.  Only expert numbers are kept, nothing of what was said.
+    """A ring buffer of the routes of single tokens.  Stores expert numbers only, no text.
 
     Args:
         layers, experts, per_token: of the model.
-        capacity: steps to remember.
+        capacity: steps to keep.
     """
 
     def __init__(self, layers: int, experts: int, per_token: int, capacity: int = 4096) -> None:
@@ -53,7 +53,7 @@ class RecordedRoutes:
         self.steps = 0
 
     def note(self, layer: int, experts: Sequence[int]) -> None:
-        """A decode step's layer; steps of several tokens are left out, and those that were not seen whole."""
+        """Records one layer of a decode step; skips steps of several tokens and steps with missing layers."""
         if layer == 0:
             self._seen = 0
         if layer != self._seen or len(experts) != self._row.shape[1]:
@@ -67,7 +67,7 @@ class RecordedRoutes:
                 self.steps += 1
 
     def trace(self) -> RoutingTrace | None:
-        """The steps that are remembered, oldest first; None if there are none.  From any thread."""
+        """The recorded steps, oldest first; None if there are none.  Thread-safe."""
         with self._lock:
             kept = min(self.steps, len(self._ring))
             rows = np.roll(self._ring, -(self.steps % len(self._ring)), axis=0)[len(self._ring) - kept :]
@@ -78,7 +78,7 @@ class RecordedRoutes:
 
 
 class TrainingState(Enum):
-    """Of a training that was started."""
+    """State of a training."""
 
     NONE = "none"
     RUNNING = "running"
@@ -90,7 +90,7 @@ class BackgroundTraining:
     """At most one training at a time, for one model.
 
     Args:
-        path: where the trained predictor goes, whole or not at all.
+        path: where the trained predictor is written, atomically.
         widths, epochs, seed: see `engine.experts.prediction.training.train`.
     """
 
@@ -102,11 +102,11 @@ class BackgroundTraining:
 
     @property
     def is_running(self) -> bool:
-        """Whether one has been started and not been seen to end."""
+        """Whether a training was started and `poll` has not seen its end."""
         return self._child is not None
 
     def start(self, trace: RoutingTrace, distance: int) -> bool:
-        """Begins to train on these routes; False if that is impossible now, or a training is running.
+        """Starts training on these routes; False if that fails or a training is running.
 
         Args:
             distance: see `engine.experts.prediction.training.train`.
@@ -122,20 +122,20 @@ class BackgroundTraining:
             command, variables = python_module("engine.experts.prediction.training_process")
             self._child = subprocess.Popen(
                 [*command, str(self._trace), str(self._path), json.dumps({**self._options, "distance": distance})],
-                stdin=subprocess.PIPE,  # closed when we end, however: the child sees it and ends too
+                stdin=subprocess.PIPE,  # closed when this process ends, even by a crash, which ends the child
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={**os.environ, **variables},
                 **_LOW_PRIORITY,
             )
         except OSError as error:
-            _log.warning("nothing is learnt about this model's experts: %s", error)
+            _log.warning("could not start training the expert predictor: %s", error)
             self._clean_up()
             return False
         return True
 
     def poll(self) -> TrainingState:
-        """How it stands.  `DONE` and `FAILED` are told once."""
+        """The state; `DONE` and `FAILED` are returned once."""
         if self._child is None:
             return TrainingState.NONE
         code = self._child.poll()
@@ -143,16 +143,16 @@ class BackgroundTraining:
             return TrainingState.RUNNING
         self._end(self._child)
         if code:
-            _log.warning("learning about this model's experts ended with code %d", code)
+            _log.warning("training the expert predictor failed with exit code %d", code)
         return TrainingState.FAILED if code else TrainingState.DONE
 
     def wait(self) -> None:
-        """Returns when it has ended, which `poll` has still to tell."""
+        """Blocks until the training has ended; `poll` then returns its result."""
         if self._child is not None:
             self._child.wait()
 
     def cancel(self) -> None:
-        """Ends it at once, without a result.  What was learnt before stays.  Harmless if none is running."""
+        """Kills a running training.  The previous predictor is kept."""
         if self._child is not None:
             self._child.kill()
             self._child.wait()
@@ -165,7 +165,7 @@ class BackgroundTraining:
         self._clean_up()
 
     def _clean_up(self) -> None:
-        """What a child that was killed has left half written goes too."""
+        """Deletes the trace, and files that a killed child has left incomplete."""
         leftovers = [self._trace] if self._trace is not None else []
         leftovers += self._path.parent.glob(f".{self._path.name}-*")
         for leftover in leftovers:
@@ -175,13 +175,12 @@ class BackgroundTraining:
 
 
 class Learning:
-    """For one target's layers.
+    """Records routes, trains and loads the predictor for one target's layers.
 
     Args:
-        model_key: see `engine.experts.prediction.training.mlp_file`; with the layers in it, if a model has several
-            targets.
+        model_key: see `engine.experts.prediction.training.mlp_file`; names the layers if a model has several targets.
         limit: experts to predict.
-        capacity: steps whose routes are remembered.
+        capacity: steps whose routes are kept.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class Learning:
         self.note: str | None = None
         self._layers, self._experts, self._limit = layers, experts, limit
         self._least_steps = least_steps
-        self._learnt_steps = 0
+        self._trained_steps = 0
         self._path = mlp_file(model_key)
         self._training = BackgroundTraining(self._path, widths=widths, epochs=epochs, seed=seed)
         self._predictors: list[MlpPredictor] = []
@@ -213,47 +212,47 @@ class Learning:
         return self._training.is_running
 
     def load(self) -> MlpPredictor | None:
-        """The predictor that was trained last, if there is one; `note` says what is wrong with it."""
-        trained, self.note = load_or_tell(self._path, self._layers, self._experts)
+        """The predictor that was trained last; None if there is none or it is unusable, which `note` then explains."""
+        trained, self.note = load_if_usable(self._path, self._layers, self._experts)
         if trained is None:
             return None
         self._predictors.append(MlpPredictor(trained, self._limit))
         return self._predictors[-1]
 
     def begin(self, ahead: int) -> bool:
-        """Starts a training if enough new steps have been seen since the last one; whether it was started.
+        """Starts a training if enough new steps have been recorded since the last; whether it was started.
 
         Args:
-            ahead: layers that experts are brought ahead.  It learns to predict one more: its answer takes time.
+            ahead: prefetch distance in layers.  It is trained for one more, because inference takes time.
         """
-        if self._training.is_running or self.routes.steps - self._learnt_steps < self._least_steps:
+        if self._training.is_running or self.routes.steps - self._trained_steps < self._least_steps:
             return False
         trace = self.routes.trace()
         if trace is None or not self._training.start(trace, min(ahead + 1, self._layers - 1)):
             return False
-        self._learnt_steps = self.routes.steps
+        self._trained_steps = self.routes.steps
         return True
 
     def finished(self) -> MlpPredictor | None:
-        """The predictor of a training that has ended well since this was asked last."""
+        """The new predictor, if a training has succeeded since the last call."""
         if self._training.poll() is not TrainingState.DONE:
             return None
         outdated, self._predictors = self._predictors, []
-        learnt = self.load()
+        trained = self.load()
         for predictor in outdated:
             predictor.close()
-        return learnt
+        return trained
 
     def wait(self) -> None:
-        """Returns when no training is running; `finished` has still to be asked."""
+        """Blocks until no training is running; `finished` then returns its result."""
         self._training.wait()
 
     def cancel(self) -> None:
-        """Ends a training without a result."""
+        """Kills a running training."""
         self._training.cancel()
 
     def close(self) -> None:
-        """Ends the training and the threads.  Harmless if repeated."""
+        """Ends training and threads.  Idempotent."""
         self._training.cancel()
         for predictor in self._predictors:
             predictor.close()

@@ -1,4 +1,4 @@
-"""DuoServe's predictor (section 4): popularity and affinity matrices, the state made of them, and the network."""
+"""DuoServe's predictor (section 4): popularity and affinity matrices, the state built from them, and the network."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import nn
 from engine.experts.replay.trace_file import RoutingTrace
 
 WIDTHS = (2048, 1024, 512, 256, 128, 64)
-"""Of the hidden layers; with the output layer there are seven."""
+"""Widths of the hidden layers; seven layers with the output."""
 DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
 class RoutingStatistics:
-    """What a trace says of a model's routing.
+    """Statistics of a model's routing in a trace.
 
     Attributes:
-        distance: layers from those that are known to the one that is predicted; the paper's is 1.
+        distance: layers from the last known one to the predicted one; 1 in the paper.
         popularity: fp32 [L, E], eq. 2: P_l(i), the share of layer l's choices that were expert i.
-        affinity: fp32 [L - distance, E, E], eq. 3: A_l(i, j), of the choices in layer l + distance of tokens that
-            chose i in layer l, the share that was j.  Rows of experts that were never chosen are 0.
+        affinity: fp32 [L - distance, E, E], eq. 3: A_l(i, j), the share of j among the choices in layer l + distance
+            of tokens that chose i in layer l.  Rows of experts that were never chosen are 0.
     """
 
     distance: int
@@ -35,7 +35,7 @@ class RoutingStatistics:
 
     @classmethod
     def of(cls, trace: RoutingTrace, distance: int) -> RoutingStatistics:
-        """Counts."""
+        """Computes the statistics of a trace."""
         layers, experts = trace.layers, trace.num_experts
         popularity = torch.zeros(layers, experts)
         affinity = torch.zeros(max(0, layers - distance), experts, experts)
@@ -59,14 +59,14 @@ class RoutingStatistics:
         return int(self.popularity.shape[1])
 
     def surroundings(self, layer: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The part of the state that is not the path: [B, 2E].
+        """The part of the state other than the path: [B, 2E].
 
-        Popularity in the layer to come, and the affinity to its experts of those that were chosen in this one, on
-        average; both as multiples of an even share, so that they are of the order of 1.
+        Popularity of the predicted layer's experts, and their mean affinity to the experts chosen in this layer; both
+        as multiples of a uniform share, so that they are of the order of 1.
 
         Args:
-            layer: [B], the last one known.
-            chosen: [B, k], its experts, -1 where there is none.
+            layer: [B], the last known layer.
+            chosen: [B, k], its experts, -1 for none.
         """
         real = (chosen >= 0).float()
         rows = self.affinity[layer[:, None], chosen.clamp(min=0)]
@@ -75,10 +75,10 @@ class RoutingStatistics:
 
 
 class ExpertMlp(nn.Module):
-    """State -> a logit for each expert of the layer to come.
+    """State -> a logit for each expert of the predicted layer.
 
-    The path so far is a set of (layer, expert), one input each: the first layer adds up their columns, so that a
-    path of any length costs only what was chosen and nothing has to be padded but its list.
+    The path so far is a set of (layer, expert) pairs, one input each.  The first layer sums their embeddings, so the
+    cost depends only on the number of pairs, and only their list needs padding.
 
     Args:
         layers, experts: of the model.

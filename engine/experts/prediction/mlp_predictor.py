@@ -1,4 +1,4 @@
-"""Asks the trained network on a thread of its own, beside the step (DuoServe's prediction stream, section 5.3)."""
+"""Runs the trained network on its own thread, in parallel with the step (DuoServe's prediction stream, section 5.3)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from engine.experts.prediction.training import TrainedMlp
 _log = logging.getLogger(__name__)
 
 _Job = tuple[int, int, torch.Tensor, torch.Tensor]
-_PULL = 0.05
+_EWMA_WEIGHT = 0.05
 
 
 class MlpPredictor:
-    """Predicts with a trained network.  An answer that comes too late counts as none.  Close it when done.
+    """Predicts with a trained network.  An answer that comes too late is dropped.  Close it when done.
 
     Args:
         limit: experts to predict.
     """
 
     name = "mlp"
-    learns = False  # while running: it is trained apart from the steps
+    learns = False  # `observe` does not train it
 
     def __init__(self, trained: TrainedMlp, limit: int) -> None:
         statistics = trained.statistics
@@ -50,7 +50,7 @@ class MlpPredictor:
 
     @property
     def distance(self) -> int:
-        """Layers from the last known one to the one that it predicts."""
+        """Layers from the last known one to the predicted one."""
         return self._statistics.distance
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
@@ -61,9 +61,9 @@ class MlpPredictor:
         self._last = layer
         first = layer * self._experts
         self._path += [first + expert for expert in experts]
-        coming = layer + self._statistics.distance
-        # One that is still computing is not waited for, and nothing piles up behind it.
-        if coming < self._layers and experts and self._idle.is_set():
+        target = layer + self._statistics.distance
+        # If the last prediction is still running, skip this one: neither wait nor queue behind it.
+        if target < self._layers and experts and self._idle.is_set():
             self._idle.clear()
             chosen = torch.tensor(experts)[None]
             self._jobs.put((self._step, layer, torch.tensor(self._path), chosen))
@@ -74,11 +74,11 @@ class MlpPredictor:
         return ranked if step == self._step and layer > self._last else ()
 
     def wait(self) -> None:
-        """Returns when what was asked has been answered."""
+        """Blocks until the last request has been answered."""
         self._idle.wait()
 
     def close(self) -> None:
-        """Ends the thread.  Harmless if repeated."""
+        """Ends the thread.  Idempotent."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -86,7 +86,7 @@ class MlpPredictor:
         while (job := self._jobs.get()) is not None:
             try:
                 self._answer(*job)
-            except (RuntimeError, MemoryError) as error:  # no memory left: then nothing is predicted
+            except (RuntimeError, MemoryError) as error:  # out of memory, for example: do without the prediction
                 _log.warning("experts could not be predicted: %s", error)
             finally:
                 self._idle.set()
@@ -98,11 +98,11 @@ class MlpPredictor:
         ranked = list(zip(best.tolist(), values.tolist(), strict=True))
         self._answers[layer + self._statistics.distance] = step, ranked
         took_s = time.thread_time() - begun_s
-        self.beside_s += (_PULL if self.beside_s else 1.0) * (took_s - self.beside_s)
+        self.beside_s += (_EWMA_WEIGHT if self.beside_s else 1.0) * (took_s - self.beside_s)
 
 
 class FoldedMlp:
-    """The network for single states: each batch norm, which is affine now, is part of the layer before it."""
+    """The network for inference on single states, with each batch norm folded into the layer before it."""
 
     @torch.no_grad()
     def __init__(self, model: ExpertMlp) -> None:

@@ -1,7 +1,7 @@
-"""Who says which experts a coming layer will want: what a predictor is, and those that need no training.
+"""Interface of predictors of the experts that later layers will need, and the predictors that need no training.
 
-They are the layer's experts of the token before, the coming layer's own router, asked early, since what enters the
-experts changes little from layer to layer, and Klotski's expert correlation table (section 6.2), path length 1.
+These are the layer's experts of the previous token; the later layer's own router, applied early, since hidden states
+change little from layer to layer; and Klotski's expert correlation table (section 6.2), path length 1.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 from engine.experts.replay.trace_file import RoutingTrace
 
 Ranked = Sequence[tuple[int, float]]
-"""(expert, probability that it will be wanted), most probable first."""
+"""(expert, probability that it will be needed), most probable first."""
 
 Gate = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """A layer's router: hidden states [T, H] -> (logits [T, E], chosen experts [T, k])."""
 
 _LEAST = 1e-6
 _LARGEST = 1e30
-"""Counts are scaled down before fp32 runs out of range."""
-_FADING = 0.99
-"""What a count is worth a sweep later."""
+"""Counts are rescaled above this, before fp32 overflows."""
+_DECAY = 0.99
+"""Decay of the counts per sweep."""
 
 
 class Predictor(Protocol):
-    """Predicts the experts of coming layers from those of the layers so far.  Used from one thread."""
+    """Predicts the experts of later layers from those of the layers so far.  Not thread-safe."""
 
     @property
     def name(self) -> str:
@@ -39,32 +39,32 @@ class Predictor(Protocol):
 
     @property
     def learns(self) -> bool:
-        """Whether `observe` teaches it something, so that it should see more steps than it is asked in."""
+        """Whether it learns from `observe`, and so should observe more steps than it predicts in."""
         ...
 
     @property
     def beside_s(self) -> float:
-        """Seconds that one prediction takes on other threads than the caller's."""
+        """Seconds that one prediction takes on threads other than the caller's."""
         ...
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """A decode step's layer has been routed.  Layers come in rising order; a lower one begins the next step.
+        """A layer of a decode step has been routed.  Layers come in ascending order; a lower one starts the next step.
 
-        Steps may be left out between two that are seen, but a step that is begun is seen up to where it ends.
+        Whole steps may be skipped, but not layers within an observed step.
 
         Args:
             experts: distinct, all that the step's tokens were routed to.
-            hidden: [T, H], what enters the experts; it may be written to after this call and the next `predict`.
+            hidden: [T, H], input of the experts; valid until after the next `predict`.
         """
         ...
 
     def predict(self, layer: int) -> Ranked:
-        """Who will be wanted in this layer, when it comes next.  Empty if it cannot tell."""
+        """Predicts the experts of the next occurrence of this layer.  Empty if it cannot."""
         ...
 
 
 class PreviousToken:
-    """Predicts that a layer wants again what it wanted last, most of all those it has wanted several times running."""
+    """Predicts the experts that the layer used last, those used in the most consecutive steps first."""
 
     name = "previous"
     learns = True
@@ -79,7 +79,7 @@ class PreviousToken:
         self._runs[layer] = {expert: before(expert, 0) + 1 for expert in experts}
 
     def predict(self, layer: int) -> Ranked:
-        """See `Predictor`.  The probability is a rank's, not a measured one: 1/2, 3/4, 7/8..."""
+        """See `Predictor`.  Probabilities only express the rank, and are not measured: 1/2, 3/4, 7/8..."""
         runs = sorted(self._runs[layer].items(), key=_by_run)
         return [(expert, 1 - 0.5**run) for expert, run in runs]
 
@@ -89,10 +89,10 @@ def _by_run(item: tuple[int, int]) -> int:
 
 
 class NextGate:
-    """Puts the hidden states of this layer through the router of a coming one.
+    """Applies the router of a later layer to the hidden states of this one.
 
     Args:
-        gates: of each layer; None where there is none that can be asked by itself.
+        gates: of each layer; None where the router cannot be called separately.
         limit: experts to predict.
     """
 
@@ -111,14 +111,14 @@ class NextGate:
         self._layer, self._hidden = layer, hidden
 
     def predict(self, layer: int) -> Ranked:
-        """See `Predictor`.  Probabilities say by how much an expert is above or below those that are just chosen."""
+        """See `Predictor`.  Probabilities express how far an expert is above or below the cut-off of the router."""
         if self._hidden is None or layer <= self._layer or (gate := self._gates[layer]) is None:
             return []
         logits, index = gate(self._hidden)
         width = index.shape[-1]
         limit = min(self._limit, logits.shape[-1])
         if logits.shape[0] > 1:
-            logits = logits.amax(0, keepdim=True)  # wanted if any of the tokens wants it
+            logits = logits.amax(0, keepdim=True)  # needed if any of the tokens needs it
         values, order = logits.reshape(-1).topk(limit)
         chosen = set(index.reshape(-1).tolist())
         score = dict(zip(order.tolist(), values.tolist(), strict=True))
@@ -126,7 +126,7 @@ class NextGate:
         levels = list(score.values())
         edge = (levels[width - 1] + levels[width]) / 2 if width < limit else levels[-1]
         scale = max(highest - edge, 1e-6) / 4
-        # A router may choose otherwise than by its logits (groups, a bias): then what it chose comes first.
+        # A router may not choose by its logits alone (groups, a bias), so the experts it chose come first.
         ranked = {expert: (1.0 + _sigmoid((score.get(expert, edge) - edge) / scale)) / 2 for expert in chosen}
         for expert, level in score.items():
             if expert not in chosen:
@@ -145,13 +145,13 @@ def _by_probability(item: tuple[int, float]) -> float:
 class Correlation:
     """Counts P(expert j in layer l + d | expert i in layer l) while running, for one distance d at a time.
 
-    As in Klotski the counts start from a recorded run, if there is one, follow what is served now, and are not saved.
-    The tendencies of all experts that were chosen are averaged.
+    As in Klotski the counts start from a recorded run, if there is one, then follow the live routing, and are never
+    saved.  The predictions from all chosen experts are averaged.
 
     Args:
         layers, experts: of the model (the most experts of any layer).
         limit: experts to predict.
-        half_life: steps after which a count is worth half.
+        half_life: steps after which a count is halved.
         trace: counted before the first step.
     """
 
@@ -176,7 +176,7 @@ class Correlation:
 
     @property
     def nbytes(self) -> int:
-        """Of the table."""
+        """Bytes of the table."""
         return self._pairs.nbytes
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
@@ -189,7 +189,7 @@ class Correlation:
     def predict(self, layer: int) -> Ranked:
         """See `Predictor`."""
         if layer <= self._last:
-            return []  # the next token's: no path leads there
+            return []  # belongs to the next token, which the table does not cover
         if layer - self._last != self._distance:
             self._begin(layer - self._last)
         source = self._last
@@ -204,22 +204,22 @@ class Correlation:
         return list(zip(best.take(order).tolist(), values.take(order).tolist(), strict=True))
 
     def _begin(self, distance: int) -> None:
-        """Another distance is another table."""
+        """Starts a new table for this distance."""
         self._distance = distance
         self._gain = 1.0
         self._pairs: NDArray[np.float32] = np.zeros((self._layers, self._experts, self._experts), np.float32)
-        # One use more than was counted: who was seen once is not certain.
+        # Starts at one, so that a pair seen once does not get probability 1.
         self._uses: NDArray[np.float32] = np.ones((self._layers, self._experts), np.float32)
         if self._trace is not None and self._trace.layers == self._layers:
             for token in self._trace.experts:
                 self._count([[expert for expert in chosen if 0 <= expert < self._experts] for chosen in token.tolist()])
 
     def _end_step(self) -> None:
-        """Counts what the step has shown, at once: layer by layer it would take some times as long."""
+        """Counts the whole step at once, which is several times faster than layer by layer."""
         self._count(self._chosen)
         self._chosen = [()] * self._layers
         self._last = -1
-        # New counts grow rather than that old ones fade: nothing has to be gone through.
+        # Growing the gain of new counts is equivalent to decaying the old ones, without touching the table.
         self._gain *= self._growth
         if self._gain > _LARGEST:
             self._pairs /= self._gain
@@ -227,7 +227,7 @@ class Correlation:
             self._gain = 1.0
 
     def _count(self, chosen: Sequence[Sequence[int]]) -> None:
-        """One step's experts of each layer; none where it did not come to."""
+        """Counts one step; `chosen` has the experts of each layer, empty where the layer did not run."""
         distance, by_width = self._distance, dict[tuple[int, int], list[int]]()
         for source in range(self._layers - distance):
             widths = len(chosen[source]), len(chosen[source + distance])
@@ -237,37 +237,37 @@ class Correlation:
             layer = np.array(sources)[:, None]
             before = np.array([chosen[source] for source in sources])
             after = np.array([chosen[source + distance] for source in sources])
-            # Experts of a step are distinct, so no pair occurs twice and += counts each.
+            # Experts of a layer are distinct, so no pair occurs twice and += counts each one.
             self._pairs[layer[:, :, None], before[:, :, None], after[:, None, :]] += self._gain
             self._uses[layer, before] += self._gain
 
 
 class BatchCorrelation:
-    """Counts P(expert j in one layer | expert i in the layer before), token by token, while sweeps go on.
+    """Counts P(expert j in one layer | expert i in the previous layer), per token, during sweeps.
 
     Args:
-        layers, experts: of the model (the most experts of any layer); after the last layer comes the first again.
+        layers, experts: of the model (the most experts of any layer); the first layer follows the last.
     """
 
     def __init__(self, layers: int, experts: int) -> None:
         self._layers, self._experts = layers, experts
         self._pairs = np.zeros((layers, experts, experts), np.float32)
         self._tokens: NDArray[np.float32] | None = None
-        """[T, experts], 1 where a token of this sweep has chosen an expert of the layer `_last`."""
+        """[T, experts], 1 where a token of this sweep chose an expert in layer `_last`."""
         self._last = -1
 
     def observe(self, layer: int, index: NDArray[np.int64]) -> None:
-        """The experts [T, k] of a layer that this sweep's tokens have chosen; ids beyond the experts are none."""
+        """Counts the experts [T, k] that this sweep's tokens chose in a layer; ids beyond the experts are ignored."""
         chosen = np.zeros((len(index), self._experts + 1), np.float32)
         np.put_along_axis(chosen, index.clip(max=self._experts), 1, axis=1)
         chosen = chosen[:, : self._experts]
         if self._tokens is not None and layer == self._last + 1 and len(self._tokens) == len(chosen):
-            self._pairs[layer] *= _FADING
+            self._pairs[layer] *= _DECAY
             self._pairs[layer] += self._tokens.T @ chosen
         self._tokens, self._last = chosen, layer
 
     def hot(self, layer: int, count: int) -> list[int]:
-        """So many experts of a layer, those first that are expected to have the most tokens."""
+        """The `count` experts of a layer that are expected to have the most tokens, most first."""
         pairs = self._pairs[layer]
         if self._tokens is not None and layer == self._last + 1:
             tendency = self._tokens.sum(0) / np.maximum(pairs.sum(1), 1e-6) @ pairs

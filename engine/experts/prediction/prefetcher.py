@@ -1,6 +1,6 @@
-"""Brings experts before they are wanted, as the predictor says that gains most; none if none gains.
+"""Prefetches experts with the predictor that gains most time, or not at all if none gains any.
 
-DuoServe predicts with one trained predictor; here all that a model allows are measured on its own routing.
+DuoServe uses one trained predictor; here all predictors that a model supports are measured on its own routing.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from engine.experts.replay.trace_file import RoutingTrace
 
 _EVALUATED_STEPS = 16
 _WIDEST = 8
-"""Tokens' experts at most: a step of more is as good as a prompt, which wants nearly all of them."""
+"""Steps that use the experts of more tokens are ignored: like prompts, they need nearly all experts."""
 _FIRST_STEPS = 32
-"""At the start all predictors are watched in every step; later as often as `_WATCH_BUDGET_S` allows."""
+"""Initially all predictors are compared in every step; later as often as `_WATCH_BUDGET_S` allows."""
 _WATCH_BUDGET_S = 1e-6
-"""For each layer of each step and each predictor that is not in use, on average."""
+"""Average cost allowed per layer, step and predictor that is not in use."""
 _RAREST = 512
 _LEARNING = 8
-"""Predictors that learn by counting see so many times more steps than they are compared in."""
+"""Predictors that learn online observe this many times more steps than they are compared in."""
 
 
 class Prefetcher:
-    """For one target.  All but `report` are called from the thread that decodes.
+    """Prefetches for one target.  All methods but `report` must be called from the decoding thread.
 
     Args:
         predictors: to choose from.
-        times: what a prefetch takes and saves, as it is known now.
+        times: returns the current estimate of what a prefetch takes and saves.
         layers: of the target.
         experts: the most of any layer.
         per_token: experts that a token is routed to.
-        choice: the name of the predictor to use; `auto` for the one that gains most.
-        learning: of the trained predictor, if there is to be one; closed with this.
-        pools: of each layer, which pool of slots its experts come into; None if all share one.
+        choice: name of the predictor to use; `auto` for the one that gains most.
+        learning: of the trained predictor, if used; `close` closes it.
+        pools: for each layer, the index of its pool of slots; None if all layers share one.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Prefetcher:
         self._prefetched = self._used = 0
         self._watched: list[Score] = []
         self._observing: list[Score] = []
-        # Of coming layers: what each watched predictor said and who was absent; who was predicted; who was brought.
+        # By later layer: absent experts and the prediction of each watched predictor; predicted; prefetched experts.
         self._claims: dict[int, tuple[frozenset[int], list[tuple[Score, Ranked]]]] = {}
-        self._foretold: dict[int, set[int]] = {}
+        self._predicted: dict[int, set[int]] = {}
         self._brought: dict[int, list[int]] = {}
         self._observing_s: dict[Score, float] = {}
         self._learning = learning
-        if learning is not None and (learnt := learning.load()) is not None:
-            self.replace(learnt)
+        if learning is not None and (trained := learning.load()) is not None:
+            self.replace(trained)
         self._adopt()
 
     @property
@@ -89,15 +89,15 @@ class Prefetcher:
 
     @property
     def ahead(self) -> int:
-        """How many layers ahead experts are brought."""
+        """How many layers ahead experts are prefetched."""
         return self._distance.layers
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None = None) -> None:
-        """A decode step's layer has been routed and its work handed out: learns, and begins what will be wanted.
+        """A layer of a decode step has been routed and its work submitted: learns, and prefetches for a later layer.
 
         Args:
             experts: distinct, all that the step's tokens were routed to.
-            hidden: [T, H], what enters the experts, on any device; it may be written to after this call.
+            hidden: [T, H], input of the experts, on any device; it may be overwritten after this call.
         """
         if len(experts) > _WIDEST * self._per_token:
             return
@@ -118,41 +118,41 @@ class Prefetcher:
         if coming >= self._layers:
             coming -= self._layers
             if coming >= layer:
-                return  # fewer layers than the distance: it would predict this one
+                return  # fewer layers than the distance, so this would predict the current layer
         if self._watched:
             self._watch(coming, adopted)
         elif adopted is not None:
             self._bring(coming, adopted.predictor.predict(coming), adopted)
 
     def replace(self, predictor: Predictor) -> None:
-        """Takes a predictor in, in place of the one of that name if there is one; it has yet to prove itself."""
+        """Adds a predictor, replacing the one with the same name; it starts without a score."""
         name = predictor.name
         self._scores = [score for score in self._scores if score.predictor.name != name]
         self._scores.append(Score(predictor, self._per_token))
         self._adopt()
 
     def learn_while_idle(self) -> bool:
-        """Begins to train in the background, if there is anything new to learn; whether it has begun.
+        """Starts training in the background if there is new data; whether it was started.
 
-        Not from inside a step.  The predictor is taken over in a later step, and a step may come at any time.
+        Not to be called within a step.  The new predictor is picked up in a later step; steps may run meanwhile.
         """
         return self._learning is not None and self._learning.begin(self.ahead)
 
     def close(self) -> None:
-        """Ends threads and training.  Harmless if repeated."""
+        """Ends threads and training.  Idempotent."""
         if self._learning is not None:
             self._learning.close()
 
     def report(self) -> PredictionReport:
-        """What has been done so far."""
-        brought = sum(len(experts) for experts in list(self._brought.values()))
+        """Statistics so far."""
+        pending = sum(len(experts) for experts in list(self._brought.values()))
         return PredictionReport(
             adopted=self.adopted,
             ahead=self.ahead,
             steps=self._steps,
             prefetched=self._prefetched,
             used=self._used,
-            wasted=max(0, self._prefetched - self._used - brought),
+            wasted=max(0, self._prefetched - self._used - pending),
             predictors=tuple(score.report(self._layers) for score in self._scores),
             is_training=self._learning is not None and self._learning.is_training,
             note=self._learning.note if self._learning is not None else None,
@@ -160,15 +160,15 @@ class Prefetcher:
 
     def _begin_step(self) -> None:
         self._steps += 1
-        # What was said of layers that never came, because the step before was cut short.
+        # Drop predictions for layers that never ran because the previous step was cut short.
         first_of_next = self.ahead
-        for claims in (self._claims, self._foretold, self._brought):
+        for claims in (self._claims, self._predicted, self._brought):
             for layer in [layer for layer in claims if layer >= first_of_next]:
                 del claims[layer]
         if self._steps % _EVALUATED_STEPS == 0:
             self._evaluate()
-            if self._learning is not None and (learnt := self._learning.finished()) is not None:
-                self.replace(learnt)
+            if self._learning is not None and (trained := self._learning.finished()) is not None:
+                self.replace(trained)
         step, adopted = self._steps, self._adoption.adopted
         early = step <= _FIRST_STEPS
         self._watched = [score for score in self._scores if early or step % score.interval == 0]
@@ -182,13 +182,13 @@ class Prefetcher:
         ]
 
     def _settle(self, layer: int, experts: Sequence[int]) -> None:
-        """What was predicted of this layer is compared with what it wants."""
+        """Compares the predictions for this layer with the experts it uses."""
         brought = self._brought.pop(layer, None)
         if brought is not None:
-            in_vain = [expert for expert in brought if expert not in experts]
-            self._used += len(brought) - len(in_vain)
-            self._aging.in_vain(layer, in_vain, self._steps)
-        self._foretold.pop(layer, None)
+            wasted = [expert for expert in brought if expert not in experts]
+            self._used += len(brought) - len(wasted)
+            self._aging.wasted(layer, wasted, self._steps)
+        self._predicted.pop(layer, None)
         claims = self._claims.pop(layer, None)
         if claims is None:
             return
@@ -208,7 +208,7 @@ class Prefetcher:
             self._observing_s[score] = self._clock() - begun_s
 
     def _watch(self, coming: int, adopted: Score | None) -> None:
-        """All watched predictors say what they would bring, and the adopted one brings it."""
+        """Asks all watched predictors, and prefetches what the adopted one predicts."""
         clock = self._clock
         begun_s = clock()
         absent = frozenset(self._target.absent(coming, self._all_experts))
@@ -226,11 +226,11 @@ class Prefetcher:
             self._bring(coming, next((ranked for score, ranked in said if score is adopted), ()), adopted)
 
     def _bring(self, layer: int, ranked: Ranked, adopted: Score) -> None:
-        """Begins to bring those predicted whose bringing pays, as many as arrive in time."""
+        """Prefetches the predicted experts that are worth it, as many as can arrive in time."""
         if not ranked:
             return
         begun_s = self._clock()
-        self._foretold[layer] = {expert for expert, _ in ranked}
+        self._predicted[layer] = {expert for expert, _ in ranked}
         accepts = adopted.accepts
         worthy = [expert for expert, probability in ranked if accepts[bucket_of(probability)]]
         if not (worthy or self._adoption.is_free):
@@ -240,7 +240,7 @@ class Prefetcher:
         self._worth.called(self._clock() - begun_s)
 
     def _room(self) -> int:
-        """How many prefetches that begin now save anything."""
+        """How many prefetches started now would still save time."""
         room = self._worth.times.room(self._distance.lead_s, self._target.backlog_bytes)
         return room if self._adoption.is_free else max(room, 1)
 
@@ -248,13 +248,13 @@ class Prefetcher:
         if not experts:
             return
         aging, step = self._aging, self._steps
-        dead = aging.dead(layer, len(experts), step, self._foretold, self._target)
-        begun = self._target.prefetch(layer, experts, aging.leaving(dead, step))
+        dead = aging.dead(layer, len(experts), step, self._predicted, self._target)
+        begun = self._target.prefetch(layer, experts, aging.evicting(dead, step))
         self._worth.asked(len(experts), begun)
         if begun:
             self._prefetched += begun
             self._brought[layer] = experts[:begun]
-            aging.brought(layer, experts[:begun], step)
+            aging.prefetched(layer, experts[:begun], step)
 
     def _evaluate(self) -> None:
         missing = max((score.missing for score in self._scores), default=0.0)
@@ -263,7 +263,7 @@ class Prefetcher:
             score.evaluate(now)
         self._adopt()
         if self._distance.choose(self._worth.times, missing):
-            for claims in (self._claims, self._foretold, self._brought):
+            for claims in (self._claims, self._predicted, self._brought):
                 claims.clear()
             self._worth.changed()
             for score in self._scores:
@@ -271,14 +271,14 @@ class Prefetcher:
 
     def _adopt(self) -> None:
         adopted = self._adoption.decide(self._scores, self._distance.layer_s * self._layers)
-        if adopted is None:  # then who is there is not followed
+        if adopted is None:  # without prefetching, recency is not tracked
             self._aging.clear()
-            self._aging.fade()
-            self._worth.doubt()
+            self._aging.decay()
+            self._worth.decay()
 
 
 def _interval(cost_s: float) -> int:
-    """The least power of two of steps that keeps the cost within its budget."""
+    """The smallest power of two of steps that keeps the cost within budget."""
     return int(min(_RAREST, 2 ** max(0, math.ceil(math.log2(max(cost_s, 1e-9) / _WATCH_BUDGET_S)))))
 
 
@@ -295,14 +295,14 @@ def make_prefetcher(
     trace: RoutingTrace | None = None,
     pools: Sequence[int] | None = None,
 ) -> Prefetcher | None:
-    """See `Prefetcher`; None if `choice` is `off`, or there is nothing to predict or nobody who could.
+    """See `Prefetcher`; None if `choice` is `off`, there is nothing to predict, or no predictor is available.
 
     Args:
-        layers: of the target; its numbers are those of `gates`, `trace` and `learning` too.
+        layers: of the target; `gates`, `trace` and `learning` use the same numbers.
         choice: as in the engine's configuration.
         gates: of each layer.
         learning: of the trained predictor; the prefetcher closes it.
-        trace: that the correlation table starts from.
+        trace: initial counts of the correlation table.
     """
     limit = min(2 * per_token, experts)
     makers: dict[str, Callable[[], Predictor]] = {

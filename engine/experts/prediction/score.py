@@ -1,4 +1,4 @@
-"""How good predictors are on the live routing, in seconds: which is in use, what a prefetch is worth, how far ahead."""
+"""Scores predictors on the live routing, in seconds: which one to use, what a prefetch is worth, how far ahead."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.predictors import Predictor, Ranked
 from engine.experts.prediction.target import PrefetchTimes
 
-_PULL = 0.02
-"""Weight of one layer in what is followed: how long a layer takes, what a prefetch saves and costs."""
+_EWMA_WEIGHT = 0.02
+"""Weight of one layer in the moving averages of layer times and of what a prefetch saves and costs."""
 _CONTENTION = 0.25
-"""Of its time that a copy takes from others who use the same memory meanwhile: RAM is a few times as fast as a link."""
-_FADING = 0.98
+"""Share of a copy's time lost by other users of RAM, which is a few times as fast as a link."""
+_DECAY = 0.98
 _ASSUMED_CALL_S = 10e-6
 _REMEMBERED = 1000.0
 BUCKETS = 8
-"""Probabilities are told apart so finely; what each is worth is measured."""
+"""Predictions are grouped by probability into this many buckets, whose precision is measured."""
 _MEMORY = 4096.0
-"""Layers after which what was counted is halved."""
-_DOUBT = 2.0
-"""Experts of a bucket that are taken to have been predicted for nothing before any was counted."""
+"""Layers after which the counts are halved."""
+_PRIOR_WRONG = 2.0
+"""Prior count of wrong predictions in each bucket."""
 _CORES = os.cpu_count() or 1
 _EVIDENCE_LAYERS = 200
-"""Layers that a predictor must have been compared on before it is believed."""
+"""Layers that a predictor must have been compared on before it can be adopted."""
 _LEAST_GAIN = 0.005
-"""Of a step's time: a smaller gain is not worth the change."""
+"""Share of a step's time: a smaller gain is not worth a change."""
 _BETTER = 1.2
-"""So many times the gain of the one in use is needed to replace it."""
+"""Factor by which a predictor's gain must exceed that of the one in use to replace it."""
 MOST_AHEAD = 4
-"""Layers: what is predicted for later is hardly ever right."""
+"""Layers: predictions further ahead are hardly ever right."""
 _PATIENCE = 3
-"""Choices that must agree before it changes: what was counted for another distance is worth nothing then."""
+"""Consecutive choices that must differ before the distance changes, because a change discards all counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class PredictorReport:
-    """One predictor, measured on the recent routing whether it was in use or not.
+    """One predictor, measured on recent routing whether it was in use or not.
 
     Attributes:
         name: as in the engine's configuration.
-        layers: how often it was compared with what a layer wanted.
-        hit_rate: of the experts that were wanted and not there, the share that was predicted.
-        precision: of the experts that were predicted and not there, the share that was wanted.
-        cost_s: of its own computation, seconds a step, as far as the step waits for it.
-        gain_s: seconds a step that its use saves, after its cost, what it brings for nothing and whom that drives out.
+        layers: how many layers it was compared on.
+        hit_rate: share predicted, of the experts that were needed and absent.
+        precision: share needed, of the experts that were predicted and absent.
+        cost_s: seconds per step that the step waits for the predictor.
+        gain_s: seconds per step that using it saves, net of its cost, wasted prefetches and their evictions.
     """
 
     name: str
@@ -60,16 +60,16 @@ class PredictorReport:
 
 @dataclass(frozen=True, slots=True)
 class PredictionReport:
-    """The prefetcher.
+    """State of the prefetcher.
 
     Attributes:
-        adopted: who predicts now, None if nobody does.
-        ahead: how many layers ahead.
-        steps: decode steps seen.
-        prefetched: experts whose bringing was begun; used: those that the layer then wanted; wasted: those it did not.
-        predictors: all that could be asked.
-        is_training: whether a learnt predictor is being trained now.
-        note: what the user should know, as one sentence.
+        adopted: name of the predictor in use, None if none is.
+        ahead: prefetch distance in layers.
+        steps: decode steps observed.
+        prefetched: prefetches started; used: those whose expert the layer then needed; wasted: those it did not.
+        predictors: all available ones.
+        is_training: whether a predictor is being trained now.
+        note: a sentence for the user, if there is a problem.
     """
 
     adopted: str | None
@@ -84,15 +84,15 @@ class PredictionReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What the worth of a prefetch depends on besides the predictor.
+class Conditions:
+    """What the value of a prefetch depends on, other than the predictor.
 
     Attributes:
-        saved_s: what the first, second... prefetch for a layer saves if its expert is wanted, as things have been.
-        waste_s: what one for nothing costs: urgent copies that it delays, somebody wanted whom it drives out.
-        call_s: of asking the target, for each layer.
-        placed: share of the prefetches asked for that found a slot.
-        layers: of a step.
+        saved_s: recent average of what the first, second... prefetch for a layer saves if its expert is needed.
+        waste_s: cost of a wasted prefetch: urgent copies that it delays, and a later miss on the expert it evicts.
+        call_s: time to call the target, per layer.
+        placed: share of the requested prefetches that got a slot.
+        layers: per step.
     """
 
     saved_s: tuple[float, ...]
@@ -103,11 +103,11 @@ class Circumstances:
 
 
 class Worth:
-    """Follows how prefetches fare.
+    """Tracks what prefetches save and cost.
 
     Args:
-        times: what they take and save if nothing else is on its way.
-        places: most prefetches for a layer.
+        times: returns what they take and save with an empty backlog.
+        places: maximum prefetches per layer.
     """
 
     def __init__(self, times: Callable[[], PrefetchTimes], places: int) -> None:
@@ -119,43 +119,44 @@ class Worth:
         self._asked = self._begun = 1.0
 
     def look(self, lead_s: float, backlog_bytes: int) -> None:
-        """So much is on its way at this moment, `lead_s` before a layer."""
+        """Records the backlog `lead_s` before a layer."""
         saved_s = [self.times.saved_s(place, lead_s, backlog_bytes) for place in range(self._places)]
         if self._saved_s is None:
             self._saved_s = saved_s
-        self._saved_s = [old + _PULL * (new - old) for old, new in zip(self._saved_s, saved_s, strict=True)]
+        self._saved_s = [old + _EWMA_WEIGHT * (new - old) for old, new in zip(self._saved_s, saved_s, strict=True)]
 
     def asked(self, asked: int, begun: int) -> None:
-        """So many of the prefetches that were asked for have begun."""
+        """Records how many of the requested prefetches were started."""
         self._asked += asked
         self._begun += begun
         if self._asked > _REMEMBERED:
             self._asked, self._begun = self._asked / 2, self._begun / 2
 
     def called(self, took_s: float) -> None:
-        """What a layer's prefetches took of the step's time."""
-        self._call_s += _PULL * (min(took_s, 4 * self._call_s) - self._call_s)
+        """Records the time that a layer's prefetches took on the decoding thread."""
+        self._call_s += _EWMA_WEIGHT * (min(took_s, 4 * self._call_s) - self._call_s)
 
-    def doubt(self) -> None:
-        """Nobody prefetches: it may be that there are places again."""
-        self._asked, self._begun = (1 + _FADING * (count - 1) for count in (self._asked, self._begun))
+    def decay(self) -> None:
+        """Decays the share of placed prefetches while there are none, because slots may be free again."""
+        self._asked, self._begun = (1 + _DECAY * (count - 1) for count in (self._asked, self._begun))
 
     def changed(self) -> None:
-        """What was seen holds for another distance."""
+        """Discards averages after a change of distance."""
         self._saved_s = None
 
-    def now(self, missing: float, layer_s: float, layers: int, aging: Aging) -> Circumstances:
-        """
+    def now(self, missing: float, layer_s: float, layers: int, aging: Aging) -> Conditions:
+        """The current conditions.
+
         Args:
-            missing: experts that a layer wants and that are not there, on average.
-            layer_s: of one layer.
-            layers: of a step.
-            aging: knows who was driven out in error.
+            missing: average number of experts per layer that are needed and absent.
+            layer_s: time of one layer.
+            layers: per step.
+            aging: gives the cost of evictions.
         """
         times = self.times = self._measure()
-        # An urgent copy that finds a wasted one on the link waits for it: as often as the link has urgent copies.
+        # An urgent copy waits for a wasted one on the link, with the probability that the link has urgent copies.
         busy = min(1.0, missing * times.urgent_share * times.arrival_s / layer_s) if layer_s else 0.0
-        return Circumstances(
+        return Conditions(
             saved_s=tuple(self._saved_s or [0.0] * self._places),
             waste_s=max(busy, _CONTENTION) * times.arrival_s + aging.regret * times.miss_s,
             call_s=self._call_s,
@@ -165,15 +166,15 @@ class Worth:
 
 
 class Score:
-    """Of one predictor.
+    """Score of one predictor.
 
-    What a prediction is worth is judged on the experts that were not there when it was made: the others need none.
+    Predictions are judged only on experts that were absent when they were made: the others need no prefetch.
 
     Attributes:
-        accepts: for each bucket, whether a prefetch of an expert predicted with such a probability pays.
-        gain_s: seconds a step.
-        cost_s: of a layer's prediction: what the step waits for, and a core's share of what is computed beside it.
-        interval: it is compared with what happens in every so many steps; a power of two.
+        accepts: for each bucket, whether prefetching an expert with a probability in it pays off.
+        gain_s: seconds per step.
+        cost_s: per layer: the time that the step waits, plus background time divided by the number of cores.
+        interval: the predictor is compared in one of so many steps; a power of two.
     """
 
     def __init__(self, predictor: Predictor, width: int) -> None:
@@ -186,22 +187,22 @@ class Score:
         self.forget()
 
     def forget(self) -> None:
-        """Starts to count again, because something has changed."""
+        """Resets the counts, because conditions have changed."""
         self.layers = self._recent = 0.0
-        self._wanted = self._found = self._told = 0.0
+        self._wanted = self._found = self._predicted = 0.0
         self._offered, self._used = [0.0] * BUCKETS, [0.0] * BUCKETS
 
     @property
     def missing(self) -> float:
-        """Experts that a layer wanted and that were not there, on average."""
+        """Average number of experts per layer that were needed and absent."""
         return self._wanted / self._recent if self._recent else 0.0
 
     def count(self, ranked: Ranked, absent: Collection[int], wanted: Collection[int]) -> None:
-        """Compares a prediction with what came.
+        """Compares a prediction with the actual routing.
 
         Args:
-            absent: all experts of the layer that were not there when it was made.
-            wanted: those of them that the layer wanted.
+            absent: all experts of the layer that were absent when it was made.
+            wanted: those of them that the layer used.
         """
         self.layers += 1
         self._recent += 1
@@ -214,31 +215,31 @@ class Score:
             self._offered[bucket] += 1
             self._used[bucket] += hit
             if rank < self._width:
-                self._told += 1
+                self._predicted += 1
                 self._found += hit
         if self._recent >= _MEMORY:
             self._recent /= 2
-            self._wanted, self._found, self._told = self._wanted / 2, self._found / 2, self._told / 2
+            self._wanted, self._found, self._predicted = self._wanted / 2, self._found / 2, self._predicted / 2
             self._offered = [count / 2 for count in self._offered]
             self._used = [count / 2 for count in self._used]
 
     def time(self, observing_s: float, predicting_s: float) -> None:
-        """A layer took so long of the step's time."""
+        """Records the time taken for one layer."""
         took_s = observing_s + predicting_s + self.predictor.beside_s / _CORES
         if self.cost_s == 0:
             self.cost_s = took_s
-        # Once in a while the system gives the core to somebody else: that is not its cost.
+        # Clamped, because preemption is not the predictor's cost.
         self.cost_s += 0.05 * (min(took_s, 4 * self.cost_s) - self.cost_s)
 
-    def evaluate(self, now: Circumstances) -> None:
-        """Says what would pay, and what that gains."""
+    def evaluate(self, now: Conditions) -> None:
+        """Updates `accepts` and `gain_s`."""
         if not self._recent:
             return
         rates = [offered / self._recent for offered in self._offered]
-        precisions = [used / (offered + _DOUBT) for used, offered in zip(self._used, self._offered, strict=True)]
+        precisions = [used / (offered + _PRIOR_WRONG) for used, offered in zip(self._used, self._offered, strict=True)]
         self.accepts = [p * now.saved_s[0] > (1 - p) * now.waste_s for p in precisions]
         count = sum(rate for rate, accepted in zip(rates, self.accepts, strict=True) if accepted)
-        # Those that come after others arrive later, and save less or nothing.
+        # Prefetches queued behind others arrive later, and save less or nothing.
         places = now.saved_s[: max(1, round(count))]
         saved_s = sum(places) / len(places)
         gain_s = sum(
@@ -249,27 +250,27 @@ class Score:
         self.gain_s = now.layers * (gain_s - self.cost_s - now.call_s)
 
     def report(self, layers: int) -> PredictorReport:
-        """For steps of so many layers."""
+        """The report, for steps of so many layers."""
         return PredictorReport(
             name=self.predictor.name,
             layers=int(self.layers),
             hit_rate=self._found / self._wanted if self._wanted else 0.0,
-            precision=self._found / self._told if self._told else 0.0,
+            precision=self._found / self._predicted if self._predicted else 0.0,
             cost_s=self.cost_s * layers,
             gain_s=self.gain_s,
         )
 
 
 def bucket_of(probability: float) -> int:
-    """Which of the `BUCKETS` a probability falls into."""
+    """Index of the bucket that a probability falls into."""
     return min(int(probability * BUCKETS), BUCKETS - 1)
 
 
 class Adoption:
-    """Keeps the adopted predictor until another one is clearly better, or it loses.
+    """Keeps the adopted predictor until another is clearly better, or it no longer gains.
 
     Args:
-        choice: the name of the one to use whatever it gains; None to choose.
+        choice: name of the predictor to use regardless of its gain; None to choose by gain.
     """
 
     def __init__(self, choice: str | None) -> None:
@@ -278,7 +279,7 @@ class Adoption:
 
     @property
     def is_free(self) -> bool:
-        """Whether what gains is used, not what was asked for."""
+        """Whether the predictor is chosen by gain rather than by name."""
         return self._choice is None
 
     def decide(self, scores: Sequence[Score], step_s: float) -> Score | None:
@@ -307,11 +308,11 @@ def _gain(score: Score) -> float:
 
 
 class Distance:
-    """Measures how long a layer takes, and from that how many layers ahead to be.
+    """Measures how long a layer takes, and derives the prefetch distance.
 
     Attributes:
-        layers: ahead.
-        layer_s: of one layer; 0 while none was seen.
+        layers: prefetch distance.
+        layer_s: time of one layer; 0 before the first.
     """
 
     def __init__(self, layers: int) -> None:
@@ -322,20 +323,20 @@ class Distance:
 
     @property
     def lead_s(self) -> float:
-        """From a prediction to the moment that its layer is computed."""
+        """Time from a prediction to the computation of its layer."""
         return self.layers * self.layer_s
 
     def observe(self, took_s: float) -> None:
-        """From one layer to the next.  A pause (another request, a suspended machine) is no layer's time."""
+        """Records the time from one layer to the next, clamped to ignore pauses (another request, suspend)."""
         if self.layer_s == 0:
             self.layer_s = took_s
-        self.layer_s += _PULL * (min(took_s, 4 * self.layer_s) - self.layer_s)
+        self.layer_s += _EWMA_WEIGHT * (min(took_s, 4 * self.layer_s) - self.layer_s)
 
     def choose(self, times: PrefetchTimes, missing: float) -> bool:
-        """Whether `layers` has changed.
+        """Updates `layers`; whether it has changed.
 
         Args:
-            missing: experts that a layer wants and that are not there, on average.
+            missing: average number of experts per layer that are needed and absent.
         """
         if not self.layer_s:
             return False

@@ -1,4 +1,4 @@
-"""Where experts are brought ahead of need, and what that takes and saves, over a link and from a disk."""
+"""Where experts are prefetched to, and what that takes and saves, over a link and from a disk."""
 
 from __future__ import annotations
 
@@ -12,47 +12,46 @@ from engine.experts.latency import LatencyModel
 from engine.experts.vram_cache import VramCounters
 
 _MEASURED_RECORDS = 64
-"""Records that must have been read before what a disk has done says what it can do."""
+"""Records that must have been read before the disk's measured bandwidth is used."""
 _ASSUMED_BYTES_PER_S = 1e9
 
 
 class PrefetchTarget(Protocol):
-    """A cache of experts that takes some before they are asked for: slots in RAM over disk, or in VRAM over RAM."""
+    """A cache that experts can be prefetched to: slots in RAM over disk, or in VRAM over RAM."""
 
     @property
     def backlog_bytes(self) -> int:
-        """What is on its way already."""
+        """Bytes in flight."""
         ...
 
     def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Those of `experts` that are neither there nor on their way, in the same order.  Counts as no use."""
+        """Those of `experts` that are neither resident nor arriving, in the same order.  Not counted as a use."""
         ...
 
     def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """Begins to bring experts, in this order, as far as there are free slots or dead ones.
+        """Starts copying experts, in this order, while there are free slots or `dead` experts to evict.
 
         Args:
-            dead: (layer, expert) that may leave for them, read only as far as it is needed.
+            dead: (layer, expert) pairs that may be evicted, consumed only as needed.
 
         Returns:
-            How many have been begun: the first ones of those that were absent.
+            How many copies were started: of the first absent ones.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTimes:
-    """What it takes to bring an expert, and what it saves if it is there.
+    """What it takes to copy an expert, and what it saves if it is resident.
 
     Attributes:
         record_nbytes: bytes of an expert.
-        arrival_s: seconds that one expert takes from the moment when those before it have arrived.
-        miss_s: what a step loses for one more expert that is not there.
-        hit_s: what it takes if it is there.
-        late_saves: whether an expert that is still on its way is waited for, so that having begun early has helped;
-            if not, it is computed elsewhere as if nothing had been begun.
-        urgent_share: of the experts that are not there, how many are brought at once because of that: those a
-            prefetch can get in the way of.
+        arrival_s: seconds from the arrival of the previous expert in the queue to the arrival of this one.
+        miss_s: seconds that one more miss costs a step.
+        hit_s: seconds that a hit takes.
+        late_saves: whether the step waits for an expert in flight, so that a late prefetch still helps; if not, the
+            expert is computed elsewhere as if it had not been prefetched.
+        urgent_share: share of misses that are copied at once, and that a prefetch can therefore delay.
     """
 
     record_nbytes: int
@@ -62,21 +61,21 @@ class PrefetchTimes:
     late_saves: bool
     urgent_share: float
 
-    def saved_s(self, ahead_of: int, time_left_s: float, backlog_bytes: int = 0) -> float:
-        """What a prefetch saves if its expert is wanted.
+    def saved_s(self, queued: int, time_left_s: float, backlog_bytes: int = 0) -> float:
+        """Seconds that a prefetch saves if its expert is needed.
 
         Args:
-            ahead_of: prefetches that go before it.
-            time_left_s: until the layer comes.
+            queued: prefetches queued before it.
+            time_left_s: until the layer runs.
         """
-        arrives_s = (ahead_of + 1 + backlog_bytes / self.record_nbytes) * self.arrival_s
+        arrives_s = (queued + 1 + backlog_bytes / self.record_nbytes) * self.arrival_s
         late_s = max(0.0, arrives_s - time_left_s)
         if not self.late_saves:
             return self.miss_s - self.hit_s if late_s == 0 else 0.0
         return max(0.0, self.miss_s - self.hit_s - late_s)
 
     def room(self, time_left_s: float, backlog_bytes: int = 0) -> int:
-        """How many prefetches, one after the other, save anything: `saved_s` is not 0 for them."""
+        """How many queued prefetches save anything, that is, have a `saved_s` above 0."""
         if self.miss_s <= self.hit_s:
             return 0
         if self.arrival_s <= 0:
@@ -87,13 +86,13 @@ class PrefetchTimes:
 
 
 def over_link(latency: LatencyModel, counters: Sequence[VramCounters]) -> PrefetchTimes:
-    """For slots on a device over records in RAM.
+    """Times for slots on a device over records in RAM.
 
-    An expert that is not there is computed on the CPU or fetched, and both are done at once: with a share f of them
-    fetched, one more of them takes max((1 - f) cpu_lat, f (trans_lat + gpu_lat)).
+    Misses are computed on the CPU or fetched, concurrently: with a share f of them fetched, one more miss takes
+    max((1 - f) cpu_lat, f (trans_lat + gpu_lat)).
 
     Args:
-        counters: of the devices' caches, which say how misses have been served so far.
+        counters: of the devices' caches, for how misses have been served so far.
     """
     hit_s = latency.gpu_s(1)
     fetched_s = latency.transfer_s + hit_s
@@ -111,7 +110,7 @@ def over_link(latency: LatencyModel, counters: Sequence[VramCounters]) -> Prefet
 
 
 def over_disk(disk: DiskTier, record_nbytes: int) -> PrefetchTimes:
-    """For slots in RAM over a bank on disk, of which a step waits for every expert that is not there."""
+    """Times for slots in RAM over a bank on disk, where a step waits for every miss."""
     read_bytes, busy_s = disk.bytes_read, disk.busy_s
     is_measured = busy_s > 0 and read_bytes >= _MEASURED_RECORDS * record_nbytes
     rate = read_bytes / busy_s if is_measured else _ASSUMED_BYTES_PER_S

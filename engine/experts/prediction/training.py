@@ -1,4 +1,4 @@
-"""Trains DuoServe's predictor on recorded routes (section 4.2), and keeps it: one safetensors file for each model."""
+"""Trains DuoServe's predictor on recorded routes (section 4.2), and stores it as one safetensors file per model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from engine.experts.replay.trace_file import RoutingTrace
 
 BATCH = 256
 _HELD_BACK = 0.1
-"""Of the tokens, the latest: what is learnt is judged on them."""
+"""Share of the tokens, the latest ones, held out for validation."""
 _PATIENCE = 3
-"""Epochs without a better result on them."""
+"""Epochs without improvement before training stops."""
 LEAST_TOKENS = 64
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class TrainedMlp:
 
     Attributes:
         widths: of its hidden layers.
-        loss: eq. 6 for each expert, on tokens that it was not trained on.
+        loss: eq. 6 per expert, on the held-out tokens.
     """
 
     model: ExpertMlp
@@ -48,7 +48,7 @@ class TrainedMlp:
 
 
 class TrainingCancelled(Exception):  # noqa: N818
-    """It was cancelled; nothing is to be saved."""
+    """The training was cancelled and has no result."""
 
 
 def train(
@@ -61,15 +61,17 @@ def train(
     seed: int = 0,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> TrainedMlp:
-    """The network that did best on the last tenth of the trace.  The same seed, trace and machine: the same network.
+    """Trains on the trace, keeping the network with the best loss on the last tenth of it.
+
+    The result is reproducible for the same seed, trace and machine.
 
     Args:
-        distance: layers from the last known one to the one that is predicted.
-        cancelled: asked before every batch.
+        distance: layers from the last known one to the predicted one.
+        cancelled: polled before every batch.
 
     Raises:
-        TrainingCancelled: as asked.
-        ValueError: the trace has too few tokens or layers to learn anything.
+        TrainingCancelled: `cancelled` returned true.
+        ValueError: the trace has too few tokens or layers.
     """
     layers, experts = trace.layers, trace.num_experts
     held_back = _held_back(trace)
@@ -78,10 +80,10 @@ def train(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         chosen = torch.from_numpy(trace.experts.astype("int64"))
-        learnt_from = RoutingTrace(
+        training_trace = RoutingTrace(
             trace.experts[:-held_back], trace.weights[:-held_back], trace.sequence_starts, experts
         )
-        statistics = RoutingStatistics.of(learnt_from, distance)
+        statistics = RoutingStatistics.of(training_trace, distance)
         model = ExpertMlp(layers, experts, widths)
         optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
         samples = _samples(chosen[:-held_back], distance)
@@ -93,7 +95,7 @@ def train(
                 if cancelled():
                     raise TrainingCancelled
                 if len(batch) < 2:
-                    continue  # a batch norm needs two
+                    continue  # batch norm needs at least two samples
                 optimizer.zero_grad(set_to_none=True)
                 loss = _loss(model, statistics, chosen, batch)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -109,18 +111,18 @@ def train(
 
 
 def loss_on(trained: TrainedMlp, trace: RoutingTrace) -> float:
-    """What `TrainedMlp.loss` would be on this trace: who was trained on an earlier one is judged by the same tokens."""
+    """Loss on the held-out tokens of this trace, to compare predictors trained on different traces."""
     chosen = torch.from_numpy(trace.experts.astype("int64"))
     samples = _judged_samples(trace, trained.statistics.distance)
     return _judge(trained.model, trained.statistics, chosen, samples)
 
 
 def paths(chosen: torch.Tensor, last: torch.Tensor, experts: int) -> torch.Tensor:
-    """What was chosen up to the last known layer, as `ExpertMlp` takes it: [B, L * k].
+    """The choices up to the last known layer, in the format of `ExpertMlp`: [B, L * k].
 
     Args:
         chosen: int64 [B, L, k], -1 for none.
-        last: [B], the last layer that is known.
+        last: [B], the last known layer.
     """
     layers = chosen.shape[1]
     offsets = torch.arange(layers)[None, :, None]
@@ -168,19 +170,19 @@ def _judge(model: ExpertMlp, statistics: RoutingStatistics, chosen: torch.Tensor
 
 
 def mlp_file(model_key: str) -> Path:
-    """Where the predictor of a model is kept.
+    """File of a model's predictor.
 
     Args:
-        model_key: whatever tells this model's routing from any other's, such as the checkpoint's fingerprint.
+        model_key: identifies the model's routing, for example the checkpoint's fingerprint.
     """
     return cache_dir() / "predictors" / f"{hashlib.sha256(model_key.encode()).hexdigest()[:32]}.safetensors"
 
 
 def save_mlp(trained: TrainedMlp, path: Path) -> None:
-    """Writes it in place of an earlier one.
+    """Writes the predictor, replacing an earlier one.
 
     Raises:
-        OSError: it could not be written; what was there is still there.
+        OSError: the write failed; the previous file is unchanged.
     """
     statistics = trained.statistics
     tensors = {f"model.{name}": value.contiguous() for name, value in trained.model.state_dict().items()}
@@ -195,10 +197,10 @@ def save_mlp(trained: TrainedMlp, path: Path) -> None:
 
 
 def load_mlp(path: Path, layers: int, experts: int) -> TrainedMlp | None:
-    """The predictor in a file; None where there is none.
+    """Loads the predictor from a file; None if the file does not exist.
 
     Raises:
-        ValueError: what is there is damaged, of another version, or of a model of another shape.
+        ValueError: the file is damaged, of another version, or for a model of another shape.
     """
     try:
         content = path.read_bytes()
@@ -219,18 +221,18 @@ def load_mlp(path: Path, layers: int, experts: int) -> TrainedMlp | None:
             raise ValueError("another model's shape")
         if statistics.affinity.shape != (layers - distance, experts, experts) or not 0 < len(widths) <= 16:
             raise ValueError("another model's shape")
-        with torch.random.fork_rng(devices=[]):  # nobody's dice are thrown for weights that are replaced at once
+        with torch.random.fork_rng(devices=[]):  # initialising weights must not advance the global RNG
             model = ExpertMlp(layers, experts, widths)
         model.load_state_dict({name.removeprefix("model."): value for name, value in tensors.items()})
         if not all(bool(value.isfinite().all()) for value in model.state_dict().values()):
-            raise ValueError("numbers that cannot be")
+            raise ValueError("weights that are not finite")
         return TrainedMlp(model.eval(), statistics, widths, float(metadata["loss"]))
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, RecursionError, MemoryError) as error:
         raise ValueError(f"{path.name} is not a predictor of this model ({error})") from error
 
 
-def load_or_tell(path: Path, layers: int, experts: int) -> tuple[TrainedMlp | None, str | None]:
-    """As `load_mlp`, but a file that is of no use is ignored: (None, a sentence for the user)."""
+def load_if_usable(path: Path, layers: int, experts: int) -> tuple[TrainedMlp | None, str | None]:
+    """As `load_mlp`, but logs and ignores an unusable file: (None, a sentence for the user)."""
     try:
         return load_mlp(path, layers, experts), None
     except ValueError as error:

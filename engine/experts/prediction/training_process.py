@@ -1,4 +1,4 @@
-"""Run as a program by `engine.experts.prediction.learning`: ROUTES.npz PREDICTOR.safetensors OPTIONS."""
+"""Program run by `engine.experts.prediction.learning`: ROUTES.npz PREDICTOR.safetensors OPTIONS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
             os.nice(19)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     trace_file, target, options = arguments
-    from engine.experts.prediction.training import load_or_tell, loss_on, save_mlp, train
+    from engine.experts.prediction.training import load_if_usable, loss_on, save_mlp, train
     from engine.experts.replay.trace_file import read_trace
 
     try:
@@ -25,8 +25,8 @@ def main(arguments: list[str]) -> int:
         trained = train(trace, **json.loads(options))
     except ValueError:
         return 3
-    # One that has seen more than is remembered now may know more.
-    earlier, _ = load_or_tell(Path(target), trace.layers, trace.num_experts)
+    # An earlier predictor may be better, having seen more steps than the ring buffer still has.
+    earlier, _ = load_if_usable(Path(target), trace.layers, trace.num_experts)
     if (
         earlier is None
         or earlier.statistics.distance != trained.statistics.distance
@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Our input ends when whoever started us does, however that came."""
-    while os.read(0, 4096):  # not `sys.stdin`, whose lock Python wants back when it ends
+    """Exits at end of file on stdin, which happens however the parent process ends."""
+    while os.read(0, 4096):  # not `sys.stdin`, whose lock would block the interpreter's shutdown
         pass
     os._exit(1)
 
