@@ -1,4 +1,4 @@
-"""Records with matrices in tiles: the same parts as the plain record's, each in a format of its own."""
+"""Record layouts with tiled quantised matrices: the parts of the plain record, each in its own format."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PAIRED = "gate_up_proj"
 class QuantisedLayout(RecordLayout):
     """Where the parts of a quantised expert lie.
 
-    A matrix `name` of the plain layout that has a format in tiles is several parts here: `name` (tiles), `name_scales`
-    and what else the format has; everything else is as it was.
+    A matrix `name` of the plain layout with a tiled format becomes several parts: `name` (tiles), `name_scales`, and
+    any others that the format has.  All other parts are unchanged.
 
     Attributes:
-        formats: name of each matrix in tiles, and its format.
-        plain: the layout of the same expert before it was quantised, which is how checkpoints are read.
+        formats: name and format of each tiled matrix.
+        plain: layout of the same expert before quantisation, in which checkpoints are read.
         pairing: of the rows of `gate_up_proj`.
     """
 
@@ -62,18 +62,18 @@ class QuantisedLayout(RecordLayout):
         return self.plain
 
     def is_tiled(self, name: str) -> bool:
-        """Whether the matrix `name` is in tiles."""
+        """Whether the matrix `name` is tiled."""
         return any(name == tiled for tiled, _ in self.formats)
 
     def tiled_shape(self, name: str) -> TiledShape:
-        """Of the matrix `name`, which is in tiles."""
+        """Shape of the tiled matrix `name`."""
         rows, columns = next(part.shape for part in self.plain.parts if part.name == name)
         return TiledShape(rows, columns, dict(self.formats)[name], self.pairing if name == _PAIRED else Pairing.PLAIN)
 
     def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix:
         """The matrix `name` of one expert, as views of its record.
 
-        `rows` are the parts by name, one view per expert, as a `BankLayer` has them.
+        `rows` are the parts by name, one view per expert, as in `BankLayer.rows`.
         """
         zeros, table = rows.get(f"{name}_zeros"), rows.get(f"{name}_table")
         return TiledMatrix(
@@ -87,7 +87,7 @@ class QuantisedLayout(RecordLayout):
     def quantise_record(self, plain: torch.Tensor, target: torch.Tensor, kernels: NativeKernels | None = None) -> None:
         """Quantises one record: `plain`, uint8 [plain.nbytes], to `target`, uint8 [nbytes], aligned as records are.
 
-        The bytes between the parts are zeroed, so that equal experts are equal bytes.
+        Padding between the parts is zeroed, so that equal experts have equal bytes.
         """
         source = self._views(self.plain, plain)
         target.zero_()
@@ -104,7 +104,7 @@ class QuantisedLayout(RecordLayout):
 
 
 def quantise_layer(plain: BankLayer, target: BankLayer, kernels: NativeKernels | None = None) -> None:
-    """Quantises all experts of `plain`, in RAM, into the records of `target`, wherever they are."""
+    """Quantises all experts of `plain`, in RAM, into the records of `target`, on any device."""
     layout = target.layout
     assert isinstance(layout, QuantisedLayout)
     here = target.device.type == "cpu"

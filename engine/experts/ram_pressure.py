@@ -1,4 +1,4 @@
-"""When a cache in RAM should become smaller, because other programs need the memory, and when it may grow again."""
+"""Decides when a cache in RAM should shrink because other programs need memory, and when it may grow again."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engine.devices.host_memory import available_ram
 _MOST_RESERVED = 512 * 2**20
 _RESERVED_SHARE = 20
 _LOOK_S = 0.25
-"""Asking the system takes about 0.1 ms: less often than steps come, more often than memory runs out."""
+"""Querying the system takes about 0.1 ms, too long for every step; memory does not run out faster than this."""
 _PATIENCE_S = 10.0
-"""After shrinking: whoever took the memory may want more of it."""
+"""Delay before growing again after a shrink, as the other program may need more memory."""
 _STEP_SHARE = 32
-"""A change by less than one part in so many is not worth it."""
+"""Growth of less than one part in so many of the budget is not worth it."""
 
 
 class RamPressure:
-    """Watches what the machine has left.
+    """Monitors the machine's available RAM.
 
     Args:
-        budget: bytes that the cache may take while there is enough for all.
-        reserve: bytes to leave to others; `None` is a twentieth of what is free now, at most 512 MiB.
-        available: bytes that may be allocated now.
+        budget: bytes that the cache may use while there is enough RAM.
+        reserve: bytes to leave to other programs; `None` is a twentieth of what is free now, at most 512 MiB.
+        available: returns the bytes that can be allocated now.
         clock: seconds.
     """
 
@@ -42,15 +42,15 @@ class RamPressure:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
+        """Whether the next check is due."""
         return self._clock() >= self._look_at_s
 
     def advise(self, allowed: int, filled: int) -> int | None:
-        """The bytes that the cache should allow itself from now on, if that changes; `None` too if it is not due.
+        """The new limit of the cache in bytes; `None` if it does not change or the next check is not due.
 
         Args:
-            allowed: bytes that it allows itself now.
-            filled: bytes of these that it has taken.
+            allowed: current limit in bytes.
+            filled: bytes of it in use.
         """
         now_s = self._clock()
         if now_s < self._look_at_s:
@@ -59,9 +59,9 @@ class RamPressure:
         free = self._available()
         if free < self.reserve:
             self._grow_at_s = now_s + _PATIENCE_S
-            # A little more than is missing, or the next look would find the same.
+            # A little more than is missing, or the next check would find the same shortage.
             return max(0, min(allowed, filled - (self.reserve - free) - self.reserve // 8))
-        # What it allows itself but has not taken is counted as free, and will not be.
+        # Memory allowed but not filled yet still counts as free, so subtract it.
         spare = free - max(allowed - filled, 0) - 2 * self.reserve
         wanted = min(self.budget, allowed + spare // 2)
         if now_s < self._grow_at_s or wanted - allowed < self.budget // _STEP_SHARE:

@@ -1,4 +1,4 @@
-"""Experts in RAM over experts on disk: slots within a budget, filled by reads that run while others compute."""
+"""Experts in RAM over experts on disk: slots within a budget, filled by reads that overlap with computation."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Acquired:
-    """Experts of one layer that stay in their slots until they are released.
+    """Experts of one layer, pinned in their slots until released.
 
     Attributes:
         slots: expert -> its slot.
-        arriving: the experts among them whose bytes are not there yet -> done when they are.
-        left: experts that got no slot because all are in use: release these, then acquire those.
+        arriving: those still being read -> a future that is done when they have arrived.
+        left: experts that got no slot because all are in use; release the others, then acquire these.
     """
 
     layer: int
@@ -39,10 +39,10 @@ class Acquired:
     left: list[int] = field(default_factory=list)
 
     def wait(self) -> None:
-        """Returns when all of them are there.
+        """Blocks until all of them have arrived.
 
         Raises:
-            EngineError: one could not be read; the others are there or on their way all the same.
+            EngineError: one could not be read; the others have arrived or still will.
         """
         for arrival in self.arriving.values():
             arrival.result()
@@ -52,15 +52,15 @@ class RamTier:
     """A budget of RAM for the records of a bank on disk.  Safe to use from several threads.
 
     Args:
-        disk: where records come from; it stays open until this tier is closed, and is closed by its owner.
+        disk: source of the records; it must stay open until this tier is closed, and is closed by its owner.
         budget: bytes for records.
-        at_least: experts of one layer that must fit at once (as many as a token is routed to).
-        policy: of `engine.experts.cache.policies`, or `auto` for the one that would have hit most.
+        at_least: experts of one layer that must fit at once (the number a token is routed to).
+        policy: one of `engine.experts.cache.policies`, or `auto` for the one with the best hit rate.
         popularity: uses of each `key_of(layer, expert)` in a calibration, for the static policy.
-        pressure: says when the budget should change for the sake of other programs; `None`: it never does.
+        pressure: adapts the budget to the memory that other programs need; `None` keeps it fixed.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the least that would do.
+        EngineError: `NOT_ENOUGH_MEMORY`; the message gives the minimum.
     """
 
     def __init__(
@@ -100,68 +100,68 @@ class RamTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all slots may take: at most the budget."""
+        """Bytes of all slots, at most the budget."""
         return sum(group.nbytes for group in self._distinct)
 
     @property
     def note(self) -> str | None:
-        """One sentence for the user while there is less RAM for experts than was meant to be."""
+        """A sentence for the user while there is less RAM for experts than planned."""
         return self._lowered or self._refused
 
     @property
     def counters(self) -> TierCounters:
-        """A copy of what was counted so far: hits + late + misses is the number of experts that were given out."""
+        """A copy of the counters: hits + late + misses is the number of experts acquired."""
         with self._lock:
             return replace(self._counters)
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes that are on their way."""
+        """Bytes of the reads in flight."""
         return sum(group.tier.backlog_bytes for group in self._distinct)
 
     def capacity(self, layer: int) -> int:
-        """How many slots there are now for this layer and those that share them with it."""
+        """Current number of slots for this layer and those that share its pool."""
         self._check_open()
         return self._groups[layer].pool.capacity
 
     def key_of(self, layer: int, expert: int) -> Key:
-        """The cache's name of an expert."""
+        """The key of an expert."""
         return layer * self._stride + expert
 
     def slots(self, layer: int) -> BankLayer:
-        """The slots that this layer's experts come into, as kernels see them: their experts are the slots.
+        """The slots for this layer's experts, as a layer that kernels index by slot.
 
-        These are all slots that there may ever be; `capacity` of them are in use.
+        Includes all slots that there can ever be; `capacity` of them are in use.
         """
         return self._groups[layer].slots
 
     def resident(self, layer: int) -> dict[int, Slot]:
-        """The layer's experts that are in RAM now; they may leave at any time unless they are acquired."""
+        """The layer's experts in RAM now; they may be evicted at any time unless acquired."""
         with self._lock:
             return self._groups[layer].tier.residents(layer)
 
     @property
     def filled_nbytes(self) -> int:
-        """Bytes of the slots with somebody in them or on the way to them."""
+        """Bytes of the slots with a resident or arriving expert."""
         with self._lock:
             return sum(group.filled_nbytes for group in self._distinct)
 
     def snapshots(self) -> list[CacheSnapshot]:
-        """Everything in the slots of each layout, at one moment."""
+        """The state of each layout's slots, taken atomically."""
         with self._lock:
             return [group.tier.snapshot() for group in self._distinct]
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those that are neither there nor on their way, in the same order.  Counts as no use."""
+        """Those of `experts` that are neither resident nor arriving, in the same order.  Not counted as a use."""
         with self._lock:
             self._check_open()
             return self._groups[layer].tier.absent(layer, experts)
 
     def acquire(self, layer: int, experts: Sequence[int]) -> Acquired:
-        """Gives each of these (distinct) experts a slot, where it stays until `release`.
+        """Pins each of these (distinct) experts in a slot until `release`.
 
-        Missing ones are read at once.  Where all slots are in use, some or all are `left`; waits only if nothing can
-        be given before a read that is on its way ends.
+        Reads of missing ones start at once.  If all slots are in use, some or all experts are `left`.  Blocks only if
+        no expert can get a slot before a read in flight ends.
 
         Raises:
             EngineError: `INTERNAL`, the tier is closed.
@@ -183,13 +183,13 @@ class RamTier:
         return acquired
 
     def hold(self, layer: int, experts: Iterable[int]) -> Acquired:
-        """Keeps those of these experts that are in RAM now there until `release`.  This is no use of them."""
+        """Pins those of these experts that are in RAM now until `release`.  Not counted as a use."""
         with self._lock:
             self._check_open()
             return Acquired(layer, self._groups[layer].tier.hold(layer, experts))
 
     def acquire_ahead(self, layer: int, experts: Sequence[int]) -> Acquired:
-        """As `acquire`, for somebody who has others to compute meanwhile: it never waits, and may give none."""
+        """As `acquire`, but never blocks and may pin none, for callers with other experts to compute meanwhile."""
         with self._lock:
             self._check_open()
             acquired, reads = self._grant(layer, experts)
@@ -198,7 +198,7 @@ class RamTier:
         return acquired
 
     def release(self, acquired: Acquired) -> None:
-        """Lets these experts leave again, whether they have arrived or not.  Harmless if repeated."""
+        """Unpins these experts, whether they have arrived or not.  Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -207,22 +207,22 @@ class RamTier:
             self._changed.notify_all()
 
     def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """Starts to read experts that may be wanted, where that costs nobody a place.
+        """Starts reading experts that may be needed, into free slots and those of `dead` experts.
 
         Args:
-            dead: (layer, expert) pairs that are not expected to be wanted, which may leave for them.
+            dead: (layer, expert) pairs that are not expected to be needed and may be evicted.
 
         Returns:
-            How many reads were started: those that found neither a free slot nor a dead one are forgotten.
+            How many reads were started; experts without a slot are skipped.
         """
         reads: list[Read] = []
         with self._lock:
             self._check_open()
-            tier, dying = self._groups[layer].tier, iter(dead)
+            tier, evictable = self._groups[layer].tier, iter(dead)
             for expert in experts:
                 if not tier.absent(layer, [expert]):
                     continue
-                copy = tier.prefetch(layer, expert, self._disk, dying)
+                copy = tier.prefetch(layer, expert, self._disk, evictable)
                 if copy is None:
                     break
                 self._arrivals[copy.key] = Future()
@@ -232,13 +232,13 @@ class RamTier:
         return len(reads) - failed
 
     def resize(self, budget: int) -> int:
-        """Takes another budget: less gives memory back to the system at once, and who is worth most stays.
+        """Changes the budget.  Shrinking evicts by policy and returns the memory to the system at once.
 
-        What is in use or in flight keeps its slot; ask again later for the rest.  A budget under the least that a
-        step needs counts as that.
+        Experts that are pinned or in flight keep their slots, so the budget may not be reached until a later call.
+        It is raised to the minimum that a step needs.
 
         Returns:
-            Bytes that the slots may take now.
+            Bytes of all slots now.
         """
         with self._changed:
             self._check_open()
@@ -251,7 +251,7 @@ class RamTier:
             return self.nbytes
 
     def trim(self) -> None:
-        """Follows what the machine has left for us; `acquire` does that now and then."""
+        """Adapts the budget to the machine's available RAM; `acquire` calls it periodically."""
         if self._pressure is None or not CAN_GIVE_BACK:
             return
         before = self.nbytes
@@ -269,7 +269,7 @@ class RamTier:
             _log.warning("%s", self._lowered)
 
     def close(self) -> None:
-        """Waits for what is on its way, then frees the memory.  Harmless if repeated."""
+        """Waits for reads in flight, then frees the memory.  Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -278,7 +278,7 @@ class RamTier:
             self._groups, self._distinct = [], []
 
     def _grant(self, layer: int, experts: Sequence[int]) -> tuple[Acquired, list[Read]]:
-        """Slots for those that can have one now.  Residents are pinned first, so that none leaves for a missing one."""
+        """Pins as many experts as have or get a slot.  Residents are pinned first, so that no miss evicts them."""
         tier, counters, acquired = self._groups[layer].tier, self._counters, Acquired(layer)
         first, pool = layer * self._stride, tier.pool_of[layer]
         missing = []
@@ -311,7 +311,7 @@ class RamTier:
         return acquired, reads
 
     def _follow(self, reads: list[Read]) -> None:
-        """Not under the lock: what has been read already is reported at once, by this very thread."""
+        """Call without the lock: the callback of a finished read runs at once, on this thread."""
         for read in reads:
             read.add_done_callback(self._arrived)
 
@@ -331,4 +331,4 @@ class RamTier:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError(ErrorCode.INTERNAL, "An expert was asked for after the model had been closed.")
+            raise EngineError(ErrorCode.INTERNAL, "An expert was requested after the model had been closed.")

@@ -1,8 +1,8 @@
-"""The record: everything that one expert is, in one contiguous, aligned piece of memory.
+"""The record: all weights of one expert in one contiguous, aligned block of memory.
 
-All experts of a layer have records of one layout, one after the other, so that a layer is one tensor of bytes
-[E, record bytes], an expert is one row of it, and moving an expert between tiers is one copy.  Matrices are stored
-as `torch.nn.functional.linear` wants them, [out, in], whatever the module's own layout is.
+The records of a layer have the same layout and are contiguous, so a layer is one tensor of bytes [E, record bytes], an
+expert is one row of it, and moving an expert between tiers is one copy.  Matrices are stored as
+`torch.nn.functional.linear` expects them, [out, in], whatever the module's own layout is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.common.footprint import record_bytes, round_up
 from engine.experts.record_memory import RecordMemory
 
 _IN_HUGE_PAGES = 4 * 2**20
-"""Bytes of records from which on huge pages are worth a mapping of their own."""
+"""Size in bytes above which huge pages justify a separate mapping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class PartSpec:
         name: the module's parameter name (`gate_up_proj`, `down_proj_bias`, ...).
         shape: of one expert, as stored in the record.
         dtype: as stored in the record.
-        transposed: whether the module's own parameter has the last two dimensions the other way round.
+        transposed: whether the module's own parameter has the last two dimensions swapped.
         offset: bytes from the start of the record.
     """
 
@@ -66,7 +66,7 @@ class RecordLayout:
 
     @property
     def unquantised(self) -> RecordLayout:
-        """The layout of the same expert as the checkpoint's conversion makes it."""
+        """The layout of the same expert before quantisation, as converted from the checkpoint."""
         return self
 
     def stacked_view(self, records: torch.Tensor, part: PartSpec) -> torch.Tensor:
@@ -84,7 +84,7 @@ def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> 
     """Page-aligned memory for `count` records: [count, layout.nbytes], uint8, not initialised.
 
     Raises:
-        MemoryError, RuntimeError: there is not so much.
+        MemoryError, RuntimeError: not enough memory.
     """
     if device.type == "cpu" and count * layout.nbytes >= _IN_HUGE_PAGES:
         return RecordMemory(count, layout.nbytes).records

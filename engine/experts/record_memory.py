@@ -1,7 +1,7 @@
-"""Memory for records: in huge pages where the system has them, and given back to it record by record.
+"""Memory for records: in huge pages where available, and returned to the system record by record.
 
-A page fault for every 4 KiB is work while a fast disk reads, and kernels that stream through records may miss the TLB
-once for each: 2 MiB pages need a five-hundredth of both.
+With 4 KiB pages, page faults slow down reads from a fast disk, and kernels streaming through records may miss the TLB
+once per page; 2 MiB pages divide both by 512.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 
 _HUGE = 2 * 2**20
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE: address space alone is not counted as memory."""
+"""MAP_NORESERVE: do not reserve swap for address space that is not yet used."""
 
 _GIVE_BACK: int | None = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
 CAN_GIVE_BACK = _GIVE_BACK is not None
-"""Whether the system takes single pages back.  Where it does not, they stay with us until all of them go."""
+"""Whether single pages can be returned to the system.  Otherwise memory is freed only as a whole."""
 
 
 class RecordMemory:
-    """Room for records, [count, nbytes] uint8, page-aligned.  It takes RAM only once it has been written to.
+    """Memory for records, [count, nbytes] uint8, page-aligned.  Uses RAM only once written to.
 
     Raises:
-        MemoryError: the system refuses so much.
+        MemoryError: the system refuses the allocation.
     """
 
     def __init__(self, count: int, nbytes: int) -> None:
@@ -42,12 +42,12 @@ class RecordMemory:
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._skip = -whole.data_ptr() % _HUGE if sys.platform != "win32" else 0
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
+            with contextlib.suppress(OSError):  # not supported by this kernel
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.records = whole[self._skip : self._skip + size].view(count, nbytes)
 
     def give_back(self, rows: Iterable[int]) -> None:
-        """Lets the system have the memory of these records: their content is lost, and they may be written again."""
+        """Returns the memory of these records to the system.  Their content is lost; they can be written again."""
         if _GIVE_BACK is None or sys.platform == "win32":
             return
         nbytes, page = self.records.shape[1], mmap.PAGESIZE
@@ -59,7 +59,7 @@ class RecordMemory:
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:
-    """Sorted numbers -> (first, last) of those that follow one another: one call for many."""
+    """Sorted numbers -> (first, last) of each run of consecutive ones, to save system calls."""
     first = last = -1
     for row in rows:
         if row == last + 1 and first >= 0:

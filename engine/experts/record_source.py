@@ -1,7 +1,7 @@
-"""Where a layer's records are in RAM, for the CPU's kernel and for copies to a device.
+"""Access to a layer's records in RAM, for the CPU's kernel and for copies to a device.
 
-Either all of them are there, or they come into slots of a RAM tier over disk when they are wanted.  A slot that a copy
-to a device still reads is given to nobody else: copies end long after the step that began them.
+Either all of them are in RAM, or they are read on demand into slots of a RAM tier over disk.  A slot is not reused
+while a copy to a device still reads it: copies end long after the step that started them.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from engine.experts.ram_tier import Acquired, RamTier
 from engine.kernels.interface import ExpertKernel
 
 _LENT_SHARE = 4
-"""Copies that nobody waits for may keep one RAM slot in so many: steps need the others."""
+"""Non-urgent copies may hold one RAM slot in so many: steps need the others."""
 
 
 class Held(Protocol):
-    """Records of one layer that stay in RAM until they are released."""
+    """Records of one layer, pinned in RAM until released."""
 
     @property
     def rows(self) -> Mapping[int, int]:
-        """Expert -> its row among the records that the CPU's kernel computes from."""
+        """Expert -> its row in the records of the CPU's kernel."""
 
     @property
     def arriving(self) -> Mapping[int, Future[None]]:
-        """Those that are still being read -> done when they are there; it raises EngineError if they cannot be read."""
+        """Experts still being read -> a future, done when they have arrived; EngineError if a read fails."""
 
     @property
     def left(self) -> Sequence[int]:
-        """Those for which there was no room: release others, then acquire these."""
+        """Experts that got no slot: release others, then acquire these."""
 
     def record(self, expert: int) -> torch.Tensor:
         """[record bytes], uint8."""
 
     def until(self, expert: int, copied: Event) -> None:
-        """After its release the record still stays until this copy of it has ended."""
+        """Keeps the record after its release until this copy of it has ended."""
 
     def release(self, experts: Iterable[int] | None = None) -> None:
-        """Lets these go, or all.  Harmless if repeated."""
+        """Releases these experts, or all.  Idempotent."""
 
 
 class RecordSource(Protocol):
@@ -56,11 +56,11 @@ class RecordSource(Protocol):
 
     @property
     def num_experts(self) -> int:
-        """How many experts the layer has."""
+        """Number of experts in the layer."""
 
     @property
     def kernel(self) -> ExpertKernel:
-        """Computes from rows of `Held`: to it they are the experts."""
+        """The CPU's kernel, which takes rows of `Held` as expert ids."""
 
     @property
     def has_all(self) -> bool:
@@ -68,39 +68,39 @@ class RecordSource(Protocol):
 
     @property
     def lendable(self) -> int:
-        """How many records copies may keep that nobody waits for."""
+        """How many more records non-urgent copies may hold."""
 
     def acquire(self, experts: Sequence[int]) -> Held:
-        """Holds these distinct experts, which begin to be read where they are not there.  None at all may be held.
+        """Pins these distinct experts, and starts reading missing ones.  May pin none of them.
 
         Raises:
             EngineError: the model has been closed.
         """
 
     def acquire_ahead(self, experts: Sequence[int]) -> Held:
-        """As `acquire`, for somebody who has others to compute meanwhile: it never waits."""
+        """As `acquire`, but never blocks, for callers with other experts to compute meanwhile."""
 
     def hold_present(self, experts: Sequence[int]) -> Held:
-        """Holds those of them that are in RAM now.  That is no use of them: what stays in RAM is decided as before."""
+        """Pins those of them that are in RAM now, without counting a use, so eviction order does not change."""
 
     def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """Begins to read those that are not there; see `RamTier.prefetch`."""
+        """Starts reading missing experts; see `RamTier.prefetch`."""
 
     def wait_for_copies(self) -> bool:
-        """Waits until a copy has ended that keeps a record; False if none does."""
+        """Waits until a copy that holds a record has ended; False if there is none."""
 
 
 class Arrivals:
-    """Iterates over these distinct experts of a layer: (what holds them, those of them that are there), first all that
-    are in RAM, then the others as they arrive, as many at a time as RAM has slots for.  Each is let go after its turn.
+    """Iterates over distinct experts of a layer as batches (holder, experts in RAM): first those in RAM, then the
+    others as they arrive, as many at a time as RAM has slots for.  Each batch is released when the loop continues.
 
     Args:
         before_waiting: called before each wait for a read.
-        make_room: called where all slots in RAM are in use by copies that nobody waits for.
+        make_room: called when non-urgent copies hold all slots in RAM.
 
     Attributes:
-        left: those that have not been asked for, because there was no slot.
-        read: those that were not there when they were asked for.
+        left: experts not requested yet, for lack of a slot.
+        read: experts that had to be read.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Arrivals:
         self._held: list[Held] = []
 
     def release(self) -> None:
-        """Lets all go that are still held: for whoever does not come to the end.  Harmless if repeated."""
+        """Releases everything still held, if iteration was cut short.  Idempotent."""
         for held in self._held:
             held.release()
 
@@ -129,7 +129,7 @@ class Arrivals:
         coming, room = 0, len(self.left)
         while self.left or coming:
             if self.left:
-                # Behind those that come, no more are asked for than have been let go since.
+                # While reads are in flight, request no more than have been released since.
                 asked = self.left[:room] if coming else self.left
                 held = source.acquire_ahead(asked) if coming else source.acquire(asked)
                 self._held.append(held)
@@ -168,7 +168,7 @@ class Arrivals:
         if self._make_room is not None:
             self._make_room()
         if not self._source.wait_for_copies():
-            raise EngineError(ErrorCode.INTERNAL, "All places for experts in RAM are taken and not given back.")
+            raise EngineError(ErrorCode.INTERNAL, "All slots for experts in RAM are in use and none is being released.")
 
 
 class _InRam:
@@ -223,7 +223,7 @@ class RamRecords:
 
 
 class LentSlots:
-    """Slots of a RAM tier that copies to devices still read.  One for all layers and devices of a tier; thread-safe."""
+    """Slots of a RAM tier pinned by copies to devices.  Shared by all layers and devices of a tier; thread-safe."""
 
     def __init__(self, tier: RamTier) -> None:
         self.tier = tier
@@ -239,7 +239,7 @@ class LentSlots:
             self._lent.append((slots, copies))
 
     def settle(self) -> None:
-        """Releases what no copy reads any more."""
+        """Releases slots whose copies have all ended."""
         if not self._lent:
             return
         with self._lock:
@@ -249,7 +249,7 @@ class LentSlots:
             self.tier.release(slots)
 
     def wait(self) -> bool:
-        """Waits until the oldest is released; False if nothing is lent."""
+        """Waits until the oldest slots are released; False if none are lent."""
         with self._lock:
             copies = self._lent[0][1] if self._lent else []
         for copy in copies:
@@ -292,10 +292,10 @@ class _InSlots:
 
 
 class TierRecords:
-    """A layer's records come into slots of a RAM tier over disk.
+    """A layer's records in slots of a RAM tier over disk.
 
     Args:
-        lent: of the tier, shared by all its layers.
+        lent: shared by all layers of the tier.
         layer: index of the layer in the tier.
         num_experts: how many it has.
         kernel: the CPU's, bound to the tier's slots of this layer.
@@ -336,5 +336,5 @@ class TierRecords:
         return self._lent.wait()
 
     def _in_slots(self, acquired: Acquired) -> Held:
-        # Asked for each time: the memory must not outlive the tier because a layer still knows it.
+        # Looked up on every call: a reference kept here would keep the memory alive after the tier is closed.
         return _InSlots(self._lent, self._tier.slots(self._layer).records, acquired)

@@ -1,4 +1,4 @@
-"""Recording points of expert layers: the only place that all of them pass, whoever computes them."""
+"""Recording points of expert layers: the one place that all of them go through, whatever computes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from engine.telemetry.lanes import CPU_EXPERTS, DENSE, EXPERTS
 from engine.telemetry.recorder import RECORDER
 
 LAYER_NUMBER = "_switchyard_layer_number"
-"""Attribute of an experts module: the number of its decoder layer, for a timeline."""
+"""Attribute of an experts module: the number of its decoder layer, for the timeline."""
 
 FEW_TOKENS = 8
-"""Steps of more want nearly all experts, which says nothing about which are wanted often."""
+"""Steps with more tokens use nearly all experts, which says nothing about popularity."""
 
 
 def recorded_experts(
@@ -27,10 +27,9 @@ def recorded_experts(
     weights: torch.Tensor,
     place: torch.device,
 ) -> torch.Tensor:
-    """What `kernel` makes of it, with its spans.
+    """Calls `kernel` and records its spans.
 
-    A kernel with `records_itself` has spans of its own for what it does where, and tells `RECORDER.queued`, if there is
-    one, what it is given when.
+    A kernel with `records_itself` records its own spans, and reports its submissions to `RECORDER.queued`, if set.
 
     Args:
         place: where the dense part of the layer is.
@@ -40,7 +39,7 @@ def recorded_experts(
     begun: DeviceWork | None = None
     begun_ns = perf_counter_ns()
     recorder.layer = module.__dict__.get(LAYER_NUMBER, -1)
-    if recorder.request:  # else this is a trial run while loading, and nothing of it began when the last one ended
+    if recorder.request:  # otherwise a trial run while loading, for which `layer_since_ns` is meaningless
         if queued is None:
             name, layer, count = recorder.named(DENSE, recorder.layer)
             recorder.dense(name, recorder.layer_since_ns, begun_ns, layer, count)
@@ -72,7 +71,7 @@ def record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
 
 
 def _record_uses(index: torch.Tensor) -> None:
-    """For the map of experts; what is to be known of a device's memory is waited for."""
+    """Records uses for the expert map; waits for the device if `index` is there."""
     recorder = RECORDER
     if len(index) <= FEW_TOKENS and recorder.uses is not None:
         recorder.uses.append((recorder.step, recorder.layer, index.flatten().tolist(), ()))

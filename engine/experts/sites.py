@@ -1,4 +1,4 @@
-"""Finds the modules of a model whose weights belong in the bank, empties them, and binds them to it."""
+"""Finds a model's experts modules, removes their weights, and binds them to the bank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias
 
 @dataclass(frozen=True)
 class ExpertsSite:
-    """An experts module, before its weights are known.
+    """An experts module, before its weights are loaded.
 
     Attributes:
         name: its name in the model.
@@ -51,10 +51,10 @@ class ExpertsSite:
 def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
     """The experts modules of a model on the meta device, in the order of its layers.
 
-    `dtype_of(name, parameter) -> torch.dtype` says in which precision a parameter is kept.
+    `dtype_of(name, parameter) -> torch.dtype` gives the precision to store a parameter in.
 
     Raises:
-        EngineError: `MODEL_UNSUPPORTED` if an experts module is not laid out as the interface demands.
+        EngineError: `MODEL_UNSUPPORTED`, an experts module does not have the layout that the interface requires.
     """
     sites = []
     for name, module in model.named_modules():
@@ -76,9 +76,9 @@ def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
 
 
 def quantised(sites: list[ExpertsSite], precision: str, weights: int) -> list[ExpertsSite]:
-    """The same sites with records in `precision`, apart from modules that compute by themselves.
+    """The same sites with records in `precision`, except for modules with their own forward.
 
-    `weights` are the whole model's: `down_proj` is more precise in a small one.
+    `weights` counts those of the whole model: small models get a more precise `down_proj`.
     """
     most, down = format_of(precision), format_of(careful(precision, weights))
 
@@ -94,7 +94,7 @@ def quantised(sites: list[ExpertsSite], precision: str, weights: int) -> list[Ex
 
 
 def _pairing(module: Any) -> Pairing:
-    """Where its kernels want gate and up rows; a gate that only the module knows sees them in their own order."""
+    """How the kernels interleave gate and up rows; the module's own gate function needs them in original order."""
     if not module.has_gate:
         return Pairing.PLAIN
     activation = activation_of(module)
@@ -102,18 +102,18 @@ def _pairing(module: Any) -> Pairing:
 
 
 def empty_modules(model: Any, sites: list[ExpertsSite]) -> None:
-    """Takes the expert parameters away: `None` in their place makes any path but ours raise, not compute garbage.
+    """Replaces the expert parameters with `None`, so that any code path but ours raises instead of computing garbage.
 
-    The library must not initialise what is no longer there: neither in an experts module nor from the module around it,
-    as some families do (Qwen3-Omni).
+    The library must not try to initialise the removed parameters, neither in an experts module nor from its parent, as
+    some families do (Qwen3-Omni).
     """
     for site in sites:
         for part in site.layout.unquantised.parts:
             setattr(site.module, part.name, None)
         site.module._is_hf_initialized = True
-        around = model.get_submodule(site.name.rpartition(".")[0])
-        if not any(True for _ in (*around.parameters(recurse=False), *around.buffers(recurse=False))):
-            around._is_hf_initialized = True
+        parent = model.get_submodule(site.name.rpartition(".")[0])
+        if not any(True for _ in (*parent.parameters(recurse=False), *parent.buffers(recurse=False))):
+            parent._is_hf_initialized = True
 
 
 def bind(sites: list[ExpertsSite], bank: ExpertBank, kernels: NativeKernels | None) -> None:
@@ -124,16 +124,16 @@ def bind(sites: list[ExpertsSite], bank: ExpertBank, kernels: NativeKernels | No
 
 
 def unbind(model: Any) -> None:
-    """Takes the records away again: whoever still uses the model gets an error, not memory that has been freed."""
+    """Unbinds all experts modules, so that further use of the model raises instead of reading freed memory."""
     for module in model.modules():
         module.__dict__.pop(BANK_LAYER, None)
 
 
 def verify(model: Any, sites: list[ExpertsSite]) -> None:
-    """Every experts module is bound and empty, dispatches to us, and nothing of the model is left without data.
+    """Checks that every experts module is bound, empty and dispatched to us, and that all other parameters are loaded.
 
     Raises:
-        EngineError: `INTERNAL`, naming what is wrong.
+        EngineError: `INTERNAL`; the message names the fault.
     """
     for site in sites:
         config = getattr(site.module, "config", None)
@@ -150,4 +150,4 @@ def verify(model: Any, sites: list[ExpertsSite]) -> None:
 
 
 def _fault(what: str) -> EngineError:
-    return EngineError(ErrorCode.INTERNAL, f"The model was put together wrongly: {what}.")
+    return EngineError(ErrorCode.INTERNAL, f"The model was assembled incorrectly: {what}.")

@@ -1,4 +1,4 @@
-"""Slots for records of one layout: a share of the RAM budget, and who is in it."""
+"""Slots for records of one layout: a share of the RAM budget, and the tier that manages it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _log = logging.getLogger(__name__)
 
 
 class SlotGroup:
-    """The slots that the layers with records of one layout share, and a `Copier` from the disk to them.
+    """The slots shared by all layers with records of one layout, and the `Copier` from disk to them.
 
     Args:
-        layout: of the records; those layers of `header` that have it share the slots.
-        count: slots at the start.
-        most: slots at most.
-        counters: to count in.
+        layout: of the records; the layers of `header` with this layout share the slots.
+        count: initial slots.
+        most: maximum slots.
+        counters: to update.
 
     Attributes:
-        slots: the memory, as kernels see it: a layer whose experts are the slots, used or not.
-        tier: who is in them; pool: its only one.
+        slots: the memory, as a layer that kernels index by slot, used or not.
+        tier: manages the slots; pool: its only pool.
 
     Raises:
-        MemoryError: the system refuses so much.
+        MemoryError: the system refuses the allocation.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class SlotGroup:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the slots may take."""
+        """Bytes of all slots."""
         return self.pool.capacity * self.slots.layout.nbytes
 
     @property
     def filled_nbytes(self) -> int:
-        """Bytes of the slots with somebody in them or on the way to them: a slot takes no memory before that."""
+        """Bytes of the slots with a resident or arriving expert; other slots use no memory yet."""
         return self.tier.filled * self.slots.layout.nbytes
 
     def start(self, layer: int, expert: int, slot: Slot, source: DiskTier, purpose: Purpose) -> Read:
-        """See `engine.experts.cache.tier.Copier`; what cannot be begun is a read that has failed."""
+        """See `engine.experts.cache.tier.Copier`; a read that cannot be started is returned as failed."""
         target = self.slots.records[slot]
         try:
             return source.read(layer, expert, target, urgent=purpose is Purpose.FETCH)
@@ -78,45 +78,49 @@ class SlotGroup:
             return read
 
     def resize(self, count: int) -> int:
-        """Takes slots in, or gives their memory back to the system; who the policy would keep stays.
+        """Adds slots, or evicts by policy and returns their memory to the system.
 
         Returns:
-            How many there are now: more than asked for while too many are in use or in flight.
+            Number of slots now: more than requested while too many are pinned or in flight.
         """
         before = self.pool.capacity
         if count > before:
             more = [self._unused.pop() for _ in range(min(count - before, len(self._unused)))]
             self.pool.grow(more[::-1])
         elif count < before:
-            given = self._move_down(self.pool.shrink(before - count))
-            self._unused += given
-            self._unused.sort(reverse=True)  # the first are taken first, so that what is free lies together
-            self._memory.give_back(given)
+            removed = self._move_down(self.pool.shrink(before - count))
+            self._unused += removed
+            self._unused.sort(reverse=True)  # lowest slots are reused first, which keeps free memory contiguous
+            self._memory.give_back(removed)
         if self.pool.capacity != before:
             self.tier.renew_sampler()
         return self.pool.capacity
 
-    def _move_down(self, given: list[Slot]) -> list[Slot]:
-        """Moves who is in the last slots into these, as far as nobody uses them: huge pages go back only as a whole."""
+    def _move_down(self, removed: list[Slot]) -> list[Slot]:
+        """Compacts: moves unpinned experts from the highest slots into these, as only whole huge pages can be freed.
+
+        Returns:
+            The slots that are free instead.
+        """
         limit = self.pool.capacity
         high = [
             (key, slot) for key, slot in self.pool.residents.items() if slot >= limit and not self.pool.is_used(key)
         ]
-        low = [slot for slot in given if slot < limit]
-        given = [slot for slot in given if slot >= limit]
+        low = [slot for slot in removed if slot < limit]
+        removed = [slot for slot in removed if slot >= limit]
         records = self.slots.records
         for key, slot in high[: len(low)]:
             place = low.pop()
             records[place].copy_(records[slot])
-            given.append(self.pool.move(key, place))
-        return given + low
+            removed.append(self.pool.move(key, place))
+        return removed + low
 
 
 def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> dict[RecordLayout, int]:
-    """The slots of each layout without which nothing can be computed.
+    """Minimum slots of each layout to compute a step.
 
     Args:
-        layers: layout and number of experts of each.
+        layers: layout and number of experts of each layer.
         at_least: experts of one layer that must fit at once.
     """
     fewest: dict[RecordLayout, int] = {}
@@ -126,7 +130,7 @@ def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> d
 
 
 def experts_of_layout(header: BankHeader) -> dict[RecordLayout, int]:
-    """How many records of each layout there are."""
+    """Number of records of each layout."""
     experts: dict[RecordLayout, int] = {}
     for layer in header.layers:
         experts[layer.layout] = experts.get(layer.layout, 0) + layer.num_experts
@@ -134,19 +138,19 @@ def experts_of_layout(header: BankHeader) -> dict[RecordLayout, int]:
 
 
 def least_nbytes(header: BankHeader, at_least: int) -> int:
-    """The least budget that `share_slots` can share."""
+    """Minimum budget for `share_slots`."""
     floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
     return sum(count * layout.nbytes for layout, count in floor.items())
 
 
 def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLayout, int]:
-    """How many slots each layout gets of `budget` bytes: in proportion to its records, never more than it has.
+    """Divides `budget` bytes into slots of each layout, in proportion to its records and never more than those.
 
     Args:
         at_least: experts of one layer that must fit at once.
 
     Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`, with the least budget that would do.
+        EngineError: `NOT_ENOUGH_MEMORY`; the message gives the minimum budget.
     """
     experts = experts_of_layout(header)
     floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
@@ -157,7 +161,7 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
             f"The experts of one step need {rounded_up(least)} of RAM, more than the {rounded_down(budget)} that are "
             "left for them: raise the RAM budget or choose a smaller model.",
         )
-    # Above the floor in proportion; what rounding leaves goes to the layouts after, and the small ones come last.
+    # Proportional above the floor.  Rounding remainders carry over to later layouts, so the smallest come last.
     spare, wanted = budget - least, header.records_nbytes - least
     shares: dict[RecordLayout, int] = {}
     for layout in sorted(experts, key=lambda layout: layout.nbytes, reverse=True):
@@ -178,7 +182,7 @@ def make_groups(
     popularity: Mapping[Key, float] | None = None,
     seed: int = 0,
 ) -> tuple[list[SlotGroup], int]:
-    """The slots of every layer, and the budget that was had: where the system refuses memory, half of it, and so on.
+    """Allocates the slots of every layer, halving the budget while the system refuses it; returns the budget used.
 
     Raises:
         EngineError: as `share_slots`.
@@ -194,7 +198,7 @@ def make_groups(
         except (MemoryError, RuntimeError) as error:
             _log.warning("%d bytes of RAM for experts were refused (%s); trying with less", budget, error)
             if most:
-                most = {}  # room to grow into goes first: some systems count address space as memory
+                most = {}  # first give up room to grow: some systems count address space as memory
             else:
                 budget = min(budget, header.records_nbytes) // 2
             continue

@@ -1,4 +1,4 @@
-"""Device memory for records, in pieces that can be given back one by one, and copies into it."""
+"""Device memory for records, in segments that can be freed one by one, and copies into them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 KernelMaker = Callable[[LayerRecords], ExpertKernel]
-"""Binds a kernel to records.  Layers that compute alike share one, and with it what kernels keep for themselves."""
+"""Binds a kernel to records.  Layers that compute alike share one, and with it the kernel's cached state."""
 
 
 class Segment:
-    """Some slots in one piece of memory; to a kernel they are a layer whose experts are the slots.
+    """Slots in one block of memory, which kernels index like the experts of a layer.
 
     Args:
         first: number of its first slot.
 
     Raises:
-        DeviceMemoryError: the device has not so much left.
+        DeviceMemoryError: not enough device memory.
     """
 
     def __init__(self, device: Device, layout: RecordLayout, count: int, first: int, category: MemoryCategory) -> None:
@@ -40,14 +40,14 @@ class Segment:
         self._kernels: dict[KernelMaker, ExpertKernel] = {}
 
     def kernel(self, make: KernelMaker) -> ExpertKernel:
-        """The kernel that computes the experts in these slots."""
+        """The kernel for the experts in these slots, cached."""
         kernel = self._kernels.get(make)
         if kernel is None:
             kernel = self._kernels[make] = make(self.records)
         return kernel
 
     def release(self) -> None:
-        """Gives the memory back.  Nothing may be in flight to it, and nothing compute from it."""
+        """Frees the memory.  No copy to it and no computation from it may be in flight."""
         self._kernels.clear()
         self.records.stacked.clear()
         self.records.rows.clear()
@@ -56,7 +56,7 @@ class Segment:
 
 
 class JoinedRecords:
-    """The slots of several segments as one layer of records: a kernel is called once, wherever its experts lie.
+    """The slots of several segments as one layer of records, so that one kernel call covers all segments.
 
     Args:
         segments: at least one.
@@ -72,20 +72,20 @@ class JoinedRecords:
 
     @property
     def num_experts(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         return sum(piece.shape[0] for piece in self.pieces)
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Device of the slots."""
         return self.pieces[0].device
 
 
 class DeviceSlots:
-    """Slots in segments of one size, and a `Copier` over the link to them.  Not for several threads.
+    """Slots in segments of equal size, and the `Copier` over the link to them.  Not thread-safe.
 
     Attributes:
-        layer_numbers: of its layers in the decoder, for a timeline.
+        layer_numbers: decoder layer of each of its layers, for the timeline.
     """
 
     def __init__(self, device: Device, layout: RecordLayout, segment_slots: int, layers: int) -> None:
@@ -99,21 +99,21 @@ class DeviceSlots:
         return len(self.segments) * self.segment_slots
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
-        """The segment of a slot, and which of its records it is."""
+        """The segment of a slot, and its index in the segment."""
         return self.segments[slot // self.segment_slots], slot % self.segment_slots
 
     def kernel(self, make: KernelMaker) -> ExpertKernel:
-        """The kernel that computes the experts in all slots; to it their numbers are the slots."""
+        """The kernel for the experts in all slots, which takes slots as expert ids; cached."""
         kernel = self._kernels.get(make)
         if kernel is None:
             kernel = self._kernels[make] = make(JoinedRecords(self.layout, self.segments))
         return kernel
 
     def add(self) -> Segment:
-        """One more segment.
+        """Adds a segment.
 
         Raises:
-            DeviceMemoryError: the device has not so much left.
+            DeviceMemoryError: not enough device memory.
         """
         self._kernels.clear()
         size = self.segment_slots
@@ -122,12 +122,12 @@ class DeviceSlots:
         return segment
 
     def drop(self) -> None:
-        """Gives the last segment back.  Nothing may be in flight to it, and nothing compute from it."""
+        """Frees the last segment.  No copy to it and no computation from it may be in flight."""
         self._kernels.clear()
         self.segments.pop().release()
 
     def not_before(self, last_use: Event | None) -> None:
-        """No slot is written to before this event: work submitted earlier may read what has left the cache since."""
+        """Writes no slot before this event: work submitted earlier may still read experts evicted since."""
         self._last_use = last_use
 
     def start(self, layer: int, expert: int, slot: Slot, source: Held, purpose: Purpose) -> Event:
@@ -135,7 +135,7 @@ class DeviceSlots:
         stream = self.device.h2d_stream
         if self._last_use is not None:
             stream.wait(self._last_use)
-            self._last_use = None  # what comes after waits behind it all the same
+            self._last_use = None  # later copies are ordered behind this one anyway
         segment, row = self.locate(slot)
         event = stream.copy(segment.records.records[row], source.record(expert), direction=Direction.H2D)
         source.until(expert, event)
@@ -146,7 +146,7 @@ class DeviceSlots:
 
 
 class Staging:
-    """A few slots, taken in turn, for experts that are computed as soon as they are there."""
+    """A ring of slots for experts that are computed on arrival and not cached."""
 
     def __init__(self, device: Device, layout: RecordLayout, count: int) -> None:
         self.segment = Segment(device, layout, count, 0, MemoryCategory.STAGING)
@@ -154,13 +154,13 @@ class Staging:
         self._next = 0
 
     def take(self) -> tuple[int, Event | None]:
-        """The next slot, and what must be over before anything is written to it."""
+        """The next slot, and the event to wait for before writing to it."""
         slot = self._next
         self._next = (slot + 1) % len(self._last_use)
         return slot, self._last_use[slot]
 
     def used(self, slot: int, last_use: Event) -> None:
-        """`last_use` is the end of the last work on the slot."""
+        """Records the end of the last work on the slot."""
         self._last_use[slot] = last_use
 
     def forget_uses(self) -> None:

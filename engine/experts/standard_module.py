@@ -1,4 +1,4 @@
-"""An experts module of the standard shape, for adapters to put in place of one that the interface does not reach."""
+"""An experts module in the standard layout, with which adapters replace modules that do not support the interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StandardExperts(torch.nn.Module):
         is_transposed: whether the checkpoint has the matrices as [in, out] rather than [out, in].
     """
 
-    _apply_gate = _default_apply_gate  # the library's own, by which kernels know that they may fuse it
+    _apply_gate = _default_apply_gate  # the library's default, by which kernels recognise that they can fuse it
 
     def __init__(
         self,

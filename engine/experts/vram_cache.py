@@ -1,8 +1,8 @@
 """The expert cache of one device: slots in its memory over records in RAM.
 
-A miss is not waited for: it is computed elsewhere, and its weights are post-fetched in the background (CPU-GPU
-Collaborative, section III).  An expert in use or in flight is never evicted, and one in flight is not a hit before
-its copy's event is done.
+A step does not wait for a miss: it is computed elsewhere, and its weights are post-fetched in the background (CPU-GPU
+Collaborative, section III).  Experts that are pinned or in flight are never evicted, and one in flight is not a hit
+until its copy's event is done.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class VramCounters(TierCounters):
-    """What the cache has done.  Once a step has ended well, lookups = hits + misses and misses = on_cpu + fetched.
+    """Counters of the cache.  After every successful step, lookups = hits + misses and misses = on_cpu + fetched.
 
-    Prefills are counted apart: they use the cache as it is and leave no trace in it.
+    Prefills are counted separately: they use the residents without changing the cache.
 
     Attributes:
-        on_cpu, fetched: how misses were met, of which some were `late`.
-        hits_on_cpu: hits that the CPU computed all the same, because that was done sooner.
-        recomputed: experts that the CPU computed because their copy had failed; they count as on_cpu.
-        fetched_bytes: that crossed the link to be computed at once, whether they were kept or not.
+        on_cpu, fetched: how misses were served, including `late` ones.
+        hits_on_cpu: hits that the CPU computed anyway, because that was faster.
+        recomputed: experts that the CPU computed because their copy had failed; included in on_cpu.
+        fetched_bytes: copied to be computed at once, whether cached or not.
         prefill_lookups, prefill_hits, prefill_on_cpu, prefill_fetched: the same for experts of prefills.
     """
 
@@ -60,9 +60,9 @@ class Lookup:
 
     Attributes:
         hits: expert -> its slot, pinned until `VramCache.release`.
-        misses: the others, in the order asked for; late: those of them that are on their way.
-        is_use: whether the step counts for the cache: a prefill's does not.
-        taken_in: misses that are being copied to a slot, pinned as well.
+        misses: the others, in request order; late: those of them that are arriving.
+        is_use: whether the step counts as a use for the policy; a prefill does not.
+        admitted: misses that are being copied to a slot, also pinned.
     """
 
     layer: int
@@ -70,22 +70,22 @@ class Lookup:
     misses: list[int] = field(default_factory=list)
     late: set[int] = field(default_factory=set)
     is_use: bool = True
-    taken_in: list[int] = field(default_factory=list)
+    admitted: list[int] = field(default_factory=list)
 
 
 class VramCache:
     """Slots for the experts of `layers` layers whose records have one layout.  Safe to use from several threads.
 
-    Where the device refuses memory there are fewer slots, and `note` says so.
+    If the device refuses memory there are fewer slots, and `note` says so.
 
     Args:
-        slots: as many as there should be; fewer if they do not divide evenly, see `slots`.
-        ways: slots of each layer: then the first slots // ways layers have some and the others none (N indexes of M
+        slots: requested number; rounded down to whole segments, see the property `slots`.
+        ways: slots per layer: the first slots // ways layers have their own pool and the others none (N indexes of M
             ways).  None: all layers share one pool.
-        policy: of `engine.experts.cache.policies`, or `auto`.
+        policy: one of `engine.experts.cache.policies`, or `auto`.
         popularity: uses of each `key_of(layer, expert)` in a calibration, for the static policy.
-        staging: slots apart for experts that are fetched to be computed at once; they are allocated first.
-        most_in_flight: copies for later are not begun while so many are under way: later needs would wait for them.
+        staging: extra slots for experts that are fetched to be computed at once; allocated first.
+        most_in_flight: limit on copies in flight for starting non-urgent ones, so that urgent ones do not queue long.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class VramCache:
         self.staging = self._open_staging(staging)
         try:
             wanted = self._segments_for(slots)
-            self._say(self._grow(wanted), f"keeps {self.slots} of {wanted * self._memory.segment_slots} experts")
+            self._report(self._grow(wanted), f"keeps {self.slots} of {wanted * self._memory.segment_slots} experts")
             self._tier.renew_sampler()
         except BaseException:
             self.close()
@@ -124,7 +124,7 @@ class VramCache:
 
     @property
     def slots(self) -> int:
-        """How many there are now."""
+        """Current number of slots."""
         return len(self._memory)
 
     @property
@@ -134,7 +134,7 @@ class VramCache:
 
     @property
     def policy(self) -> str:
-        """Name of the policy that decides now."""
+        """Name of the current policy."""
         return self._tier.policy
 
     @property
@@ -144,50 +144,50 @@ class VramCache:
 
     @property
     def layer_numbers(self) -> list[int]:
-        """Of its layers in the decoder, for a timeline; whoever knows them writes them in."""
+        """Decoder layer of each of its layers, for the timeline; callers fill it in."""
         return self._memory.layer_numbers
 
     def key_of(self, layer: int, expert: int) -> Key:
-        """The cache's name of an expert."""
+        """The key of an expert."""
         return self._tier.key_of(layer, expert)
 
     def residents(self, layer: int) -> dict[int, Slot]:
-        """A layer's experts that are there now; they may leave at any time."""
+        """A layer's resident experts; they may be evicted at any time."""
         with self._lock:
             self._settle()
             return self._tier.residents(layer)
 
     def snapshot(self) -> CacheSnapshot:
-        """Everything in it, at one moment."""
+        """The current state, taken atomically."""
         with self._lock:
             self._settle()
             return self._tier.snapshot()
 
     def free_slots(self, layer: int) -> int:
-        """Slots for a layer's experts with nobody in them or on the way to them."""
+        """Slots for a layer without a resident or arriving expert."""
         with self._lock:
             self._settle()
             return self._tier.pool_of[layer].free
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those of `experts` that are neither there nor on their way.  Counts as no use."""
+        """Those of `experts` that are neither resident nor arriving.  Not counted as a use."""
         with self._lock:
             return self._tier.absent(layer, experts)
 
     def kernel(self, make: KernelMaker) -> ExpertKernel:
-        """The kernel that computes the experts in all slots, while some of them are pinned."""
+        """The kernel for the experts in all slots; valid while any slot is pinned."""
         with self._lock:
             return self._memory.kernel(make)
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
-        """The segment of a pinned slot, and which of its records it is."""
+        """The segment of a pinned slot, and its index in the segment."""
         return self._memory.locate(slot)
 
     def acquire(self, layer: int, experts: Sequence[int]) -> Lookup:
         """Looks up the distinct experts that a layer needs now, and pins the hits.
 
         Raises:
-            EngineError: the device is past help.
+            EngineError: the device has failed permanently.
         """
         tier, counters, lookup = self._tier, self.counters, Lookup(layer)
         with self._lock:
@@ -211,7 +211,7 @@ class VramCache:
             return lookup
 
     def hold(self, layer: int, experts: Sequence[int]) -> Lookup:
-        """As `acquire`, for a prefill: the cache stays as it is, and what it would keep is decided as before."""
+        """As `acquire`, for a prefill: neither the cache nor its eviction order changes."""
         with self._lock:
             self._make_room()
             hits = self._tier.hold(layer, experts)
@@ -220,42 +220,42 @@ class VramCache:
             return Lookup(layer, hits, [expert for expert in experts if expert not in hits], is_use=False)
 
     def release(self, lookup: Lookup, last_use: Event | None = None) -> None:
-        """Unpins the hits, and what was taken in.  Harmless if repeated.
+        """Unpins the hits and admitted misses.  Idempotent.
 
         Args:
-            last_use: on the compute stream, the end of all work on slots so far; no slot is written to before.
+            last_use: event after all work on slots so far, on the compute stream; no slot is written before it.
         """
         with self._lock:
             if last_use is not None:
                 self._memory.not_before(last_use)
             self._tier.release(lookup.layer, lookup.hits)
-            if lookup.taken_in:
-                self._tier.release(lookup.layer, lookup.taken_in)
-            lookup.hits, lookup.taken_in = {}, []
+            if lookup.admitted:
+                self._tier.release(lookup.layer, lookup.admitted)
+            lookup.hits, lookup.admitted = {}, []
 
-    def take_in(self, lookup: Lookup, expert: int, held: Held) -> tuple[Slot, Event] | None:
-        """Begins to copy a miss to a slot where it can be computed as soon as the event is done, and then stays.
+    def admit(self, lookup: Lookup, expert: int, held: Held) -> tuple[Slot, Event] | None:
+        """Starts copying a miss to a slot, where it can be computed after the event, and stays cached.
 
         Returns:
-            None if the policy does not admit it: it is to be computed somewhere else.
+            None if the policy does not admit it, so that it must be computed elsewhere.
         """
         with self._lock:
             copy = self._tier.bring(lookup.layer, expert, held, Purpose.FETCH)
             if copy is None:
                 return None
             copy.pool.pin(copy.key)
-            lookup.taken_in.append(expert)
+            lookup.admitted.append(expert)
             return copy.slot, copy.handle
 
     def post_fetch(self, layer: int, experts: Sequence[int], held: Held, most: int | None = None) -> int:
-        """Begins to copy experts that may be needed again, as far as the policy admits them.
+        """Starts copying experts that may be needed again, as far as the policy admits them.
 
         Args:
-            held: has them in RAM.
-            most: copies that may be begun.
+            held: their records in RAM.
+            most: maximum copies to start.
 
         Returns:
-            How many were.
+            How many copies were started.
         """
         begun, tier = 0, self._tier
         with self._lock:
@@ -267,10 +267,10 @@ class VramCache:
         return begun
 
     def prefetch(self, layer: int, expert: int, source: RecordSource, dead: Iterable[tuple[int, int]] = ()) -> bool:
-        """Begins to copy an absent expert that may be wanted, where that costs nobody a place and it is in RAM.
+        """Starts copying an absent expert that may be needed, if it is in RAM; evicts nothing but experts in `dead`.
 
         Args:
-            dead: (layer, expert) pairs that are not expected to be wanted, of which one may leave for it.
+            dead: (layer, expert) pairs that are not expected to be needed; at most one of them is evicted.
         """
         tier = self._tier
         with self._lock:
@@ -288,7 +288,7 @@ class VramCache:
     def count_served(
         self, lookup: Lookup, on_cpu: int, fetched: int, *, recomputed: int = 0, hits_on_cpu: int = 0
     ) -> None:
-        """How the misses of a step that ended well were met, and hits that were not made use of."""
+        """Counts how the misses of a successful step were served, and hits computed on the CPU."""
         with self._lock:
             counters = self.counters
             if lookup.is_use:
@@ -302,18 +302,18 @@ class VramCache:
             counters.fetched_bytes += fetched * self.layout.nbytes
 
     def cancel(self) -> int:
-        """Takes back copies for later that have not begun; how many."""
+        """Cancels non-urgent copies that have not started; returns how many."""
         with self._lock:
-            taken_back = 0
+            cancelled = 0
             for copy in self._tier.copies.values():
                 if copy.purpose is not Purpose.FETCH and not copy.cancelled and copy.handle.cancel():
                     copy.cancelled = True
-                    taken_back += 1
+                    cancelled += 1
             self._settle()
-            return taken_back
+            return cancelled
 
     def wait(self) -> None:
-        """Returns when nothing is in flight."""
+        """Blocks until no copy is in flight."""
         with self._lock:
             for copy in self._tier.copies.values():
                 with contextlib.suppress(EngineError):
@@ -321,21 +321,20 @@ class VramCache:
             self._settle()
 
     def resize(self, slots: int) -> int:
-        """Gives memory back, for example for a longer KV cache, or takes more.  Experts in other slots stay.
+        """Frees memory, for example for a longer KV cache, or allocates more.  Experts in the remaining slots stay.
 
         Returns:
-            How many slots there are now: more than asked for while one that should go is in use, fewer if memory is
-            short.
+            Number of slots now: more than requested while one that should be freed is in use, fewer if memory is short.
 
         Raises:
-            EngineError: the compute stream has failed, so nobody knows what is in use.
+            EngineError: the compute stream has failed, so it is unknown what is in use.
         """
         with self._lock:
             wanted = self._segments_for(slots)
             if wanted < len(self._memory.segments):
                 self.cancel()
                 self.wait()
-                # What was released may still be read by kernels that the card has been given.
+                # Submitted kernels may still read slots that have been released.
                 self.device.compute_stream.synchronize()
                 self._shrink(wanted)
             else:
@@ -344,14 +343,14 @@ class VramCache:
             return self.slots
 
     def give_back(self, nbytes: int) -> int:
-        """Makes the cache smaller by at least so many bytes, as far as it has them; how many it has given."""
+        """Shrinks the cache by at least `nbytes`, if it is large enough; returns the bytes freed."""
         with self._lock:
             before = self.nbytes
             self.resize(self.slots - -(-nbytes // self.layout.nbytes))
             return before - self.nbytes
 
     def forget_uses(self) -> None:
-        """After a failed step whose streams have recovered: nothing is in flight on them any more."""
+        """Forgets pending events after a failed step, when the streams have recovered and nothing is in flight."""
         with self._lock:
             self._memory.not_before(None)
             if self.staging is not None:
@@ -359,7 +358,7 @@ class VramCache:
             self.wait()
 
     def close(self) -> None:
-        """Gives all memory back, when what is in flight has ended.  Harmless if repeated."""
+        """Waits for copies and work in flight, then frees all memory.  Idempotent."""
         with self._lock:
             self.cancel()
             for copy in list(self._tier.copies.values()):  # the device may have failed or been closed
@@ -377,12 +376,12 @@ class VramCache:
                 self.staging = None
 
     def _segments_for(self, slots: int) -> int:
-        """How many pieces of memory hold at most so many slots, where all of them are of use."""
+        """Number of segments that hold at most so many slots, all of them usable."""
         most = self._layers * self._experts
         return pool_segments(slots, self._memory.segment_slots, self._layers, most, self._ways)
 
     def _grow(self, segments: int) -> DeviceMemoryError | None:
-        """Adds pieces until there are so many, or until the device refuses one: then why."""
+        """Adds segments up to this number; returns the error if the device refuses one."""
         try:
             while (count := len(self._memory.segments)) < segments:
                 slots = self._memory.add().slots
@@ -395,9 +394,9 @@ class VramCache:
         return None
 
     def _shrink(self, segments: int) -> None:
-        """Gives up pieces from the end until there are so many, or one of them is in use.
+        """Frees segments from the end down to this number, or until one is in use.
 
-        Nothing may compute from them: what a pool calls free may still be read by work that was submitted.
+        The compute stream must be idle: submitted work may still read slots that the pool considers free.
         """
         while len(self._memory.segments) > segments:
             if not self._tier.pools[-1].withdraw(self._memory.segments[-1].slots):
@@ -407,13 +406,13 @@ class VramCache:
             self._memory.drop()
 
     def _settle(self) -> None:
-        """Takes note of copies that have ended."""
+        """Updates the tier with copies that have ended."""
         copies = self._tier.copies
         if not copies:
             return
         stream = self.device.h2d_stream
         if stream.failure is not None:
-            # A copy has failed, and with it all behind it.  Whoever computes from one hears of it by its event.
+            # A copy failed, and so did all queued behind it.  Computations that need one see the failure in its event.
             _log.warning("experts could not be copied to %s: %s", self.device.name, stream.failure)
             stream.recover()
         while copies and (first := next(iter(copies.values()))).handle.done():
@@ -423,23 +422,23 @@ class VramCache:
         self._tier.end(copy, succeeded=copy.handle.done() and copy.handle.failure is None)
 
     def _make_room(self) -> None:
-        """Takes note of what has happened since the last step: copies that ended, memory that others took."""
+        """Handles what has happened since the last step: copies that ended, device memory that others need."""
         if self._tier.copies:
             self._settle()
         excess = self.device.memory.excess
         if excess and self._memory.segments:
-            given = self.give_back(excess)
-            self._say(None if not given else "others need its memory.", f"keeps {self.slots} experts from now on")
+            freed = self.give_back(excess)
+            self._report(None if not freed else "others need its memory.", f"keeps {self.slots} experts from now on")
 
     def _open_staging(self, count: int) -> Staging | None:
         for slots in range(count, 0, -1):
             try:
                 return Staging(self.device, self.layout, slots)
             except DeviceMemoryError as error:
-                self._say(error, f"has {slots - 1} places for experts that are fetched")
+                self._report(error, f"has {slots - 1} slots for experts that are fetched")
         return None
 
-    def _say(self, why: object, what: str) -> None:
+    def _report(self, why: object, what: str) -> None:
         if why is not None:
             self.note = f"{self.device.name} {what}: {why}"
             _log.warning("%s", self.note)
@@ -447,7 +446,7 @@ class VramCache:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer of the model is kept: its number in the cache of its device, and its records."""
+    """Location of a layer of the model: its device's cache, its index there, and its records."""
 
     cache: VramCache
     layer: int
@@ -458,7 +457,7 @@ class VramPrefetch:
     """An `engine.experts.prediction.target.PrefetchTarget` over the caches of all devices.
 
     Args:
-        places: of each layer of the model that has experts, in their order: its numbers are what callers give.
+        places: of each layer with experts, in model order; callers index layers by this order.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -467,29 +466,31 @@ class VramPrefetch:
 
     @property
     def backlog_bytes(self) -> int:
-        """On its way to any device."""
+        """Bytes in flight to any device."""
         return sum(cache.backlog_bytes for cache in self._caches)
 
     def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
-        """Those of `experts` that are neither on the layer's device nor on their way, in the same order."""
+        """Those of `experts` that are neither resident on the layer's device nor arriving, in the same order."""
         place = self._places[layer]
         return place.cache.absent(place.layer, experts)
 
     def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """Begins to bring experts, in this order, as far as that costs nobody a place who is not dead.
+        """Starts copying experts, in this order; evicts nothing but experts in `dead`.
 
-        One that is on disk is read into RAM, and comes to the device when it is asked for again.
+        An expert on disk is read into RAM first, and copied to the device when it is requested again.
 
         Args:
-            dead: (layer, expert) pairs that may leave for them.
+            dead: (layer, expert) pairs that may be evicted.
 
         Returns:
-            How many have been begun: the first ones of those that were absent.
+            How many copies were started: of the first absent ones.
         """
         place, begun = self._places[layer], 0
-        dying = iter(dead)
+        evictable = iter(dead)
         ours = (
-            (there.layer, expert) for number, expert in dying if (there := self._places[number]).cache is place.cache
+            (other.layer, expert)
+            for number, expert in evictable
+            if (other := self._places[number]).cache is place.cache
         )
         for expert in self.absent(layer, dict.fromkeys(experts)):
             if not (place.cache.prefetch(place.layer, expert, place.source, ours) or place.source.prefetch([expert])):

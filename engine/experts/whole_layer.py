@@ -1,7 +1,7 @@
-"""Whole-layer prefetch: all experts of the next layer cross the link while this layer computes.
+"""Whole-layer prefetch: copies all experts of the next layer over the link while this layer computes.
 
-The strategy that on-demand caching is compared with (DuoServe, section V: "LFP").  Nothing has to be known of the
-routing, so nothing is waited for but the link.
+The baseline for on-demand caching (DuoServe, section V: "LFP").  It does not depend on the routing, so it waits only
+for the link.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from engine.telemetry.recorder import RECORDER
 
 @dataclass
 class Half:
-    """One of two places for a layer.
+    """One half of the double buffer: slots for one layer.
 
     Attributes:
-        layer: which is there, or on its way.
-        copied: the end of each expert's copy, in the order in which they cross the link.
-        last_use: the end of the last computation from it.
+        layer: index of the layer in it, or being copied to it.
+        copied: event of each expert's copy, in copy order.
+        last_use: end of the last computation from it.
     """
 
     segment: Segment
@@ -40,10 +40,10 @@ class Half:
 
 
 class LayerBuffers:
-    """Two layers of slots on a device, filled in turn.  Not for several threads.
+    """Double buffer of two layers on a device.  Not thread-safe.
 
     Args:
-        sources: of all layers in the order in which they are called; after the last comes the first again.
+        sources: of all layers in call order; the first layer follows the last.
 
     Raises:
         DeviceMemoryError: two layers do not fit.
@@ -52,7 +52,7 @@ class LayerBuffers:
     def __init__(self, device: Device, layout: RecordLayout, sources: Sequence[RecordSource]) -> None:
         self.device = device
         self.layer_numbers = list(range(len(sources)))
-        """Of its layers in the decoder, for a timeline."""
+        """Decoder layer of each of its layers, for the timeline."""
         self._sources = sources
         experts = max(source.num_experts for source in sources)
         self._halves: list[Half] = []
@@ -60,7 +60,7 @@ class LayerBuffers:
             for _ in range(2):
                 half = Half(Segment(device, layout, experts, 0, MemoryCategory.EXPERTS))
                 self._halves.append(half)
-                # A layer may have fewer experts, and kernels may multiply what is not wanted by 0: it must not be NaN.
+                # A layer may have fewer experts, and kernels may multiply unused slots by 0: they must not hold NaN.
                 half.segment.records.records.zero_()
         except BaseException:
             self.close()
@@ -68,13 +68,13 @@ class LayerBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Device memory of both."""
+        """Device memory of both halves."""
         return sum(half.segment.records.records.nbytes for half in self._halves)
 
     def load(self, layer: int) -> Half:
-        """Where a layer is, or will be after `copied`; begins to copy it if it is in neither place.
+        """The half that holds a layer, once `copied` is done; starts copying it if neither half does.
 
-        Records that are not in RAM are waited for, as many at a time as RAM has slots for.
+        Blocks for records that are not in RAM, reading as many at a time as RAM has slots for.
 
         Raises:
             EngineError: the device failed, or a record could not be read.
@@ -83,12 +83,12 @@ class LayerBuffers:
         try:
             self.bring(half, range(self.experts_of(layer)))
         except BaseException:
-            half.layer = None  # not all its copies have been begun
+            half.layer = None  # not all of its copies were started
             raise
         return half
 
     def begin(self, layer: int) -> Half:
-        """Where a layer is or comes to; what is not there or on its way is for `bring`."""
+        """The half that holds a layer, or is assigned to it; `bring` then copies missing experts."""
         for half in self._halves:
             if half.layer == layer:
                 return half
@@ -101,8 +101,7 @@ class LayerBuffers:
         return half
 
     def bring(self, half: Half, experts: Sequence[int]) -> None:
-        """Begins to copy those experts of the half's layer that are not there yet, in this order as far as they are in
-        RAM: a page of the layer.
+        """Starts copying those of `experts` that are missing in the half: in this order if in RAM, else as they arrive.
 
         Raises:
             EngineError: the device failed, or a record could not be read.
@@ -113,7 +112,7 @@ class LayerBuffers:
         slots = half.segment.records.records
         arrivals = Arrivals(self._sources[layer], [expert for expert in experts if expert not in copied])
         try:
-            # Those that are there cross the link while the others are read.
+            # Experts in RAM are copied while the others are read.
             for held, there in arrivals:
                 for expert in there:
                     event = stream.copy(slots[expert], held.record(expert), direction=Direction.H2D)
@@ -136,8 +135,12 @@ class LayerBuffers:
         top_k_index: torch.Tensor,
         top_k_weights: torch.Tensor,
     ) -> tuple[torch.Tensor, Event]:
-        """Submits a layer's experts, to be computed once all are there: their sum [T, H], and the event after which
-        it is.  Arguments as of `engine.kernels.interface.ExpertKernel`, on the device.
+        """Submits the computation of a layer, after its copies.
+
+        Tensor arguments as of `engine.kernels.interface.ExpertKernel`, on the device.
+
+        Returns:
+            The weighted sum, [T, H], and the event after which it is valid.
         """
         assert half.layer is not None
         experts, compute = self.experts_of(half.layer), self.device.compute_stream
@@ -149,7 +152,7 @@ class LayerBuffers:
         kernel = half.segment.kernel(make_kernel)
 
         def work() -> None:
-            # Slots beyond the layer's own experts hold another layer's.
+            # Slots beyond the layer's own experts may hold stale ones of another layer.
             ids = top_k_index.masked_fill(top_k_index >= experts, len(half.segment.slots))
             result.copy_(kernel(hidden_states, ids, top_k_weights))
 
@@ -161,20 +164,20 @@ class LayerBuffers:
         return result, end
 
     def experts_of(self, layer: int) -> int:
-        """How many experts a layer has."""
+        """Number of experts in a layer."""
         return self._sources[layer].num_experts
 
     def next_of(self, layer: int) -> int:
-        """The layer that is called after this one."""
+        """The layer called after this one."""
         return (layer + 1) % len(self._sources)
 
     def forget(self) -> None:
-        """After a failure whose streams have recovered: nobody knows what is where."""
+        """Marks both halves empty after a failure, when the streams have recovered and contents are unknown."""
         for half in self._halves:
             half.layer, half.copied, half.last_use = None, {}, None
 
     def close(self) -> None:
-        """Gives the memory back when nothing is in flight.  Harmless if repeated."""
+        """Waits for copies and work in flight, then frees the memory.  Idempotent."""
         for half in self._halves:
             for event in half.copied.values():
                 with contextlib.suppress(EngineError):
@@ -186,12 +189,12 @@ class LayerBuffers:
 
 
 class WholeLayerExperts:
-    """An `ExpertKernel` for one layer, which computes all of it on the device.
+    """An `ExpertKernel` that computes one layer entirely on the device.
 
     Args:
-        buffers: of all layers of the device, which are called one after the other, from one thread.
-        layer: its number in them.
-        make_kernel: binds a kernel to slots; one object for all layers that compute alike.
+        buffers: shared by all layers of the device, which are called one at a time, from one thread.
+        layer: its index in the buffers.
+        make_kernel: binds a kernel to slots; the same object for all layers that compute alike.
     """
 
     def __init__(self, buffers: LayerBuffers, layer: int, make_kernel: KernelMaker) -> None:
@@ -201,7 +204,7 @@ class WholeLayerExperts:
     records_itself = True
 
     def number_in_model(self, number: int) -> None:
-        """Number of its decoder layer, for a timeline."""
+        """Sets the number of its decoder layer, for the timeline."""
         self._buffers.layer_numbers[self._layer] = number
 
     def __call__(

@@ -81,7 +81,7 @@ class CacheMachine(RuleBasedStateMachine):
     def take_in(self, data: st.DataObject) -> None:
         lookup = data.draw(st.sampled_from(self.lookups))
         for expert in lookup.misses[:1]:
-            self.cache.take_in(lookup, expert, kept(self.bank[lookup.layer], [expert]))
+            self.cache.admit(lookup, expert, kept(self.bank[lookup.layer], [expert]))
 
     @rule(layer=st.integers(0, LAYERS - 1), experts=st.lists(st.integers(0, EXPERTS - 1), max_size=3), data=st.data())
     def prefetch(self, layer: int, experts: list[int], data: st.DataObject) -> None:

@@ -96,10 +96,10 @@ class Fetched(Way):
 
     def _copy(self, step: Step, expert: int, held: Held) -> _Fetch:
         cache, device, tokens = self._layer.cache, self._layer.device, step.routing.tokens(expert)
-        taken_in = cache.take_in(step.lookup, expert, held) if step.keeps else None
-        if taken_in is not None:
-            segment, row = cache.locate(taken_in[0])
-            fetch = _Fetch(expert, tokens, segment, row, taken_in[1], is_staged=False)
+        admitted = cache.admit(step.lookup, expert, held) if step.keeps else None
+        if admitted is not None:
+            segment, row = cache.locate(admitted[0])
+            fetch = _Fetch(expert, tokens, segment, row, admitted[1], is_staged=False)
         else:
             staging = cache.staging
             assert staging is not None

@@ -1,1 +1,1 @@
-"""Replay of recorded routing: what any cache policy and size would have hit, and the best that any could."""
+"""Replay of recorded routing: the hits of any cache policy and size, and the upper bound for all."""

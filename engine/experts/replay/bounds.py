@@ -1,4 +1,4 @@
-"""Bounds that need no policy: the LRU miss-ratio curve of every size in one pass, and Belady's optimum."""
+"""Reference curves: the LRU hit ratio of every cache size in one pass, and Belady's optimum."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def hit_ratio_curve(counts: NDArray[np.int64]) -> NDArray[np.float64]:
 
 
 def belady_hits(trace: RoutingTrace, slots: int, *, per_layer: bool) -> NDArray[np.int64]:
-    """Most hits that any cache could have had, per layer: it evicts the farthest next use, or declines to insert.
+    """Maximum hits of any cache, per layer: evicts the expert with the farthest next use, or does not insert.
 
     Args:
         slots: size of each layer's own cache, or of the one global cache.

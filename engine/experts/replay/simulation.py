@@ -1,4 +1,4 @@
-"""A recorded trace run through caches of a given policy and size."""
+"""Runs a recorded trace through caches of a given policy and size."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from engine.experts.cache.selection import PolicySelector, step_pool
 from engine.experts.replay.trace_file import RoutingTrace
 
 ADOPTED = "adopted"
-"""Name of the cache that changes its policy as the shadow simulators say."""
+"""Name of the cache that adopts policies as the shadow simulators suggest."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What one cache did on one trace.
+    """Result of one cache on one trace.
 
     Attributes:
-        policy, slots: the cache; `slots` of each layer if `per_layer`, else of all together.
+        policy, slots: of the cache; `slots` per layer if `per_layer`, else in total.
         hits, accesses: int64 [layers].
     """
 
@@ -53,14 +53,14 @@ def replay(
     popularity: Mapping[Key, float] | None = None,
     seed: int = 0,
 ) -> ReplayResult:
-    """Runs the trace through one cache per layer, or one for all, in an ideal world: every post-fetch lands in time.
+    """Runs the trace through one cache per layer, or one for all, assuming that every post-fetch arrives in time.
 
     Args:
         policy: a policy's name, or `ADOPTED`.
         slots: of each layer's cache if `per_layer`, else of the one cache.
 
     Raises:
-        ValueError: for an unknown policy, or `static` without popularity.
+        ValueError: unknown policy, or `static` without popularity.
     """
     pools: list[Pool] = []
     selectors: list[PolicySelector] = []

@@ -31,7 +31,7 @@ class RoutingTrace:
         weights: float [tokens, layers, k].
         sequence_starts: token index where each sequence begins; the last entry is the number of tokens.
         num_experts: experts per layer.
-        prefill_tokens: how many tokens at the front were a prompt, read at once rather than one by one.
+        prefill_tokens: how many tokens at the front were a prompt, processed at once rather than one by one.
     """
 
     experts: NDArray[np.int16]
@@ -50,7 +50,7 @@ class RoutingTrace:
 
     @property
     def accesses(self) -> int:
-        """Uses of an expert by a token: what hit rates are counted over."""
+        """Uses of an expert by a token: the denominator of hit rates."""
         return int(np.count_nonzero(self.experts >= 0))
 
     @property
@@ -62,10 +62,10 @@ def read_trace(path: Path) -> RoutingTrace:
     """The trace in `path`.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, if it is absent, damaged or no routing trace.
+        EngineError: `INVALID_REQUEST`, the file is missing, damaged or not a routing trace.
     """
     try:
-        # Opened here: numpy forgets to close what turns out to be no archive.
+        # Opened here because numpy leaks the file if it is not an archive.
         with open_foreign(path) as file, np.load(file, allow_pickle=False) as arrays:
             if sum(part.file_size for part in arrays.zip.infolist()) > _MOST_BYTES:
                 raise ValueError(f"it unpacks to more than {_MOST_BYTES // 2**30} GiB")
@@ -91,7 +91,7 @@ def read_trace(path: Path) -> RoutingTrace:
 
 
 def write_trace(trace: RoutingTrace, path: Path) -> None:
-    """Writes `trace` to `path`, whole or not at all."""
+    """Writes `trace` to `path` atomically."""
     with NewFile(path) as new:
         with new.path.open("wb") as file:
             np.savez_compressed(
