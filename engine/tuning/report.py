@@ -33,7 +33,8 @@ def verdict(result: TuningResult, *, saved: bool = True) -> str:
     if won is None:
         return "None of them could run: the settings are unchanged."
     if not saved:
-        return f"Fastest: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s. It is not saved."
+        best = f"Best: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s. It is not saved."
+        return best + _why_not_fastest(result, won)
     if won.contestant.is_before:
         return f"The settings stay the same: {won.tokens_per_s:.1f} tokens/s, and nothing else is better."
     text = f"From now on: {won.contestant.name}, {won.tokens_per_s:.1f} tokens/s."
@@ -41,10 +42,14 @@ def verdict(result: TuningResult, *, saved: bool = True) -> str:
         text += f" Before: {before.tokens_per_s:.1f} tokens/s, so {won.tokens_per_s / before.tokens_per_s:.2f} times."
     elif before is not None:
         text += " Before, it could not run."
+    return text + _why_not_fastest(result, won)
+
+
+def _why_not_fastest(result: TuningResult, won: Timed) -> str:
     faster = next((one for one in result.timed if one.tokens_per_s > won.tokens_per_s), None)
-    if faster is not None:
-        text += f" {faster.precision} would be faster, but not by enough to justify its loss of quality."
-    return text
+    if faster is None:
+        return ""
+    return f" {faster.precision} would be faster, but not by enough to justify its loss of quality."
 
 
 def number_text(number: TuningNumber) -> str:
