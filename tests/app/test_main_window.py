@@ -168,7 +168,7 @@ def test_a_dead_engine_is_told_on_every_page_and_restarts_on_a_click(
     window = open_window(client)
     client.start()
     qtbot.waitUntil(window.engine_banner.isVisible)
-    assert "exit code 3" in window.engine_banner.text
+    assert "code 3" in window.engine_banner.text
     assert window.engine_banner.text.endswith("Your text is kept.")
     for name in PAGES:
         window.show_page(name)

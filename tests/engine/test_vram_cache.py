@@ -295,3 +295,20 @@ def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[Ban
     assert cache.policy not in ("lru", "fifo")
     assert all(len(cache.residents(layer)) == 3 for layer in range(LAYERS))
     cache.close()
+
+
+def test_a_layers_slots_stay_until_a_step_whose_copy_failed_is_over(device: Device, bank: list[BankLayer]) -> None:
+    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3, ways=1)
+
+    def fail() -> None:
+        raise RuntimeError("injected")
+
+    lookup = cache.acquire(2, [0])
+    go_on = holding(device)
+    device.h2d_stream.submit(fail)
+    assert cache.admit(lookup, 0, kept(bank[2], [0])) is not None
+    go_on()
+    assert cache.resize(0) == 3
+    cache.release(lookup)
+    assert cache.resize(0) == 0
+    cache.close()

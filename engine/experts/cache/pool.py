@@ -142,9 +142,15 @@ class Pool:
         return removed
 
     def withdraw(self, slots: range) -> bool:
-        """Removes exactly these slots, evicting their residents.  False, with nothing changed, if any is in use."""
+        """Removes exactly these slots, evicting their residents.  False, with nothing changed, if any is in use.
+
+        An expert whose copy failed may still be pinned by the step that wanted it, although it has no slot any more.
+        Nothing is removed before it is unpinned, so that its pool still exists then.
+        """
         leaving = [key for key, slot in self.residents.items() if slot in slots]
         if any(key in self._pins for key in leaving) or any(slot in slots for slot in self.arriving.values()):
+            return False
+        if self._pins.keys() - self.residents.keys() - self.arriving.keys():
             return False
         for key in leaving:
             self.evict(key)
