@@ -142,7 +142,7 @@ def test_any_steps_with_any_slots(path: Path, slots: int, steps: list[tuple[int,
 
 def test_a_prompt_reads_the_next_layer_ahead_and_leaves_decoding_its_experts(model: Model) -> None:
     for layer in (3, 0):
-        model.tier.acquire(layer, [0])  # in use, as it were, by decoding
+        model.tier.acquire(layer, [0]).wait()  # in use, as it were, by decoding
     tokens = torch.randn(40, HIDDEN)
     index = torch.arange(40)[:, None] % 8
     for layer in (0, 1):
