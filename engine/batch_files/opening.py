@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import Row, RowSource, SeenColumns
+from engine.batch_files.rows import FileRows, Row, RowSource, SeenColumns
 from engine.batch_files.tables import ParquetRows, SpreadsheetRows
 from engine.batch_files.text_rows import MAX_LINE_CHARACTERS, DelimitedRows, JsonLines, TextLines, WholeText
 from engine.common.errors import EngineError, ErrorCode
@@ -20,24 +20,16 @@ from engine.common.foreign import reason
 _MAX_PAGES = 5_000
 
 
-class PdfText:
+class PdfText(FileRows):
     """The whole file is one row with the columns `file`, `pages` and `text`; if unreadable, the row has a problem."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         self._row: Row | None = None
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def columns(self) -> tuple[str, ...]:
         return ("file", "pages", "text")
-
-    def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
@@ -81,11 +73,11 @@ def _text_of(path: Path) -> tuple[str, int, str]:
     return text, pages, "" if text else "contains no text, possibly only images"
 
 
-class FolderRows:
+class FolderRows(FileRows):
     """Rows of several files, each with a first column `file`."""
 
     def __init__(self, path: Path, files: Sequence[Path], open_file: Callable[[Path], RowSource]) -> None:
-        self._path = path
+        super().__init__(path)
         self._files = list(files)
         self._open = open_file
         columns = {"file": None}
@@ -96,10 +88,6 @@ class FolderRows:
                 continue
         self._columns = tuple(columns)
         self._seen = SeenColumns(columns)
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def columns(self) -> tuple[str, ...]:

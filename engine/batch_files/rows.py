@@ -7,6 +7,7 @@ Constraints on answers are llguidance grammars; schemas are validated here witho
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,26 @@ class RowSource(Protocol):
             EngineError: `INVALID_REQUEST`, if the content does not match the file type.
         """
         ...
+
+
+class FileRows(ABC):
+    """What the inputs share: their file or folder, and columns that its beginning tells, unless a subclass has more."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @property
+    @abstractmethod
+    def columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+
+    def all_columns(self) -> tuple[str, ...]:
+        """See `RowSource`."""
+        return self.columns
 
 
 def unique_names(names: list[str]) -> tuple[str, ...]:

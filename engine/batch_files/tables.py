@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import Row, unique_names
+from engine.batch_files.rows import FileRows, Row, unique_names
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign
 from engine.common.sizes import about
@@ -21,7 +21,7 @@ from engine.common.sizes import about
 _ROWS_AT_ONCE = 256
 
 
-class ParquetRows:
+class ParquetRows(FileRows):
     """One row per record.
 
     Raises:
@@ -29,21 +29,13 @@ class ParquetRows:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         with self._opened() as file:
             self._columns = tuple(file.schema_arrow.names)
 
     @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
     def columns(self) -> tuple[str, ...]:
         return self._columns
-
-    def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return self.columns
 
     @property
     def schema(self) -> Any:
@@ -122,7 +114,7 @@ MOST_LINES = 2**20
 _SMALL_BYTES = 50 * 10**6
 
 
-class SpreadsheetRows:
+class SpreadsheetRows(FileRows):
     """One row per non-empty line of the sheet.
 
     Raises:
@@ -130,7 +122,7 @@ class SpreadsheetRows:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        super().__init__(path)
         _refuse_what_is_no_sheet(path)
         first = next(self._values(), None)
         if first is None:
@@ -138,16 +130,8 @@ class SpreadsheetRows:
         self._columns = unique_names(["" if value is None else str(value) for value in first[1]])
 
     @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
     def columns(self) -> tuple[str, ...]:
         return self._columns
-
-    def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine.batch_files.rows import Row, SeenColumns, unique_names
+from engine.batch_files.rows import FileRows, Row, SeenColumns, unique_names
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, open_foreign, parse_json
 
@@ -110,24 +110,16 @@ MAX_LINE_CHARACTERS = 16 * 2**20
 """Longer than any model's context: such a line is not read completely."""
 
 
-class TextLines:
+class TextLines(FileRows):
     """Every non-blank line is a row with one column, `text`."""
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
-        self._path = path
+        super().__init__(path)
         self._encoding = encoding_of(path, encoding)
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def columns(self) -> tuple[str, ...]:
         return ("text",)
-
-    def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
@@ -143,24 +135,16 @@ class TextLines:
                 index += 1
 
 
-class WholeText:
+class WholeText(FileRows):
     """The whole file is one row, with the columns `file` and `text`."""
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
-        self._path = path
+        super().__init__(path)
         self._encoding = encoding_of(path, encoding)
-
-    @property
-    def path(self) -> Path:
-        return self._path
 
     @property
     def columns(self) -> tuple[str, ...]:
         return ("file", "text")
-
-    def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
@@ -192,7 +176,7 @@ _NO_SEPARATOR = "\x1f"
 """Used for files with one column, where commas are part of the text."""
 
 
-class DelimitedRows:
+class DelimitedRows(FileRows):
     """One row per record.
 
     Raises:
@@ -200,7 +184,7 @@ class DelimitedRows:
     """
 
     def __init__(self, path: Path, *, separator: str | None = None, encoding: str | None = None) -> None:
-        self._path = path
+        super().__init__(path)
         self._encoding = encoding_of(path, encoding)
         with open_text(path, self._encoding) as (file, _share):
             header = file.readline(MAX_FIELD_CHARACTERS)
@@ -221,16 +205,8 @@ class DelimitedRows:
         self._columns = unique_names(names)
 
     @property
-    def path(self) -> Path:
-        return self._path
-
-    @property
     def columns(self) -> tuple[str, ...]:
         return self._columns
-
-    def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
-        return self.columns
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
@@ -278,10 +254,11 @@ _FIRST_ROWS = 200
 """Number of first rows that determine the columns; further ones in later rows are kept too."""
 
 
-class JsonLines:
+class JsonLines(FileRows):
     """One row per non-blank line; a string is a row with a single column `text`."""
 
     def __init__(self, path: Path, *, encoding: str | None = None) -> None:
+        super().__init__(path)
         self._lines = TextLines(path, encoding=encoding)
         first = list(itertools.islice(self._rows(), _FIRST_ROWS))
         self._columns = tuple(dict.fromkeys(name for row in first for name in row.fields))
@@ -292,10 +269,6 @@ class JsonLines:
                 ErrorCode.INVALID_REQUEST,
                 f"{path} has no usable rows: its first line {why}; write one JSON object per line.",
             )
-
-    @property
-    def path(self) -> Path:
-        return self._lines.path
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -83,10 +83,6 @@ class ChatPresenter(QObject):
         """The current one; not in the store until it has content."""
         return self._conversation
 
-    @property
-    def is_stored(self) -> bool:
-        return self._is_stored
-
     def begin(self) -> None:
         """Show an empty chat, then the list and the last chat once they are read."""
         self._show(new_conversation(), MessageTree(), stored=False)

@@ -11,7 +11,6 @@ from PySide6.QtWidgets import QPushButton, QScrollArea, QVBoxLayout, QWidget
 from app.icons import icon
 from app.models.conversation import ConversationModel, MessageRow
 from app.services.answer_queue import Phase
-from app.services.chat_store import MessageState
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.user_message import UserMessage
@@ -122,10 +121,6 @@ class Transcript(QScrollArea):
             self._insert(0, self._unbuilt.pop())
         self._build.stop()
 
-    @property
-    def is_at_end(self) -> bool:
-        return self._at_end
-
     # --- the model ---
 
     def _on_reset(self) -> None:
@@ -217,9 +212,3 @@ class Transcript(QScrollArea):
         width = min(scaled(COLUMN_PX), self.width() - 48)
         side = max((self.width() - width) // 2, 24)
         self._column.setContentsMargins(side, 26, max(side - (self.width() - self.viewport().width()), 8), 20)
-
-    @property
-    def is_answering(self) -> bool:
-        """Whether the last turn is still being written."""
-        rows = self._model.rows
-        return bool(rows) and rows[-1].message.state is MessageState.STREAMING

@@ -112,10 +112,6 @@ class TimelineView(QWidget):
         """The lanes as last drawn."""
         return self._rows
 
-    @property
-    def shows_machine(self) -> bool:
-        return self._shows_machine
-
     def set_shows_machine(self, shows: bool) -> None:
         """Whether to show the sensors' lanes below the engine's."""
         self._shows_machine = shows
