@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
-from engine.planner.costs import Costs
-from engine.planner.simulator.batch_costs import distinct_experts
+if TYPE_CHECKING:
+    from engine.planner.costs import Costs
 
 ROWS_TOGETHER = 256
 """Most rows in progress at once when there is no plan."""
@@ -174,6 +175,9 @@ def _sweep(costs: Costs, tokens: float, context: float, prompts: float, sequence
     Args:
         sequences: sequences whose next token is sampled at the end.
     """
+    # Not at the top: a window that starts needs only the messages' `JobPrediction`, and no simulator.
+    from engine.planner.simulator.batch_costs import distinct_experts
+
     model = costs.model
     used = distinct_experts(model.experts, model.experts_per_token, tokens)
     experts = model.moe_layers * costs.cpu_experts(tokens * model.experts_per_token, used)
