@@ -25,40 +25,71 @@ from engine.runtime.load.foresight import Foresight
 
 
 @dataclass(kw_only=True)
-class LoadedModel:
-    """What `load_model` returns.
+class ModelParts:
+    """Everything that was allocated for a model, whether it is ready or on its way there.
 
     Attributes:
         model: transformers' `PreTrainedModel`, in eval mode, without gradients; its experts are served by `bank`.
         tokenizer: transformers' `PreTrainedTokenizerBase`.
-        info: what the window shows about it.
 
         bank: the weights of all experts but those on disk; `None` for a dense model.
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
         kernels: the native CPU kernels that it computes with, if any.
 
-        device: where the non-expert weights are.
         devices: what it runs on beside the CPU, if anything.
-        graph_device: the one device that all of it is on, if decode steps are to be captured there.
         foresight: predicts the experts of coming layers, and keeps what it learns for later sessions.
+    """
+
+    model: Any = None
+    tokenizer: Any = None
+
+    bank: ExpertBank | None = None
+    disk_backed: DiskBackedBank | None = None
+    kernels: NativeKernels | None = None
+
+    devices: ModelDevices | None = None
+    foresight: Foresight | None = None
+
+    def close(self) -> None:
+        """Frees everything.  The object is of no use afterwards; calling it twice is harmless."""
+        if self.model is not None:
+            unbind(self.model)
+        if self.tokenizer is not None:
+            FOREIGN_TEXT.drop(self.tokenizer)
+        opened = self.devices.devices if self.devices is not None else ()
+        on_card = any(device.torch_device.type == "cuda" for device in opened)
+        # Devices before the bank: what is on its way reads from it.
+        for held in (self.foresight, self.devices, self.bank, self.disk_backed):
+            if held is not None:
+                held.close()
+        self.model = self.tokenizer = self.bank = self.disk_backed = self.devices = self.foresight = None
+        gc.collect()
+        if self.kernels is not None:
+            self.kernels.close()
+            self.kernels = None
+        if on_card:
+            torch.cuda.empty_cache()
+
+
+@dataclass(kw_only=True)
+class LoadedModel(ModelParts):
+    """What `load_model` returns.
+
+    Attributes:
+        info: what the window shows about it.
+
+        device: where the non-expert weights are.
+        graph_device: the one device that all of it is on, if decode steps are to be captured there.
 
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
     """
 
-    model: Any
-    tokenizer: Any
     info: ModelInfo
 
-    bank: ExpertBank | None
-    disk_backed: DiskBackedBank | None = None
-    kernels: NativeKernels | None = None
-
     device: torch.device
-    devices: ModelDevices | None = None
     graph_device: Device | None = None
-    foresight: Foresight | None = None
 
     context_tokens: int
     chunk_tokens: int = SHORT_TOKENS
@@ -86,34 +117,9 @@ class LoadedModel:
         finally:
             torch.set_num_threads(threads)
 
-    def close(self) -> None:
-        """Frees the weights.  The object is of no use afterwards; calling it twice is harmless."""
-        if self.model is not None:
-            unbind(self.model)
-        if self.foresight is not None:
-            self.foresight.close()
-            self.foresight = None
-        if self.devices is not None:  # first: what is on its way reads from the bank
-            self.devices.close()
-            self.devices = None
-        if self.bank is not None:
-            self.bank.close()
-        if self.disk_backed is not None:
-            self.disk_backed.close()
-            self.disk_backed = None
-        if self.tokenizer is not None:
-            FOREIGN_TEXT.drop(self.tokenizer)
-        self.model = self.tokenizer = self.bank = None
-        gc.collect()
-        if self.kernels is not None:
-            self.kernels.close()
-            self.kernels = None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
-
-@dataclass
-class LoadingParts:
+@dataclass(kw_only=True)
+class LoadingParts(ModelParts):
     """Owned by the loader until the model is complete; filled phase by phase.
 
     Attributes:
@@ -122,23 +128,9 @@ class LoadingParts:
 
     devices: ModelDevices
     foresight: Foresight
-    model: Any = None
-    bank: ExpertBank | None = None
-    disk_backed: DiskBackedBank | None = None
-    kernels: NativeKernels | None = None
 
     def place(self, devices: Sequence[Device], layers: LayerDevices) -> None:
         """The model is going to run on these devices, with its layers split so; if there are none, on the CPU."""
         if not devices:
             self.devices.close()
         self.devices = ModelDevices(devices, layers)
-
-    def free(self) -> None:
-        """Frees everything."""
-        if self.model is not None:
-            unbind(self.model)
-        for held in (self.foresight, self.devices, self.disk_backed, self.bank, self.kernels):
-            if held is not None:
-                held.close()
-        self.model = None
-        gc.collect()

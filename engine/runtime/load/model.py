@@ -97,12 +97,12 @@ def _load(
     cancelled: Callable[[], bool],
     note: str = "",
 ) -> LoadedModel:
-    parts = LoadingParts(devices, Foresight(learns_always=config.prefetch == "mlp"))
+    parts = LoadingParts(devices=devices, foresight=Foresight(learns_always=config.prefetch == "mlp"))
     try:
         with torch.no_grad(), quiet_library():
             return _load_parts(config, parts, on_progress, cancelled, note)
     except BaseException:
-        parts.free()
+        parts.close()
         raise
 
 
