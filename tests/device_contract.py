@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.device import CopyRecord, Device
+from engine.devices.device import COPY, CopyRecord, Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 
 def fail() -> NoReturn:
@@ -181,6 +183,24 @@ class DeviceContract:
         broken()
         device.h2d_stream.copy(there, host_bytes(1000)).wait()
         assert len(told) == 1
+
+    def test_whatever_is_copied_or_labelled_has_a_span(self, device: Device) -> None:
+        there = device.memory.allocate(4096, MemoryCategory.STAGING)
+        RECORDER.start()
+        try:
+            for label in (COPY, None, (lanes.FETCH, 3, 7, 1)):
+                device.h2d_stream.copy(there, host_bytes(4096), label).wait()
+            device.compute_stream.submit(lambda: None, (lanes.EXPERTS, 2, -1, 5)).wait()
+            device.compute_stream.submit(lambda: None).wait()
+            spans = RECORDER.take_spans()
+        finally:
+            RECORDER.stop()
+        fields = ["lane", "name", "layer", "expert", "count", "nbytes", "device"]
+        assert {tuple(int(span[field]) for field in fields) for span in spans} == {
+            (lanes.H2D, lanes.COPY, -1, -1, 1, 4096, device.index),
+            (lanes.H2D, lanes.FETCH, 3, 7, 1, 4096, device.index),
+            (lanes.GPU, lanes.EXPERTS, 2, -1, 5, 0, device.index),
+        }
 
     def test_closing_twice_and_using_what_is_closed(self, device: Device) -> None:
         event = device.compute_stream.record()

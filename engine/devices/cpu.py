@@ -9,18 +9,19 @@ from collections.abc import Callable
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Device, Direction, Event, check_copy
+from engine.devices.device import COPY, CopyLog, Device, Direction, Event, Label, TimelineStream, check_copy
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
 from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
 from engine.devices.memory_budget import MemoryBudget
+from engine.telemetry.recorder import RECORDER
 
 
-class InlineStream:
+class InlineStream(TimelineStream):
     """See `engine.devices.device.Stream`; every event is done when it is returned, and `wait` blocks."""
 
     def __init__(self, name: str, copy_log: CopyLog) -> None:
-        self.name = name
+        super().__init__(name)
         self._copy_log = copy_log
         self._turn = threading.RLock()  # keeps the order among submitting threads
         self._failure: EngineError | None = None
@@ -31,11 +32,21 @@ class InlineStream:
         """See `Stream.failure`."""
         return self._failure
 
-    def submit(self, work: Callable[[], object]) -> Event:
+    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
         """See `Stream.submit`."""
-        return self._run(work, None)
+        event = self._run(work, None)
+        if RECORDER.on and label is not None:
+            self.show(event, label)
+        return event
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        label: Label | None = COPY,
+        *,
+        direction: Direction | None = None,
+    ) -> Event:
         """See `Stream.copy`."""
         check_copy(destination, source)
 
@@ -43,7 +54,10 @@ class InlineStream:
             with torch.inference_mode():
                 destination.copy_(source)
 
-        return self._run(move, (direction or Direction.D2D, source.nbytes))
+        event = self._run(move, (direction or Direction.D2D, source.nbytes))
+        if RECORDER.on and label is not None:
+            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
+        return event
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`."""

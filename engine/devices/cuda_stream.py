@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Direction, Event, check_copy
+from engine.devices.device import COPY, CopyLog, Direction, Event, Label, TimelineStream, check_copy
 from engine.devices.failures import as_engine_error, closed_error, fresh
 from engine.devices.sleeping import sleep_until
+from engine.telemetry.recorder import RECORDER
 
 _ANCHOR_AGE_S = 10.0
 """CUDA reports elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
@@ -175,11 +176,11 @@ class CudaEvent:
             self._span = started_s, ended_s
 
 
-class CudaStream:
+class CudaStream(TimelineStream):
     """See `engine.devices.device.Stream`.  Work is called immediately; its launches go to this stream."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream, clock: CudaClock, copy_log: CopyLog) -> None:
-        self.name = name
+        super().__init__(name)
         self._queue = stream
         self._clock = clock
         self._copy_log = copy_log
@@ -194,11 +195,21 @@ class CudaStream:
         """See `Stream.failure`."""
         return self._failure
 
-    def submit(self, work: Callable[[], object]) -> Event:
+    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
         """See `Stream.submit`."""
-        return self._run(work, None)
+        event = self._run(work, None)
+        if RECORDER.on and label is not None:
+            self.show(event, label)
+        return event
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        label: Label | None = COPY,
+        *,
+        direction: Direction | None = None,
+    ) -> Event:
         """See `Stream.copy`.  Asynchronous to the host only from and to pinned memory."""
         check_copy(destination, source)
         taken = direction or _direction(destination, source)
@@ -210,7 +221,10 @@ class CudaStream:
                     tensor.record_stream(self._queue)
 
         with torch.inference_mode():
-            return self._run(move, (taken, source.nbytes, (destination, source)))
+            event = self._run(move, (taken, source.nbytes, (destination, source)))
+        if RECORDER.on and label is not None:
+            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
+        return event
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`.  Blocks on events that are not CUDA's."""

@@ -23,6 +23,8 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
 
@@ -133,6 +135,14 @@ class Direction(StrEnum):
     D2D = "d2d"
 
 
+Label = tuple[int, int | None, int, int]
+"""What timelines call a piece of work: (name in `engine.telemetry.lanes`, decoder layer or None for the engine thread's
+current one, expert or -1, number of experts)."""
+
+COPY: Label = (lanes.COPY, None, -1, 1)
+"""Any copy."""
+
+
 class Event(Protocol):
     """The end of one unit of work.  Every method may be called from any thread."""
 
@@ -179,17 +189,28 @@ class Stream(Protocol):
     def failure(self) -> EngineError | None:
         """The first failure since the last `recover`: later work does not run and fails with it."""
 
-    def submit(self, work: Callable[[], object]) -> Event:
+    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
         """Runs `work` after everything before it; its result is dropped, its exception is raised to waiters.
 
         `work` must not wait for later work of its own stream.
+
+        Args:
+            label: of its span in timelines; None shows none.
         """
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        label: Label | None = COPY,
+        *,
+        direction: Direction | None = None,
+    ) -> Event:
         """Copies bytes.  Both tensors stay alive until the event is done, and must not be written before.
 
         Args:
             destination, source: of one shape and dtype; contiguous ones are copied in chunks, others at once.
+            label: as of `submit`.
             direction: if it does not follow from the stream and the tensors' allocators.
 
         Raises:
@@ -210,6 +231,34 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Ends the stream: work that has not started fails.  Waits for work that cannot be interrupted."""
+
+
+class TimelineStream:
+    """What every stream has for timelines: a name, a lane, and the spans of its work.
+
+    Args:
+        name: see `Stream.name`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        device, _, role = name.partition(" ")
+        self._lane, self._index = _LANES.get(role, lanes.GPU), device_index(device)
+
+    def show(self, work: Event, label: Label) -> None:
+        """Records the span of submitted work; called while the recorder is on."""
+        if (queued := RECORDER.queued) is not None:
+            queued.submitted(work)
+        RECORDER.event(work, self._lane, *label, 0, self._index)
+
+
+_LANES = {"compute": lanes.GPU, "h2d": lanes.H2D, "d2h": lanes.D2H, "small copies": lanes.SMALL_COPY}
+
+
+def device_index(name: str) -> int:
+    """A device's index among several, for timelines: the number at the end of its name."""
+    digits = name[len(name.rstrip("0123456789")) :]
+    return int(digits) if digits else 0
 
 
 @dataclass(frozen=True)
@@ -243,9 +292,8 @@ class Device:
 
     @cached_property
     def index(self) -> int:
-        """Index among several devices, for timelines: the number at the end of its name."""
-        digits = self.name[len(self.name.rstrip("0123456789")) :]
-        return int(digits) if digits else 0
+        """Index among several devices, for timelines."""
+        return device_index(self.name)
 
     @property
     def streams(self) -> tuple[Stream, ...]:

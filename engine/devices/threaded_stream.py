@@ -15,11 +15,12 @@ from dataclasses import dataclass
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import CopyLog, Direction, Event, check_copy
+from engine.devices.device import COPY, CopyLog, Direction, Event, Label, TimelineStream, check_copy
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
 from engine.devices.link import ClosingError
 from engine.devices.sleeping import sharpen_timers, sleep_until
+from engine.telemetry.recorder import RECORDER
 
 _LOOK_S = 0.05
 """Interval at which a stream that waits for another's event checks whether it is being closed."""
@@ -44,7 +45,7 @@ class _Item:
     recovers: bool = False
 
 
-class ThreadedStream:
+class ThreadedStream(TimelineStream):
     """See `engine.devices.device.Stream`.
 
     Args:
@@ -57,7 +58,7 @@ class ThreadedStream:
     def __init__(
         self, name: str, copy_log: CopyLog, carrier: Carrier, *, closing: threading.Event, slowdown: float = 1.0
     ) -> None:
-        self.name = name
+        super().__init__(name)
         self._copy_log = copy_log
         self._carrier = carrier
         self._closing = closing
@@ -77,7 +78,7 @@ class ThreadedStream:
         """See `Stream.failure`."""
         return self._failure
 
-    def submit(self, work: Callable[[], object]) -> Event:
+    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
         """See `Stream.submit`.  `work` runs with the caller's gradient and inference mode."""
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -96,9 +97,19 @@ class ThreadedStream:
                     raise ClosingError
             return started_s, ended_s
 
-        return self._enqueue(run)
+        event = self._enqueue(run)
+        if RECORDER.on and label is not None:
+            self.show(event, label)
+        return event
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, *, direction: Direction | None = None) -> Event:
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        label: Label | None = COPY,
+        *,
+        direction: Direction | None = None,
+    ) -> Event:
         """See `Stream.copy`."""
         check_copy(destination, source)
 
@@ -108,7 +119,10 @@ class ThreadedStream:
             self._copy_log.ended(self.name, taken, source.nbytes, *span)
             return span
 
-        return self._enqueue(run)
+        event = self._enqueue(run)
+        if RECORDER.on and label is not None:
+            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
+        return event
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`."""

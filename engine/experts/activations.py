@@ -149,10 +149,7 @@ class Activations:
         self._release_rows()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, direction: Direction, name: int) -> Event:
-        event = self.device.small_copy_stream.copy(target, source, direction=direction)
-        if RECORDER.on:
-            RECORDER.event(event, lanes.SMALL_COPY, name, nbytes=source.nbytes, device=self.device.index)
-        return event
+        return self.device.small_copy_stream.copy(target, source, (name, None, -1, 1), direction=direction)
 
     def _new_bundle(self, tensors: Sequence[torch.Tensor]) -> _Bundle:
         sizes = [_aligned(tensor.nbytes) for tensor in tensors]

@@ -153,7 +153,7 @@ def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: floa
     small = min(4096, record.nbytes // 2)
 
     def took_s(source: torch.Tensor) -> float:
-        event = stream.copy(record[: source.nbytes], source)
+        event = stream.copy(record[: source.nbytes], source, None)
         event.wait()
         return event.ended_s - event.started_s
 

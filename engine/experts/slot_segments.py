@@ -14,8 +14,6 @@ from engine.experts.cache.tier import Purpose
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import Held
 from engine.kernels.interface import ExpertKernel, LayerRecords
-from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
 
 KernelMaker = Callable[[LayerRecords], ExpertKernel]
 """Binds a kernel to records.  Layers that compute alike share one, and with it the kernel's cached state."""
@@ -137,11 +135,9 @@ class DeviceSlots:
             stream.wait(self._last_use)
             self._last_use = None  # later copies are ordered behind this one anyway
         segment, row = self.locate(slot)
-        event = stream.copy(segment.records.records[row], source.record(expert), direction=Direction.H2D)
+        label = purpose.value, self.layer_numbers[layer], expert, 1
+        event = stream.copy(segment.records.records[row], source.record(expert), label, direction=Direction.H2D)
         source.until(expert, event)
-        if RECORDER.on:
-            number, nbytes = self.layer_numbers[layer], self.layout.nbytes
-            RECORDER.event(event, lanes.H2D, purpose.value, number, expert, nbytes, device=self.device.index)
         return event
 
 

@@ -115,14 +115,10 @@ class LayerBuffers:
             # Experts in RAM are copied while the others are read.
             for held, there in arrivals:
                 for expert in there:
-                    event = stream.copy(slots[expert], held.record(expert), direction=Direction.H2D)
+                    label = lanes.WHOLE_LAYER, self.layer_numbers[layer], expert, 1
+                    event = stream.copy(slots[expert], held.record(expert), label, direction=Direction.H2D)
                     held.until(expert, event)
                     copied[expert] = event
-                    if RECORDER.on:
-                        number, nbytes = self.layer_numbers[layer], slots[expert].nbytes
-                        RECORDER.event(
-                            event, lanes.H2D, lanes.WHOLE_LAYER, number, expert, nbytes, device=self.device.index
-                        )
         except BaseException:
             arrivals.release()
             raise
@@ -156,11 +152,7 @@ class LayerBuffers:
             ids = top_k_index.masked_fill(top_k_index >= experts, len(half.segment.slots))
             result.copy_(kernel(hidden_states, ids, top_k_weights))
 
-        half.last_use = end = compute.submit(work)
-        if RECORDER.on:
-            if (queued := RECORDER.queued) is not None:
-                queued.submitted(end)
-            RECORDER.event(end, lanes.GPU, lanes.EXPERTS, count=experts, device=self.device.index)
+        half.last_use = end = compute.submit(work, (lanes.EXPERTS, None, -1, experts))
         return result, end
 
     def experts_of(self, layer: int) -> int:

@@ -96,8 +96,8 @@ class PinnedLimit:
 
 def _copy(device: Device, direction: Direction, there: torch.Tensor, host: torch.Tensor) -> Event:
     if direction is Direction.H2D:
-        return device.h2d_stream.copy(there, host, direction=direction)
-    return device.d2h_stream.copy(host, there, direction=direction)
+        return device.h2d_stream.copy(there, host, None, direction=direction)
+    return device.d2h_stream.copy(host, there, None, direction=direction)
 
 
 def _name(device: Device) -> str:

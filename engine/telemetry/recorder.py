@@ -243,8 +243,8 @@ class Recorder:
         name: int,
         layer: int | None = None,
         expert: int = -1,
-        nbytes: int = 0,
         count: int = 1,
+        nbytes: int = 0,
         device: int = 0,
     ) -> None:
         """Records work submitted to a device's stream, timed by the stream's clock.

@@ -12,7 +12,6 @@ from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.record_source import Held
 from engine.experts.slot_segments import Segment
 from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
 
 
 @dataclass(slots=True)
@@ -108,9 +107,8 @@ class Fetched(Way):
             if last_use is not None:
                 h2d.wait(last_use)
             target = staging.segment.records.records[slot]
-            copied = h2d.copy(target, held.record(expert), direction=Direction.H2D)
-            if RECORDER.on:
-                RECORDER.event(copied, lanes.H2D, lanes.FETCH, expert=expert, nbytes=target.nbytes, device=device.index)
+            label = lanes.FETCH, None, expert, 1
+            copied = h2d.copy(target, held.record(expert), label, direction=Direction.H2D)
             held.until(expert, copied)
             fetch = _Fetch(expert, tokens, staging.segment, slot, copied, is_staged=True)
         self._begun.append(fetch)
@@ -120,8 +118,6 @@ class Fetched(Way):
         device, staging = self._layer.device, self._layer.cache.staging
         work = step.sums.on_device(fetch.segment.kernel(self._layer.make_kernel), {fetch.expert: fetch.row})
         device.compute_stream.wait(fetch.copied)
-        fetch.done = device.compute_stream.submit(work)
-        if RECORDER.on:
-            RECORDER.event(fetch.done, lanes.GPU, lanes.EXPERTS, expert=fetch.expert, device=device.index)
+        fetch.done = device.compute_stream.submit(work, (lanes.EXPERTS, None, fetch.expert, 1))
         if fetch.is_staged and staging is not None:
             staging.used(fetch.row, fetch.done)

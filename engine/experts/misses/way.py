@@ -17,7 +17,6 @@ from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
 
 
 @dataclass
@@ -83,14 +82,9 @@ class ExpertLayer:
             for one in works:
                 one()
 
-        end = self.device.compute_stream.submit(works[0] if len(works) == 1 else work)
-        if RECORDER.on:
-            if (queued := RECORDER.queued) is not None:
-                queued.submitted(end)
-            experts, step.pending_experts = step.pending_experts, 0
-            name = lanes.EXPERTS if experts else lanes.FINISH
-            RECORDER.event(end, lanes.GPU, name, count=experts, device=self.device.index)
-        return end
+        experts, step.pending_experts = step.pending_experts, 0
+        label = lanes.EXPERTS if experts else lanes.FINISH, None, -1, experts
+        return self.device.compute_stream.submit(works[0] if len(works) == 1 else work, label)
 
 
 class Way(ABC):

@@ -16,7 +16,6 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, P
 from engine.kernels.reference import attend_in_torch
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
 from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +104,12 @@ class DeviceAttention:
             for store, parts in zip(stores, memory, strict=True)
         ]
         on_device = PagedLayer.of(layer.shape, layer.kv_type, views[0][0], views[1][0])
-        stream = self._device.h2d_stream
+        stream, label = self._device.h2d_stream, (lanes.KEYS_VALUES, index, -1, 1)
 
         def work() -> Event:
             for store, (landed, gathered) in zip(stores, views, strict=True):
                 torch.index_select(store, 0, pages.all, out=gathered)
-                event = stream.copy(landed, gathered, direction=Direction.H2D)
-                self._record(event, lanes.H2D, gathered.nbytes, index)
+                event = stream.copy(landed, gathered, label, direction=Direction.H2D)
             return event
 
         return CacheAhead(layer, on_device, pages, self._submit(work))
@@ -140,9 +138,7 @@ class DeviceAttention:
                 result.copy_(attend_in_torch(ahead.on_device, terms, pages.pieces, queries, keys, values))
             packed.extend(there.index_select(0, changed) for there in (ahead.on_device.keys, ahead.on_device.values))
 
-        end = compute.submit(work)
-        if RECORDER.on:
-            RECORDER.event(end, lanes.GPU, lanes.ATTENTION, index, device=device.index)
+        end = compute.submit(work, (lanes.ATTENTION, index, -1, 1))
         if not device.compute_follows_caller:
             end.wait()
         device.d2h_stream.wait(end)
@@ -153,8 +149,8 @@ class DeviceAttention:
             stores = (ahead.layer.keys, ahead.layer.values)
             for into, new in zip(stores, packed, strict=True):
                 landed = torch.empty(new.shape, dtype=new.dtype)
-                event = device.d2h_stream.copy(landed, new, direction=Direction.D2H)
-                self._record(event, lanes.D2H, new.nbytes, index)
+                label = lanes.KEYS_VALUES, index, -1, 1
+                event = device.d2h_stream.copy(landed, new, label, direction=Direction.D2H)
                 event.wait()
                 into.index_copy_(0, numbers, landed)
             return event
@@ -185,10 +181,6 @@ class DeviceAttention:
         self._thread.shutdown()
         for place in self._places:
             place.release()
-
-    def _record(self, event: Event, lane: int, nbytes: int, index: int) -> None:
-        if RECORDER.on:
-            RECORDER.event(event, lane, lanes.KEYS_VALUES, index, nbytes=nbytes, device=self._device.index)
 
     def _submit(self, work: Callable[[], Event]) -> Future[Event]:
         def run() -> Event:

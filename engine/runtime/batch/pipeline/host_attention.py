@@ -127,8 +127,8 @@ class HostAttention:
         outgoing, landed = (memory.view(dtype).view(shape) for memory in place.attended(nbytes))
         if device.compute_follows_caller:
             device.small_copy_stream.wait(device.compute_stream.record())
-        sent = device.small_copy_stream.copy(states, packed, direction=Direction.D2H)
-        _record(sent, lanes.SMALL_COPY, lanes.HIDDEN, packed.nbytes, layer, device)
+        label = lanes.HIDDEN, layer, -1, 1
+        sent = device.small_copy_stream.copy(states, packed, label, direction=Direction.D2H)
         widths = [part.shape[1] * part.shape[2] for part in parts]
 
         def work() -> Event:
@@ -142,10 +142,7 @@ class HostAttention:
                 outgoing.copy_(self._attend(call.module, pieces, queries, keys, values))
             if RECORDER.on:
                 RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, perf_counter_ns(), layer)
-            returned = back.copy(landed, outgoing, direction=Direction.H2D)
-            lane = lanes.SMALL_COPY if back is device.small_copy_stream else lanes.H2D
-            _record(returned, lane, lanes.RESULTS, outgoing.nbytes, layer, device)
-            return returned
+            return back.copy(landed, outgoing, (lanes.RESULTS, layer, -1, 1), direction=Direction.H2D)
 
         future = self._thread.submit(work)
         self._under_way.append(future)
@@ -173,8 +170,3 @@ class HostAttention:
 
 def _computable(states: torch.Tensor) -> torch.Tensor:
     return states if states.dtype in (torch.bfloat16, torch.float32) else states.float()
-
-
-def _record(event: Event, lane: int, name: int, nbytes: int, layer: int, device: Device) -> None:
-    if RECORDER.on:
-        RECORDER.event(event, lane, name, layer, nbytes=nbytes, device=device.index)

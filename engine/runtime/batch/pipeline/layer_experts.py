@@ -20,7 +20,6 @@ from engine.runtime.batch.pipeline.layer_run import ExpertsCall
 from engine.runtime.batch.pipeline.residents import Residents
 from engine.runtime.load.devices import DeviceExperts
 from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +146,12 @@ class LayerExperts:
         sums, compute = PartialSums(hidden, weights, routing, self._rows(weights, hidden)), self.device.compute_stream
         half, resident = self._buffers.begin(number), self._residents.of(number)
         if resident is not None and (there := {e: slot for e, slot in resident.slots.items() if e in routing.visits}):
-            self._record(compute.submit(sums.on_device(resident.kernel, there)), -1)
+            compute.submit(sums.on_device(resident.kernel, there), (lanes.EXPERTS, None, -1, 1))
         kernel = half.segment.kernel(site.experts.make_kernel)
         for expert, arrived in half.copied.items():
             if expert in routing.visits:
                 compute.wait(arrived)
-                self._record(compute.submit(sums.on_device(kernel, {expert: expert})), expert)
+                compute.submit(sums.on_device(kernel, {expert: expert}), (lanes.EXPERTS, None, expert, 1))
         half.last_use = self._ends[number] = end = compute.submit(sums.finish())
         if not self.device.compute_follows_caller:
             end.wait()
@@ -224,10 +223,6 @@ class LayerExperts:
             index = torch.cat([call.index for call in calls]).cpu()
             self._routing = known = calls, Routing(index, self._buffers.experts_of(number))
         return [(number, known[1])]
-
-    def _record(self, event: Event, expert: int) -> None:
-        if RECORDER.on:
-            RECORDER.event(event, lanes.GPU, lanes.EXPERTS, expert=expert, device=self.device.index)
 
     def _next(self, index: int) -> int:
         cycle = (*self._first_of[index + 1 :], *self._first_of[: index + 1])
