@@ -5,15 +5,20 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.checkpoint import packed
 from engine.checkpoint.expert_index import ExpertSource
+from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import TensorEntry, read_header
+from engine.checkpoint.packed import PackedEntry, RotaryRows
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.runtime.load import tensor_reader
-from engine.runtime.load.tensor_reader import TensorReader
+from engine.runtime.load.tensor_reader import LazyTensor, TensorReader, torch_dtype
+from tests.tiny_gguf import dequantised, write_gguf
 
 SHAPES = [(3, 5), (1,), (100, 37), (0, 4), (2, 1000, 3)]
 
@@ -80,3 +85,26 @@ def test_a_file_that_is_gone(entries: dict[str, TensorEntry]) -> None:
     entries["t2"].file.unlink()
     with TensorReader(nothing, lambda: False, 1) as reader, pytest.raises(EngineError, match="cannot be read"):
         reader.read(entries["t2"])
+
+
+def test_packed_tensors_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_AT_ONCE", 3 * 64)
+    values = np.random.default_rng(0).standard_normal((8, 5, 64)).astype(np.float32)
+    tensors = {"q": values, "f": values, "rows": values[:, 0]}
+    file = write_gguf(tmp_path / "m.gguf", tensors, types={"q": "Q8_0", "rows": "Q4_0"})
+    entries = read_gguf(file).tensors
+    rows = entries["rows"]
+    reordered = PackedEntry(file, "rows", "Q4_0", rows.shape, rows.offset, rows.nbytes, (rows,), RotaryRows(2))
+    expected = {name: torch.from_numpy(dequantised(entries[name])) for name in entries}
+    with TensorReader(nothing, lambda: False, 1, dtype=torch.float32) as reader:
+        assert torch.equal(reader.read(entries["q"]), expected["q"])
+        assert torch.equal(reader.read(ExpertSource(entries["q"], "q", 3)), expected["q"][3:4])
+        assert torch.equal(reader.read(entries["f"]), expected["f"])
+        # Heads of four rows: 0, 2 | 1, 3 become 0, 1 | 2, 3.
+        assert torch.equal(reader.read(reordered), expected["rows"][[0, 2, 1, 3, 4, 6, 5, 7]])
+    with TensorReader(nothing, lambda: False, 1) as reader:
+        assert torch.equal(reader.read(entries["q"]), expected["q"].bfloat16())
+        assert torch.equal(reader.read(entries["f"]), expected["f"])
+        lazy = LazyTensor(reader, entries["q"])
+        assert (lazy.get_shape(), lazy.get_dtype(), lazy.is_floating_point()) == ([8, 5, 64], "BF16", True)
+    assert torch_dtype(reordered) is None

@@ -247,7 +247,7 @@ def rebuild_layer(source: BankSource, path: Path, layer: int, only: int | None =
         spec = bank.header.layers[layer]
         made = allocate_records(spec.num_experts, spec.layout, _CPU)
         made.zero_()
-        with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
+        with TensorReader(lambda _done, _total: None, lambda: False, 0, dtype=source.plan.dtype) as reader:
             source.convert(layer, made, reader)
         there, damaged = allocate_records(1, spec.layout, _CPU)[0], 0
         for expert in range(spec.num_experts) if only is None else [only]:
@@ -306,7 +306,9 @@ def _write(
     expected = sum(source.nbytes(layer) for layer in todo)
     with ThreadPoolExecutor(1, "bank-writer") as pool:
         try:
-            with TensorReader(lambda _done, _total: report(), lambda: False, expected, direct=direct) as reader:
+            with TensorReader(
+                lambda _done, _total: report(), lambda: False, expected, direct=direct, dtype=source.plan.dtype
+            ) as reader:
                 for turn, layer in enumerate(todo):
                     at = turn % len(buffers)
                     wait_for(pending[at])

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.direct_file import DirectFile
 
@@ -54,8 +56,8 @@ _DTYPES = {
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype | None:
-    """The type of a stored tensor; `None` if torch has none for it."""
-    return _DTYPES.get(entry.dtype)
+    """The type of a tensor that is stored number by number; `None` if torch has none for it, or it is packed."""
+    return None if is_packed(entry) else _DTYPES.get(entry.dtype)
 
 
 class TensorReader:
@@ -66,6 +68,7 @@ class TensorReader:
         cancelled: asked before every chunk.
         total: bytes that will be read in all.
         direct: whether to try to read past the page cache, for what is read once.
+        dtype: what packed tensors are unpacked to, unless they are of 32-bit numbers.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class TensorReader:
         total: int,
         *,
         direct: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        self._dtype = dtype
         self._on_progress, self._cancelled, self._total = on_progress, cancelled, total
         self._direct = direct
         self._done = self._reported = 0
@@ -102,6 +107,8 @@ class TensorReader:
             RequestCancelled: `cancelled()` was true.
         """
         entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
+        if is_packed(entry):
+            return self._unpacked(entry, row)
         dtype = torch_dtype(entry)
         if dtype is None:
             raise EngineError(
@@ -112,6 +119,29 @@ class TensorReader:
         tensor = torch.empty(shape, dtype=dtype)
         self.read_into([(source, tensor)])
         return tensor
+
+    def read_arrays(self, entry: TensorEntry, row: int | None = None) -> list[NDArray[Any]]:
+        """What a packed tensor is made of, as `as_array` gives it, all of it or a row of each source.
+
+        Raises:
+            As `read`.
+        """
+        sources = entry.sources if isinstance(entry, PackedEntry) else (entry,)
+        parts = [source if row is None else ExpertSource(source, source.key, row) for source in sources]
+        raw = [torch.empty(part.nbytes, dtype=torch.uint8) for part in parts]
+        self.read_into(zip(parts, raw, strict=True))
+        rows = None if row is None else 1
+        return [as_array(source, each.numpy(), rows) for source, each in zip(sources, raw, strict=True)]
+
+    def _unpacked(self, entry: TensorEntry, row: int | None) -> torch.Tensor:
+        arrays = self.read_arrays(entry, row)
+        dtype = torch.float32 if entry.dtype == "F32" else self._dtype
+        made = torch.empty(entry.shape if row is None else (1, *entry.shape[1:]), dtype=dtype)
+        at = 0
+        for piece in unpacked(entry, arrays):
+            made[at : at + len(piece)] = torch.from_numpy(piece)
+            at += len(piece)
+        return made
 
     def read_into(self, places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> None:
         """Fills contiguous CPU tensors, each with exactly the bytes of its source; several reads at a time.
@@ -225,8 +255,8 @@ class LazyTensor:
 
     def get_dtype(self) -> str:
         """As a safetensors slice."""
-        return self._entry.dtype
+        return "BF16" if is_packed(self._entry) else self._entry.dtype
 
     def is_floating_point(self) -> bool:
         """As a tensor."""
-        return self._entry.dtype.startswith(("F", "BF"))
+        return self.get_dtype().startswith(("F", "BF"))

@@ -65,7 +65,7 @@ def read_weights(
             source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
         )
         on_progress = progress.second
-    with TensorReader(on_progress, cancelled, plan.nbytes) as reader:
+    with TensorReader(on_progress, cancelled, plan.nbytes, dtype=plan.dtype) as reader:
         if parts.bank is not None:
             fill_bank(model, resident, plan, reader, parts.bank, parts.kernels)
             empty_modules(model, sites)

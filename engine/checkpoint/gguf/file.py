@@ -1,0 +1,446 @@
+"""Reads and validates the headers of GGUF files: a model's metadata and where its tensors lie.
+
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), version 3, little-endian: `GGUF`, the version, the
+number of tensors and of metadata entries; the metadata; name, shape (innermost dimension first), type and offset of
+every tensor; then the data, to which the offsets are relative. A model may be split over files
+`NAME-00001-of-0000N.gguf`, the first of which has the metadata.
+
+A file is foreign: every count and length is checked against what is left of the file before anything is allocated for
+it, and the header has a limit of its own, so that reading it takes little memory whatever it says.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.gguf.types import BLOCK_TYPES, UNREAD_TYPES
+from engine.checkpoint.headers import MAX_HEADER, TensorEntry
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign import open_foreign, reason
+from engine.common.plain_text import plain_line
+
+SUFFIX = ".gguf"
+_MAGIC = b"GGUF"
+_VERSION = 3
+_MOST_ENTRIES = 2**16
+"""Of metadata, or tensors, in one file: real ones have a few thousand."""
+_MOST_STRINGS = 2**21
+"""In all arrays together: the largest vocabularies and their merges have a third of this."""
+_MOST_PARTS = 999
+_MOST_DIMENSIONS = 4
+_LONGEST_NAME = 255
+"""Bytes; ggml's own names have at most 63."""
+_FIRST_BYTES = 2**16
+_PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+_OTHER_KINDS = {
+    "adapter": "a LoRA adapter, not a model: Switchyard runs whole models only",
+    "mmproj": "the part of a model that sees pictures (mmproj): give the file with the language model",
+    "clip": "the part of a model that sees pictures (mmproj): give the file with the language model",
+    "imatrix": "an importance matrix for quantising, not a model: give the file with the model",
+}
+"""`general.type` or `general.architecture` of files without a language model -> what each is."""
+
+_SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Strings:
+    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands."""
+
+    count: int
+    raw: bytes
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[str]:
+        at = 0
+        for _ in range(self.count):
+            end = at + 8 + int.from_bytes(self.raw[at : at + 8], "little")
+            yield self.raw[at + 8 : end].decode("utf-8", "replace")
+            at = end
+
+
+Value = str | bool | int | float | Strings | NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A GGUF model of which the header has been read.
+
+    Attributes:
+        path: the file, or the first of its parts.
+        parts: all its files in order.
+        metadata: all keys; arrays of numbers are numpy's.
+        tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `types.BY_NAME`.
+    """
+
+    path: Path
+    parts: tuple[Path, ...]
+    metadata: Mapping[str, Value]
+    tensors: Mapping[str, TensorEntry]
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the kind of model."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def name(self) -> str:
+        """For people: the file's name without its ending, and for parts without their number."""
+        return stem_of(self.path)
+
+    def text(self, key: str) -> str:
+        """A string of the metadata; empty if there is none."""
+        value = self.metadata.get(key)
+        return value if isinstance(value, str) else ""
+
+    def value(self, key: str) -> Value | None:
+        """What the metadata has under a key of the architecture, given without its name (`block_count`)."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def strings(self, key: str) -> list[str]:
+        """An array of strings; empty if there is none."""
+        value = self.metadata.get(key)
+        return list(value) if isinstance(value, Strings) else []
+
+
+def stem_of(path: Path) -> str:
+    """The name of a GGUF file without its ending, and without the number of a part."""
+    part = _PART.match(path.name)
+    return part["stem"] if part else path.stem
+
+
+def gguf_at(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a folder without safetensors; of parts the first.
+
+    Returns:
+        `None` if it means something else.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if a folder has several, of which none is meant more than the others.
+    """
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return _first_part(path)
+    try:
+        names = sorted(entry.name for entry in os.scandir(path) if not entry.name.startswith("."))
+    except OSError:
+        return None
+    files = [path / name for name in names if name.lower().endswith(SUFFIX)]
+    if not files or any(name.endswith(".safetensors") for name in names):
+        return None
+    firsts = sorted({_first_part(file) for file in files if not file.name.lower().startswith("mmproj")})
+    if len(firsts) > 1:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{path} has several GGUF files ({', '.join(file.name for file in firsts[:3])}, ...): give one of them.",
+        )
+    return firsts[0] if firsts else files[0]
+
+
+def _first_part(path: Path) -> Path:
+    part = _PART.match(path.name)
+    return path.with_name(f"{part['stem']}-00001-of-{part['count']}{path.suffix}") if part else path
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The header of a GGUF model, and of all its parts.
+
+    Args:
+        path: its file, the first one of several.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`; `CHECKPOINT_DAMAGED` if a file or a part is missing, cut short or inconsistent;
+            `MODEL_UNSUPPORTED` if it is of another version, or holds something else than a language model.
+    """
+    try:
+        path.stat()
+    except OSError as error:
+        raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no file {path} ({reason(error)}).") from error
+    part = _PART.match(path.name)
+    files = _named(path, min(int(part["count"]), _MOST_PARTS)) if part else [path]
+    return _read(path, tuple(map(_state, files)))
+
+
+def _state(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: Path, states: tuple[tuple[int, int] | None, ...]) -> GgufFile:  # noqa: ARG001 (changed files are read again)
+    first = _Header(path)
+    metadata = first.metadata
+    _check_kind(path, metadata)
+    paths, headers = _parts_of(path, metadata), [first]
+    for number, part in enumerate(paths[1:], 1):
+        header = _Header(part)
+        if (header.number("split.no"), header.number("split.count")) != (number, len(paths)):
+            raise _damaged(part, f"is not part {number + 1} of {len(paths)} of {path.name}")
+        headers.append(header)
+    tensors: dict[str, TensorEntry] = {}
+    for header in headers:
+        twice = tensors.keys() & header.tensors.keys()
+        if twice:
+            raise _damaged(header.path, f"has the tensor {min(twice)!r}, which another part has too")
+        tensors.update(header.tensors)
+    expected = first.number("split.tensors.count")
+    if expected is not None and expected != len(tensors):
+        raise _damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
+    return GgufFile(path, tuple(paths), metadata, tensors)
+
+
+def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
+    kind, architecture = metadata.get("general.type", "model"), metadata.get("general.architecture")
+    for found in (kind, architecture):
+        if isinstance(found, str) and found in _OTHER_KINDS:
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path.name} is {_OTHER_KINDS[found]}.")
+    if not isinstance(architecture, str) or not architecture:
+        raise _damaged(path, "does not say of which architecture its model is")
+
+
+def _parts_of(path: Path, metadata: Mapping[str, Value]) -> list[Path]:
+    count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
+    if not isinstance(count, int) or not isinstance(number, int) or not 0 <= count <= _MOST_PARTS:
+        raise _damaged(path, "says in a broken way of how many parts it is one")
+    name = _PART.match(path.name)
+    if count <= 1:
+        if name and int(name["count"]) > 1:
+            raise _damaged(path, f"is named as one of {int(name['count'])} parts but is not one")
+        return [path]
+    if name is None or int(name["count"]) != count or int(name["number"]) != number + 1:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{path.name} is part {number + 1} of {count} of a model, but is not named so: give the parts their "
+            f"names back (NAME-00001-of-{count:05}.gguf and so on).",
+        )
+    parts = _named(path, count)
+    for at, part in enumerate(parts, 1):
+        if not part.exists():
+            raise EngineError(
+                ErrorCode.CHECKPOINT_DAMAGED,
+                f"Part {at} of {count} is missing: {part.name} must be in the same folder, {path.parent}.",
+            )
+    return parts
+
+
+def _named(path: Path, count: int) -> list[Path]:
+    """The names of all parts, given one of them."""
+    return [path.with_name(f"{stem_of(path)}-{at:05}-of-{count:05}{path.suffix}") for at in range(1, count + 1)]
+
+
+class _Header:
+    """The header of one file.
+
+    Attributes:
+        path: the file.
+        size: in bytes.
+        metadata, tensors: as in `GgufFile`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open_foreign(path) as stream:
+                self.size = os.fstat(stream.fileno()).st_size
+                self._stream = stream
+                self._buffer, self._at, self._strings = bytearray(), 0, 0
+                self._read_version()
+                tensors, entries = self._count("tensors"), self._count("metadata entries")
+                self.metadata = self._read_metadata(entries)
+                self.tensors = self._read_tensors(tensors)
+        except OSError as error:
+            raise _damaged(path, f"cannot be read ({reason(error)})") from error
+        del self._stream, self._buffer
+
+    _stream: BinaryIO
+
+    def number(self, key: str) -> int | None:
+        """A whole number of the metadata."""
+        value = self.metadata.get(key)
+        return value if type(value) is int else None
+
+    def _read_version(self) -> None:
+        if self.size == 0:
+            raise _damaged(self.path, "is empty")
+        if self._take(4) != _MAGIC:
+            raise _damaged(self.path, "is not a GGUF file")
+        raw = self._take(4)
+        version = int.from_bytes(raw, "little")
+        if version == _VERSION:
+            return
+        if 0 < int.from_bytes(raw, "big") <= _VERSION:
+            what = "is a GGUF file for big-endian machines: get the one for ordinary ones"
+        elif version < _VERSION:
+            what = f"is a GGUF file of version {version}, which is out of use: get a current one (version {_VERSION})"
+        else:
+            what = f"is a GGUF file of version {version}, which Switchyard does not know: a newer Switchyard may"
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{self.path.name} {what}.")
+
+    def _read_metadata(self, count: int) -> dict[str, Value]:
+        metadata: dict[str, Value] = {}
+        for _ in range(count):
+            key = self._name()
+            if key in metadata:
+                raise self._broken(f"the key {key!r} twice")
+            metadata[key] = self._value(self._integer(4))
+        return metadata
+
+    def _read_tensors(self, count: int) -> dict[str, TensorEntry]:
+        found: list[tuple[str, str, tuple[int, ...], int, int]] = []
+        for _ in range(count):
+            name, dimensions = self._name(), self._integer(4)
+            if not 0 < dimensions <= _MOST_DIMENSIONS:
+                raise self._broken(f"a tensor of {dimensions} dimensions")
+            shape = tuple(self._integer(8) for _ in range(dimensions))[::-1]
+            found.append((name, *self._form(name, shape, self._integer(4)), self._integer(8)))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 8 <= alignment <= 2**16 or alignment & (alignment - 1):
+            raise self._broken("an impossible alignment")
+        start = -(-self._at // alignment) * alignment
+        tensors: dict[str, TensorEntry] = {}
+        for name, dtype, shape, nbytes, offset in found:
+            if name in tensors:
+                raise self._broken(f"the tensor {name!r} twice")
+            if offset % alignment:
+                raise self._broken(f"the tensor {name!r} at an offset that is not aligned")
+            if start + offset + nbytes > self.size:
+                raise self._cut_short(start + offset + nbytes)
+            tensors[name] = TensorEntry(self.path, name, dtype, shape, start + offset, nbytes)
+        self._check_overlaps(tensors)
+        return tensors
+
+    def _form(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, tuple[int, ...], int]:
+        """The type's name, the shape and the bytes of a tensor."""
+        if number in UNREAD_TYPES:
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"{self.path.name} stores {name} as {UNREAD_TYPES[number]}, which Switchyard cannot read: "
+                "get another quantisation of the model, Q4_K_M say.",
+            )
+        kind = BLOCK_TYPES.get(number)
+        if kind is None:
+            raise self._broken(f"the tensor {name!r} in a number format that is not known ({number})")
+        if 0 in shape or math.prod(shape) >= 2**63 or shape[-1] % kind.elements:
+            raise self._broken(f"the tensor {name!r} in a shape that {kind.name} cannot have")
+        return kind.name, shape, math.prod(shape) // kind.elements * kind.nbytes
+
+    def _check_overlaps(self, tensors: Mapping[str, TensorEntry]) -> None:
+        end = 0
+        for entry in sorted(tensors.values(), key=lambda entry: entry.offset):
+            if entry.offset < end:
+                raise self._broken(f"the tensor {entry.key!r} where another one is")
+            end = entry.offset + entry.nbytes
+
+    def _value(self, kind: int) -> Value:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array()
+        if kind not in _SCALARS:
+            raise self._broken(f"a value of an unknown type ({kind})")
+        dtype = np.dtype(_SCALARS[kind])
+        value: Value = np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+        return value
+
+    def _array(self) -> Strings | NDArray[Any]:
+        kind, count = self._integer(4), self._integer(8)
+        if kind == _STRING:
+            return self._array_of_strings(count)
+        if kind not in _SCALARS:
+            raise self._broken(f"a list of an unknown type ({kind})")
+        dtype = np.dtype(_SCALARS[kind])
+        return np.frombuffer(self._take(count * dtype.itemsize), dtype)
+
+    def _array_of_strings(self, count: int) -> Strings:
+        self._strings += count
+        if self._strings > _MOST_STRINGS:
+            raise self._broken(f"more than {_MOST_STRINGS:,} texts")
+        begin = self._at
+        for _ in range(count):
+            self._need(8)
+            (length,) = _LENGTH.unpack_from(self._buffer, self._at)
+            self._at += 8
+            self._need(length)
+            self._at += length
+        return Strings(count, bytes(self._buffer[begin : self._at]))
+
+    def _name(self) -> str:
+        length = self._integer(8)
+        if length > _LONGEST_NAME:
+            raise self._broken(f"a name of {length:,} bytes")
+        return plain_line(self._take(length).decode("utf-8", "replace"))
+
+    def _text(self) -> str:
+        return self._take(self._integer(8)).decode("utf-8", "replace")
+
+    def _count(self, what: str) -> int:
+        count = self._integer(8)
+        if count > _MOST_ENTRIES:
+            raise self._broken(f"{count:,} {what}")
+        return count
+
+    def _integer(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _take(self, nbytes: int) -> bytes:
+        self._need(nbytes)
+        self._at += nbytes
+        return bytes(self._buffer[self._at - nbytes : self._at])
+
+    def _need(self, nbytes: int) -> None:
+        """Reads on until so many bytes are there; what a file says of its lengths is believed only within its size."""
+        end = self._at + nbytes
+        if end <= len(self._buffer):
+            return
+        if end > self.size:
+            raise self._cut_short(end)
+        if end > MAX_HEADER:
+            raise self._broken(f"a header of more than {MAX_HEADER // 2**20} MiB")
+        self._buffer += self._stream.read(max(end - len(self._buffer), len(self._buffer), _FIRST_BYTES))
+        if len(self._buffer) < end:
+            raise self._cut_short(end)
+
+    def _broken(self, what: str) -> EngineError:
+        return _damaged(self.path, f"has a broken header ({what})")
+
+    def _cut_short(self, end: int) -> EngineError:
+        return EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{self.path} is cut short, or still being written: it has {self.size:,} bytes of at least {end:,}. "
+            "Wait until it is complete, or download or copy it again.",
+        )
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def _damaged(path: Path, what: str) -> EngineError:
+    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} {what}: download or copy the model again.")

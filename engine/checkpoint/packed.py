@@ -1,0 +1,114 @@
+"""Tensors that are stored in a form of their own: as blocks of codes, in another order, or as several tensors.
+
+`TensorReader.read` gives them as plain numbers by way of `unpacked`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.gguf.types import BY_NAME
+from engine.checkpoint.headers import TensorEntry
+
+_NUMPY = {
+    "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
+    "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+}  # fmt: skip
+_AT_ONCE = 2**24
+"""Numbers that are unpacked at once: 64 MiB of float32."""
+
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
+
+
+class Packing(Protocol):
+    """How the tensors that are stored make the tensor that is meant."""
+
+    def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
+        """The tensor, from its sources as `as_array` gives them; of one expert if they all hold one row of stacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEntry(TensorEntry):
+    """A tensor that is made of others.
+
+    `shape` is of the result, `nbytes` of all sources; `dtype`, `file`, `key` and `offset` are for messages only.
+
+    Attributes:
+        sources: what is read.
+        packing: what is made of it.
+    """
+
+    sources: tuple[TensorEntry, ...]
+    packing: Packing
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryRows:
+    """Rows of queries or keys whose heads are in the order of adjacent pairs, put back in that of two halves.
+
+    ggml's "llama" architecture rotates element 2i of a head with 2i + 1, transformers element i with i + d/2; whoever
+    writes a file reorders the rows, this puts them back.
+    """
+
+    heads: int
+
+    def reorder(self, array: Array) -> Array:
+        """[heads * d, ...], numbers or blocks of them, in the other order of rows."""
+        pairs = array.reshape(self.heads, -1, 2, *array.shape[1:])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+
+    def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
+        """See `Packing`."""
+        return numbers(entries[0].dtype, self.reorder(arrays[0]))
+
+
+def is_packed(entry: TensorEntry) -> bool:
+    """Whether its bytes are something else than the tensor's numbers one after the other."""
+    return isinstance(entry, PackedEntry) or is_blocks(entry.dtype)
+
+
+def is_blocks(dtype: str) -> bool:
+    """Whether this is a quantised type of ggml."""
+    return dtype in BY_NAME and BY_NAME[dtype].split is not None
+
+
+def as_array(entry: TensorEntry, raw: NDArray[np.uint8], rows: int | None = None) -> Array:
+    """The bytes of a stored tensor as numpy has it.
+
+    Args:
+        raw: its bytes, [nbytes].
+        rows: of its first dimension, if `raw` does not hold all of them.
+
+    Returns:
+        Numbers in the tensor's shape; the bits of bfloat16 as uint16; blocks as uint8 [..., bytes of a row].
+    """
+    shape = entry.shape if rows is None else (rows, *entry.shape[1:])
+    if is_blocks(entry.dtype):
+        return raw.reshape(*shape[:-1], -1)
+    return raw.view("<u2" if entry.dtype == "BF16" else _NUMPY[entry.dtype]).reshape(shape)
+
+
+def numbers(dtype: str, array: Array) -> Floats:
+    """What `as_array` gave, as numbers."""
+    if is_blocks(dtype):
+        return BY_NAME[dtype].dequantise(array)
+    if dtype == "BF16":
+        return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def unpacked(entry: TensorEntry, arrays: Sequence[Array]) -> Iterator[Floats]:
+    """The tensor's numbers, from its sources as `as_array` gives them: pieces of its first dimension, one by one."""
+    if isinstance(entry, PackedEntry):
+        yield entry.packing.unpack(entry.sources, arrays)
+        return
+    (array,) = arrays
+    rows = max(1, _AT_ONCE * len(array) // max(entry.numel, 1))
+    for begin in range(0, len(array), rows):
+        yield numbers(entry.dtype, array[begin : begin + rows])
