@@ -13,6 +13,7 @@ from PySide6.QtCore import QObject, QTimer, Signal
 from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import Answer
+from app.services.sampling_presets import own_sampling
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
@@ -50,7 +51,7 @@ class Phase:
 class _Turn:
     answer: Message
     messages: tuple[ChatMessage, ...]
-    sampling: SamplingParams
+    sampling: SamplingParams | None
     request: Answer | None = None
     unshown: bool = False
     unsaved: bool = False
@@ -108,8 +109,12 @@ class AnswerQueue(QObject):
         client.model_loaded.connect(self._start_next)
         client.loading_changed.connect(self._report_waiting)
 
-    def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams) -> None:
-        """Answer `messages`.  `answer` is the empty message to fill; it is already in the store."""
+    def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams | None) -> None:
+        """Answer `messages`.  `answer` is the empty message to fill; it is already in the store.
+
+        Args:
+            sampling: None is the own sampling of the model that answers.
+        """
         self._waiting.append(_Turn(answer, messages, sampling))
         self._start_next()
 
@@ -149,7 +154,7 @@ class AnswerQueue(QObject):
         if model is not None and self._running is None and self._waiting:
             turn = self._running = self._waiting.popleft()
             turn.answer = replace(turn.answer, model=model.name)
-            turn.request = request = self._client.generate(turn.messages, turn.sampling)
+            turn.request = request = self._client.generate(turn.messages, turn.sampling or own_sampling(model))
             request.progress.connect(self._on_reading)
             request.token.connect(self._on_token)
             request.finished.connect(self._on_finished)

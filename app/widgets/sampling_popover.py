@@ -1,6 +1,10 @@
-"""Sampling settings of a chat: a preset, or custom values."""
+"""Sampling settings: the model's own, a preset, or custom values."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
 
 from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QIntValidator
@@ -15,52 +19,67 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.models.conversation_defaults import DEFAULT_PRESET, Preset, preset_of
+from app.services.sampling_presets import Preset, own_sampling, preset_of
 from app.widgets.popover import Popover
-from engine.common.config import SamplingParams
+from engine.common.config import MOST_BREAKERS, SamplingParams
 
 translate = QCoreApplication.translate
 
 MOST_TOKENS = 1_000_000
+ROWS = 6
 TEXT_MARGINS = (10, 0, 0, 0)
 
 
 class SamplingPopover(Popover):
-    """Signals: `changed`, the `SamplingParams` after every edit."""
+    """Signals: `changed`, the `SamplingParams` after every edit; None if they are the model's own."""
 
     changed = Signal(object)
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(self.tr("Sampling"), parent)
         self._filling = False
-        self.presets: dict[Preset, QPushButton] = {}
+        self.own = own_sampling(None)
         line = QHBoxLayout()
         line.setSpacing(8)
+        self.own_button = self._segment(self.tr("Model's own"), lambda: self._choose(self.own))
+        self.own_button.setToolTip(self.tr("As the model's makers suggest"))
+        self.own_button.setAccessibleDescription(self.own_button.toolTip())
+        line.addWidget(self.own_button)
+        self.presets: dict[Preset, QPushButton] = {}
         for preset in Preset:
-            button = QPushButton(preset_text(preset), self)
-            button.setProperty("kind", "segment")
-            button.setCheckable(True)
-            button.clicked.connect(lambda _=False, preset=preset: self._choose(preset))
+            button = self._segment(preset_text(preset), partial(self._choose_preset, preset))
             self.presets[preset] = button
             line.addWidget(button)
         self.column.addLayout(line)
+        self._make_fields()
+        self._lay_out_fields()
 
+    def _make_fields(self) -> None:
+        """In the order of the Tab key, which is that of `_lay_out_fields`."""
         self.temperature = self._decimal(0.0, 2.0, 0.1)
         self.top_k = self._whole(0, 10_000)
         self.top_k.setSpecialValueText(self.tr("off"))
         self.top_p = self._decimal(0.01, 1.0, 0.05)
         self.min_p = self._decimal(0.0, 0.99, 0.01)
         self.repetition_penalty = self._decimal(0.5, 2.0, 0.05)
-        self.max_tokens = self._whole(1, MOST_TOKENS)
-        self.beams = self._whole(1, 16)
         self.seed = QLineEdit(self)
         self.seed.setPlaceholderText(self.tr("random"))
         self.seed.setValidator(QIntValidator(0, 2**31 - 1, self.seed))
+        self.dry_multiplier = self._decimal(0.0, 5.0, 0.1)
+        self.dry_base = self._decimal(1.0, 4.0, 0.05)
+        self.dry_allowed_length = self._whole(0, 100)
+        self.dry_range = self._whole(-1, MOST_TOKENS)
+        self.dry_range.setSpecialValueText(self.tr("all"))
+        self.max_tokens = self._whole(1, MOST_TOKENS)
+        self.beams = self._whole(1, 16)
+        self.dry_breakers = QLineEdit(self)
+        self.dry_breakers.setPlaceholderText(self.tr("none; separate with commas"))
         self.stop = QLineEdit(self)
         self.stop.setPlaceholderText(self.tr("none; separate with commas"))
-        for line_edit in (self.seed, self.stop):
+        for line_edit in (self.seed, self.stop, self.dry_breakers):
             line_edit.textEdited.connect(self._on_edited)
 
+    def _lay_out_fields(self) -> None:
         grid = QGridLayout()
         grid.setHorizontalSpacing(16)
         grid.setVerticalSpacing(8)
@@ -87,6 +106,26 @@ class SamplingPopover(Popover):
                 self.tr("Above 1, tokens already used become less likely; 1 is off"),
             ),
             (self.tr("Seed"), self.seed, self.tr("The same seed gives the same answer to the same chat")),
+            (
+                self.tr("Loop guard (DRY)"),
+                self.dry_multiplier,
+                self.tr("Ends loops: what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual"),
+            ),
+            (
+                self.tr("DRY growth"),
+                self.dry_base,
+                self.tr("How much stronger the loop guard gets with each repeated token"),
+            ),
+            (
+                self.tr("DRY allowed length"),
+                self.dry_allowed_length,
+                self.tr("Repetitions shorter than this many tokens are free"),
+            ),
+            (
+                self.tr("DRY range"),
+                self.dry_range,
+                self.tr("How many of the last tokens are searched for repetitions"),
+            ),
             (self.tr("Max tokens"), self.max_tokens, self.tr("Answers stop at this length")),
             (
                 self.tr("Beams"),
@@ -96,19 +135,47 @@ class SamplingPopover(Popover):
         )
         field: QWidget
         for number, (name, field, tip) in enumerate(rows):
-            at_row, at_column = number % 4, number // 4 * 2
+            at_row, at_column = number % ROWS, number // ROWS * 2
             self._label(name, field, tip, grid, at_row, at_column)
             field.setFixedWidth(112)
         self._label(
-            self.tr("Stop strings"), self.stop, self.tr("An answer ends before the first of these"), grid, 4, 0, 3
+            self.tr("DRY breakers"),
+            self.dry_breakers,
+            self.tr("Repetitions are not followed across these texts; \\n is a line break"),
+            grid,
+            ROWS,
+            0,
+            3,
+        )
+        self._label(
+            self.tr("Stop strings"),
+            self.stop,
+            self.tr("An answer ends before the first of these"),
+            grid,
+            ROWS + 1,
+            0,
+            3,
         )
         self.column.addLayout(grid)
 
     def edit(self, sampling: SamplingParams | None, button: QWidget) -> None:
-        """Open with these settings; None means the defaults."""
-        self.fill(sampling or DEFAULT_PRESET.value)
+        """Open with these settings; None means the model's own."""
+        self.fill(sampling or self.own)
         self.open_above(button)
         self.temperature.setFocus()
+
+    def set_own(self, own: SamplingParams) -> None:
+        """The loaded model's own settings, which are shown if the former model's were."""
+        showed_own = self.sampling() == self.own
+        self.own = own
+        if showed_own:
+            self.fill(own)
+
+    def name_of(self, sampling: SamplingParams | None) -> str:
+        """A short name of these settings; None means the model's own."""
+        if sampling is None or sampling == self.own:
+            return self.own_button.text()
+        return preset_text(preset_of(sampling, self.own))
 
     def without_beams(self) -> None:
         """Hide beam search where it is not available."""
@@ -128,13 +195,17 @@ class SamplingPopover(Popover):
         self.max_tokens.setValue(sampling.max_tokens)
         self.beams.setValue(sampling.beams)
         self.seed.setText("" if sampling.seed is None else str(sampling.seed))
-        self.stop.setText(", ".join(text.replace("\n", "\\n") for text in sampling.stop))
+        self.stop.setText(_joined(sampling.stop))
+        self.dry_multiplier.setValue(sampling.dry_multiplier)
+        self.dry_base.setValue(sampling.dry_base)
+        self.dry_allowed_length.setValue(sampling.dry_allowed_length)
+        self.dry_range.setValue(sampling.dry_range)
+        self.dry_breakers.setText(_joined(sampling.dry_breakers))
         self._filling = False
         self._show_preset(sampling)
 
     def sampling(self) -> SamplingParams:
         """The settings as entered."""
-        stop = (text.strip().replace("\\n", "\n") for text in self.stop.text().split(","))
         return SamplingParams(
             temperature=round(self.temperature.value(), 4),
             top_k=self.top_k.value(),
@@ -142,25 +213,44 @@ class SamplingPopover(Popover):
             min_p=round(self.min_p.value(), 4),
             repetition_penalty=round(self.repetition_penalty.value(), 4),
             seed=int(self.seed.text()) if self.seed.text() else None,
-            stop=tuple(text for text in stop if text),
+            stop=_split(self.stop.text()),
             max_tokens=self.max_tokens.value(),
             beams=self.beams.value(),
+            dry_multiplier=round(self.dry_multiplier.value(), 4),
+            dry_base=round(self.dry_base.value(), 4),
+            dry_allowed_length=self.dry_allowed_length.value(),
+            dry_range=self.dry_range.value(),
+            dry_breakers=_split(self.dry_breakers.text())[:MOST_BREAKERS],
         )
 
-    def _choose(self, preset: Preset) -> None:
-        self.fill(preset.value)
-        self.changed.emit(preset.value)
+    def _choose_preset(self, preset: Preset) -> None:
+        self._choose(preset.beside(self.own))
+
+    def _choose(self, sampling: SamplingParams) -> None:
+        self.fill(sampling)
+        self.changed.emit(None if sampling == self.own else sampling)
 
     def _on_edited(self) -> None:
         if not self._filling:
             sampling = self.sampling()
             self._show_preset(sampling)
-            self.changed.emit(sampling)
+            self.changed.emit(None if sampling == self.own else sampling)
 
     def _show_preset(self, sampling: SamplingParams) -> None:
-        now = preset_of(sampling)
+        is_own = sampling == self.own
+        self.own_button.setChecked(is_own)
+        now = None if is_own else preset_of(sampling, self.own)
         for preset, button in self.presets.items():
             button.setChecked(preset is now)
+        for field in (self.dry_base, self.dry_allowed_length, self.dry_range, self.dry_breakers):
+            field.setEnabled(sampling.dry_multiplier > 0)
+
+    def _segment(self, text: str, choose: Callable[[], None]) -> QPushButton:
+        button = QPushButton(text, self)
+        button.setProperty("kind", "segment")
+        button.setCheckable(True)
+        button.clicked.connect(lambda _on: choose())
+        return button
 
     def _label(
         self, name: str, field: QWidget, tip: str, grid: QGridLayout, row: int, column: int, span: int = 1
@@ -202,3 +292,14 @@ def preset_text(preset: Preset | None) -> str:
         Preset.BALANCED: translate("Chat", "Balanced"),
         Preset.CREATIVE: translate("Chat", "Creative"),
     }[preset]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """Texts as one line, separated with commas; those within them get a backslash."""
+    return ", ".join(text.replace("\n", "\\n").replace(",", "\\,") for text in texts)
+
+
+def _split(line: str) -> tuple[str, ...]:
+    """The texts of `_joined`; empty ones are left out."""
+    texts = (text.strip().replace("\\,", ",").replace("\\n", "\n") for text in re.split(r"(?<!\\),", line))
+    return tuple(text for text in texts if text)

@@ -20,7 +20,7 @@ from engine.batch_files.own_files import WrittenFile, is_own, is_there
 from engine.batch_files.prompts import OpenAiPrompts, Prompts, Template, TemplatePrompts, parse_template, template_of
 from engine.batch_files.result_file import check_output, require_a_sheet
 from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, failed, grammar_of
-from engine.common.config import BatchJob
+from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import remove_left_over
 
@@ -81,7 +81,7 @@ class PreparedJob:
             system=job.system,
             model=model,
             precision=precision,
-            sampling=json.dumps({**asdict(job.sampling), **_changed_attention(job)}),
+            sampling=json.dumps({**_sampling(job.sampling), **_changed_attention(job)}),
             constraint=json.dumps([job.schema, job.choices, job.tries]),
             form=json.dumps([job.encoding, job.separator, job.whole_files]),
         )
@@ -176,6 +176,16 @@ def _template(text: str, source: RowSource) -> Template:
         return parse_template(text, source.columns)
     except EngineError:  # it may name a column of later rows
         return parse_template(text, source.all_columns())
+
+
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling settings; DRY's are omitted if unset, as jobs of earlier versions lack them."""
+    plain = SamplingParams()
+    return {
+        name: value
+        for name, value in asdict(sampling).items()
+        if not name.startswith("dry_") or value != getattr(plain, name)
+    }
 
 
 def _changed_attention(job: BatchJob) -> dict[str, Any]:

@@ -58,9 +58,17 @@ class EngineConfig:
     graphs: Graphs = "auto"
 
 
+DRY_BREAKERS = ("\n", ":", '"', "*")
+"""llama.cpp's and KoboldCpp's: they keep the turns of a chat template and the punctuation of lists unpunished."""
+MOST_BREAKERS = 100
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen.
+
+    What is on is applied in llama.cpp's order: repetition penalty, DRY, what the answer must satisfy, top-k, top-p,
+    min-p, temperature, and then one draw.  Tokens that end an answer are never penalised.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -72,6 +80,12 @@ class SamplingParams:
         stop: strings that end the answer, excluded from it.
         max_tokens: most tokens to generate.
         beams: width of beam search; 1 is none.  Beam search ignores temperature and its filters.
+        dry_multiplier: strength of DRY ("don't repeat yourself"), which ends loops; 0 is off.  A token that would
+            prolong a repetition of n tokens loses dry_multiplier * dry_base^(n - dry_allowed_length).
+        dry_base: by how much the penalty grows with each repeated token.
+        dry_allowed_length: repetitions shorter than this are free.
+        dry_range: how many of the last tokens are searched for repetitions; -1 is all, 0 turns DRY off.
+        dry_breakers: texts that no repetition extends across.
     """
 
     temperature: float = 0.0
@@ -83,6 +97,11 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     max_tokens: int = 512
     beams: int = 1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = -1
+    dry_breakers: tuple[str, ...] = DRY_BREAKERS
 
     def __post_init__(self) -> None:
         checks = (
@@ -93,11 +112,24 @@ class SamplingParams:
             ("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0 and at most 10"),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("beams", 1 <= self.beams <= 64, "between 1 and 64"),
+            ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 (off) and 100"),
+            ("dry_base", 1 <= self.dry_base <= 10, "between 1 and 10"),
+            ("dry_allowed_length", self.dry_allowed_length >= 0, "0 or more"),
+            ("dry_range", self.dry_range >= -1, "-1 (everything), 0 (off) or more"),
         )
         for name, holds, allowed in checks:
             value = getattr(self, name)
             if not holds or not math.isfinite(value):
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
+        if not all(self.dry_breakers) or len(self.dry_breakers) > MOST_BREAKERS:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"dry_breakers must be at most {MOST_BREAKERS} texts, none of them empty."
+            )
+
+    @property
+    def uses_dry(self) -> bool:
+        """Whether DRY can change anything."""
+        return self.dry_multiplier > 0 and self.dry_range != 0
 
 
 KvPrecision = Literal["auto", "int8"]

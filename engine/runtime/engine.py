@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.library import resolve
+from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -142,21 +144,8 @@ class Engine:
             self._loaded = None
 
     def default_sampling(self) -> SamplingParams:
-        """The sampling that the model's `generation_config.json` suggests; greedy if it suggests none."""
-        suggested = getattr(self._ready().model, "generation_config", None)
-        greedy = SamplingParams(repetition_penalty=_number(suggested, "repetition_penalty", 1.0))
-        if not getattr(suggested, "do_sample", None):
-            return greedy
-        try:
-            return replace(
-                greedy,
-                temperature=_number(suggested, "temperature", 1.0),
-                top_k=int(_number(suggested, "top_k", 0)),
-                top_p=_number(suggested, "top_p", 1.0),
-                min_p=_number(suggested, "min_p", 0.0),
-            )
-        except EngineError:  # a checkpoint with nonsense in it is no reason not to answer
-            return greedy
+        """The sampling that the model's makers suggest; see `suggested_sampling`."""
+        return suggested_sampling(Path(self._ready().info.path))
 
     def generate(
         self,
@@ -214,8 +203,3 @@ class Engine:
         if self._loaded is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, "No model is loaded: choose one first.")
         return self._loaded
-
-
-def _number(suggested: object, name: str, default: float) -> float:
-    value = getattr(suggested, name, None)
-    return float(value) if isinstance(value, int | float) else default

@@ -15,8 +15,8 @@ from engine.common.config import KV_PRECISIONS, BatchJob, BatchStart, SamplingPa
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
-from engine.verbs.chat import SAMPLING_OPTIONS, given_sampling, load_engine
-from engine.verbs.options import add_engine_options, positive_int, stop_string
+from engine.verbs.chat import add_sampling_options, given_sampling, load_engine
+from engine.verbs.options import add_engine_options, positive_int
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
@@ -61,12 +61,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--template", default="", metavar="T", help="the prompt, such as 'Summarise: {{text}}'")
     parser.add_argument("--system", default="", metavar="S", help="system prompt of every row")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
-    for name, kind, metavar, text in SAMPLING_OPTIONS:
-        if name != "--beams":
-            parser.add_argument(name, type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--stop", type=stop_string, action="append", metavar="S", help="end an answer before S; may be repeated"
-    )
+    add_sampling_options(parser, beams=False)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--schema", metavar="FILE", help="a JSON schema that every answer satisfies")
     what.add_argument("--choice", action="append", metavar="C", help="an answer is one of these; repeat for each")

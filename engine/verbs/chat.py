@@ -16,7 +16,7 @@ from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.verbs.options import add_engine_options, engine_config, positive_int, seed, stop_string
+from engine.verbs.options import add_engine_options, breaker, engine_config, positive_int, seed, stop_string
 from engine.verbs.output import clear_progress, emit, note, show_progress, write_text
 from engine.verbs.tracing import traced
 
@@ -101,9 +101,36 @@ SAMPLING_OPTIONS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
     ("--top-p", float, "P", "sample from the most likely tokens with total probability P; 1 is all"),
     ("--min-p", float, "P", "drop tokens less likely than P times the most likely one"),
     ("--repetition-penalty", float, "X", "above 1 makes repetition less likely"),
+    ("--dry-multiplier", float, "X", "strength of DRY, which ends loops; 0 is off, 0.8 is usual"),
+    ("--dry-base", float, "X", "how fast DRY grows with each repeated token (default 1.75)"),
+    ("--dry-allowed-length", int, "N", "repetitions shorter than N tokens are free of DRY (default 2)"),
+    ("--dry-range", int, "N", "DRY searches the last N tokens; -1 is all (default), 0 is off"),
     ("--seed", seed, "S", "the same seed gives the same answer on the same machine"),
     ("--beams", int, "B", "beam search with width B"),
 )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True) -> None:
+    """Add the options that say how tokens are chosen."""
+    group = parser.add_argument_group(
+        "how tokens are chosen",
+        "In this order: repetition penalty, DRY, top-k, top-p, min-p, temperature.  Tokens that end an answer are "
+        "never penalised.",
+    )
+    for name, kind, metavar, text in SAMPLING_OPTIONS:
+        if beams or name != "--beams":
+            group.add_argument(name, type=kind, metavar=metavar, help=text)
+    group.add_argument(
+        "--dry-breaker",
+        type=breaker,
+        action="append",
+        metavar="S",
+        help="DRY counts no repetition across S; may be repeated; none for no breakers (default: line break, colon, "
+        "double quote, asterisk)",
+    )
+    group.add_argument(
+        "--stop", type=stop_string, action="append", metavar="S", help="end an answer before S; may be repeated"
+    )
 
 
 def add_parser(subparsers: Any) -> None:
@@ -118,11 +145,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt", metavar="T", help="the prompt; piped input is then ignored")
     parser.add_argument("--system", metavar="S", help="system prompt")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
-    for name, kind, metavar, text in SAMPLING_OPTIONS:
-        parser.add_argument(name, type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--stop", type=stop_string, action="append", metavar="S", help="end the answer before S; may be repeated"
-    )
+    add_sampling_options(parser)
     parser.add_argument(
         "--record-routing", type=_trace_file, metavar="FILE", help="write the routing, for `switchyard cache`"
     )
@@ -156,6 +179,8 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: value for name in [*names, "max_tokens"] if (value := getattr(args, name, None)) is not None}
     if args.stop:
         given["stop"] = tuple(args.stop)
+    if args.dry_breaker:
+        given["dry_breakers"] = () if args.dry_breaker == ["none"] else tuple(args.dry_breaker)
     return given
 
 

@@ -64,6 +64,13 @@ def stop_string(text: str) -> str:
     return text
 
 
+def breaker(text: str) -> str:
+    r"""A text that ends repetitions for DRY; `\n` and `\t` mean the characters, which a shell cannot easily give."""
+    if not text:
+        raise argparse.ArgumentTypeError("a breaker must not be empty")
+    return text.replace("\\n", "\n").replace("\\t", "\t")
+
+
 def device_name(text: str) -> str:
     """A value of `EngineConfig.device`; whether the device exists is checked when a model is loaded."""
     if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+|emulated:[\w.-]+", text, re.ASCII):

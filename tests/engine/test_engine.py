@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,10 +136,18 @@ def test_half_a_surrogate_pair_is_no_reason_to_fail(engine: Engine, tiny: Path) 
             SamplingParams(temperature=0.2, top_k=50, top_p=0.95, repetition_penalty=1.1),
         ),
         ({"repetition_penalty": 1.3}, SamplingParams(repetition_penalty=1.3)),
+        (
+            {"do_sample": True, "min_p": 0.1, "dry_multiplier": 0.8, "dry_breakers": ["\n"], "dry_range": 256},
+            SamplingParams(temperature=1.0, min_p=0.1, dry_multiplier=0.8, dry_breakers=("\n",), dry_range=256),
+        ),
+        (
+            {"do_sample": True, "temperature": "hot", "top_p": 7, "top_k": None, "min_p": 0.1, "dry_breakers": [1]},
+            SamplingParams(temperature=1.0, min_p=0.1),
+        ),
     ],
 )
 def test_sampling_that_the_models_makers_suggest(
-    engine: Engine, tmp_path: Path, suggested: dict[str, float], expected: SamplingParams
+    engine: Engine, tmp_path: Path, suggested: dict[str, Any], expected: SamplingParams
 ) -> None:
     folder = tiny_checkpoint("mixtral", tmp_path / "model")
     path = folder / "generation_config.json"

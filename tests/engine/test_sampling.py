@@ -35,13 +35,15 @@ def logits_of(seed: int, vocabulary: int) -> torch.Tensor:
 
 
 def library_distribution(logits: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
+    """Of transformers' processors, in llama.cpp's order."""
+    warpers = LogitsProcessorList()
     if sampling.top_k:
         warpers.append(TopKLogitsWarper(sampling.top_k))
     if sampling.top_p < 1:
         warpers.append(TopPLogitsWarper(sampling.top_p))
     if sampling.min_p > 0:
         warpers.append(MinPLogitsWarper(sampling.min_p))
+    warpers.append(TemperatureLogitsWarper(sampling.temperature))
     no_ids: Any = None
     return warpers(no_ids, logits[None])[0].softmax(-1)
 

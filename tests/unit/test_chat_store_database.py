@@ -202,3 +202,15 @@ def test_sampling_round_trip_and_unknown_keys() -> None:
     params = SamplingParams(temperature=0.4, stop=("x",), seed=3)
     assert sampling_from_json(sampling_to_json(params)) == params
     assert sampling_from_dict({"temperature": 1, "of_the_future": 3}) == SamplingParams(temperature=1)
+    dry = SamplingParams(dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=3, dry_range=64, dry_breakers=("\n",))
+    assert sampling_from_json(sampling_to_json(dry)) == dry
+
+
+def test_sampling_saved_before_there_was_dry_keeps_all_it_had() -> None:
+    kept = '{"temperature": 0.7, "top_k": 0, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1, "seed": null, '
+    kept += '"stop": ["END"], "max_tokens": 1024, "beams": 1}'
+    before = SamplingParams(
+        temperature=0.7, top_p=0.95, min_p=0.05, repetition_penalty=1.1, stop=("END",), max_tokens=1024
+    )
+    assert sampling_from_json(kept) == before
+    assert not before.uses_dry

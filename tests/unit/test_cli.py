@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import pytest
 from engine import cli
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import log_dir
-from engine.verbs import output
+from engine.verbs import batch, chat, output
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NO_DISPLAY = {"DISPLAY": "", "WAYLAND_DISPLAY": "", "QT_QPA_PLATFORM": ""}
@@ -57,6 +58,26 @@ assert not {'torch', 'transformers', 'PySide6'} & sys.modules.keys()
     assert done.returncode == 0, done.stderr
     assert all(verb in done.stdout for verb in cli.VERBS)
     assert "--min-p" in done.stdout
+    assert "--dry-multiplier" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ([], {}),
+        (["--dry-multiplier", "0.8", "--dry-range", "-1"], {"dry_multiplier": 0.8, "dry_range": -1}),
+        (["--dry-breaker", r"\n", "--dry-breaker", "###"], {"dry_breakers": ("\n", "###")}),
+        (["--dry-breaker", "none"], {"dry_breakers": ()}),
+        (["--dry-base", "2", "--dry-allowed-length", "3"], {"dry_base": 2.0, "dry_allowed_length": 3}),
+    ],
+)
+@pytest.mark.parametrize("verb", [["chat"], ["batch", "x.txt"]])
+def test_options_become_sampling(verb: list[str], options: list[str], fields: dict[str, Any]) -> None:
+    parser = argparse.ArgumentParser()
+    verbs = parser.add_subparsers()
+    chat.add_parser(verbs)
+    batch.add_parser(verbs)
+    assert chat.given_sampling(parser.parse_args([*verb, *options])) == fields
 
 
 @pytest.mark.parametrize(
@@ -78,6 +99,15 @@ assert not {'torch', 'transformers', 'PySide6'} & sys.modules.keys()
         (["chat", "--prompt", "x", "--top-k", "-1"], "top_k"),
         (["chat", "--prompt", "x", "--min-p", "1"], "min_p"),
         (["chat", "--prompt", "x", "--repetition-penalty", "0"], "repetition_penalty"),
+        (["chat", "--prompt", "x", "--dry-multiplier", "-1"], "dry_multiplier"),
+        (["chat", "--prompt", "x", "--dry-multiplier", "nan"], "dry_multiplier"),
+        (["chat", "--prompt", "x", "--dry-base", "0.9"], "dry_base"),
+        (["chat", "--prompt", "x", "--dry-allowed-length", "-1"], "dry_allowed_length"),
+        (["chat", "--prompt", "x", "--dry-allowed-length", "2.5"], "--dry-allowed-length"),
+        (["chat", "--prompt", "x", "--dry-range", "-2"], "dry_range"),
+        (["chat", "--prompt", "x", "--dry-breaker", ""], "--dry-breaker"),
+        (["batch", "x.txt", "--dry-base", "11"], "dry_base"),
+        (["batch", "x.txt", "--beams", "2"], "--beams"),
         (["chat", "--prompt", "x", "--beams", "0"], "beams"),
         (["chat", "--prompt", "x", "--seed", "-1"], "seed"),
         (["chat", "--prompt", "x", "--seed", str(2**70)], "seed"),

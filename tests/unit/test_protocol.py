@@ -45,6 +45,11 @@ SAMPLING = st.builds(
     stop=st.lists(TEXT, max_size=3).map(tuple),
     max_tokens=st.integers(1, 10**9),
     beams=st.integers(1, 64),
+    dry_multiplier=st.floats(0, 100),
+    dry_base=st.floats(1, 10),
+    dry_allowed_length=st.integers(0, 10**6),
+    dry_range=st.integers(-1, 10**9),
+    dry_breakers=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
 )
 JOB = st.builds(
     BatchJob,

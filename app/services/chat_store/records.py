@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation without its messages.  `sampling` is None for the defaults; times are Unix seconds."""
+    """A conversation without its messages.  `sampling` is None for the model's own; times are Unix seconds."""
 
     id: str
     title: str = ""
@@ -132,11 +132,10 @@ def sampling_from_dict(raw: object) -> SamplingParams | None:
         return None
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     values = {key: value for key, value in raw.items() if key in known}
-    stop = values.get("stop", ())
-    if not isinstance(stop, (list, tuple)) or not all(isinstance(item, str) for item in stop):
-        return None
-    values["stop"] = tuple(stop)
-    if not all(_is_of_type(name, value) for name, value in values.items() if name != "stop"):
+    for name in ("stop", "dry_breakers"):
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
+    if not all(_is_of_type(name, value) for name, value in values.items()):
         return None
     try:
         return SamplingParams(**values)
@@ -148,4 +147,6 @@ def _is_of_type(name: str, value: object) -> bool:
     default = getattr(SamplingParams(), name)
     if name == "seed":
         return value is None or type(value) is int
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     return type(value) is int or (isinstance(default, float) and type(value) is float)

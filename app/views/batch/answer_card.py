@@ -152,8 +152,8 @@ class AnswerCard(Card):
         set_message(self.trouble, "" if empty else self.problem())
         self.changed.emit()
 
-    def _on_sampling(self, sampling: SamplingParams) -> None:
-        self._sampling = sampling
+    def _on_sampling(self, sampling: SamplingParams | None) -> None:
+        self._sampling = sampling or self.popover.own
         self._show_sampling()
         self.changed.emit()
 

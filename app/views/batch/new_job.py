@@ -16,6 +16,7 @@ from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
+from app.services.sampling_presets import own_sampling
 from app.views.batch.answer_card import AnswerCard
 from app.views.batch.form_foot import FormFoot
 from app.views.batch.input_card import InputCard
@@ -30,6 +31,7 @@ from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
+from engine.common.model_info import ModelInfo
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 
 WIDTH_PX = 860
@@ -316,7 +318,12 @@ class NewJob(QWidget):
         self.foot.cancelled.connect(self.cancelled)
         self._forecasts.answered.connect(self._on_forecast)
         self._client.state_changed.connect(lambda _state: self._show_state())
-        self._client.model_loaded.connect(lambda _info: self._show_state())
+        self._client.model_loaded.connect(self._on_model)
+        self.answers.popover.set_own(own_sampling(self._client.model))
+        self._show_state()
+
+    def _on_model(self, model: ModelInfo) -> None:
+        self.answers.popover.set_own(own_sampling(model))
         self._show_state()
 
     def _lay_out(self) -> None:

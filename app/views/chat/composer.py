@@ -6,13 +6,13 @@ from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
-from app.models.conversation_defaults import preset_of
 from app.services.chat_store import Conversation
 from app.theme import set_look, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.system_prompt_popover import SystemPromptPopover
 from app.widgets.quantities import count, percent
-from app.widgets.sampling_popover import SamplingPopover, preset_text
+from app.widgets.sampling_popover import SamplingPopover
+from engine.common.config import SamplingParams
 
 SPACING_PX = 10
 
@@ -87,11 +87,18 @@ class Composer(QFrame):
         self.system_button.setText(named)
         unset = self.tr("Instructions the model reads first")
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
-        self.sampling_button.setText(preset_text(preset_of(conversation.sampling)))
+        self.sampling_button.setText(self._sampling.name_of(conversation.sampling))
         self.sampling_button.setToolTip(self.tr("How the next token is chosen"))
         self._fit_meter()
         if with_draft:
             self.set_text(conversation.draft)
+
+    def set_own_sampling(self, own: SamplingParams) -> None:
+        """The loaded model's own settings, which hold where a chat has none."""
+        self._sampling.set_own(own)
+        if self._conversation is not None:
+            self.sampling_button.setText(self._sampling.name_of(self._conversation.sampling))
+            self._fit_meter()
 
     def set_text(self, text: str) -> None:
         """Replace the text without emitting `edited`."""

@@ -11,7 +11,7 @@ from typing import Any
 from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.models.conversation import ConversationModel
-from app.models.conversation_defaults import DEFAULT_PRESET, title_from
+from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
 from app.services.answer_queue import AnswerQueue, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState, MessageTree, new_id
@@ -138,10 +138,10 @@ class ChatPresenter(QObject):
         self._store_if_new()
         self._change(self._conversation.id, system_prompt=text)
 
-    def set_sampling(self, sampling: SamplingParams) -> None:
-        """How tokens are sampled in this chat."""
+    def set_sampling(self, sampling: SamplingParams | None) -> None:
+        """How tokens are sampled in this chat; None is as the model's makers suggest."""
         self._store_if_new()
-        self._change(self._conversation.id, sampling=None if sampling == DEFAULT_PRESET.value else sampling)
+        self._change(self._conversation.id, sampling=sampling)
 
     def set_draft(self, text: str) -> None:
         """The composer's text; saved after a short delay."""
@@ -334,7 +334,7 @@ class ChatPresenter(QObject):
         messages = prompt_of(self._conversation.system_prompt, self.model.tree.lineage(parent_id))
         self.model.add(answer)
         self._store.add_message(answer)
-        self.queue.ask(answer, messages, self._conversation.sampling or DEFAULT_PRESET.value)
+        self.queue.ask(answer, messages, self._conversation.sampling)
 
     def _choose(self, message_id: str) -> None:
         self.model.choose(message_id)

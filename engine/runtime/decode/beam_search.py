@@ -20,7 +20,7 @@ from engine.common.errors import CancelCheck
 from engine.runtime.decode.detokenizer import decode_text
 from engine.runtime.decode.generation import BeamModel, Decoded, Session, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition
-from engine.runtime.decode.sequence import AnswerLimits, StopStrings
+from engine.runtime.decode.sequence import AnswerLimits, StopStrings, dry_penalty
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
@@ -90,7 +90,7 @@ def decode_beams(
         width=sampling.beams,
         max_tokens=limits.max_tokens,
         end_ids=limits.end_ids,
-        adjust=_beam_penalty(prefix, sampling.repetition_penalty),
+        adjust=_beam_penalties(prefix, sampling, limits.end_ids, tokenizer),
         ends_in_stop=_stop_check(tokenizer, limits.stop),
         after_step=after_step,
     )
@@ -128,7 +128,7 @@ def beam_search(
         first_logits: logits [1, V] after the prompt.
         model: `width` sequences that hold the prompt.
         end_ids: tokens that finish a sequence.
-        adjust: changes log-probabilities [B, V], given each beam's generated tokens (a repetition penalty, say).
+        adjust: changes log-probabilities [B, V], given each beam's generated tokens (penalties).
         ends_in_stop: whether these generated tokens complete a stop string, which finishes a sequence too.
         after_step: called with the number of tokens so far after each; true cancels.
     """
@@ -204,15 +204,28 @@ def _best(
     return BeamResult(live.ids() if live is not None else [], False, live_score, steps, cancelled)
 
 
-def _beam_penalty(
-    prefix: Sequence[int], penalty: float
+def _beam_penalties(
+    prefix: Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
 ) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor] | None:
-    if penalty == 1:
+    """Repetition penalty and DRY, each beam by its own tokens; end tokens are never penalised."""
+    penalty = sampling.repetition_penalty
+    if penalty == 1 and not sampling.uses_dry:
         return None
+    counted = [token for token in prefix if token not in end_ids]
 
     def adjust(log_probs: torch.Tensor, generated: list[list[int]]) -> torch.Tensor:
-        seen = torch.tensor([[*prefix, *ids] for ids in generated], device=log_probs.device)
-        return penalise_repetition(log_probs, seen, penalty)
+        if penalty != 1:
+            seen = torch.tensor([[*counted, *ids] for ids in generated], device=log_probs.device, dtype=torch.long)
+            log_probs = penalise_repetition(log_probs, seen, penalty)
+        if not sampling.uses_dry:
+            return log_probs
+        # From its beginning for every beam and step: beams change places, and are slow anyway.
+        rows = []
+        for row, ids in enumerate(generated):
+            dry = dry_penalty([*prefix, *ids], sampling, end_ids, tokenizer)
+            assert dry is not None
+            rows.append(dry.apply(log_probs[row : row + 1]))
+        return torch.cat(rows)
 
     return adjust
 

@@ -1,7 +1,8 @@
-"""How the next token is chosen from logits: pure functions, in the order of transformers' logits processors.
+"""How the next token is chosen from logits: pure functions, in the order of llama.cpp's default chain.
 
-Repetition penalty, temperature, top-k, top-p, min-p, then one draw.  The vocabulary (49k to 200k entries) is never
-sorted when a small top-k, or the small mass of unlikely tokens, makes it unnecessary.
+Repetition penalty, DRY (`dry.py`), what the answer must satisfy, top-k, top-p, min-p, temperature, then one draw: what
+is unlikely is dropped by the model's own probabilities, and a high temperature does not let it back in.  The vocabulary
+(49k to 200k entries) is never sorted when a small top-k, or the small mass of unlikely tokens, makes it unnecessary.
 """
 
 from __future__ import annotations
@@ -49,19 +50,21 @@ def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
 
 
 def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
-    """What temperature, top-k, top-p and min-p leave of logits [V]; `sampling.temperature` is above 0.
+    """What top-k, top-p and min-p leave of logits [V], at a `sampling.temperature` above 0.
 
     Top-k keeps exactly k tokens; of equally likely ones at its edge, any.
     """
-    logits = logits.float() / sampling.temperature
+    logits = logits.float()
     vocabulary = logits.shape[-1]
     token_ids: torch.Tensor | None = None
     ordered = False
     if 0 < sampling.top_k < vocabulary:
         logits, token_ids = logits.topk(sampling.top_k)
         ordered = True
-    probabilities = logits.softmax(dim=-1)
+    if sampling.top_p == 1 and sampling.min_p == 0:
+        return Candidates((logits / sampling.temperature).softmax(dim=-1), token_ids)
 
+    probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
         if not ordered:
             probabilities, token_ids = _most_likely(probabilities, sampling.top_p)
@@ -77,7 +80,7 @@ def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
         kept = (probabilities >= sampling.min_p * most_likely).nonzero().squeeze(-1)
         probabilities = probabilities[kept]
         token_ids = token_ids[kept] if token_ids is not None else kept
-    return Candidates(probabilities / probabilities.sum(), token_ids)
+    return Candidates((probabilities.log() / sampling.temperature).softmax(dim=-1), token_ids)
 
 
 def _most_likely(probabilities: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +119,7 @@ def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator:
 
 
 def make_chooser(sampling: SamplingParams, device: torch.device) -> Chooser:
-    """The function that picks each token of one answer.  Repetition penalty is applied before it."""
+    """The function that picks each token of one answer, from penalised logits."""
     if sampling.temperature == 0 or sampling.top_k == 1:
         return greedy_token
     generator = seeded_generator(sampling.seed, device)

@@ -14,7 +14,9 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
+from engine.runtime.decode.dry import DryPenalty, breakers_of
 from engine.runtime.decode.generation import TokenConstraint
+from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sampling import greedy_token, make_chooser, penalise_repetition
 from engine.runtime.load.tokenizer import token_id
 
@@ -58,10 +60,14 @@ class AnswerLimits:
 class AnswerSequence:
     """An answer while it is generated.
 
+    Tokens that end it are never penalised: they stand in every prompt of a chat, and an answer must be able to end.
+
     Args:
-        prefix: tokens that it continues, which a repetition penalty counts from the start.
+        prefix: tokens that it continues, which a repetition penalty and DRY count from the start.
         device: of the logits.
-        constraint: what it must satisfy; it knows of no token yet.
+        constraint: what it must satisfy; it knows of no token yet.  Penalties then only choose among the tokens that
+            it allows, and DRY counts the answer alone: copying from the prompt, or a choice that the prompt names, is
+            what was asked for.
 
     Attributes:
         ids: its tokens so far, an end token included.
@@ -80,9 +86,12 @@ class AnswerSequence:
         device = device or torch.device("cpu")
         self._limits, self._constraint = limits, constraint
         self._penalty = sampling.repetition_penalty
-        self._seen = _Seen(prefix, limits.max_tokens, device) if self._penalty != 1 else None
+        counted = [token for token in prefix if token not in limits.end_ids]
+        self._seen = _Seen(counted, limits.max_tokens, device) if self._penalty != 1 else None
+        self._dry = dry_penalty(prefix if constraint is None else [], sampling, limits.end_ids, tokenizer)
         self._choose = make_chooser(sampling, device)
-        self.is_greedy = self._choose is greedy_token and self._seen is None and constraint is None
+        is_plain = self._seen is None and self._dry is None and constraint is None
+        self.is_greedy = self._choose is greedy_token and is_plain
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopStrings(limits.stop)
         self._parts: list[str] = []
@@ -97,6 +106,8 @@ class AnswerSequence:
         """The next token [1, 1] int64 from logits [1, V]."""
         if self._seen is not None:
             logits = penalise_repetition(logits.float(), self._seen.ids(), self._penalty)
+        if self._dry is not None:
+            logits = self._dry.apply(logits.float())
         if self._constraint is not None:
             logits = self._constraint.restrict(logits[0].float())[None]
         return self._choose(logits)
@@ -109,6 +120,8 @@ class AnswerSequence:
             return self.end("stop")
         if self._seen is not None:
             self._seen.append(token_id)
+        if self._dry is not None:
+            self._dry.append(token_id)
         complete = self._constraint is not None and self._constraint.accept(token_id)
         text, stopped = self._stops.feed(self._detokenizer.feed(token_id))
         self._parts.append(text)
@@ -127,6 +140,16 @@ class AnswerSequence:
             text += self._stops.flush()
         self._parts.append(text)
         return text, "stop_string" if stopped else reason
+
+
+def dry_penalty(
+    history: Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
+) -> DryPenalty | None:
+    """DRY for an answer that continues these tokens; `None` if it is off."""
+    if not sampling.uses_dry:
+        return None
+    breakers = breakers_of(tokenizer, sampling.dry_breakers, lambda text: encode(tokenizer, text, special=False))
+    return DryPenalty(history, sampling, breakers, end_ids)
 
 
 class _Seen:

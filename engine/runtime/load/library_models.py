@@ -220,7 +220,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
 
 
 def finish_generation_config(model: Any, directory: Path) -> None:
-    """Reads `generation_config.json` (stop tokens and suggested sampling), or makes one from the configuration."""
+    """Reads `generation_config.json` (stop tokens), or makes one from the configuration."""
     file = directory / "generation_config.json"
     if file.is_file():
         read_json(file, _MAX_CONFIG_BYTES)  # the library would pass over a broken one in silence

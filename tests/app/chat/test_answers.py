@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import Qt, QTimer
 from pytestqt.qtbot import QtBot
 
-from app.models.conversation_defaults import Preset
+from app.services.sampling_presets import Preset
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
 from engine.common.errors import ErrorCode

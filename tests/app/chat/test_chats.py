@@ -10,8 +10,8 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.models.conversation_defaults import Preset
 from app.services.chat_store import ChatStore, MessageState
+from app.services.sampling_presets import Preset
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
 from tests.app.chat.chat_page import answered, last_answer, shown, titles, type_and_send

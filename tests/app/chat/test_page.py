@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication
 from pytestqt.qtbot import QtBot
 
-from app.models.conversation_defaults import Preset
 from app.services.chat_store import ChatStore, Conversation, Message
+from app.services.sampling_presets import Preset
 from app.theme import DARK, ThemeController
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
+from engine.common.config import SamplingParams
 from tests.app.chat.chat_page import answered, last_answer, type_and_send
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -42,7 +45,49 @@ def test_sampling_and_system_prompt_belong_to_the_chat(page: ChatView, engine: S
     assert (sampling.temperature, sampling.stop, sampling.seed) == (1.25, ("END", "\n\n"), 7)
     engine.finish()
     page.new_chat()
-    assert page.composer.sampling_button.text() == "Balanced"
+    assert page.presenter.conversation.sampling is None
+
+
+def test_a_chat_without_settings_of_its_own_takes_those_of_the_model_that_answers(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
+) -> None:
+    suggested = {"do_sample": True, "temperature": 0.3, "min_p": 0.1, "dry_multiplier": 0.8}
+    (tmp_path / "generation_config.json").write_text(json.dumps(suggested))
+    assert engine.model is not None
+    engine.model = replace(engine.model, path=str(tmp_path))
+    engine.model_loaded.emit(engine.model)
+    page.composer.edit_sampling()
+    card = page.composer.sampling_popover
+    assert card.own_button.isChecked()
+    assert (card.temperature.value(), card.dry_multiplier.value()) == (0.3, 0.8)
+    card.presets[Preset.CREATIVE].click()
+    stored = page.presenter.conversation.sampling
+    assert stored == replace(Preset.CREATIVE.value, dry_multiplier=0.8)
+    card.dry_multiplier.setValue(0.0)
+    assert not card.dry_breakers.isEnabled()
+    assert page.presenter.conversation.sampling == Preset.CREATIVE.value
+    card.own_button.click()
+    assert page.presenter.conversation.sampling is None
+    type_and_send(qtbot, page, "q")
+    sent = engine.requests[0].command.sampling
+    assert (sent.temperature, sent.min_p, sent.dry_multiplier, sent.max_tokens) == (0.3, 0.1, 0.8, 1024)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(stop=("a,b", "\n\n", ", c"), dry_breakers=("\n", ",", "</think>")),
+        SamplingParams(dry_multiplier=1.25, dry_base=2.5, dry_allowed_length=4, dry_range=0, dry_breakers=()),
+        SamplingParams(temperature=0.5, seed=3, beams=4),
+    ],
+)
+def test_the_card_gives_back_what_it_shows(page: ChatView, sampling: SamplingParams) -> None:
+    card = page.composer.sampling_popover
+    card.fill(sampling)
+    shown = card.sampling()
+    assert replace(shown, stop=(), dry_breakers=()) == replace(sampling, stop=(), dry_breakers=())
+    for texts, given in ((shown.stop, sampling.stop), (shown.dry_breakers, sampling.dry_breakers)):
+        assert texts == tuple(text.strip(" ") for text in given)
 
 
 def test_copying_gives_the_text(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
