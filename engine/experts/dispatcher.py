@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,11 +15,13 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
+from engine.experts.executor import StepObserver
 from engine.experts.latency import LatencyModel, split_among
 from engine.experts.misses import CACHE_OFF, MIXED, ways_of
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.record_source import Arrivals, Held, RecordSource
+from engine.experts.recording import record_uses
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
@@ -36,18 +36,6 @@ STEP_ELEMENTS = 2**26
 
 _GIVE_BACK_SHARE = 4
 """One part in so many of the cache is given back after a kernel has run out of device memory."""
-
-
-class StepObserver(Protocol):
-    """Observes which experts decode steps use, to predict later ones."""
-
-    def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """Called once a layer's device work and copies have been submitted, before the CPU computes its share.
-
-        Args:
-            experts: in ascending order.
-            hidden: [T, H], input of the experts, on the device.
-        """
 
 
 class HybridExperts(ExpertLayer):
@@ -74,21 +62,15 @@ class HybridExperts(ExpertLayer):
         prefetcher: StepObserver | None = None,
         number: int | None = None,
     ) -> None:
-        super().__init__(cache, layer, source, make_kernel, latency, activations)
-        self._prefetcher, self._number = prefetcher, layer if number is None else number
+        number = layer if number is None else number
+        super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
         self.serve_by(mode)
-
-    records_itself = True
 
     def serve_by(self, mode: str) -> None:
         """Sets how misses are served from the next step on."""
         self.mode = mode
         self._host, self._ways = ways_of(mode, self)
         self._away = [way for way in self._ways if not way.keeps_caller]
-
-    def number_in_model(self, number: int) -> None:
-        """Sets the number of its decoder layer, for the timeline."""
-        self.cache.layer_numbers[self.layer] = number
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -178,8 +160,8 @@ class HybridExperts(ExpertLayer):
         shape = (index.numel(), step.hidden.shape[1])
         sums = step.sums = PartialSums(step.hidden, weights, routing, self.activations.rows(shape, step.hidden.dtype))
         lookup = step.lookup = self._look_up(step, routing)
-        if RECORDER.on and RECORDER.uses is not None and not step.is_prefill:
-            RECORDER.uses.append((RECORDER.step, RECORDER.layer, routing.experts, tuple(lookup.hits)))
+        if RECORDER.on and not step.is_prefill:
+            record_uses(routing.experts, lookup.hits)
         begun_s = time.perf_counter()
         if lookup.hits and self._cpu_is_sooner(step, routing):
             self._compute_all_on_cpu(step)
@@ -283,9 +265,9 @@ class HybridExperts(ExpertLayer):
         return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
 
     def _notify_prefetcher(self, step: Step) -> None:
-        if self._prefetcher is not None and not (step.is_observed or step.is_prefill or step.only_host):
+        if self._observer is not None and not (step.is_observed or step.is_prefill or step.only_host):
             step.is_observed = True
-            self._prefetcher.observe(self._number, step.routing.experts, step.hidden)
+            self._observer.observe(self._number, step.routing.experts, step.hidden)
 
     def _count(self, step: Step) -> None:
         if self.mode != CACHE_OFF:

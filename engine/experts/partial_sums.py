@@ -7,6 +7,7 @@ in the cache.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
@@ -14,6 +15,8 @@ import torch
 
 from engine.devices.device import upload
 from engine.kernels.interface import ExpertKernel, rows_at_once
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 
 
 class Routing:
@@ -66,7 +69,7 @@ class PartialSums:
     """The weighted sum of one layer in one step.  The caller submits every `Work` returned to the compute stream.
 
     Args:
-        hidden: [T, H] on the device.
+        hidden: [T, H] on the device, which may be the CPU.
         weights: [T, k] on the device.
         rows: [T * k, H] on the device, with `hidden`'s dtype; uninitialised.
 
@@ -85,7 +88,7 @@ class PartialSums:
         """
         place = self._hidden.device
         most = rows_at_once(kernel) or CALL_ROWS
-        calls = [upload(torch.stack(both), place).unbind() for both in self._calls(slot_of, most)]
+        calls = [upload(torch.tensor(both), place).unbind() for both in self._calls(slot_of, slot_of, most)]
 
         def work() -> None:
             for pairs, ids in calls:
@@ -94,20 +97,40 @@ class PartialSums:
         return work
 
     def on_host(
-        self, kernel: ExpertKernel, hidden: torch.Tensor, slot_of: Mapping[int, int], out: torch.Tensor
-    ) -> None:
-        """Computes these experts' visits with the CPU's kernel, for `add` once `out` has been copied to the device.
+        self,
+        kernel: ExpertKernel,
+        hidden: torch.Tensor,
+        experts: Sequence[int],
+        slot_of: Mapping[int, int],
+        out: torch.Tensor | None = None,
+        most: int = CALL_ROWS,
+    ) -> float:
+        """Computes these experts' visits on the CPU now.
 
         Args:
             hidden: [T, H] on the host.
             slot_of: expert -> its row in the kernel's records.
-            out: [visits, H] on the host, with `hidden`'s dtype.
+            out: [visits, H] on the host, with `hidden`'s dtype, for `add` once it has been copied to the device; None
+                if the rows are on the host, too.
+            most: rows per kernel call, unless one expert has more.
+
+        Returns:
+            How long it took, in seconds.
         """
-        begin = 0
-        for pairs, ids in self._calls(slot_of):
-            end = begin + len(pairs)
-            out[begin:end] = self._compute(kernel, hidden, pairs, ids)
-            begin = end
+        begun_ns, begin = time.perf_counter_ns(), 0
+        for numbers, ids in self._calls(experts, slot_of, most):
+            pairs = torch.tensor(numbers)
+            computed = self._compute(kernel, hidden, pairs, torch.tensor(ids))
+            if out is None:
+                self._rows.index_copy_(0, pairs, computed)
+            else:
+                end = begin + len(numbers)
+                out[begin:end] = computed
+                begin = end
+        ended_ns = time.perf_counter_ns()
+        if RECORDER.on:
+            RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, ended_ns, count=len(experts))
+        return (ended_ns - begun_ns) / 1e9
 
     def add(self, contribution: torch.Tensor, experts: Sequence[int]) -> Work:
         """Adds the output of `on_host` for these experts, in this order."""
@@ -127,6 +150,9 @@ class PartialSums:
         def work() -> None:
             if absent_pairs is not None:
                 self._rows[absent_pairs] = 0
+            if tokens == 1:  # the same in half as many operators
+                self.result.copy_(self._weights.float() @ self._rows.float())
+                return
             rows, shares = self._rows.view(tokens, width, -1), self._weights.float()[:, None]
             for begin in range(0, tokens, SUMMED_TOKENS):
                 some = slice(begin, begin + SUMMED_TOKENS)
@@ -134,30 +160,33 @@ class PartialSums:
 
         return work
 
-    def _calls(self, slot_of: Mapping[int, int], most: int = CALL_ROWS) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _calls(
+        self, experts: Iterable[int], slot_of: Mapping[int, int], most: int
+    ) -> Iterator[tuple[list[int], list[int]]]:
         """(pairs [n], slots [n]) of successive kernel calls, with up to `most` rows unless one expert has more."""
         visits = self._routing.visits
         pairs: list[int] = []
         ids: list[int] = []
-        for expert, slot in slot_of.items():
+        for expert in experts:
             mine = visits[expert]
             if pairs and len(pairs) + len(mine) > most:
-                yield torch.tensor(pairs), torch.tensor(ids)
+                yield pairs, ids
                 pairs, ids = [], []
             pairs += mine
-            ids += [slot] * len(mine)
+            ids += [slot_of[expert]] * len(mine)
         if pairs:
-            yield torch.tensor(pairs), torch.tensor(ids)
+            yield pairs, ids
 
     def _compute(
         self, kernel: ExpertKernel, hidden: torch.Tensor, pairs: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Computes each pair as a token with one expert; the router's weights are applied in `finish`."""
-        if len(hidden) > 1:
+        count = ids.shape[0]
+        if hidden.shape[0] > 1:
             mine = hidden.index_select(0, torch.div(pairs, self._routing.width, rounding_mode="floor"))
         else:
-            mine = hidden.expand(len(pairs), -1)
-        return kernel(mine, ids[:, None], _ones(len(ids), ids.device))
+            mine = hidden.expand(count, -1)
+        return kernel(mine, ids[:, None], _ones(count, ids.device))
 
 
 def _ones(count: int, device: torch.device) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from time import perf_counter_ns
 from typing import Any
 
@@ -49,7 +50,8 @@ def recorded_experts(
         result = kernel(hidden, index, weights)
         if queued is not None and begun is not None and (hidden.device.type != "cpu" or is_capturable(kernel)):
             queued.experts_done(begun, place, index.numel())
-            _record_uses(index)
+            if len(index) <= FEW_TOKENS and recorder.uses is not None:  # waits for the device
+                record_uses(index.flatten().tolist())
         elif not records_itself:
             record_cpu_experts(begun_ns, index)
     finally:
@@ -65,13 +67,17 @@ def record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
     recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=index.numel())
     if len(index) <= FEW_TOKENS:
         recorder.on_cpu += index.numel()
+        record_uses(index.flatten().tolist())
     else:
         recorder.many_on_cpu += index.numel()
-    _record_uses(index)
 
 
-def _record_uses(index: torch.Tensor) -> None:
-    """Records uses for the expert map; waits for the device if `index` is there."""
+def record_uses(experts: Sequence[int], hits: Iterable[int] = ()) -> None:
+    """Records the experts that the current layer uses in a decode step, for the expert map.
+
+    Args:
+        hits: those of them that were already where they are computed; none for a layer without tiers.
+    """
     recorder = RECORDER
-    if len(index) <= FEW_TOKENS and recorder.uses is not None:
-        recorder.uses.append((recorder.step, recorder.layer, index.flatten().tolist(), ()))
+    if recorder.uses is not None:
+        recorder.uses.append((recorder.step, recorder.layer, experts, tuple(hits)))

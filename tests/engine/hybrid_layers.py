@@ -10,7 +10,8 @@ from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.dispatcher import HybridExperts, StepObserver
+from engine.experts.dispatcher import HybridExperts
+from engine.experts.executor import StepObserver
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import MIXED
 from engine.experts.record_source import RamRecords

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.common.config import SamplingParams
+from engine.experts.executor import ExpertExecutor
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.request import BatchRequest
@@ -15,7 +17,7 @@ from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
-from tests.engine.test_disk_backed import on_disk, tiers
+from tests.engine.test_disk_backed import on_disk
 from tests.engine.tiny_families import tiny_checkpoint
 
 POLICY = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=200)
@@ -63,14 +65,13 @@ def test_experts_on_disk_are_read_once_a_sweep_and_answer_as_in_a_chat(
     with on_disk(monkeypatch, folder, "fp32") as loaded:
         wanted = _alone(loaded, rows)
         calls: list[int] = []
-        for tier in tiers(loaded):
-            compute = tier._compute_all
+        compute = ExpertExecutor.__call__
 
-            def counted(step: Any, hidden: Any, compute: Any = compute) -> None:
-                calls.append(step.tokens)
-                compute(step, hidden)
+        def counted(tier: ExpertExecutor, hidden: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+            calls.append(len(hidden))
+            return compute(tier, hidden, *routing)
 
-            monkeypatch.setattr(tier, "_compute_all", counted)
+        monkeypatch.setattr(ExpertExecutor, "__call__", counted)
         assert _answers(loaded, rows) == wanted
         # The executor meets the layers with a token; then a sweep reads all prompts, and three more take a token each.
         assert calls == [1] * 3 + [160] * 3 + [8] * 9

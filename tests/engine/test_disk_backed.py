@@ -17,8 +17,8 @@ from engine.checkpoint.library import bank_path
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir
-from engine.experts.disk_backed import DiskBackedExperts
 from engine.experts.dispatch import BANK_LAYER
+from engine.experts.executor import ExpertExecutor
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes
 from engine.runtime.load import decision
 from engine.runtime.load import weights as from_disk
@@ -95,9 +95,9 @@ def assert_says(model: LoadedModel, expected: tuple[torch.Tensor, list[torch.Ten
     assert tokens == expected[2]
 
 
-def tiers(model: LoadedModel) -> list[DiskBackedExperts]:
+def tiers(model: LoadedModel) -> list[ExpertExecutor]:
     bound = [getattr(module, BANK_LAYER, None) for module in model.model.modules()]
-    return [pair[1] for pair in bound if pair is not None and isinstance(pair[1], DiskBackedExperts)]
+    return [pair[1] for pair in bound if pair is not None and isinstance(pair[1], ExpertExecutor)]
 
 
 # --- the same answers -----------------------------------------------------------------------------

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError
-from engine.experts.disk_backed import DiskBackedBank, DiskBackedExperts, ReadAhead
+from engine.experts.disk_backed import DiskBackedBank, ReadAhead
 from engine.experts.disk_tier import DiskTier
+from engine.experts.executor import ExpertExecutor
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import LentSlots, TierRecords
 from engine.kernels.native.experts import MAX_TOKENS
@@ -65,13 +66,11 @@ class Model:
         self.kernels = [Kernel(self.tier, layer) for layer in range(LAYERS)]
         lent = LentSlots(self.tier)
         self.layers = [
-            DiskBackedExperts(
+            ExpertExecutor(
                 TierRecords(lent, layer, HEADER.layers[layer].num_experts, kernel),
                 layer,
-                kernel,
-                kernel,
-                ahead,
-                self.listener,  # type: ignore[arg-type]
+                self.listener,
+                ahead=ahead,
             )
             for layer, kernel in enumerate(self.kernels)
         ]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from engine.experts.latency import Estimate
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.record_source import Held
-from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER, seconds_ns
 
 
 class OnCpu(Way):
@@ -34,14 +31,8 @@ class OnCpu(Way):
             step.host_hidden = activations.to_host(step.hidden, "hidden")
         tokens = [step.routing.tokens(expert) for expert in experts]
         out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
-        begun_s = time.perf_counter()
-        rows = {expert: held.rows[expert] for expert in experts}
-        step.sums.on_host(layer.source.kernel, step.host_hidden, rows, out)
-        ended_s = time.perf_counter()
-        layer.latency.observe_cpu(tokens, ended_s - begun_s)
-        if RECORDER.on:
-            begun_ns, ended_ns = seconds_ns(begun_s), seconds_ns(ended_s)
-            RECORDER.span(lanes.CPU_EXPERTS, lanes.EXPERTS, begun_ns, ended_ns, count=len(experts))
+        took_s = step.sums.on_host(layer.source.kernel, step.host_hidden, experts, held.rows, out)
+        layer.latency.observe_cpu(tokens, took_s)
         added = layer.submit(step)
         if added is not None:
             activations.read_until(added)

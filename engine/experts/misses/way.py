@@ -11,6 +11,7 @@ import torch
 
 from engine.devices.device import Event
 from engine.experts.activations import Activations
+from engine.experts.executor import ExpertExecutor, StepObserver
 from engine.experts.latency import Estimate, LatencyModel
 from engine.experts.partial_sums import PartialSums, Routing, Work
 from engine.experts.record_source import Arrivals, Held, RecordSource
@@ -49,12 +50,12 @@ class Step:
     is_observed: bool = False
 
 
-class ExpertLayer:
+class ExpertLayer(ExpertExecutor):
     """One layer with experts in RAM or on disk, some of them also in slots on a device.
 
     Args:
         layer: its index in the cache.
-        source: its records in RAM.
+        source, number, observer: as of `ExpertExecutor`.
         make_kernel: binds a kernel to slots; the same object for all layers that compute alike.
         latency: of an expert, on either side.
     """
@@ -67,10 +68,17 @@ class ExpertLayer:
         make_kernel: KernelMaker,
         latency: LatencyModel,
         activations: Activations,
+        number: int,
+        observer: StepObserver | None,
     ) -> None:
-        self.cache, self.layer, self.source = cache, layer, source
+        super().__init__(source, number, observer)
+        self.cache, self.layer = cache, layer
         self.make_kernel, self.latency, self.activations = make_kernel, latency, activations
         self.device = cache.device
+
+    def number_in_model(self, number: int) -> None:
+        """See `ExpertExecutor.number_in_model`."""
+        self.cache.layer_numbers[self.layer] = number
 
     def submit(self, step: Step) -> Event | None:
         """Submits all pending work at once, because each submission has a cost."""

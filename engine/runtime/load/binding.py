@@ -17,7 +17,8 @@ from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.dispatcher import HybridExperts, StepObserver
+from engine.experts.dispatcher import HybridExperts
+from engine.experts.executor import StepObserver
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
 from engine.experts.prediction.learning import Learning

@@ -18,7 +18,7 @@ import torch
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
-from engine.experts.dispatcher import StepObserver
+from engine.experts.executor import StepObserver
 from engine.experts.prediction.predictors import Gate
 from engine.experts.prediction.prefetcher import Prefetcher
 from engine.experts.sites import ExpertsSite

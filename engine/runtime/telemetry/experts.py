@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.experts.cache.policies import Key
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.dispatcher import HybridExperts
+from engine.experts.executor import ExpertExecutor
 from engine.experts.recording import LAYER_NUMBER
 from engine.experts.replay.bounds import hit_ratio_curve, stack_distances
 from engine.experts.replay.trace_file import RoutingTrace
@@ -67,7 +67,7 @@ def number_layers(model: Any) -> list[NumberedLayer]:
         taken.add(number)
         setattr(module, LAYER_NUMBER, number)
         place, kernel = bound
-        if isinstance(kernel, HybridExperts | WholeLayerExperts):
+        if isinstance(kernel, ExpertExecutor | WholeLayerExperts):
             kernel.number_in_model(number)
         layers.append(NumberedLayer(number, name, _experts_of(module, place, kernel), kernel))
     return layers
