@@ -9,15 +9,14 @@ from collections.abc import Callable
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import COPY, CopyLog, Device, Direction, Event, Label, TimelineStream, check_copy
+from engine.devices.device import CopyLog, Device, Direction, Event, RecordedStream
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
 from engine.devices.host_memory import PageableMemory, allocate_host, available_ram
 from engine.devices.memory_budget import MemoryBudget
-from engine.telemetry.recorder import RECORDER
 
 
-class InlineStream(TimelineStream):
+class InlineStream(RecordedStream):
     """See `engine.devices.device.Stream`; every event is done when it is returned, and `wait` blocks."""
 
     def __init__(self, name: str, copy_log: CopyLog) -> None:
@@ -32,32 +31,13 @@ class InlineStream(TimelineStream):
         """See `Stream.failure`."""
         return self._failure
 
-    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
-        """See `Stream.submit`."""
-        event = self._run(work, None)
-        if RECORDER.on and label is not None:
-            self.show(event, label)
-        return event
-
-    def copy(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        label: Label | None = COPY,
-        *,
-        direction: Direction | None = None,
-    ) -> Event:
-        """See `Stream.copy`."""
-        check_copy(destination, source)
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
 
         def move() -> None:
             with torch.inference_mode():
                 destination.copy_(source)
 
-        event = self._run(move, (direction or Direction.D2D, source.nbytes))
-        if RECORDER.on and label is not None:
-            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
-        return event
+        return self._run(move, (direction or Direction.D2D, source.nbytes))
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`."""
@@ -71,7 +51,7 @@ class InlineStream(TimelineStream):
 
     def record(self) -> Event:
         """See `Stream.record`."""
-        return self._run(lambda: None, None)
+        return self._run(lambda: None)
 
     def synchronize(self) -> None:
         """See `Stream.synchronize`."""
@@ -87,7 +67,7 @@ class InlineStream(TimelineStream):
         """See `Stream.close`."""
         self._closed = True
 
-    def _run(self, work: Callable[[], object], copied: tuple[Direction, int] | None) -> Event:
+    def _run(self, work: Callable[[], object], copied: tuple[Direction, int] | None = None) -> Event:
         with self._turn:
             self._require_open()
             event = HostEvent(self.name)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import COPY, CopyLog, Direction, Event, Label, TimelineStream, check_copy
+from engine.devices.device import CopyLog, Direction, Event, RecordedStream
 from engine.devices.failures import as_engine_error, closed_error, fresh
 from engine.devices.sleeping import sleep_until
-from engine.telemetry.recorder import RECORDER
 
 _ANCHOR_AGE_S = 10.0
 """CUDA reports elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
@@ -176,7 +175,7 @@ class CudaEvent:
             self._span = started_s, ended_s
 
 
-class CudaStream(TimelineStream):
+class CudaStream(RecordedStream):
     """See `engine.devices.device.Stream`.  Work is called immediately; its launches go to this stream."""
 
     def __init__(self, name: str, stream: torch.cuda.Stream, clock: CudaClock, copy_log: CopyLog) -> None:
@@ -195,23 +194,8 @@ class CudaStream(TimelineStream):
         """See `Stream.failure`."""
         return self._failure
 
-    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
-        """See `Stream.submit`."""
-        event = self._run(work, None)
-        if RECORDER.on and label is not None:
-            self.show(event, label)
-        return event
-
-    def copy(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        label: Label | None = COPY,
-        *,
-        direction: Direction | None = None,
-    ) -> Event:
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
         """See `Stream.copy`.  Asynchronous to the host only from and to pinned memory."""
-        check_copy(destination, source)
         taken = direction or _direction(destination, source)
 
         def move() -> None:
@@ -221,10 +205,7 @@ class CudaStream(TimelineStream):
                     tensor.record_stream(self._queue)
 
         with torch.inference_mode():
-            event = self._run(move, (taken, source.nbytes, (destination, source)))
-        if RECORDER.on and label is not None:
-            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
-        return event
+            return self._run(move, (taken, source.nbytes, (destination, source)))
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`.  Blocks on events that are not CUDA's."""
@@ -242,7 +223,7 @@ class CudaStream(TimelineStream):
 
     def record(self) -> Event:
         """See `Stream.record`."""
-        return self._run(None, None)
+        return self._run(None)
 
     def synchronize(self) -> None:
         """See `Stream.synchronize`."""
@@ -271,7 +252,7 @@ class CudaStream(TimelineStream):
             self._forget_ended()
             self._in_flight.clear()
 
-    def _run(self, work: Callable[[], object] | None, copied: Copied | None) -> Event:
+    def _run(self, work: Callable[[], object] | None, copied: Copied | None = None) -> Event:
         with self._turn:
             self._require_open()
             self._forget_ended()

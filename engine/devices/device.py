@@ -11,6 +11,7 @@ capture; Python numbers are baked in; during a capture nothing may be waited for
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -233,8 +234,8 @@ class Stream(Protocol):
         """Ends the stream: work that has not started fails.  Waits for work that cannot be interrupted."""
 
 
-class TimelineStream:
-    """What every stream has for timelines: a name, a lane, and the spans of its work.
+class RecordedStream(ABC):
+    """What all streams do alike: record the spans of their work, in the lane that their name says.
 
     Args:
         name: see `Stream.name`.
@@ -245,11 +246,40 @@ class TimelineStream:
         device, _, role = name.partition(" ")
         self._lane, self._index = _LANES.get(role, lanes.GPU), device_index(device)
 
-    def show(self, work: Event, label: Label) -> None:
-        """Records the span of submitted work; called while the recorder is on."""
-        if (queued := RECORDER.queued) is not None:
-            queued.submitted(work)
-        RECORDER.event(work, self._lane, *label, 0, self._index)
+    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
+        """See `Stream.submit`."""
+        event = self._run(work)
+        if RECORDER.on and label is not None:
+            if (queued := RECORDER.queued) is not None:
+                queued.submitted(event)
+            RECORDER.event(event, self._lane, *label, 0, self._index)
+        return event
+
+    def copy(
+        self,
+        destination: torch.Tensor,
+        source: torch.Tensor,
+        label: Label | None = COPY,
+        *,
+        direction: Direction | None = None,
+    ) -> Event:
+        """See `Stream.copy`."""
+        if destination.shape != source.shape or destination.dtype != source.dtype:
+            raise ValueError(
+                f"cannot copy {source.dtype} {tuple(source.shape)} to {destination.dtype} {tuple(destination.shape)}"
+            )
+        event = self._copy(destination, source, direction)
+        if RECORDER.on and label is not None:
+            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
+        return event
+
+    @abstractmethod
+    def _run(self, work: Callable[[], object]) -> Event:
+        """Runs `work` as `submit` says."""
+
+    @abstractmethod
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
+        """Copies between tensors of one shape and dtype as `copy` says."""
 
 
 _LANES = {"compute": lanes.GPU, "h2d": lanes.H2D, "d2h": lanes.D2H, "small copies": lanes.SMALL_COPY}
@@ -321,11 +351,3 @@ class Device:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def check_copy(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Raises ValueError unless the two have the same shape and dtype."""
-    if destination.shape != source.shape or destination.dtype != source.dtype:
-        raise ValueError(
-            f"cannot copy {source.dtype} {tuple(source.shape)} to {destination.dtype} {tuple(destination.shape)}"
-        )

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from engine.common.errors import EngineError
-from engine.devices.device import COPY, CopyLog, Direction, Event, Label, TimelineStream, check_copy
+from engine.devices.device import CopyLog, Direction, Event, RecordedStream
 from engine.devices.failures import as_engine_error, closed_error
 from engine.devices.host_event import HostEvent
 from engine.devices.link import ClosingError
 from engine.devices.sleeping import sharpen_timers, sleep_until
-from engine.telemetry.recorder import RECORDER
 
 _LOOK_S = 0.05
 """Interval at which a stream that waits for another's event checks whether it is being closed."""
@@ -45,7 +44,7 @@ class _Item:
     recovers: bool = False
 
 
-class ThreadedStream(TimelineStream):
+class ThreadedStream(RecordedStream):
     """See `engine.devices.device.Stream`.
 
     Args:
@@ -78,7 +77,7 @@ class ThreadedStream(TimelineStream):
         """See `Stream.failure`."""
         return self._failure
 
-    def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
+    def _run(self, work: Callable[[], object]) -> Event:
         """See `Stream.submit`.  `work` runs with the caller's gradient and inference mode."""
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
@@ -97,21 +96,9 @@ class ThreadedStream(TimelineStream):
                     raise ClosingError
             return started_s, ended_s
 
-        event = self._enqueue(run)
-        if RECORDER.on and label is not None:
-            self.show(event, label)
-        return event
+        return self._enqueue(run)
 
-    def copy(
-        self,
-        destination: torch.Tensor,
-        source: torch.Tensor,
-        label: Label | None = COPY,
-        *,
-        direction: Direction | None = None,
-    ) -> Event:
-        """See `Stream.copy`."""
-        check_copy(destination, source)
+    def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
 
         def run(ready_s: float) -> Span:
             with torch.inference_mode():
@@ -119,10 +106,7 @@ class ThreadedStream(TimelineStream):
             self._copy_log.ended(self.name, taken, source.nbytes, *span)
             return span
 
-        event = self._enqueue(run)
-        if RECORDER.on and label is not None:
-            RECORDER.event(event, self._lane, *label, source.nbytes, self._index)
-        return event
+        return self._enqueue(run)
 
     def wait(self, event: Event) -> None:
         """See `Stream.wait`."""

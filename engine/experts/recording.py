@@ -53,7 +53,7 @@ def recorded_experts(
             if len(index) <= FEW_TOKENS and recorder.uses is not None:  # waits for the device
                 record_uses(index.flatten().tolist())
         elif not records_itself:
-            record_cpu_experts(begun_ns, index)
+            _record_cpu_experts(begun_ns, index)
     finally:
         recorder.layer_since_ns = perf_counter_ns()
         if queued is not None:
@@ -61,7 +61,7 @@ def recorded_experts(
     return result
 
 
-def record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
+def _record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
     """The CPU has computed the experts `index` [T, k], all of them from RAM."""
     recorder = RECORDER
     recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=index.numel())

@@ -266,7 +266,6 @@ class Placement:
 
     Attributes:
         devices: contents of each device; empty if the CPU computes everything.
-        devices: what each holds; none where the CPU computes everything.
         of_layer: device index of each decoder layer; empty if nothing is split.
         all_experts: whether all experts are on the device, and none in RAM.
         chunk_tokens: prompt tokens that the devices have room to process at once.

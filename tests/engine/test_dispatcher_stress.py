@@ -16,7 +16,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.misses import MIXED, modes
-from engine.experts.vram_cache import Place, VramPrefetch
+from engine.experts.prediction.target import Place, VramPrefetch
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing

@@ -26,9 +26,10 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import MIXED, modes
+from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.ram_tier import Acquired, RamTier
 from engine.experts.record_source import Arrivals, Held, LentSlots, TierRecords
-from engine.experts.vram_cache import Place, VramCache, VramPrefetch
+from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords

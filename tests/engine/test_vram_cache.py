@@ -11,8 +11,9 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
 from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
+from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RamRecords
-from engine.experts.vram_cache import Place, VramCache, VramPrefetch
+from engine.experts.vram_cache import VramCache
 from tests.engine.made_up_bank import SMALL, header_of, random_records
 from tests.engine.vram_cache_parts import (
     EXPERTS,

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
+from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RamRecords
-from engine.experts.vram_cache import Lookup, Place, VramCache, VramPrefetch
+from engine.experts.vram_cache import Lookup, VramCache
 from tests.engine.made_up_bank import SMALL, header_of, random_records
 from tests.engine.vram_cache_parts import (
     EVERY_POLICY,

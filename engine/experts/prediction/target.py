@@ -9,7 +9,8 @@ from typing import Protocol
 
 from engine.experts.disk_tier import DiskTier
 from engine.experts.latency import LatencyModel
-from engine.experts.vram_cache import VramCounters
+from engine.experts.record_source import RecordSource
+from engine.experts.vram_cache import VramCache, VramCounters
 
 _MEASURED_RECORDS = 64
 """Records that must have been read before the disk's measured bandwidth is used."""
@@ -38,6 +39,61 @@ class PrefetchTarget(Protocol):
             How many copies were started: of the first absent ones.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Location of a layer of the model: its device's cache, its index there, and its records."""
+
+    cache: VramCache
+    layer: int
+    source: RecordSource
+
+
+class VramPrefetch:
+    """A `PrefetchTarget` over the caches of all devices.
+
+    Args:
+        places: of each layer with experts, in model order; callers index layers by this order.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._caches = list({id(place.cache): place.cache for place in places}.values())
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes in flight to any device."""
+        return sum(cache.backlog_bytes for cache in self._caches)
+
+    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """Those of `experts` that are neither resident on the layer's device nor arriving, in the same order."""
+        place = self._places[layer]
+        return place.cache.absent(place.layer, experts)
+
+    def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
+        """Starts copying experts, in this order; evicts nothing but experts in `dead`.
+
+        An expert on disk is read into RAM first, and copied to the device when it is requested again.
+
+        Args:
+            dead: (layer, expert) pairs that may be evicted.
+
+        Returns:
+            How many copies were started: of the first absent ones.
+        """
+        place, begun = self._places[layer], 0
+        evictable = iter(dead)
+        ours = (
+            (other.layer, expert)
+            for number, expert in evictable
+            if (other := self._places[number]).cache is place.cache
+        )
+        for expert in self.absent(layer, dict.fromkeys(experts)):
+            if not (place.cache.prefetch(place.layer, expert, place.source, ours) or place.source.prefetch([expert])):
+                break
+            begun += 1
+        return begun
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
-from engine.experts.prediction.target import over_disk, over_link
+from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
-from engine.experts.vram_cache import Place, VramCache, VramPrefetch
+from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.formats import careful, format_of
 from engine.kernels import choose_kernel
