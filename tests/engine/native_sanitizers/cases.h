@@ -19,10 +19,10 @@ void expand(SwitchyardPool *pool, Random &random, const OwnMatrix &own) {
     record("expanded", out);
 }
 
-void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
+void try_linear(SwitchyardPool *pool, Random &random, int32_t format) {
     const int64_t rows = draw(random, 1, 200), columns = draw(random, 1, 200);
-    const OwnMatrix own(pool, random, rows, columns, precision, SWITCHYARD_PLAIN);
-    if (precision != SWITCHYARD_BF16) expand(pool, random, own);
+    const OwnMatrix own(pool, random, rows, columns, format, SWITCHYARD_PLAIN);
+    if (format != SWITCHYARD_BF16) expand(pool, random, own);
     const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
     const auto x = draw_row(random, tokens * own.matrix.columns), bias = draw_row(random, own.matrix.rows);
     std::vector<uint16_t> out(static_cast<size_t>(tokens * own.matrix.rows)), again(out);
@@ -41,8 +41,8 @@ void try_linear(SwitchyardPool *pool, Random &random, int32_t precision) {
     require(rows_out == rows_again, "many rows depend on the number of threads");
 }
 
-void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
-    const OwnExperts own(pool, random, precision);
+void try_experts(SwitchyardPool *pool, Random &random, int32_t format) {
+    const OwnExperts own(pool, random, format);
     const int64_t most = draw(random, 0, 3) ? 20 : 150;  // rarely so many that a prefill's kernels take them
     const auto tokens = static_cast<int32_t>(draw(random, 1, most)), k = static_cast<int32_t>(draw(random, 1, 9));
     const auto x = draw_row(random, int64_t{tokens} * own.layer.hidden);
@@ -59,16 +59,16 @@ void try_experts(SwitchyardPool *pool, Random &random, int32_t precision) {
     record("experts", out);
 }
 
-void try_sparse(SwitchyardPool *pool, Random &random, int32_t precision) {
-    const OwnExperts own(pool, random, precision);
+void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
+    const OwnExperts own(pool, random, format);
     const int32_t experts = own.layer.count, hidden = own.layer.hidden;
     const int64_t inner = draw(random, 1, 90);
     const auto norm = draw_row(random, hidden), x = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
     const auto router = draw_row(random, int64_t{experts} * hidden), bias = draw_row(random, experts);
     const std::vector<float> correction(static_cast<size_t>(experts), 0.5f);
-    const OwnMatrix gate(pool, random, inner, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix up(pool, random, inner, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix down(pool, random, hidden, inner, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix gate(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix up(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix down(pool, random, hidden, inner, format, SWITCHYARD_PLAIN);
     SwitchyardSparseBlock block{};
     block.norm = norm.data();
     block.epsilon = 1e-6f;
@@ -137,7 +137,7 @@ void try_attention_rows(SwitchyardPool *pool, Random &random, const SwitchyardAt
     }
 }
 
-void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
+void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     SwitchyardAttention layer{};
     layer.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
     layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 3));
@@ -149,10 +149,10 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
     layer.norms_span_heads = coin(random);
     const int64_t dim = layer.head_dim, hidden = layer.hidden;
     const int64_t queries = layer.heads * dim, keys_width = layer.kv_heads * dim;
-    const OwnMatrix q(pool, random, queries, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix k(pool, random, keys_width, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix v(pool, random, keys_width, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix o(pool, random, hidden, queries, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix q(pool, random, queries, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, keys_width, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix v(pool, random, keys_width, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, queries, format, SWITCHYARD_PLAIN);
     layer.q = q.matrix, layer.k = k.matrix, layer.v = v.matrix, layer.o = o.matrix;
     const auto norm = draw_row(random, hidden), sinks = draw_row(random, layer.heads);
     const auto of_q = draw_row(random, layer.norms_span_heads ? queries : dim);
@@ -175,7 +175,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t precision) {
     try_attention_rows(pool, random, layer);
 }
 
-void try_latent(SwitchyardPool *pool, Random &random, int32_t precision) {
+void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     SwitchyardLatentAttention layer{};
     layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
     layer.heads = static_cast<int32_t>(draw(random, 1, 5));
@@ -188,13 +188,13 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t precision) {
     layer.scale = 0.1f;
     const int64_t of_query = draw(random, 1, 70), hidden = layer.hidden;
     const bool has_q_latent = draw(random, 0, 1) != 0;
-    const OwnMatrix q_a(pool, random, of_query, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix q(pool, random, layer.heads * (layer.nope + layer.rope), has_q_latent ? of_query : hidden, precision,
+    const OwnMatrix q_a(pool, random, of_query, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix q(pool, random, layer.heads * (layer.nope + layer.rope), has_q_latent ? of_query : hidden, format,
                       SWITCHYARD_PLAIN);
-    const OwnMatrix kv_a(pool, random, layer.rank + layer.rope, hidden, precision, SWITCHYARD_PLAIN);
-    const OwnMatrix kv_b(pool, random, layer.heads * (layer.nope + layer.value_dim), layer.rank, precision,
+    const OwnMatrix kv_a(pool, random, layer.rank + layer.rope, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix kv_b(pool, random, layer.heads * (layer.nope + layer.value_dim), layer.rank, format,
                          SWITCHYARD_PLAIN);
-    const OwnMatrix o(pool, random, hidden, layer.heads * layer.value_dim, precision, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, layer.heads * layer.value_dim, format, SWITCHYARD_PLAIN);
     layer.q = q.matrix, layer.kv_a = kv_a.matrix, layer.kv_b = kv_b.matrix, layer.o = o.matrix;
     if (has_q_latent) layer.q_a = q_a.matrix;
     const auto norm = draw_row(random, hidden), q_norm = draw_row(random, of_query);
@@ -264,8 +264,8 @@ void try_paged(SwitchyardPool *pool, Random &random) {
 
 // A matrix so large that the pool wakes its workers for long work.
 void try_large(SwitchyardPool *pool, Random &random) {
-    for (const int32_t precision : {SWITCHYARD_INT8, SWITCHYARD_INT4}) {
-        const OwnMatrix own(pool, random, 1024, 640, precision, SWITCHYARD_HALVES);
+    for (const int32_t format : {SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4}) {
+        const OwnMatrix own(pool, random, 1024, 640, format, SWITCHYARD_HALVES);
         std::vector<uint16_t> out(own.plain.size());
         require(switchyard_dequantise(pool, &own.matrix, 0, 32, out.data()) == 0, "not expanded");
     }
@@ -274,12 +274,12 @@ void try_large(SwitchyardPool *pool, Random &random) {
 void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
     Random random(seed);
     for (int round = 0; round < rounds; ++round)
-        for (const int32_t precision : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4}) {
-            try_linear(pool, random, precision);
-            try_experts(pool, random, precision);
-            try_sparse(pool, random, precision);
-            try_attention(pool, random, precision);
-            try_latent(pool, random, precision);
+        for (const int32_t format : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4}) {
+            try_linear(pool, random, format);
+            try_experts(pool, random, format);
+            try_sparse(pool, random, format);
+            try_attention(pool, random, format);
+            try_latent(pool, random, format);
             try_paged(pool, random);
         }
     try_large(pool, random);

@@ -56,37 +56,40 @@ struct OwnPool {
 struct OwnMatrix {
     std::vector<uint16_t> plain, scales;
     std::vector<uint8_t> tiles, zeros;
+    std::vector<int8_t> table;
     SwitchyardMatrix matrix{};
 
-    OwnMatrix(SwitchyardPool *pool, Random &random, int64_t rows, int64_t columns, int32_t precision, int32_t pairing)
+    OwnMatrix(SwitchyardPool *pool, Random &random, int64_t rows, int64_t columns, int32_t format, int32_t pairing)
         : plain(draw_row(random, rows * columns)) {
-        matrix = {plain.data(), nullptr, nullptr, rows, columns, precision, pairing};
-        if (precision == SWITCHYARD_BF16) return;
+        matrix = {plain.data(), nullptr, nullptr, nullptr, rows, columns, format, pairing};
+        if (format == SWITCHYARD_BF16) return;
         const auto count = static_cast<size_t>((rows + 31) / 32 * ((columns + 31) / 32));
-        tiles.resize(count * (precision == SWITCHYARD_INT8 ? 1024 : 512));
+        tiles.resize(count * (format == SWITCHYARD_INT8 ? 1024 : 512));
         scales.resize(count * 32);
-        if (precision == SWITCHYARD_INT4) zeros.resize(count * 32);
+        if (format == SWITCHYARD_INT4) zeros.resize(count * 32);
+        if (format == SWITCHYARD_LUT4)
+            for (int code = 0; code < 16; ++code) table.push_back(static_cast<int8_t>(draw(random, -127, 127)));
         matrix.weights = tiles.data();
         matrix.scales = scales.data();
         matrix.zeros = zeros.empty() ? nullptr : zeros.data();
+        matrix.table = table.empty() ? nullptr : table.data();
         require(switchyard_quantise(pool, &matrix, plain.data(), static_cast<int32_t>(draw(random, 0, 16))) == 0,
                 "not quantised");
     }
 };
 
-// The records of a layer's experts: first, down, their scales, zeros and biases, one piece of memory for each expert.
+// The records of a layer's experts: first, down, their scales, zeros, tables and biases, one piece of memory for each expert.
 struct OwnExperts {
     std::vector<std::vector<uint16_t>> records;  // 2-byte units, so that every part is aligned
     std::vector<const uint8_t *> beginnings;
     SwitchyardExperts layer{};
 
-    OwnExperts(SwitchyardPool *pool, Random &random, int32_t precision) {
+    OwnExperts(SwitchyardPool *pool, Random &random, int32_t format) {
         const auto pairing = static_cast<int32_t>(draw(random, 0, 2));
         const bool gated = pairing != SWITCHYARD_PLAIN;
         layer.count = static_cast<int32_t>(draw(random, 1, 9));
         layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
         layer.inner = static_cast<int32_t>(draw(random, 1, 120));
-        layer.precision = precision;
         layer.pairing = pairing;
         layer.activation = static_cast<int32_t>(draw(random, 0, gated ? 5 : 4));
         layer.limit = coin(random) ? 7.0f : std::numeric_limits<float>::infinity();
@@ -95,8 +98,8 @@ struct OwnExperts {
         for (int32_t expert = 0; expert < layer.count; ++expert) {
             std::vector<uint16_t> record;
             const int64_t rows = int64_t{layer.inner} * (gated ? 2 : 1);
-            const OwnMatrix first(pool, random, rows, layer.hidden, precision, pairing);
-            const OwnMatrix down(pool, random, layer.hidden, layer.inner, precision, SWITCHYARD_PLAIN);
+            const OwnMatrix first(pool, random, rows, layer.hidden, format, pairing);
+            const OwnMatrix down(pool, random, layer.hidden, layer.inner, format, SWITCHYARD_PLAIN);
             layer.first = append(record, first, random, biased);
             layer.down = append(record, down, random, biased);
             record.shrink_to_fit();
@@ -115,13 +118,14 @@ struct OwnExperts {
 
     static SwitchyardRecordPart append(std::vector<uint16_t> &record, const OwnMatrix &own, Random &random,
                                        bool biased) {
-        SwitchyardRecordPart part = {-1, -1, -1, -1};
-        if (own.matrix.precision == SWITCHYARD_BF16) {
+        SwitchyardRecordPart part = {-1, -1, -1, -1, -1, own.matrix.format};
+        if (own.matrix.format == SWITCHYARD_BF16) {
             part.weights = append(record, own.plain.data(), own.plain.size() * 2);
         } else {
             part.weights = append(record, own.tiles.data(), own.tiles.size());
             part.scales = append(record, own.scales.data(), own.scales.size() * 2);
             if (!own.zeros.empty()) part.zeros = append(record, own.zeros.data(), own.zeros.size());
+            if (!own.table.empty()) part.table = append(record, own.table.data(), own.table.size());
         }
         if (biased) {
             const auto bias = draw_row(random, own.matrix.rows);

@@ -1,4 +1,4 @@
-// What lies between an expert's first matrix and its second.
+// The activation between an expert's first matrix and its second.
 #pragma once
 #include <cmath>
 
@@ -24,7 +24,7 @@ inline float activate(int32_t kind, float x, const Rounding &round) {
     }
 }
 
-// `up` is not looked at where experts have no gate.  A NaN stays one through the clamps.
+// `up` is ignored if experts have no gate.  NaNs pass the clamps unchanged.
 inline float gated(const SwitchyardExperts &experts, float gate, float up, const Rounding &round) {
     if (experts.pairing == SWITCHYARD_PLAIN) return activate(experts.activation, gate, round);
     if (gate > experts.limit) gate = experts.limit;

@@ -1,4 +1,4 @@
-// Activations of many vectors, in loops that compilers make vectors of.  Included by one file per instruction set.
+// Activations of many vectors, in loops that compilers vectorise.  Included by one file per instruction set.
 #pragma once
 #include <cstring>
 
@@ -18,11 +18,11 @@ static inline uint32_t float_to_bits(float value) {
     return bits;
 }
 
-// Within 2 units in the last place between the clamps; above it is infinite, below 0, of a NaN a NaN.
+// Within 2 units in the last place between the clamps; infinite above them, 0 below, NaN for a NaN.
 static inline float exp_of(float x) {
     x = x > 89.0f ? 89.0f : x;
     x = x < -88.0f ? -88.0f : x;
-    const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: what is left of the fraction is rounded off
+    const float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
     const float n = shifted - 12582912.0f;
     const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
     float p = 1.0f / 5040;

@@ -21,13 +21,13 @@ struct AttentionStep {
     int64_t capacity, length;
     uint16_t *out;
     std::vector<uint16_t> normed;     // [hidden]
-    Vectors x;                        // that, for the projections
+    Vectors x;                        // the same, for the projections
     std::vector<uint16_t> projected;  // q, k and v, [(heads + 2 kv_heads) * head_dim]
     std::vector<float> spread_q;      // [heads, head_dim padded]
     std::vector<float> scores;        // [heads, length + 1]
     std::vector<float> mixed;         // [heads, head_dim]
     std::vector<uint16_t> attended;   // [heads * head_dim]
-    Vectors attended_x;               // that, for the output
+    Vectors attended_x;               // the same, for the output
 };
 
 struct AttentionRun {

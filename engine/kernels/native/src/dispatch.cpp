@@ -15,7 +15,7 @@ constexpr int32_t kAbi = 7;
 constexpr int32_t kAmx = 6;
 
 #if defined(__x86_64__) || defined(_M_X64)
-// Instructions for many vectors besides those of AVX-512 VNNI; nothing if the compiler does not know them.
+// AVX-512 VNNI with newer instructions for many vectors; empty if the compiler does not know them.
 Kernels with(const ManyKernels *many) {
     if (!many) return {nullptr, nullptr};
     return {&kAvx512Kernels, &kAvx512VnniTiles, many};
@@ -55,7 +55,7 @@ SWITCHYARD_API uint32_t switchyard_advertised_isas(void) {
     for (int isa = 0; isa < 7; ++isa) isas |= uint32_t{there[isa]} << isa;
     isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17;
     for (int isa = 0; isa < 32; ++isa)
-        if (!kernels_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built for them
+        if (!kernels_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built in
     return isas;
 }
 

@@ -1,4 +1,4 @@
-// The experts of a layer, gone through by all threads of a pool together.
+// One call of a layer's experts, its work shared among a pool's threads.
 #pragma once
 #include <cstdint>
 #include <numeric>
@@ -23,7 +23,7 @@ struct ExpertsCall {
     uint16_t *out;
 
     void begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to, uint16_t *result);
-    // Room for this many visits.
+    // Makes room for this many visits.
     void reserve(int64_t count);
 
     int64_t inner_block() const { return layer->pairing == SWITCHYARD_PLAIN ? kTileRows : kHalfRows; }

@@ -1,156 +1,17 @@
 // lut4: a weight is scale * table[q], with a scale for each 32 of a row and a table of 16 whole numbers from -127 to 127 for
-// the matrix.  What MXFP4, IQ4_NL and the like mean is such a table.  Codes lie as in int4.
+// the matrix.  MXFP4, IQ4_NL and the like are such tables.  Codes are laid out as in int4.
 #pragma once
 #include "quantise_group.h"
 
 namespace {
 
-#if SWITCHYARD_VECTOR_BITS == 128
-// Columns 4 lane to 4 lane + 3 and 16 more of `parts` vectors of rows, looked up.
-template <class Math, int count, int parts, int lane>
-static inline void add_lut4(const uint8_t *at, int8x16_t table, const int8x16_t (*q)[2], int32x4_t (*products)[parts]) {
-    for (int part = 0; part < parts; ++part) {
-        const uint8x16_t pairs = vld1q_u8(at + 64 * lane + 16 * part);
-        const int8x16_t first = vqtbl1q_s8(table, vandq_u8(pairs, vdupq_n_u8(15)));
-        const int8x16_t second = vqtbl1q_s8(table, vshrq_n_u8(pairs, 4));
-        for (int v = 0; v < count; ++v) {
-            products[v][part] = Math::template add<lane>(products[v][part], first, q[v][0]);
-            products[v][part] = Math::template add<lane>(products[v][part], second, q[v][1]);
-        }
-    }
-}
-#endif
-
 struct Lut4 {
-#if SWITCHYARD_VECTOR_BITS == 512
-    template <class Math, int count> static void rows(const TileRow &row, const QuantisedVector *x, float *out) {
-        const __m512i low = _mm512_set1_epi8(15);
-        const __m512i table = Math::prepared(
-            _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i *>(row.table))));
-        __m512 sums[count][2];
-        for (auto &vector : sums) vector[0] = vector[1] = _mm512_setzero_ps();
-        const uint8_t *w = row.weights;
-        const uint16_t *scales = row.scales;
-        for (int64_t group = 0; group < row.groups; ++group, scales += kTileRows) {
-            for (int half = 0; half < 2; ++half, w += kHalfRows * kGroup / 2) {
-                fetch(w, kHalfRows * kGroup / 2);
-                __m512i products[count];
-                for (int v = 0; v < count; ++v) products[v] = Math::none(x[v].sums[group]);
-                for (int j = 0; j < 4; ++j) {
-                    const __m512i pairs = _mm512_loadu_si512(w + 64 * j);
-                    const __m512i first = _mm512_shuffle_epi8(table, _mm512_and_si512(pairs, low));
-                    const __m512i second =
-                        _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(pairs, 4), low));
-                    for (int v = 0; v < count; ++v) {
-                        const int8_t *q = x[v].q + group * kGroup + 4 * j;
-                        products[v] = Math::add(products[v], first, columns(q));
-                        products[v] = Math::add(products[v], second, columns(q + 16));
-                    }
-                }
-                const __m512 scale = scales_of(scales + kHalfRows * half);
-                for (int v = 0; v < count; ++v)
-                    sums[v][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[v]),
-                                                    _mm512_mul_ps(scale, _mm512_set1_ps(x[v].scales[group])),
-                                                    sums[v][half]);
-            }
-        }
-        for (int v = 0; v < count; ++v)
-            for (int half = 0; half < 2; ++half) _mm512_storeu_ps(out + v * kTileRows + kHalfRows * half, sums[v][half]);
+    static constexpr int kFormat = SWITCHYARD_LUT4;
+
+    template <class Math> static Weights unpack(const uint8_t *at, Bytes table) {
+        const Bytes pairs = load(at);
+        return {look_up(table, low_nibbles(pairs)), look_up(table, high_nibbles(pairs))};
     }
-#elif SWITCHYARD_VECTOR_BITS == 256
-    template <class Math, int count> static void rows(const TileRow &row, const QuantisedVector *x, float *out) {
-        const __m256i low = _mm256_set1_epi8(15);
-        const __m256i table = Math::prepared(
-            _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(row.table))));
-        __m256 sums[count][4];
-        for (auto &vector : sums)
-            for (auto &sum : vector) sum = _mm256_setzero_ps();
-        const uint8_t *w = row.weights;
-        const uint16_t *scales = row.scales;
-        for (int64_t group = 0; group < row.groups; ++group, w += kTileRows * kGroup / 2, scales += kTileRows) {
-            fetch(w, kTileRows * kGroup / 2);
-            for (int part = 0; part < 4; ++part) {  // 8 rows of the tile
-                const uint8_t *at = w + (part >> 1) * kHalfRows * kGroup / 2 + (part & 1) * 32;
-                typename Math::Products products[count];
-                for (int v = 0; v < count; ++v) products[v] = Math::none(x[v].sums[group]);
-                for (int j = 0; j < 4; ++j) {
-                    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at + 64 * j));
-                    const __m256i first = _mm256_shuffle_epi8(table, _mm256_and_si256(pairs, low));
-                    const __m256i second =
-                        _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(pairs, 4), low));
-                    for (int v = 0; v < count; ++v) {
-                        const int8_t *q = x[v].q + group * kGroup + 4 * j;
-                        products[v] = Math::add(products[v], first, columns(q));
-                        products[v] = Math::add(products[v], second, columns(q + 16));
-                    }
-                }
-                const __m256 scale = scales_of(scales + 8 * part);
-                for (int v = 0; v < count; ++v)
-                    sums[v][part] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[v]),
-                                                    _mm256_mul_ps(scale, _mm256_set1_ps(x[v].scales[group])),
-                                                    sums[v][part]);
-            }
-        }
-        for (int v = 0; v < count; ++v)
-            for (int part = 0; part < 4; ++part) _mm256_storeu_ps(out + v * kTileRows + 8 * part, sums[v][part]);
-    }
-#elif SWITCHYARD_VECTOR_BITS == 128
-    template <class Math, int count> static void rows(const TileRow &row, const QuantisedVector *x, float *out) {
-        constexpr int parts = Math::parts(count);
-        const int8x16_t table = vld1q_s8(row.table);
-        float32x4_t sums[count][8];
-        for (auto &vector : sums)
-            for (auto &sum : vector) sum = vdupq_n_f32(0);
-        const uint8_t *w = row.weights;
-        for (int64_t group = 0; group < row.groups; ++group) {
-            int8x16_t q[count][2];
-            load_group<count>(x, group, q);
-            for (int half = 0; half < 2; ++half, w += kHalfRows * kGroup / 2) {
-                fetch(w, kHalfRows * kGroup / 2);
-                for (int from = 0; from < 4; from += parts) {
-                    const uint8_t *at = w + 16 * from;
-                    int32x4_t products[count][parts];
-                    for (auto &vector : products)
-                        for (auto &product : vector) product = vdupq_n_s32(0);
-                    add_lut4<Math, count, parts, 0>(at, table, q, products);
-                    add_lut4<Math, count, parts, 1>(at, table, q, products);
-                    add_lut4<Math, count, parts, 2>(at, table, q, products);
-                    add_lut4<Math, count, parts, 3>(at, table, q, products);
-                    for (int part = 0; part < parts; ++part) {
-                        const int place = 4 * half + from + part;
-                        const float32x4_t scale = scales_of(row.scales + group * kTileRows + 4 * place);
-                        for (int v = 0; v < count; ++v)
-                            sums[v][place] = vfmaq_f32(sums[v][place], vcvtq_f32_s32(products[v][part]),
-                                                       vmulq_n_f32(scale, x[v].scales[group]));
-                    }
-                }
-            }
-        }
-        store_sums<count>(sums, out);
-    }
-#else
-    template <class Math, int count> static void rows(const TileRow &row, const QuantisedVector *x, float *out) {
-        each_group(row, x, count, out, [&](int64_t group, const QuantisedVector &vector, float *sums) {
-            const uint8_t *w = row.weights + group * kTileRows * kGroup / 2;
-            const int8_t *q = vector.q + group * kGroup;
-            for (int64_t half = 0; half < 2; ++half, w += kHalfRows * kGroup / 2) {
-                int32_t products[kHalfRows] = {};
-                for (int j = 0; j < 4; ++j)
-                    for (int r = 0; r < kHalfRows; ++r)
-                        for (int c = 0; c < 4; ++c) {
-                            const uint8_t pair = w[j * 64 + r * 4 + c];
-                            products[r] += row.table[pair & 15] * q[4 * j + c];
-                            products[r] += row.table[pair >> 4] * q[16 + 4 * j + c];
-                        }
-                for (int r = 0; r < kHalfRows; ++r) {
-                    const int64_t place = half * kHalfRows + r;
-                    const float scale = from_bf16(row.scales[group * kTileRows + place]) * vector.scales[group];
-                    sums[place] += scale * static_cast<float>(products[r]);
-                }
-            }
-        });
-    }
-#endif
 
     static void expand(const HalfTile &half, uint16_t *out) {
         for (int r = 0; r < kHalfRows; ++r) {
@@ -166,8 +27,8 @@ struct Lut4 {
         }
     }
 
-    // Tries scales around those at which the largest weight meets either end of the table, refits the best of each by least
-    // squares, and keeps what is best of all, as it would be stored.
+    // Tries scales around those at which the largest weight meets either end of the table, refits each by least
+    // squares, and keeps the best, as it will be stored.
     static void fit(const float *w, const FitTarget &target) {
         constexpr int kShares = 8;
         float top[kLanes] = {}, odd[kLanes] = {}, least[kLanes], found[kLanes];

@@ -1,6 +1,5 @@
-// The weight formats in tiles, for the instruction set of the including file, which says
-//   SWITCHYARD_VECTOR_BITS  the width of its vectors, 0 for plain loops
-// and gives tile_kernels a Math.  A new format is a file like these three, its line here, and its row in kFormats.
+// The weight formats in tiles, for the instruction set of the including file, which defines tile_rows and its vectors and
+// gives tile_kernels a Math.  A new format is a file like these three, its line here, and its row in kFormats.
 #pragma once
 #include "format_int4.h"
 #include "format_int8.h"
@@ -8,15 +7,15 @@
 
 namespace {
 
-template <class Format, class Math> void dot(const TileRow &row, const QuantisedVector *x, int count, float *out) {
-    if (count == 1) return Format::template rows<Math, 1>(row, x, out);
-    if (count == 2) return Format::template rows<Math, 2>(row, x, out);
-    if (count == 3) return Format::template rows<Math, 3>(row, x, out);
-    Format::template rows<Math, 4>(row, x, out);
+template <class Codes, class Math> void dot(const TileRow &row, const QuantisedVector *x, int count, float *out) {
+    if (count == 1) return tile_rows<Codes, Math, 1>(row, x, out);
+    if (count == 2) return tile_rows<Codes, Math, 2>(row, x, out);
+    if (count == 3) return tile_rows<Codes, Math, 3>(row, x, out);
+    tile_rows<Codes, Math, 4>(row, x, out);
 }
 
-template <class Format, class Math> constexpr FormatKernels kernels_of_format() {
-    return {dot<Format, Math>, Format::expand, Format::fit};
+template <class Codes, class Math> constexpr FormatKernels kernels_of_format() {
+    return {dot<Codes, Math>, Codes::expand, Codes::fit};
 }
 
 // In the order of switchyard_kernels.h; bf16 is not in tiles.

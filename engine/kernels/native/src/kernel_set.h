@@ -19,7 +19,7 @@ constexpr int kMostVectors = 4;  // that a tile kernel takes at once
 
 // A vector in groups of 32: a value is scales[group] * q.
 struct QuantisedVector {
-    int8_t *q;       // [groups * 32], zeros at the end, from -127 to 127
+    int8_t *q;       // [groups * 32], -127 to 127, padded with zeros
     float *scales;   // [groups]
     int32_t *sums;   // [groups]: of q
 };
@@ -76,7 +76,7 @@ struct FormatKernels {
 
 // What reads and writes tiles.
 struct TileKernels {
-    // A group with an infinity keeps the signs of its infinities alone, one with a NaN is NaN.
+    // A group with an infinity keeps only the signs of its infinities; one with a NaN is NaN.
     void (*quantise_floats)(const float *x, int64_t n, const QuantisedVector &out);
     void (*quantise_bf16)(const uint16_t *x, int64_t n, const QuantisedVector &out);
     FormatKernels formats[kFormatCount];

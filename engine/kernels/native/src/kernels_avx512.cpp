@@ -53,7 +53,7 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
     *b_out = _mm512_reduce_add_ps(_mm512_add_ps(b_even, b_odd));
 }
 
-// `blocks` accumulators of 16 columns, the last one perhaps partly masked off.
+// `blocks` accumulators of 16 columns, the last one possibly masked.
 template <int blocks> void mix_columns(const uint16_t *x, int64_t rows, int64_t n, const float *shares, __mmask16 last,
                                        float *out) {
     __m512 sum[blocks];

@@ -1,4 +1,4 @@
-// For AArch64, whose vectors of 128 bits every processor has: nothing to be asked for.
+// For AArch64, where every processor has vectors of 128 bits: nothing to detect.
 #include <arm_neon.h>
 
 #include <cstring>
@@ -21,7 +21,7 @@ void spread_floats(const float *x, int64_t n, float *out) {
     for (int64_t i = n; i < padded; ++i) out[i] = 0;
 }
 
-// A bf16 number is the upper half of a float: zeros are woven in below.
+// A bf16 number is the upper half of a float: zeros are interleaved below.
 inline float32x4_t low_floats(uint16x8_t halves) {
     return vreinterpretq_f32_u16(vzip1q_u16(vdupq_n_u16(0), halves));
 }

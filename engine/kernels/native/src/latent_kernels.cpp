@@ -1,6 +1,6 @@
 // One token through multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds a latent vector and a rotary
-// key for each token, shared by all heads.  Nothing is expanded: the matrix that makes keys of latents is applied to
-// the query instead, the one that makes values to the mixture of latents.
+// key for each token, shared by all heads.  Keys and values are never expanded: the matrix that turns latents into
+// keys is applied to the query instead, the one that turns them into values to the weighted sum of latents.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -24,9 +24,9 @@ struct LatentStep {
     int64_t length;
     uint16_t *out;
     std::vector<uint16_t> normed;      // [hidden]
-    Vectors x;                         // that, for the projections
+    Vectors x;                         // the same, for the projections
     std::vector<uint16_t> q_latent;    // [q_a rows]
-    Vectors q_x;                       // that, normalised
+    Vectors q_x;                       // the same, normalised
     std::vector<uint16_t> queries;     // [heads, nope + rope]
     std::vector<uint16_t> compressed;  // [rank + rope]
     std::vector<float> absorbed;       // [heads, rank]
@@ -37,7 +37,7 @@ struct LatentStep {
     Vectors attended_x;
 
     bool has_q_latent() const { return layer->q_a.rows > 0; }
-    // What is computed from the hidden state for queries.
+    // The matrix that the hidden state goes through first on its way to queries.
     const SwitchyardMatrix &q_first() const { return has_q_latent() ? layer->q_a : layer->q; }
 };
 
@@ -83,7 +83,7 @@ void rotate(const LatentStep &step, uint16_t *x) {
     std::copy(turned.begin(), turned.end(), x);
 }
 
-// What is done once: the query's latent is normalised, this token's latent and rotary key go to the cache.
+// By one thread: normalises the query's latent, and writes this token's latent and rotary key to the cache.
 void between_projections(LatentStep &step) {
     const auto &layer = *step.layer;
     if (step.has_q_latent()) {
@@ -97,7 +97,7 @@ void between_projections(LatentStep &step) {
     std::copy(key, key + layer.rope, step.rotary_keys + step.length * layer.rope);
 }
 
-// out = sum over i < count of x[i] * row begin + i of the matrix: what its transpose does to x.
+// out = sum over i < count of x[i] * row begin + i of the matrix: its transpose times x.
 void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t begin, int64_t count,
                         const float *x, float *out) {
     const int64_t columns = matrix.columns;

@@ -1,4 +1,4 @@
-// A linear layer of few tokens: its rows shared among the pool's threads.
+// A linear layer for few tokens, its rows shared among the pool's threads.
 #include <algorithm>
 #include <cstddef>
 #include <new>

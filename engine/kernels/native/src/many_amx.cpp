@@ -1,9 +1,9 @@
 // Compiled with AVX-512 F, BW, VL and BF16 and AMX BF16, where the compiler knows them.
 //
 // A matrix in bf16 is multiplied as it is stored: 16 of its rows are the first operand, 16 vectors as pairs of columns the
-// second.  Of one in int8 or int4 the tiles hold 4 columns of a row side by side, which is nearly how the second
-// operand wants pairs; so there the vectors are the first operand.  Its weights are widened once for all vectors: with a
-// scale for each 32 columns, sums of whole numbers would have to leave the tiles after every one of their products.
+// second.  In quantised formats, tiles hold 4 columns of a row side by side, which is almost the layout of pairs
+// that the second operand needs, so there the vectors are the first operand.  Quantised weights are widened once for all
+// vectors: with a scale for each 32 columns, integer sums would have to leave the tile registers after every product.
 #include "many_kernels.h"
 
 #if defined(__linux__) && defined(__x86_64__)
@@ -32,8 +32,8 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64, "the instruction reads 64 bytes");
 
-// Eight whole tiles while it lives.  Not by _tile_loadconfig: to some versions of GCC (12.2 for one) that reads the first 8
-// bytes alone, and the stores of the others are dropped.
+// Configures eight full tiles for its lifetime.  Not with _tile_loadconfig: some versions of GCC (12.2, for one) assume that
+// it reads only the first 8 bytes, and drop the stores to the others.
 class Tiles {
   public:
     Tiles() { __asm__ volatile("ldtilecfg\t%X0" ::"m"(config_)); }
@@ -132,7 +132,7 @@ Panel prepare(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
     return {room, room + kTileBytes, 0};
 }
 
-// What lies [rows, vectors] in `tile` to `out` as [vectors, 32].
+// Transposes `tile` [rows, vectors] into `out` [vectors, 32].
 static inline void store_turned(const float *tile, float *out) {
     __m512i r[16];
     for (int i = 0; i < 16; ++i) r[i] = _mm512_load_si512(tile + 16 * i);

@@ -13,21 +13,21 @@ constexpr int64_t kWaveVisits = 1024;
 constexpr int64_t kBlocksTogether = 4;  // of rows, for which vectors are read from the outer caches once
 constexpr size_t kKeptBytes = 64 << 20;
 
-// What one thread brings into the kernels' form at a time: a packed tile of vectors, or a single quantised one.
+// What one thread converts for the kernels at a time: a packed tile of vectors, or a single quantised one.
 struct Piece {
     int32_t which, first, count;  // of the active experts; of its visits
 };
 
 struct Buffers {
-    ExpertsCall call;  // its vectors are those of experts that few tokens want
+    ExpertsCall call;  // its vectors are those of experts with few tokens
     AlignedMemory packed_x, packed_inner;
-    std::vector<uint16_t> rows;  // [visits of a wave, inner]: activated, of experts that many want
+    std::vector<uint16_t> rows;  // [visits of a wave, inner]: activated, of experts with many tokens
     std::vector<float> sums;     // [tokens, hidden]
     std::vector<Piece> pieces;
     std::vector<int64_t> tile;   // of each active expert: where its packed tiles begin, in its wave
 };
 
-// Active experts [begin, end) and what is to be done for them, one after the other.
+// Active experts [begin, end) and the work for them, in order.
 struct Wave {
     int32_t begin, end;
     int64_t first_piece;

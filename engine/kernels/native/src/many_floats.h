@@ -13,8 +13,7 @@
 namespace {
 
 int64_t packed_floats(int32_t, int64_t columns) { return columns * kLanesOfMany * 4; }
-// A row of weights takes a little more than its columns: rows that are powers of two apart would push each other out of
-// the cache.
+// Rows are padded, because rows a power of two apart would evict each other from the cache.
 int64_t row_floats(int64_t columns) { return ((columns + 15) & ~int64_t{15}) + 16; }
 int64_t panel_floats(int32_t, int64_t columns) { return kTileRows * row_floats(columns) * 4; }
 
@@ -22,7 +21,7 @@ int64_t panel_floats(int32_t, int64_t columns) { return kTileRows * row_floats(c
 void pack_floats(int32_t, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out) {
     auto *floats = reinterpret_cast<float *>(out);
     if (count < kLanesOfMany) std::memset(out, 0, static_cast<size_t>(packed_floats(0, columns)));
-    // Some columns at a time: what is written stays in the first cache until all lanes are there.
+    // A few columns at a time, so that they stay in the L1 cache until all lanes are written.
     for (int64_t begin = 0; begin < columns; begin += 64) {
         const int64_t end = std::min(begin + 64, columns);
         for (int64_t v = 0; v < count; ++v)

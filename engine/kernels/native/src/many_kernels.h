@@ -1,5 +1,5 @@
-// Products of matrices with many vectors, which a prefill is made of: weights are brought into the form that the
-// processor multiplies fastest once for all vectors, not as they pass by.
+// Products of matrices with many vectors, as in a prefill: weights are converted once, for all vectors, to the form that the
+// processor multiplies fastest.
 #pragma once
 #include <cstdint>
 
@@ -14,10 +14,10 @@ struct Panel {
 };
 
 struct ManyKernels {
-    int64_t lanes;  // vectors that are computed side by side: a tile of them, made up with zeros
-    // By format: from so many vectors on these kernels are faster than those for few; 0 if they do not know it.
+    int64_t lanes;  // vectors that are computed side by side: a tile, padded with zeros
+    // By format: the number of vectors from which these kernels beat those for few; 0 if they do not support it.
     int64_t fewest[kFormatCount];
-    // Bytes of a packed tile of `lanes` vectors, and of the room that `prepare` is given.
+    // Bytes of a packed tile of `lanes` vectors, and of the buffer that `prepare` is given.
     int64_t (*packed_bytes)(int32_t format, int64_t columns);
     int64_t (*panel_bytes)(int32_t format, int64_t columns);
     // Up to `lanes` bf16 vectors of `columns` into one tile.
@@ -43,5 +43,5 @@ extern const ManyKernels *const kAvx512Bf16Many;  // null if the compiler does n
 extern const ManyKernels *const kAmxMany;         // likewise
 #endif
 
-// Asks the system for the tiles' room in saved states, for the whole process: whether it was given.
+// Asks the operating system to permit tiles for this process, whose saved state grows by them: whether it did.
 bool amx_permitted();

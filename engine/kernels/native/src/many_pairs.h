@@ -1,5 +1,5 @@
-// Many vectors in bf16, two neighbouring columns of 16 vectors in each 64 bytes: [column pairs, 16, 2], the pairs made up
-// with zeros to whole groups of 32 columns.  Products of bf16 pairs read that as it is, and rows of weights as they are
+// Many vectors in bf16, two neighbouring columns of 16 vectors in each 64 bytes: [column pairs, 16, 2], padded with
+// zeros to whole groups of 32 columns.  Products of bf16 pairs read that as it is, and rows of weights as they are
 // stored.  Compiled with AVX-512 F, BW and VL.
 #pragma once
 #include <immintrin.h>
@@ -61,8 +61,7 @@ void pack_pairs(const uint16_t *const *rows, int64_t count, int64_t columns, uin
     }
 }
 
-// A row of a copy takes a little more than its columns: rows that are powers of two apart would push each other out of the
-// cache.
+// Rows are padded, because rows a power of two apart would evict each other from the cache.
 int64_t copied_stride(int64_t columns) { return groups_of(columns) * 64 + 64; }
 
 int64_t rows_room(int64_t columns) { return kTileRows * copied_stride(columns); }
@@ -82,7 +81,7 @@ Panel copy_rows(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
     return {room, room + kHalfRows * stride, stride};
 }
 
-// The same as they are stored, where nothing ends.
+// The same without a copy, unless rows or columns end in the block.
 Panel prepare_rows(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
     const RowOrder order(matrix);
     const int64_t first = block * order.block, columns = matrix.columns;

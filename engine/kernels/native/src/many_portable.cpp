@@ -1,4 +1,4 @@
-// For processors without anything else: what the compiler makes of plain loops.
+// Plain loops, for processors with none of the other instruction sets.
 #include <cstdint>
 namespace {
 constexpr int64_t kLanesOfMany = 8;

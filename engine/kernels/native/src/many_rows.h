@@ -1,4 +1,4 @@
-// Vectors in packed tiles, and products of a block of rows with as many of them as there are.
+// Vectors in packed tiles, and products of a block of rows with any number of them.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -8,18 +8,18 @@
 #include "kernel_set.h"
 #include "many_kernels.h"
 
-// Memory on a cache line, which lives on and grows; what was in it is lost when it does.
+// Memory aligned to cache lines that is kept between calls and grows; its contents are lost when it does.
 class AlignedMemory {
   public:
     uint8_t *room(int64_t bytes) {
         const auto needed = static_cast<size_t>(bytes) + 64;
         if (memory_.size() < needed) {
-            memory_ = {};  // first the old one is freed
+            memory_ = {};  // frees the old one first
             memory_.resize(needed);
         }
         return memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
     }
-    // What is larger is not kept while nothing is computed.
+    // Frees the memory if it is larger than this.
     void shrink(size_t most) {
         if (memory_.size() > most) memory_ = {};
     }

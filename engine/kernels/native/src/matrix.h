@@ -54,7 +54,7 @@ class Vectors {
     uint8_t *start_ = nullptr;
 };
 
-// Rows of `block` times vectors first, first + step, ...: out [count, 32], gate or upper rows first.  What lies beyond
+// Rows of `block` times vectors which[0], which[1], ...: out [count, 32], gate or upper rows first.  What lies beyond
 // the matrix's last row is not defined.
 void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
                const int32_t *which, int64_t count, float *out);

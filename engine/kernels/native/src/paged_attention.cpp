@@ -1,4 +1,4 @@
-// Paged attention, its pieces of work shared among the pool's threads.
+// Paged attention, its work items shared among the pool's threads.
 #include <algorithm>
 #include <cstddef>
 #include <new>

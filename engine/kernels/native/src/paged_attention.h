@@ -1,7 +1,7 @@
 // Attention over keys and values in pages, for many sequences of different lengths in one call.
 //
 // A page holds kPageTokens tokens of one sequence for one layer, head after head: keys transposed, [key_dim, tokens],
-// so that the scores of a whole page are sums of vectors; values as they come, [tokens, value_dim].
+// so that the scores of a whole page are sums of vectors; values as they are, [tokens, value_dim].
 #pragma once
 #include "switchyard_kernels.h"
 
@@ -20,8 +20,8 @@ typedef struct {
     float softcap;        // scores become softcap * tanh(score / softcap); 0: they do not
     int32_t type;
     int32_t heads, kv_heads, key_dim, value_dim;
-    int32_t window;  // a token sees the last so many tokens, itself among them; 0: all
-    int32_t kept;    // and the first so many, whatever the window (StreamingLLM's attention sinks)
+    int32_t window;  // how many of the last tokens a token sees, itself included; 0: all
+    int32_t kept;    // and of the first, whatever the window (StreamingLLM's attention sinks)
 } SwitchyardPagedLayer;
 
 // The next tokens of one sequence.

@@ -1,4 +1,4 @@
-// One call of paged attention: what is to be written, and the items of work that attend.
+// One call of paged attention: the tokens to write, and the work items that attend.
 #pragma once
 #include <functional>
 #include <vector>
@@ -15,9 +15,9 @@ struct PagedCall {
     int64_t tokens = 0, bytes = 0;
     std::vector<int64_t> begins;  // [count + 1]: where each piece's items begin
 
-    // Puts the floats of a head of a token's query into the last argument.
+    // Writes one head of a token's query to `q`.
     using HeadQuery = std::function<void(int64_t token, int64_t head, float *q)>;
-    // Takes what a head of a token attends to, [value_dim].
+    // Receives the result for one head of a token, [value_dim].
     using HeadResult = std::function<void(int64_t token, int64_t head, const float *x)>;
 
     PagedCall(const SwitchyardPagedLayer &layer, const SwitchyardPiece *pieces, int32_t count);

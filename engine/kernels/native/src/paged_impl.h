@@ -1,5 +1,5 @@
-// The kernels of paged_kernels.h in vectors of 16 floats, which the compiler makes of what the target has.  Included
-// once for every instruction set, after MOST_ACCUMULATORS, the vectors of 16 that its registers hold beside operands.
+// The kernels of paged_kernels.h in vectors of 16 floats, which the compiler splits into the target's.  Included once for
+// every instruction set, which defines MOST_ACCUMULATORS: how many of these its registers hold besides operands.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -74,7 +74,7 @@ struct Int8 {
     }
     static Element store(float x, float inverse) {
         const float scaled_x = x * inverse;
-        // What is not a number has no place among whole ones; the comparison is false for it.
+        // A NaN becomes 0: the comparison is false for it.
         return std::fabs(scaled_x) <= 127.5f ? static_cast<Element>(std::nearbyint(std::fmin(scaled_x, 127.0f))) : 0;
     }
 };
@@ -209,7 +209,7 @@ void attend_page(const SwitchyardPagedLayer &layer, int64_t page, int64_t kv_hea
             std::fill_n(row, kPageTokens, 0.0f);
             continue;
         }
-        // What is hidden weighs nothing, not the least number that the exponential gives.
+        // Masked tokens weigh exactly 0, not the smallest number that the exponential gives.
         low = low == all(kNone) ? Floats{} : exponential(low - state[i].top);
         high = high == all(kNone) ? Floats{} : exponential(high - state[i].top);
         state[i].total += sum_of(low + high);
@@ -252,7 +252,7 @@ void attend(const SwitchyardPagedLayer &layer, const int32_t *pages, int64_t kv_
             begin += attend_some<T, MOST_ACCUMULATORS / 2>(layer, pages[index], kv_head, index * kPageTokens, queries,
                                                            begin, state + begin);
     };
-    // Those of the kept tokens that the window's pages do not hold anyway.
+    // The kept tokens' pages that are not in the window anyway.
     const int64_t window = from / kPageTokens;
     const int64_t kept = std::min<int64_t>(layer.kept, to);
     for (int64_t index = 0; index < std::min(window, (kept + kPageTokens - 1) / kPageTokens); ++index) visit(index);

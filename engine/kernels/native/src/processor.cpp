@@ -19,7 +19,7 @@ Registers leaf(uint32_t number, uint32_t part) {
     return found;
 }
 
-// Which registers the operating system keeps for each thread.
+// The registers that the operating system saves for each thread.
 uint32_t kept_registers() {
     uint32_t low, high;
     __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));

@@ -1,4 +1,4 @@
-// What the processor says that it can do, and the operating system that it keeps the registers for.
+// The instruction sets that the processor reports, if the operating system saves their registers.
 #pragma once
 
 struct Processor {

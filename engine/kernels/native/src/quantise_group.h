@@ -1,5 +1,5 @@
-// What quantising takes, in plain loops over 16 lanes that compilers make vectors of.  Included by one file per instruction
-// set: everything is local to it, so that the linker never mixes them.
+// Quantisation in plain loops over 16 lanes, which compilers vectorise.  Included by one file per instruction set: everything
+// is local to it, so that the linker never mixes them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "kernel_set.h"
+#include "switchyard_kernels.h"
 
 namespace {
 
@@ -39,7 +40,7 @@ template <class Get> inline void quantise_group(Get get, int8_t *q, float *scale
         }
         return;
     }
-    if (top < 1e-30f) {  // a reciprocal would overflow, and the products are nothing
+    if (top < 1e-30f) {  // a reciprocal would overflow, and the products are negligible
         for (int i = 0; i < kGroup; ++i) q[i] = 0;
         *scale = 0;
         return;
@@ -75,19 +76,19 @@ void quantise_bf16(const uint16_t *x, int64_t n, const QuantisedVector &out) {
 
 constexpr uint16_t kNaN = 0x7fc0;  // the scale of groups with an infinity or a NaN, in bf16
 
-// Up to bf16: a scale rounded down would clip the largest weight.
+// Rounds up to bf16: a scale rounded down would clip the largest weight.
 static inline uint16_t bf16_above(float value) {
     const uint16_t nearest = to_bf16(value);
     return from_bf16(nearest) < value ? static_cast<uint16_t>(nearest + 1) : nearest;
 }
 
-// A NaN becomes `low`: it is the scale that tells of it.
+// A NaN becomes `low`: the group's scale is NaN already.
 static inline float between(float value, float low, float high) {
     value = value > low ? value : low;
     return value < high ? value : high;
 }
 
-// Without a branch: of NaNs only those that a scale brings come here, and they survive it.
+// Branch-free: the only NaNs here come from a scale, and they survive it.
 static inline uint16_t narrow_finite(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);

@@ -7,7 +7,7 @@
 
 class Routing {
   public:
-    std::vector<float> logits;  // [experts], to be filled in; scores afterwards
+    std::vector<float> logits;  // [experts], filled in by the caller; scores afterwards
 
     void resize(int32_t experts);
     // chosen, shares: [top_k], best first.

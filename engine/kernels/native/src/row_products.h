@@ -1,4 +1,4 @@
-// Vectors of many rows, and their products with blocks of matrices, by the kernels for many vectors where those know the
+// Vectors of many rows, and their products with blocks of matrices, by the kernels for many vectors if those support the
 // format: then a product does not depend on how many vectors there are.
 #pragma once
 #include <algorithm>
@@ -27,10 +27,10 @@ class RowProducts {
         for (int64_t v = known; v < count; ++v) one_by_one_.push_back(static_cast<int32_t>(v));
     }
 
-    // Vectors are set in tiles of so many, by any thread.
+    // Vectors are set in tiles of this many, by any thread.
     int64_t lanes() const { return lanes_; }
     int64_t tiles() const { return (count_ + lanes_ - 1) / lanes_; }
-    // The vectors of a tile: x [count, columns] from the first of all.
+    // Sets the vectors of a tile; x: all of them, [count, columns].
     void set(int64_t tile, const uint16_t *x) {
         const int64_t first = tile * lanes_;
         if (is_many_) {

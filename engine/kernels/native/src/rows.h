@@ -8,8 +8,8 @@
 // Room for a spread vector of n.
 constexpr int64_t padded(int64_t n) { return (n + 31) & ~int64_t{31}; }
 
-// The library's RMS norm in bf16: normalised in fp32, rounded, then scaled by the weight and rounded again; or, as some
-// families have it, rounded once.
+// The library's RMS norm in bf16: normalised in fp32, rounded, then scaled by the weight and rounded again; or, in some
+// families, rounded once.
 inline void rms_norm(const uint16_t *x, const uint16_t *weight, float epsilon, int64_t n, uint16_t *out,
                      bool rounds_once = false) {
     // Sixteen sums side by side, which the compiler keeps in vectors.

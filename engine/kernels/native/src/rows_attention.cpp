@@ -13,10 +13,10 @@ namespace {
 
 struct Buffers {
     std::vector<uint16_t> normed;     // [tokens, hidden]
-    RowProducts x;                    // those, for the projections
+    RowProducts x;                    // the same, for the projections
     std::vector<uint16_t> projected;  // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
     std::vector<uint16_t> attended;   // [tokens, heads * head_dim]
-    RowProducts attended_x;           // those, for the output
+    RowProducts attended_x;           // the same, for the output
 };
 
 struct AttentionRows {

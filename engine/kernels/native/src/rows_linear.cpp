@@ -1,4 +1,4 @@
-// A linear layer of many tokens.
+// A linear layer for many tokens.
 #include <algorithm>
 #include <cstddef>
 #include <new>

@@ -36,7 +36,7 @@ int32_t test_quantise(const TileKernels &kernels, int64_t groups, int seed, OwnV
     return 0;
 }
 
-// Every byte there is appears among the weights.
+// Every byte value is among the weights.
 int32_t test_dots(const TileKernels &kernels, int32_t format, int64_t groups, int count) {
     OwnTiles tiles(format, groups);
     std::vector<OwnVector> vectors(count, OwnVector(groups));
@@ -69,7 +69,7 @@ int32_t test_expansion(const TileKernels &kernels, int32_t format) {
     return 0;
 }
 
-// What is fitted is near what was given: within half a step of int8, a step of 4 bits.
+// Fitted weights are near the given ones: within half a step of int8, a step of 4 bits.
 int32_t test_fit(const TileKernels &kernels, int32_t format) {
     std::vector<float> w(kGroup * kHalfRows);
     for (size_t i = 0; i < w.size(); ++i) w[i] = 0.002f * static_cast<float>((i * 61) % 97) - 0.09f;

@@ -18,7 +18,7 @@ inline float value_of_code(int32_t format, uint8_t code, float scale, uint8_t ze
     return scale * static_cast<float>(static_cast<int8_t>(code));
 }
 
-// Tiles side by side, with every byte among the weights.
+// Tiles side by side, with every byte value among the weights.
 struct OwnTiles {
     int32_t format;
     int64_t tiles;

@@ -1,4 +1,4 @@
-// The expert that every token goes to, beside those that are chosen.
+// The expert that every token goes to, besides the chosen ones.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -1,5 +1,5 @@
-// Plain C interface of the native CPU kernels.  Everything is caller-owned memory; no call allocates for the caller,
-// throws, or keeps a pointer after it returns (a pool excepted).  Functions that return int32_t return 0, or 1 if there
+// Plain C interface of the native CPU kernels.  All memory is the caller's; no call allocates for the caller,
+// throws, or keeps a pointer after it returns (except a pool).  Functions that return int32_t return 0, or 1 if there
 // was no memory for their buffers.
 #pragma once
 #include <stdint.h>
@@ -19,8 +19,8 @@ typedef struct SwitchyardPool SwitchyardPool;
 //            int4: 4 vectors, the j-th has columns 4j to 4j + 3 in its low nibbles, columns 16 + 4j to 16 + 4j + 3 in
 //            its high ones.  lut4: as int4.
 //   scales   bf16 [32] for a tile: one for each row's 32 columns
-//   zeros    uint8 [32] for a tile, int4 alone: sixteenths
-//   table    int8 [16] for the matrix, lut4 alone: from -127 to 127
+//   zeros    uint8 [32] for a tile, int4 only: in sixteenths
+//   table    int8 [16] for the matrix, lut4 only: from -127 to 127
 // A weight is scale * q for int8, scale * (q - zero / 16) for int4 and scale * table[q] for lut4.
 enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2, SWITCHYARD_LUT4 = 3 };
 
@@ -39,14 +39,14 @@ typedef struct {
     int32_t pairing;
 } SwitchyardMatrix;
 
-// A matrix of an expert: where its pieces lie in the record, in bytes, -1 for those that there are not.  bias: bf16 [rows].
+// A matrix of an expert: byte offsets of its parts in the record, -1 if it has none.  bias: bf16 [rows].
 typedef struct {
     int64_t weights, scales, zeros, table, bias;
     int32_t format;
 } SwitchyardRecordPart;
 
 // Experts of one layer: `count` records of `stride` bytes from `records`, or each where `scattered` says.
-// An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds behind a matrix in bf16.
+// An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds after a matrix in bf16.
 // first is [inner, hidden], or [2 * inner, hidden] with gate and up rows as `pairing` says; down is [hidden, inner].
 typedef struct {
     const uint8_t *records;
@@ -57,9 +57,9 @@ typedef struct {
     // 0 silu, 1 gelu, 2 gelu by tanh, 3 relu, 4 relu squared, each times up where there is a gate;
     // 5 (up + 1) * gate * sigmoid(alpha * gate).
     int32_t activation;
-    float limit;  // gate is clamped to at most this, up to +-this, before all else; infinity where it is not
+    float limit;  // gate is clamped to at most this, up to +-this, first of all; infinity: not clamped
     float alpha;
-    const uint8_t *const *scattered;  // [count] beginnings of records, or null: then they lie one after the other
+    const uint8_t *const *scattered;  // [count] starts of records, or null: then they are contiguous
 } SwitchyardExperts;
 
 // How a layer chooses its experts: scores of all of them from logits, the k best by score + correction among the
@@ -67,14 +67,14 @@ typedef struct {
 typedef struct {
     const uint16_t *weight;   // bf16 [experts, hidden]
     const uint16_t *bias;     // bf16 [experts], or null
-    const float *correction;  // [experts]: added for the choice alone, or null
+    const float *correction;  // [experts]: added for the choice only, or null
     int32_t top_k;
     int32_t scoring;              // 0 softmax over all experts, 1 sigmoid
     int32_t groups, kept_groups;  // of neighbours; a group is as good as its best expert, its two best for sigmoid
     int32_t bf16_logits;          // whether logits are rounded
     int32_t normalise;            // whether the chosen shares are made to sum to 1
-    int32_t bf16_shares;          // whether they are rounded in the end
-    float scale;                  // of the shares, last of all
+    int32_t bf16_shares;          // whether they are rounded at the end
+    float scale;                  // applied to the shares last
 } SwitchyardRouter;
 
 // A sparse block: hidden + experts(norm(hidden)) + shared(norm(hidden)).
@@ -82,7 +82,7 @@ typedef struct {
     const uint16_t *norm;  // bf16 [hidden]
     SwitchyardRouter router;
     SwitchyardExperts experts;
-    // down(silu(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows where there is none.
+    // down(silu(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.
     SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
     const uint16_t *shared_gate;  // bf16 [hidden], or null
     float epsilon;
@@ -100,7 +100,7 @@ typedef struct {
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
     int32_t norms_span_heads;  // whether q_norm and k_norm are of all heads together, [heads * head_dim]
-    int32_t norm_rounds_once;  // whether RMS norms round after the weight alone
+    int32_t norm_rounds_once;  // whether RMS norms round only after the weight
 } SwitchyardAttention;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
@@ -120,12 +120,12 @@ typedef struct {
     int32_t rotation;
 } SwitchyardLatentAttention;
 
-// Raised whenever a signature or a struct above changes: a library of another number is not used.
+// Incremented whenever a signature or a struct above changes: a library with another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
-// Instruction sets, best last: 0 portable; for x86 1 AVX2 + FMA, 2 AVX-VNNI besides, 3 AVX-512 (F, BW, VL), 4 AVX-512
-// VNNI besides, 5 AVX-512 BF16 besides, 6 AMX BF16 besides (of which systems have to be asked); for Arm 16 NEON, 17 its dot products besides.  A set of them, bit by bit: those that the processor
-// advertises and this library was built for.
+// Instruction sets, best last: 0 portable; on x86 1 AVX2 + FMA, 2 plus AVX-VNNI, 3 AVX-512 (F, BW, VL), 4 plus AVX-512
+// VNNI, 5 plus AVX-512 BF16, 6 plus AMX BF16 (which the operating system must permit); on Arm 16 NEON, 17 plus its dot
+// products.  Returns those that the processor advertises and this library was built for, as a set of bits.
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void);
 // Runs every kernel of that instruction set on small problems: 0 if right.  May die of an illegal instruction where
 // a virtual machine advertises what it traps on: call it in a child process.
@@ -170,7 +170,8 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               int64_t length, uint16_t *out);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
-// [rows, columns].  A table is read: it is what is fitted to.  int4: half-quadratic optimisation of scales and zeros, in at most `rounds` rounds.
+// [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and
+// zeros, in at most `rounds` rounds.
 SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const SwitchyardMatrix *target,
                                            const uint16_t *source, int32_t rounds);
 

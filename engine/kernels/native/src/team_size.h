@@ -1,8 +1,8 @@
-// Whether the threads of a pool gain anything, found out while running.
+// Finds out while running whether the threads of a pool gain anything.
 //
-// On a machine that is busy with something else a second thread often costs more than it brings: the caller waits for
-// chunks whose thread the system does not run.  So the pool measures, in bursts of calls, the bytes of weights that
-// pass per second of wall time with the whole team and with the caller alone, and goes the faster way.
+// On a machine that is busy with something else a second thread often costs more than it gains: the caller waits for
+// chunks whose thread is not scheduled.  So the pool measures, in bursts of calls, the bytes of weights that are read per
+// second with the whole team and with the caller alone, and uses whichever is faster.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -29,7 +29,7 @@ template <class Clock> class TeamSizeBy {
   private:
     static constexpr auto kGap = std::chrono::milliseconds(200);
     static constexpr int kBurst = 64;  // calls: about a dozen layers
-    static constexpr int kFewestBursts = 8, kMostBursts = 128;  // between two tries of the other way
+    static constexpr int kFewestBursts = 8, kMostBursts = 128;  // between two trials of the other
     static constexpr double kBetter = 1.05;
 
     void restart(typename Clock::time_point now) {
@@ -43,7 +43,7 @@ template <class Clock> class TeamSizeBy {
         mine = mine == 0 ? rate : 0.75 * mine + 0.25 * rate;
         if (trying_) {
             trying_ = false;
-            // The try itself counts in full: how it was some time ago is what is being checked.
+            // The trial's rate is not averaged: the old average is what is being checked.
             rate_[team_] = rate;
             if (rate > kBetter * rate_[!team_]) {
                 patience_ = kFewestBursts;

@@ -14,7 +14,7 @@ void relax_cpu() {}
 namespace {
 // Between two layers of a decoding model lie some hundred microseconds of attention: longer silence means idle.
 constexpr auto kSpin = std::chrono::microseconds(1500);
-constexpr int64_t kWakingBytes = 1 << 20;  // less is done before a sleeping thread has come
+constexpr int64_t kWakingBytes = 1 << 20;  // less is done before a sleeping thread wakes up
 }  // namespace
 
 SwitchyardPool::SwitchyardPool(int threads) : threads_(threads), team_size_(threads > 1), team_size_long_(threads > 1) {
@@ -56,7 +56,7 @@ void SwitchyardPool::run_team(Work work, void *argument) {
     argument_ = argument;
     gate_.fetch_add(1, std::memory_order_seq_cst);  // opens
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
-        // The empty lock orders us after a worker that has looked at the gate but does not wait yet.
+        // The empty lock orders this after a worker that has looked at the gate but does not wait yet.
         { std::lock_guard<std::mutex> lock(mutex_); }
         wake_.notify_all();
     }
@@ -84,7 +84,7 @@ void SwitchyardPool::worker() {
             sleepers_.fetch_sub(1, std::memory_order_seq_cst);
         }
         if (stop_.load()) return;
-        // Say that we come in before looking whether the gate is still open: the caller does it the other way round.
+        // Registers before checking that the gate is still open: the caller does the two in the opposite order.
         inside_.fetch_add(1, std::memory_order_seq_cst);
         const uint64_t gate = gate_.load(std::memory_order_seq_cst);
         if ((gate & 1) != 0 && gate != seen) {

@@ -1,7 +1,7 @@
-// A pool for pieces of work of some ten microseconds.
+// A pool for work of some tens of microseconds.
 //
-// Work is handed out in chunks to whoever comes, and nobody waits for a thread that has taken none: on a busy machine
-// a worker that the system does not run costs nothing, the caller does its share.
+// Threads take chunks as they arrive, and nobody waits for a thread that has taken none: on a busy machine a worker that
+// is not scheduled costs nothing, the caller does its share.
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -12,7 +12,7 @@
 
 #include "team_size.h"
 
-// Waits for `done()` by spinning shortly, then yielding: the thread waited for may need this very core.
+// Waits for `done()` by spinning briefly, then yielding: the thread waited for may need this very core.
 void relax_cpu();
 template <class Done> void spin_until(Done done) {
     for (int spins = 0; !done(); ++spins) {
@@ -21,7 +21,7 @@ template <class Done> void spin_until(Done done) {
     }
 }
 
-// A run of items that all threads together go through once.
+// Items that all threads share, each processed once.
 class Phase {
   public:
     // For `threads` threads; chunks are small enough to share evenly, large enough to stream through memory: never
@@ -29,7 +29,7 @@ class Phase {
     Phase(int64_t items, int threads, int64_t fewest = 8)
         : items_(items), chunk_(items / (int64_t{8} * threads) > fewest ? items / (int64_t{8} * threads) : fewest) {}
 
-    // Calls body(begin, end) for chunks until none is left, then waits for those that others still have in hand.
+    // Calls body(begin, end) for chunks until none is left, then waits for those that other threads have taken.
     template <class Body> void run(Body body) {
         for (;;) {
             const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
@@ -50,7 +50,7 @@ class Phase {
 constexpr int32_t kDecodeTokens = 8;  // a step of more is prefill
 
 struct SwitchyardPool {
-    // Called by the caller and by every worker that comes in time; ends only when all phases of the work are done.
+    // Called by the caller and by every worker that arrives in time; ends only when all phases of the work are done.
     using Work = void (*)(void *argument);
 
     explicit SwitchyardPool(int threads);

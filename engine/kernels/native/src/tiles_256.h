@@ -1,7 +1,4 @@
-// Tiles with vectors of 256 bits: 8 rows of 4 columns each.  The including file says how bytes are multiplied:
-//   Products  sums of products so far, of 8 rows x 2 or 8 rows
-//   none(sum of x), prepared(weights), add(Products, prepared weights, x) for signed bytes,
-//   add_unsigned(Products, nibbles, x) for numbers from 0 to 15, whole_sums(Products)
+// Tiles with vectors of 256 bits: 8 rows of 4 columns each.
 #pragma once
 #include <immintrin.h>
 
@@ -11,18 +8,41 @@
 
 namespace {
 
-constexpr int64_t kAhead = 2048;  // bytes that weights are fetched ahead of their use
+using Bytes = __m256i;
+using Products = __m256i;  // of 8 rows x 2, or of 8 rows
+using Floats = __m256;
 
-static inline __m256i columns(const int8_t *q) {
+constexpr int64_t kAhead = 2048;  // bytes between a prefetch and the use of the weights
+
+static inline Bytes load(const uint8_t *at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)); }
+static inline Bytes low_nibbles(Bytes pairs) { return _mm256_and_si256(pairs, _mm256_set1_epi8(15)); }
+static inline Bytes high_nibbles(Bytes pairs) { return low_nibbles(_mm256_srli_epi16(pairs, 4)); }
+static inline Bytes look_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }
+static inline Bytes load_table(const int8_t *table) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)));
+}
+
+static inline Bytes columns(const int8_t *q) {
     int32_t four;
     std::memcpy(&four, q, 4);
     return _mm256_set1_epi32(four);
 }
 
-static inline __m256 scales_of(const uint16_t *scales) {
+static inline Floats scales_of(const uint16_t *scales) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+
+static inline Floats zeros_of(const uint8_t *zeros) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(zeros))));
+}
+
+static inline Floats every(float value) { return _mm256_set1_ps(value); }
+static inline Floats to_floats(Products whole) { return _mm256_cvtepi32_ps(whole); }
+static inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+static inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+static inline Floats multiply_subtract(Floats a, Floats b, Floats from) { return _mm256_fnmadd_ps(a, b, from); }
+static inline void store(float *to, Floats values) { _mm256_storeu_ps(to, values); }
 
 static inline void fetch(const uint8_t *from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64)
@@ -31,5 +51,5 @@ static inline void fetch(const uint8_t *from, int64_t bytes) {
 
 }  // namespace
 
-#define SWITCHYARD_VECTOR_BITS 256
+#include "tile_rows.h"
 #include "formats.h"

@@ -4,7 +4,6 @@
 namespace {
 
 struct Avx2Math {
-    using Products = __m256i;
     static Products none(int32_t) { return _mm256_setzero_si256(); }
     static __m256i prepared(__m256i weights) { return weights; }
     // The instruction multiplies unsigned by signed bytes: the weight's sign goes to the other operand.

@@ -6,23 +6,24 @@ namespace {
 struct NeonMath {
     static constexpr int parts(int count) { return count < 3 ? 4 : 2; }
 
-    template <int lane> static int8x16_t columns(int8x16_t x) {
+    static Bytes prepared(Bytes weights) { return weights; }
+    template <int lane> static Bytes columns(Bytes x) {
         return vreinterpretq_s8_s32(vdupq_laneq_s32(vreinterpretq_s32_s8(x), lane));
     }
     // Two products of 128 * 127 fit 16 bits.
-    template <int lane> static int32x4_t add(int32x4_t sum, int8x16_t weights, int8x16_t x) {
-        const int8x16_t four = columns<lane>(x);
+    template <int lane> static void add(int32x4_t &sum, Bytes weights, Bytes x) {
+        const Bytes four = columns<lane>(x);
         const int16x8_t low = vmull_s8(vget_low_s8(weights), vget_low_s8(four));
-        return vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(weights, four)));
+        sum = vpadalq_s16(sum, vpaddq_s16(low, vmull_high_s8(weights, four)));
     }
+    static int32x4_t whole_sums(int32x4_t sum) { return sum; }
 
     // Of the two upper and the two lower rows; 8 times 2 products of 15 * 127 fit 16 bits.
     struct Nibbles {
         int16x8_t low, high;
     };
-    static Nibbles no_nibbles() { return {vdupq_n_s16(0), vdupq_n_s16(0)}; }
-    template <int lane> static void add_nibbles(Nibbles &sum, int8x16_t nibbles, int8x16_t x) {
-        const int8x16_t four = columns<lane>(x);
+    template <int lane> static void add(Nibbles &sum, Bytes nibbles, Bytes x) {
+        const Bytes four = columns<lane>(x);
         sum.low = vmlal_s8(sum.low, vget_low_s8(nibbles), vget_low_s8(four));
         sum.high = vmlal_high_s8(sum.high, nibbles, four);
     }

@@ -7,14 +7,11 @@ struct NeonDotMath {
     using Nibbles = int32x4_t;
     static constexpr int parts(int) { return 4; }
 
-    template <int lane> static int32x4_t add(int32x4_t sum, int8x16_t weights, int8x16_t x) {
-        return vdotq_laneq_s32(sum, weights, x, lane);
+    static Bytes prepared(Bytes weights) { return weights; }
+    template <int lane> static void add(int32x4_t &sum, Bytes weights, Bytes x) {
+        sum = vdotq_laneq_s32(sum, weights, x, lane);
     }
-    static Nibbles no_nibbles() { return vdupq_n_s32(0); }
-    template <int lane> static void add_nibbles(Nibbles &sum, int8x16_t nibbles, int8x16_t x) {
-        sum = vdotq_laneq_s32(sum, nibbles, x, lane);
-    }
-    static int32x4_t whole_sums(Nibbles sum) { return sum; }
+    static int32x4_t whole_sums(int32x4_t sum) { return sum; }
 };
 
 }  // namespace

@@ -1,22 +1,86 @@
-// Plain loops, for processors without anything else.
+// Plain loops, for processors with none of the other instruction sets.
+#include <cstring>
+
 #include "kernel_set.h"
 
 namespace {
 
-// Calls dot(group, vector, sums) for each group and adds to the sums of 32 rows.
-template <class Dot> void each_group(const TileRow &row, const QuantisedVector *x, int count, float *out, Dot dot) {
-    for (int v = 0; v < count; ++v) {
-        float *sums = out + v * kTileRows;
-        for (int r = 0; r < kTileRows; ++r) sums[r] = 0;
-        for (int64_t group = 0; group < row.groups; ++group) dot(group, x[v], sums);
-    }
+struct Bytes {
+    int8_t at[64];
+};
+struct Products {
+    int32_t at[kHalfRows];
+};
+struct Floats {
+    float at[kHalfRows];
+};
+
+template <class To, class Get> static inline To make(Get get) {
+    To to;
+    for (int i = 0; i < static_cast<int>(sizeof to.at / sizeof *to.at); ++i) to.at[i] = get(i);
+    return to;
 }
 
-struct PlainMath {};
+static inline Bytes load(const uint8_t *at) {
+    Bytes bytes;
+    std::memcpy(bytes.at, at, sizeof bytes.at);
+    return bytes;
+}
+
+static inline Bytes low_nibbles(const Bytes &pairs) {
+    return make<Bytes>([&](int i) { return static_cast<int8_t>(pairs.at[i] & 15); });
+}
+static inline Bytes high_nibbles(const Bytes &pairs) {
+    return make<Bytes>([&](int i) { return static_cast<int8_t>(pairs.at[i] >> 4 & 15); });
+}
+static inline Bytes look_up(const Bytes &table, const Bytes &codes) {
+    return make<Bytes>([&](int i) { return table.at[codes.at[i]]; });
+}
+static inline Bytes load_table(const int8_t *table) {
+    return make<Bytes>([&](int i) { return table[i & 15]; });
+}
+
+static inline const int8_t *columns(const int8_t *q) { return q; }
+
+static inline Floats scales_of(const uint16_t *scales) {
+    return make<Floats>([&](int r) { return from_bf16(scales[r]); });
+}
+static inline Floats zeros_of(const uint8_t *zeros) {
+    return make<Floats>([&](int r) { return static_cast<float>(zeros[r]); });
+}
+static inline Floats every(float value) {
+    return make<Floats>([&](int) { return value; });
+}
+static inline Floats to_floats(const Products &whole) {
+    return make<Floats>([&](int r) { return static_cast<float>(whole.at[r]); });
+}
+static inline Floats multiply(const Floats &a, const Floats &b) {
+    return make<Floats>([&](int r) { return a.at[r] * b.at[r]; });
+}
+static inline Floats multiply_add(const Floats &a, const Floats &b, const Floats &sum) {
+    return make<Floats>([&](int r) { return sum.at[r] + a.at[r] * b.at[r]; });
+}
+static inline Floats multiply_subtract(const Floats &a, const Floats &b, const Floats &from) {
+    return make<Floats>([&](int r) { return from.at[r] - a.at[r] * b.at[r]; });
+}
+static inline void store(float *to, const Floats &values) { std::memcpy(to, values.at, sizeof values.at); }
+static inline void fetch(const uint8_t *, int64_t) {}
+
+struct PlainMath {
+    static Products none(int32_t) { return {}; }
+    static const Bytes &prepared(const Bytes &weights) { return weights; }
+    static Products add(Products sum, const Bytes &weights, const int8_t *x) {
+        for (int r = 0; r < kHalfRows; ++r)
+            for (int c = 0; c < 4; ++c) sum.at[r] += weights.at[4 * r + c] * x[c];
+        return sum;
+    }
+    static Products add_unsigned(const Products &sum, const Bytes &nibbles, const int8_t *x) { return add(sum, nibbles, x); }
+    static const Products &whole_sums(const Products &sum) { return sum; }
+};
 
 }  // namespace
 
-#define SWITCHYARD_VECTOR_BITS 0
+#include "tile_rows.h"
 #include "formats.h"
 
 const TileKernels kPortableTiles = tile_kernels<PlainMath>();

@@ -1,17 +1,17 @@
-// Which tokens of a step want which experts, sorted by expert, so that a row of weights is read once for all of them.
+// Which tokens of a step use which experts, sorted by expert, so that a row of weights is read once for all of them.
 #pragma once
 #include <cstdint>
 #include <vector>
 
 struct Visits {
-    std::vector<int32_t> active;  // experts that are wanted, each once
+    std::vector<int32_t> active;  // experts in use, each once
     std::vector<int32_t> first;   // [active + 1]: where an expert's visits begin
     std::vector<int32_t> token;   // [visits]
     std::vector<float> weight;    // [visits]
 
     int64_t count() const { return first.back(); }
 
-    // index, weights: [tokens, k]; ids outside [0, experts) are nobody.
+    // index, weights: [tokens, k]; ids outside [0, experts) are ignored.
     void group(int32_t experts, int64_t tokens, int32_t k, const int64_t *index, const float *weights) {
         tally_.assign(static_cast<size_t>(experts), 0);
         for (int64_t i = 0; i < tokens * k; ++i)

@@ -1,4 +1,4 @@
-// Matrices to tiles and back.
+// Quantises matrices into tiles, and back.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -17,7 +17,7 @@ struct QuantiseCall {
     Phase blocks;
 };
 
-// Row of the source that the i-th row of a block's half is, or -1 beyond the matrix.
+// The source's row for the i-th row of a block's half, or -1 beyond the matrix.
 int64_t source_row(const SwitchyardMatrix &matrix, int64_t block, int64_t half, int64_t i) {
     const RowOrder order(matrix);
     const int64_t first = block * order.block + i * order.step;

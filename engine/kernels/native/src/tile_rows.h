@@ -1,0 +1,65 @@
+// The loops of a product of 32 rows in tiles with up to four vectors, written once for every format and for vectors of 512
+// and 256 bits and plain ones.  The including file defines
+//   Bytes     weights of some of a half's 16 rows, 4 columns each; Products, Floats: a number for each of these rows
+//   load, low_nibbles, high_nibbles, look_up, load_table, columns: what makes Bytes
+//   scales_of, zeros_of, every, to_floats, multiply, multiply_add, multiply_subtract, store: Floats
+//   fetch     prefetches weights
+// and the Math of an instruction set how bytes are multiplied:
+//   none(sum of x), prepared(weights), add(Products, prepared weights, x)  for signed bytes
+//   add_unsigned(Products, nibbles, x), whole_sums(Products)               for numbers from 0 to 15, from none(0)
+#pragma once
+#include "kernel_set.h"
+
+namespace {
+
+// Columns 4j to 4j + 3 and 16 + 4j to 16 + 4j + 3 of the same rows.
+struct Weights {
+    Bytes first, second;
+};
+
+template <class Codes, class Math, int count>
+void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
+    constexpr Format format = kFormats[Codes::kFormat];
+    constexpr int parts = 128 / sizeof(Bytes), part_rows = static_cast<int>(kTileRows) / parts;
+    const Bytes table = format.has_table ? Math::prepared(load_table(row.table)) : Bytes{};
+    Floats sums[count][parts];
+    for (auto &vector : sums)
+        for (auto &sum : vector) sum = every(0.0f);
+    const uint8_t *w = row.weights, *zeros = row.zeros;
+    const uint16_t *scales = row.scales;
+    for (int64_t group = 0; group < row.groups; ++group, w += 2 * format.half_bytes(), scales += kTileRows) {
+        for (int part = 0; part < parts; ++part) {
+            const uint8_t *at = w + part * 2 / parts * format.half_bytes() + part % (parts / 2) * sizeof(Bytes);
+            if (part % (parts / 2) == 0) fetch(at, format.half_bytes());
+            Products products[count];
+            for (int v = 0; v < count; ++v) products[v] = Math::none(format.has_zeros ? 0 : x[v].sums[group]);
+            for (int j = 0; j < 4; ++j) {
+                const Weights weights = Codes::template unpack<Math>(at + 64 * j, table);
+                for (int v = 0; v < count; ++v) {
+                    const int8_t *q = x[v].q + group * kGroup + 4 * j;
+                    if constexpr (format.has_zeros) {
+                        products[v] = Math::add_unsigned(products[v], weights.first, columns(q));
+                        products[v] = Math::add_unsigned(products[v], weights.second, columns(q + 16));
+                    } else {
+                        products[v] = Math::add(products[v], weights.first, columns(q));
+                        products[v] = Math::add(products[v], weights.second, columns(q + 16));
+                    }
+                }
+            }
+            const Floats scale = scales_of(scales + part_rows * part);
+            for (int v = 0; v < count; ++v) {
+                Floats value = to_floats(format.has_zeros ? Math::whole_sums(products[v]) : products[v]);
+                if constexpr (format.has_zeros) {
+                    const float sixteenths = static_cast<float>(x[v].sums[group]) * 0.0625f;
+                    value = multiply_subtract(zeros_of(zeros + part_rows * part), every(sixteenths), value);
+                }
+                sums[v][part] = multiply_add(value, multiply(scale, every(x[v].scales[group])), sums[v][part]);
+            }
+        }
+        if constexpr (format.has_zeros) zeros += kTileRows;
+    }
+    for (int v = 0; v < count; ++v)
+        for (int part = 0; part < parts; ++part) store(out + v * kTileRows + part_rows * part, sums[v][part]);
+}
+
+}  // namespace
