@@ -6,20 +6,6 @@
 // vectors: with a scale for each 32 columns, integer sums would have to leave the tile registers after every product.
 #include "many_kernels.h"
 
-#if defined(__linux__) && defined(__x86_64__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-bool amx_permitted() {
-#if defined(__linux__) && defined(__x86_64__)
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-    return false;
-#endif
-}
-
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include "many_pairs.h"
 

@@ -42,6 +42,3 @@ extern const ManyKernels kAvx512Many;
 extern const ManyKernels *const kAvx512Bf16Many;  // null if the compiler does not know the instructions
 extern const ManyKernels *const kAmxMany;         // likewise
 #endif
-
-// Asks the operating system to permit tiles for this process, whose saved state grows by them: whether it did.
-bool amx_permitted();

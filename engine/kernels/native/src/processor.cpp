@@ -2,6 +2,20 @@
 
 #include <cstdint>
 
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+bool amx_permitted() {
+#if defined(__linux__) && defined(__x86_64__)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
+
 #if defined(__x86_64__) || defined(_M_X64)
 
 #include <cpuid.h>

@@ -13,3 +13,6 @@ struct Processor {
 };
 
 Processor advertised();
+
+// Asks the operating system to permit AMX tiles for this process, whose saved state grows by them: whether it did.
+bool amx_permitted();
