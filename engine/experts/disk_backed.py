@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
@@ -14,9 +13,6 @@ from engine.experts.record_source import LentSlots, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.kernels import choose_kernel, choose_torch_kernel
 from engine.kernels.native.library import NativeKernels
-
-if TYPE_CHECKING:
-    from engine.experts.prediction.prefetcher import Prefetcher
 
 
 @dataclass
@@ -53,14 +49,8 @@ def can_be_disk_backed(site: ExpertsSite) -> bool:
     return hasattr(site.module, "has_gate")
 
 
-def bind_disk_backed(
-    sites: list[ExpertsSite], bank: DiskBackedBank, kernels: NativeKernels | None, prefetcher: Prefetcher | None = None
-) -> None:
-    """Binds every experts module to its slots and to the kernels that compute from them.
-
-    Args:
-        prefetcher: for the bank's RAM tier, if experts are to be predicted.
-    """
+def bind_disk_backed(sites: list[ExpertsSite], bank: DiskBackedBank, kernels: NativeKernels | None) -> None:
+    """Binds every experts module to its slots and to the kernels that compute from them."""
     lent = LentSlots(bank.ram)
     ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.header.layers])
     for site in sites:
@@ -71,7 +61,7 @@ def bind_disk_backed(
         assert few is not None
         assert in_torch is not None
         source = TierRecords(lent, layer, site.num_experts, few)
-        experts = ExpertExecutor(source, layer, prefetcher, in_torch, ahead)
+        experts = ExpertExecutor(source, layer, many_tokens=in_torch, ahead=ahead)
         setattr(site.module, BANK_LAYER, (slots, experts))
 
 

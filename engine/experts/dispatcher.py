@@ -265,9 +265,9 @@ class HybridExperts(ExpertLayer):
         return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
 
     def _notify_prefetcher(self, step: Step) -> None:
-        if self._observer is not None and not (step.is_observed or step.is_prefill or step.only_host):
+        if self.observer is not None and not (step.is_observed or step.is_prefill or step.only_host):
             step.is_observed = True
-            self._observer.observe(self._number, step.routing.experts, step.hidden)
+            self.observer.observe(self._number, step.routing.experts, step.hidden)
 
     def _count(self, step: Step) -> None:
         if self.mode != CACHE_OFF:

@@ -7,8 +7,8 @@ order that depends on neither.  Where the experts are computed is the configurat
 
 - `ExpertExecutor` by itself has no slots but the source's, in RAM over disk: the CPU computes all experts in place.
 - `HybridExperts` (`engine.experts.dispatcher`) has slots on a device over them, and ways to serve what they miss.
-- `WholeLayerExperts` (`engine.experts.whole_layer`) does without the first two: it copies all experts, whatever the
-  routing says, so the host never waits for the routing.
+- `WholeLayerExperts` (`engine.experts.whole_layer`) copies all experts, whatever the routing says: it needs neither
+  routing nor sums, and the host never waits for the device to choose.
 
 The CPU is not a device of the second kind: its streams would add a copy of the hidden states and of the results, and
 several events, to each layer of a step.
@@ -54,7 +54,7 @@ class ExpertExecutor:
     Args:
         source: its records.
         number: of the layer, for the observers.
-        observer: observes steps of up to `MAX_TOKENS` tokens.
+        observer: observes steps of up to `MAX_TOKENS` tokens; may be set later.
         many_tokens: computes longer steps from the source's slots; the source's kernel by default.
         ahead: observes longer steps.
     """
@@ -70,7 +70,7 @@ class ExpertExecutor:
         ahead: PromptObserver | None = None,
     ) -> None:
         self.source = source
-        self._number, self._observer = number, observer
+        self._number, self.observer = number, observer
         self._many_tokens, self._ahead = many_tokens or source.kernel, ahead
 
     def number_in_model(self, number: int) -> None:
@@ -104,8 +104,8 @@ class ExpertExecutor:
             if not is_short:
                 if self._ahead is not None:
                     self._ahead.begun(self._number, len(routing.experts), arrivals.read)
-            elif self._observer is not None:
-                self._observer.observe(self._number, routing.experts, hidden_states)
+            elif self.observer is not None:
+                self.observer.observe(self._number, routing.experts, hidden_states)
 
         arrivals = Arrivals(self.source, routing.experts, observe)
         try:

@@ -16,6 +16,7 @@ from engine.common.errors import EngineError
 from engine.devices.device import Device, Direction, Event
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import MemoryCategory
+from engine.experts.executor import ExpertExecutor
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import Arrivals, RecordSource
 from engine.experts.slot_segments import KernelMaker, Segment
@@ -53,7 +54,7 @@ class LayerBuffers:
         self.device = device
         self.layer_numbers = list(range(len(sources)))
         """Decoder layer of each of its layers, for the timeline."""
-        self._sources = sources
+        self.sources = sources
         experts = max(source.num_experts for source in sources)
         self._halves: list[Half] = []
         try:
@@ -110,7 +111,7 @@ class LayerBuffers:
         assert layer is not None
         stream, copied = self.device.h2d_stream, half.copied
         slots = half.segment.records.records
-        arrivals = Arrivals(self._sources[layer], [expert for expert in experts if expert not in copied])
+        arrivals = Arrivals(self.sources[layer], [expert for expert in experts if expert not in copied])
         try:
             # Experts in RAM are copied while the others are read.
             for held, there in arrivals:
@@ -157,11 +158,7 @@ class LayerBuffers:
 
     def experts_of(self, layer: int) -> int:
         """Number of experts in a layer."""
-        return self._sources[layer].num_experts
-
-    def next_of(self, layer: int) -> int:
-        """The layer called after this one."""
-        return (layer + 1) % len(self._sources)
+        return self.sources[layer].num_experts
 
     def forget(self) -> None:
         """Marks both halves empty after a failure, when the streams have recovered and contents are unknown."""
@@ -180,8 +177,8 @@ class LayerBuffers:
             self._halves.pop().segment.release()
 
 
-class WholeLayerExperts:
-    """An `ExpertKernel` that computes one layer entirely on the device.
+class WholeLayerExperts(ExpertExecutor):
+    """Computes one layer entirely on the device.
 
     Args:
         buffers: shared by all layers of the device, which are called one at a time, from one thread.
@@ -190,13 +187,12 @@ class WholeLayerExperts:
     """
 
     def __init__(self, buffers: LayerBuffers, layer: int, make_kernel: KernelMaker) -> None:
+        super().__init__(buffers.sources[layer], layer)
         self._buffers, self._layer, self._make_kernel = buffers, layer, make_kernel
-        self._device = buffers.device
-
-    records_itself = True
+        self._next, self._device = (layer + 1) % len(buffers.sources), buffers.device
 
     def number_in_model(self, number: int) -> None:
-        """Sets the number of its decoder layer, for the timeline."""
+        """See `ExpertExecutor.number_in_model`."""
         self._buffers.layer_numbers[self._layer] = number
 
     def __call__(
@@ -213,7 +209,7 @@ class WholeLayerExperts:
         try:
             half = buffers.load(self._layer)
             result, end = buffers.compute(half, self._make_kernel, hidden_states, top_k_index, top_k_weights)
-            buffers.load(buffers.next_of(self._layer))
+            buffers.load(self._next)
             if not self._device.compute_follows_caller or end.failure is not None:
                 end.wait()
         except BaseException as error:

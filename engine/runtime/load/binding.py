@@ -15,10 +15,10 @@ from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
-from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed, can_be_disk_backed
-from engine.experts.dispatch import BANK_LAYER
+from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
+from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
-from engine.experts.executor import StepObserver
+from engine.experts.executor import ExpertExecutor, StepObserver
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
 from engine.experts.prediction.learning import Learning
@@ -114,7 +114,10 @@ def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: Loadin
     per_token = opened.profile.experts_per_token
     prefetcher = _prefetcher_of_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
     parts.foresight.prefetcher = prefetcher
-    bind_disk_backed(on_disk, disk_backed, parts.kernels, prefetcher)
+    for site in on_disk:
+        _, experts = bound_kernel(site.module)
+        assert isinstance(experts, ExpertExecutor)
+        experts.observer = prefetcher
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from engine.experts.executor import ExpertExecutor
 from engine.experts.recording import LAYER_NUMBER
 from engine.experts.replay.bounds import hit_ratio_curve, stack_distances
 from engine.experts.replay.trace_file import RoutingTrace
-from engine.experts.whole_layer import WholeLayerExperts
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import layer_number
 from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap
@@ -67,7 +66,7 @@ def number_layers(model: Any) -> list[NumberedLayer]:
         taken.add(number)
         setattr(module, LAYER_NUMBER, number)
         place, kernel = bound
-        if isinstance(kernel, ExpertExecutor | WholeLayerExperts):
+        if isinstance(kernel, ExpertExecutor):
             kernel.number_in_model(number)
         layers.append(NumberedLayer(number, name, _experts_of(module, place, kernel), kernel))
     return layers
