@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality,telemetry,monitor}",
+        metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality,loops,telemetry,monitor}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -135,6 +135,14 @@ def add_parser(subparsers: Any) -> None:
     quality.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(quality)
     quality.set_defaults(run=_run_quality)
+
+    loops = kinds.add_parser("loops", help="how many answers to simple questions loop, with DRY and without")
+    _add_model(loops)
+    loops.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="answers to each of 20 questions")
+    loops.add_argument("--tokens", type=positive_int, default=400, metavar="N", help="longest answer")
+    loops.add_argument("--json", action="store_true", help="print one JSON document")
+    add_engine_options(loops)
+    loops.set_defaults(run=_run_loops)
 
 
 def _add_common(parser: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -272,6 +280,14 @@ def _run_quality(args: argparse.Namespace) -> int:
 
     report = _report()
     bench_quality(_config(args), QualityPlan(args.text, args.tokens, args.peers), report, note)
+    return _emit(report, args)
+
+
+def _run_loops(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.loops import LoopsPlan, bench_loops
+
+    bench_loops(config, LoopsPlan(args.seeds, args.tokens), report, note)
     return _emit(report, args)
 
 

@@ -13,6 +13,7 @@ import torch
 from engine import cli
 from engine.bench import disk
 from engine.bench.cache import made_up_trace
+from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
 from engine.bench.peers import OFFLOAD
 from engine.common.paths import data_dir
@@ -142,6 +143,23 @@ def test_a_model_without_experts_has_nothing_to_prepare(capsys: pytest.CaptureFi
     save_tiny_tokenizer(folder)
     assert cli.main(["bench", "disk", "--model", str(folder)]) == 2
     assert "no experts" in capsys.readouterr().err
+
+
+def test_loops_are_counted_with_dry_and_without(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_checkpoint("mixtral", folder)
+    save_tiny_tokenizer(folder)
+    assert cli.main(["bench", "loops", "--model", str(folder), "--seeds", "1", "--tokens", "8", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["rows"]) == 6
+    assert {row["repeats"] for row in document["rows"]} == {20}
+
+
+def test_four_tokens_in_a_row_are_counted() -> None:
+    assert most_repeated([1, 2, 3]) == 0
+    assert most_repeated([1, 2, 3, 4]) == 1
+    assert most_repeated([1, 2, 3, 4, 9, 1, 2, 3, 4, 1, 2, 3, 4, 5]) == 3
+    assert most_repeated([7] * 10) == 7
 
 
 def test_experts_in_a_mapped_file_where_memory_can_be_limited(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from engine import cli
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
-from engine.common.config import BatchJob
+from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.verbs import batch
 
@@ -65,6 +65,17 @@ def begun(rows: Path, precision: str, answers: int) -> None:
     journal = prepared.open_journal(prepared.manifest("model", precision), "/models/m")
     journal.record([Answer(row, "x", "stop") for row in range(answers)])
     journal.close()
+
+
+def test_a_job_from_before_there_was_dry_is_still_the_same_job(rows: Path) -> None:
+    def sampling(**settings: Any) -> dict[str, Any]:
+        job = BatchJob(str(rows), str(rows.with_name("out.csv")), sampling=SamplingParams(**settings))
+        said: dict[str, Any] = json.loads(prepare(job).manifest("model", "bf16").sampling)
+        return said
+
+    before = ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop", "max_tokens", "beams"]
+    assert list(sampling()) == before
+    assert sampling(dry_multiplier=0.8).keys() - set(before) == {"dry_multiplier"}
 
 
 @pytest.mark.parametrize(
