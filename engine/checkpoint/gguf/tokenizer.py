@@ -1,0 +1,597 @@
+"""The tokenizer of a GGUF file, written as the files of a checkpoint folder: tokenizer.json, tokenizer_config.json.
+
+Vocabulary, special tokens and chat templates are in the file's metadata (`tokenizer.*`), but only names for how text
+becomes tokens. What those mean was read from llama.cpp (src/llama-vocab.cpp, MIT licence): the tokens are the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from engine.checkpoint.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.plain_text import plain_line
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_MOST_TOKENS = 2**22
+_MOST_BYTES = 128 * 2**20
+"""Of all tokens, all merges or one template: ten times those of the biggest vocabularies."""
+_MOST_SPLITS = 2**28
+"""Sum of the squared lengths of SentencePiece's tokens, each of which is cut at every place: 2**24 for Gemma."""
+
+
+def _names(names: str) -> list[str]:
+    return names.split()
+
+
+_ENDS = frozenset(
+    _names(
+        "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
+        "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> "
+        "<｜end▁of▁sentence｜> [e~["
+    )
+)
+"""Tokens that end an answer in every vocabulary that has them."""
+_BETWEEN_FILES = {
+    "fim_pad": _names("<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]"),
+    "fim_rep": _names("<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"),
+    "fim_sep": ["<|file_sep|>"],
+}
+"""Code models end with these; the first one that there is if the file does not say."""
+_WITHIN_FILES = _names(
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>"
+)
+_ALWAYS_CONTROL = _ENDS.union(_WITHIN_FILES, *_BETWEEN_FILES.values())
+"""Control tokens even where a file calls them normal ones."""
+
+_ROLES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "sep_token": "seperator",  # sic
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
+_ROLE_DEFAULTS = {
+    "llama": {"bos": 1, "eos": 2, "unknown": 0},
+    "bert": {"cls": 101, "unknown": 100, "seperator": 102, "padding": 0, "mask": 103},
+    "t5": {"eos": 1, "unknown": 2, "padding": 0},
+}
+"""Of files that do not say, by `tokenizer.ggml.model`."""
+
+Metadata = Mapping[str, object]
+_Json = dict[str, Any]
+
+
+def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
+    """The tokenizer of a GGUF file as the files of a checkpoint folder, complete: nothing else is needed to load it.
+
+    Args:
+        metadata: of the file; arrays of strings are any iterables with a length, of numbers also numpy's.
+        path: the file, to name it in errors.
+
+    Returns:
+        Names and contents of tokenizer.json (in the format of the tokenizers library) and tokenizer_config.json.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` for a kind of tokenizer or a pre-tokenizer that is unknown here,
+            `CHECKPOINT_DAMAGED` for metadata that contradict themselves.
+    """
+    try:
+        vocabulary = _Vocabulary.of(metadata)
+        backend = _BUILDERS[vocabulary.kind](vocabulary, metadata)
+        added = _added_tokens(vocabulary, metadata)
+        config = _config(vocabulary, metadata)
+        content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **backend}
+        files = {
+            "tokenizer.json": json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False),
+            "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2) + "\n",
+        }
+        for text in files.values():
+            text.encode("utf-8")  # half a surrogate pair cannot be written
+    except _UnsupportedError as error:
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path} {error}.") from error
+    except (_DamagedError, UnicodeError) as error:
+        what = "has a text that is not UTF-8" if isinstance(error, UnicodeError) else str(error)
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {what}: download or copy the file again."
+        ) from error
+    return files
+
+
+def end_token_ids(metadata: Metadata, path: Path) -> tuple[int, ...]:
+    """The tokens that end an answer: those that the file declares, and those known by their names; in order.
+
+    Raises:
+        EngineError: as `tokenizer_files`.
+    """
+    try:
+        return _Vocabulary.of(metadata).end_ids()
+    except _UnsupportedError as error:
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path} {error}.") from error
+    except _DamagedError as error:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {error}: download or copy the file again."
+        ) from error
+
+
+class _DamagedError(Exception):
+    """The argument completes "the tokenizer in FILE"."""
+
+
+class _UnsupportedError(Exception):
+    """The argument completes "FILE"."""
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Tokens and what they are.
+
+    Attributes:
+        kind: `tokenizer.ggml.model`.
+        tokens, types: in the order of their ids.
+        index: the id of each.
+        roles: ids of the special tokens that there are, by their name in the file (`bos`).
+    """
+
+    kind: str
+    tokens: list[str]
+    types: list[int]
+    index: dict[str, int]
+    roles: dict[str, int]
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> _Vocabulary:
+        kind = metadata.get("tokenizer.ggml.model")
+        if not isinstance(kind, str) or not kind:
+            raise _DamagedError("does not say of which kind it is (tokenizer.ggml.model)")
+        if kind not in _BUILDERS:
+            raise _UnsupportedError(
+                f"has a tokenizer of the kind {plain_line(kind[:64])!r}, which Switchyard does not know: "
+                "use the model's safetensors files instead"
+            )
+        tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
+        if not tokens:
+            raise _DamagedError("has no vocabulary (tokenizer.ggml.tokens)")
+        index = {token: number for number, token in enumerate(tokens)}
+        if len(index) != len(tokens):
+            twice = next(token for number, token in enumerate(tokens) if index[token] != number)
+            raise _DamagedError(f"has the token {plain_line(twice[:64])!r} twice")
+        vocabulary = cls(kind, tokens, _types(metadata, tokens), index, {})
+        defaults = _ROLE_DEFAULTS.get(kind, {})
+        for role in (*_ROLES.values(), "eot", "eom", *_BETWEEN_FILES):
+            number = vocabulary._id(metadata, role, defaults.get(role))
+            if number is not None:
+                vocabulary.roles[role] = number
+        return vocabulary
+
+    def _id(self, metadata: Metadata, role: str, default: int | None) -> int | None:
+        key = f"tokenizer.ggml.{role}_token_id"
+        number = metadata.get(key)
+        if number is not None:
+            if not isinstance(number, SupportsIndex) or isinstance(number, bool):
+                raise _DamagedError(f"has no number as {key}")
+            if 0 <= operator.index(number) < len(self.tokens):
+                return operator.index(number)
+        return default if default is not None and default < len(self.tokens) else None
+
+    def role(self, role: str) -> str | None:
+        """The token with this role."""
+        return self.tokens[self.roles[role]] if role in self.roles else None
+
+    def is_control(self, number: int) -> bool:
+        """Whether it is no text, but tells the model something."""
+        return self.types[number] in (_CONTROL, _UNKNOWN)
+
+    def end_ids(self) -> tuple[int, ...]:
+        """See `end_token_ids`."""
+        ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
+        for role, candidates in _BETWEEN_FILES.items():
+            named = [self.index[name] for name in candidates if name in self.index]
+            ends.update([self.roles[role]] if role in self.roles else named[:1])
+        found = {name for name in _ENDS if name in self.index}
+        # In these formats the same answer goes on after `<|end|>`, and `</s>` is plain text.
+        if found >= {"<|return|>", "<|call|>"} or found >= {"<|calls|>", "<|flush|>"}:
+            found.discard("<|end|>")
+        if "<|tool_response>" in found:
+            found.discard("</s>")
+        ends.update(self.index[name] for name in found)
+        return tuple(sorted(ends))
+
+
+def _types(metadata: Metadata, tokens: list[str]) -> list[int]:
+    found = _numbers(metadata, "token_type", "iu", len(tokens))
+    types: list[int] = found.tolist() if found is not None else [_NORMAL] * len(tokens)
+    plain = {"</s>"} if "<|tool_response>" in tokens else set()
+    for number, token in enumerate(tokens):
+        if token in _ALWAYS_CONTROL:
+            types[number] = _NORMAL if token in plain else _CONTROL
+    return types
+
+
+def _added_tokens(vocabulary: _Vocabulary, metadata: Metadata) -> list[_Json]:
+    """Tokens that are found in a text before anything else is done with it."""
+    declared = set(vocabulary.roles.values())
+    strips = _strips(metadata)
+    added = []
+    for number, token in enumerate(vocabulary.tokens):
+        special = vocabulary.is_control(number) or number in declared
+        if special or vocabulary.types[number] == _USER_DEFINED:
+            left, right = strips(token)
+            added.append(
+                {
+                    "id": number,
+                    "content": token,
+                    "single_word": False,
+                    "lstrip": left,
+                    "rstrip": right,
+                    "normalized": False,
+                    "special": special,
+                }
+            )
+    return added
+
+
+def _strips(metadata: Metadata) -> Callable[[str], tuple[bool, bool]]:
+    """Whether a token takes the spaces on its left and its right, which files do not say: some models' tokens do."""
+    pre, architecture = str(metadata.get("tokenizer.ggml.pre")), str(metadata.get("general.architecture"))
+    name = str(metadata.get("general.name")).lower()
+    if any(part in pre for part in ("jina-v2-de", "jina-v2-es", "jina-v2-code")) or any(
+        part in architecture for part in ("nomic-bert-moe", "jina-bert-v3")
+    ):
+        return lambda token: (token == "<mask>", False)
+    if "phi-3" in name or "phi3" in name:
+        return lambda token: (False, token not in ("<unk>", "<s>", "<|endoftext|>"))
+    return lambda token: (token == "[MASK]" and "modern-bert" in name, False)
+
+
+def _config(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
+    config: _Json = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{role: vocabulary.role(name) for role, name in _ROLES.items() if name in vocabulary.roles},
+    }
+    if vocabulary.kind != "bert":
+        config["add_bos_token"], config["add_eos_token"] = _ends_added(vocabulary, metadata)
+    template = _templates(metadata)
+    return config | ({"chat_template": template} if template else {})
+
+
+def _templates(metadata: Metadata) -> str | list[dict[str, str]]:
+    """The chat template, or all if there are several."""
+    start = "tokenizer.chat_template"
+    found = {
+        "default" if key == start else key[len(start) + 1 :]: text
+        for key, text in metadata.items()
+        if key == start or key.startswith(f"{start}.")
+    }
+    for name, text in found.items():
+        if not isinstance(text, str) or len(text) > _MOST_BYTES:
+            raise _DamagedError(f"has no text as chat template {plain_line(name[:64])!r}")
+    texts = {name: str(text) for name, text in found.items()}
+    if texts.keys() == {"default"}:
+        return texts["default"]
+    return [{"name": name, "template": text} for name, text in texts.items()]
+
+
+def _ends_added(vocabulary: _Vocabulary, metadata: Metadata) -> tuple[bool, bool]:
+    """Whether a text gets the tokens of its beginning and its end."""
+    pre = _pre_tokenizer(metadata) if vocabulary.kind in ("gpt2", "gemma4") else None
+    bos = pre.add_bos if pre is not None else vocabulary.kind == "llama"
+    bos = _flag(metadata, "add_bos_token", bos)
+    if pre is not None and not pre.bytes_as_characters and pre.add_bos:
+        bos = True  # whatever the file says: early ones of Gemma 4 are wrong
+    eos = _flag(metadata, "add_eos_token", vocabulary.kind == "t5")
+    return bos and "bos" in vocabulary.roles, eos and "eos" in vocabulary.roles
+
+
+def _post_processor(vocabulary: _Vocabulary, metadata: Metadata) -> _Json | None:
+    """Adds the tokens at the ends of a text."""
+    if vocabulary.kind == "bert":
+        before, after = vocabulary.role("cls"), vocabulary.role("seperator")
+    else:
+        bos, eos = _ends_added(vocabulary, metadata)
+        before, after = vocabulary.role("bos") if bos else None, vocabulary.role("eos") if eos else None
+    if before is None and after is None:
+        return None
+
+    def part(token: str | None, sequence: int) -> list[_Json]:
+        return [{"SpecialToken": {"id": token, "type_id": sequence}}] if token is not None else []
+
+    def text(name: str, sequence: int) -> list[_Json]:
+        return [{"Sequence": {"id": name, "type_id": sequence}}]
+
+    first = [*part(before, 0), *text("A", 0), *part(after, 0)]
+    again = [] if vocabulary.kind == "bert" else part(before, 1)
+    return {
+        "type": "TemplateProcessing",
+        "single": first,
+        "pair": [*first, *again, *text("B", 1), *part(after, 1)],
+        "special_tokens": {
+            token: {"id": token, "ids": [vocabulary.index[token]], "tokens": [token]}
+            for token in (before, after)
+            if token is not None
+        },
+    }
+
+
+# The parts of tokenizer.json, for each kind of tokenizer.
+
+
+def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "")
+    if metadata.get("tokenizer.ggml.model") == "gemma4":
+        name = "gemma4"
+    if not isinstance(name, str):
+        raise _DamagedError("has no text as tokenizer.ggml.pre")
+    if not name:
+        return DEFAULT
+    if name not in PRE_TOKENIZERS:
+        raise _UnsupportedError(
+            f"splits text by the pre-tokenizer {plain_line(name[:64])!r}, which Switchyard does not know: "
+            "update Switchyard, or use the model's safetensors files instead"
+        )
+    return PRE_TOKENIZERS[name]
+
+
+def _byte_pairs(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
+    """Byte pairs merged in the order of a list (GPT-2, and nearly all since Llama 3)."""
+    pre = _pre_tokenizer(metadata)
+    splits = [_split({"Regex": pattern}, "Isolated") for pattern in pre.patterns]
+    if pre.bytes_as_characters:
+        splits.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
+    return {
+        "normalizer": None if pre.bytes_as_characters else _replace(" ", _SPACE),
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
+        "post_processor": _post_processor(vocabulary, metadata),
+        "decoder": (
+            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+            if pre.bytes_as_characters
+            else _plain_decoder(strip=False)
+        ),
+        "model": _bpe(
+            vocabulary,
+            _merges(vocabulary, metadata),
+            byte_fallback=not pre.bytes_as_characters,
+            ignore_merges=pre.ignore_merges,
+        ),
+    }
+
+
+def _merges(vocabulary: _Vocabulary, metadata: Metadata) -> list[tuple[str, str]]:
+    merges: dict[tuple[str, str], None] = {}
+    index = vocabulary.index
+    for merge in _strings(metadata, "merges"):
+        at = merge.find(" ", 1)
+        left, right = merge[:at], merge[at + 1 :]
+        if at < 0 or left not in index or right not in index or left + right not in index:
+            raise _DamagedError(f"merges {plain_line(merge[:64])!r}, which is not in its vocabulary")
+        merges[left, right] = None
+    if not merges:
+        raise _DamagedError("has no merges (tokenizer.ggml.merges)")
+    return list(merges)
+
+
+def _sentence_piece(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
+    """Neighbours merged in the order of the scores of what they make (Llama 2, Mistral, Gemma)."""
+    prefix = _flag(metadata, "add_space_prefix", True)
+    spaces = _replace(" ", _SPACE)
+    prepend = {"type": "Prepend", "prepend": _SPACE}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [prepend, spaces]} if prefix else spaces,
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(vocabulary, metadata),
+        "decoder": _plain_decoder(strip=prefix),
+        "model": _bpe(vocabulary, _merges_by_score(vocabulary, metadata), byte_fallback=True),
+    }
+
+
+def _merges_by_score(vocabulary: _Vocabulary, metadata: Metadata) -> list[tuple[str, str]]:
+    """Every way to make a token of two, the best token's first."""
+    scores = _scores(vocabulary, metadata)
+    pieces = {
+        token
+        for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)
+        if kind not in (_CONTROL, _UNKNOWN, _BYTE)
+    }
+    if sum(len(token) ** 2 for token in pieces) > _MOST_SPLITS:
+        raise _DamagedError("has longer tokens than any text has words")
+    merges = []
+    for number in sorted(range(len(scores)), key=scores.__getitem__, reverse=True):
+        token = vocabulary.tokens[number]
+        if token in pieces:
+            for at in range(1, len(token)):
+                left = token[:at]
+                if left in pieces and token[at:] in pieces:
+                    merges.append((left, token[at:]))
+    return merges
+
+
+def _unigram(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
+    """The most probable of all divisions into tokens (T5, XLM-RoBERTa)."""
+    scores = _scores(vocabulary, metadata)
+    least = min((score for score, kind in zip(scores, vocabulary.types, strict=True) if kind == _NORMAL), default=0.0)
+    merge_spaces = _flag(metadata, "remove_extra_whitespaces", False)
+    prefix = _flag(metadata, "add_space_prefix", False) or merge_spaces
+    steps = _characters(metadata)
+    if merge_spaces:
+        steps += [_replace({"Regex": r"\A +| +\z"}, ""), _replace({"Regex": " {2,}"}, " ")]
+    steps.append(_replace(" ", _SPACE))
+    if prefix:
+        steps.append({"type": "Prepend", "prepend": _SPACE})
+    if "unknown" not in vocabulary.roles:
+        raise _DamagedError("has no unknown token (tokenizer.ggml.unknown_token_id)")
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "post_processor": _post_processor(vocabulary, metadata),
+        "decoder": _plain_decoder(strip=prefix),
+        "model": {
+            "type": "Unigram",
+            "unk_id": vocabulary.roles["unknown"],
+            "vocab": [[token, max(score, least)] for token, score in zip(vocabulary.tokens, scores, strict=True)],
+            "byte_fallback": False,
+        },
+    }
+
+
+def _characters(metadata: Metadata) -> list[_Json]:
+    """The replacements of characters that SentencePiece compiled for this model."""
+    charsmap = metadata.get("tokenizer.ggml.precompiled_charsmap")
+    if charsmap is None:
+        return []
+    found = np.asarray(charsmap if not isinstance(charsmap, bytes) else bytearray(charsmap))
+    if found.ndim != 1 or found.dtype.kind not in "iu" or found.size > _MOST_BYTES:
+        raise _DamagedError("has no bytes as tokenizer.ggml.precompiled_charsmap")
+    content = found.astype(np.uint8).tobytes()
+    length = int.from_bytes(content[:4], "little")
+    if len(content) < 4 or length + 4 >= len(content) or length % 4 or content[-1]:
+        raise _DamagedError("has an incomplete tokenizer.ggml.precompiled_charsmap")
+    return [{"type": "Precompiled", "precompiled_charsmap": base64.b64encode(content).decode("ascii")}]
+
+
+def _word_pieces(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
+    """Words, divided into the longest tokens that there are from the left (BERT)."""
+    # In the file, tokens that begin a word have a mark instead of those that do not.
+    pieces = {}
+    for number, token in enumerate(vocabulary.tokens):
+        begins, is_name = token.startswith(_SPACE), token.startswith("[") and token.endswith("]")
+        piece = token[1:] if begins else token if is_name or vocabulary.is_control(number) else "##" + token
+        pieces[piece] = number
+    if len(pieces) != len(vocabulary.tokens) or vocabulary.role("unknown") not in pieces:
+        raise _DamagedError("has a broken vocabulary (tokenizer.ggml.tokens)")
+    lowercase = _flag(metadata, "normalizer.lowercase", True)
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": _flag(metadata, "normalizer.strip_accents", lowercase),
+            "lowercase": lowercase,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": _post_processor(vocabulary, metadata),
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": vocabulary.role("unknown"),
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 4096,
+            "vocab": pieces,
+        },
+    }
+
+
+_BUILDERS = {
+    "gpt2": _byte_pairs,
+    "gemma4": _byte_pairs,
+    "llama": _sentence_piece,
+    "t5": _unigram,
+    "bert": _word_pieces,
+}
+"""By `tokenizer.ggml.model`."""
+
+
+def _bpe(
+    vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, byte_fallback: bool, ignore_merges: bool = False
+) -> _Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": vocabulary.role("unknown") if byte_fallback else None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_fallback,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary.index,
+        "merges": merges,
+    }
+
+
+def _plain_decoder(*, strip: bool) -> _Json:
+    """For tokens that are text, or a byte each."""
+    steps = [_replace(_SPACE, " "), {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if strip:
+        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {"type": "Sequence", "decoders": steps}
+
+
+def _replace(pattern: str | _Json, content: str) -> _Json:
+    return {
+        "type": "Replace",
+        "pattern": {"String": pattern} if isinstance(pattern, str) else pattern,
+        "content": content,
+    }
+
+
+def _split(pattern: _Json, behavior: str) -> _Json:
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": False}
+
+
+# The metadata, checked.
+
+
+def _flag(metadata: Metadata, key: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{key}", default)
+    if not isinstance(value, bool | np.bool_):
+        raise _DamagedError(f"has neither true nor false as tokenizer.ggml.{key}")
+    return bool(value)
+
+
+def _strings(metadata: Metadata, key: str) -> Sequence[str]:
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if found is None:
+        return []
+    if isinstance(found, str | bytes | np.ndarray) or not isinstance(found, Iterable) or not isinstance(found, Sized):
+        raise _DamagedError(f"has no texts as tokenizer.ggml.{key}")
+    if len(found) > _MOST_TOKENS:
+        raise _DamagedError(f"has {len(found):,} tokenizer.ggml.{key}, more than any vocabulary")
+    texts = []
+    size = 0
+    for text in found:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        if not isinstance(text, str):
+            raise _DamagedError(f"has no texts as tokenizer.ggml.{key}")
+        size += len(text)
+        if size > _MOST_BYTES:
+            raise _DamagedError(f"has more text as tokenizer.ggml.{key} than any vocabulary")
+        texts.append(text)
+    return texts
+
+
+def _numbers(metadata: Metadata, key: str, kinds: str, count: int) -> np.ndarray[Any, Any] | None:
+    found = metadata.get(f"tokenizer.ggml.{key}")
+    if found is None:
+        return None
+    try:
+        numbers = np.asarray(found)
+    except (ValueError, TypeError, OverflowError):
+        numbers = np.zeros((), object)
+    if numbers.ndim != 1 or numbers.dtype.kind not in kinds:
+        raise _DamagedError(f"has no numbers as tokenizer.ggml.{key}")
+    if len(numbers) < count:
+        raise _DamagedError(f"has {len(numbers):,} tokenizer.ggml.{key} for {count:,} tokens")
+    return numbers[:count]
+
+
+def _scores(vocabulary: _Vocabulary, metadata: Metadata) -> list[float]:
+    found = _numbers(metadata, "scores", "iuf", len(vocabulary.tokens))
+    scores: list[float] = found.astype(np.float64).tolist() if found is not None else [0.0] * len(vocabulary.tokens)
+    if not all(map(math.isfinite, scores)):
+        raise _DamagedError("has scores that are no numbers (tokenizer.ggml.scores)")
+    return scores
