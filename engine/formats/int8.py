@@ -9,29 +9,22 @@ from engine.formats.weight_format import TiledFormat
 if TYPE_CHECKING:
     import torch
 
-_SCALES = 16
-"""Scales tried for each group: adjacent bf16 values."""
-
 
 class Int8(TiledFormat):
     """w = scale * code, -127 <= code <= 127.  format_int8.h is the same."""
 
-    def fit(
-        self,
-        groups: torch.Tensor,
-        rounds: int,  # noqa: ARG002 (there is nothing to optimise)
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def fit(self, groups: torch.Tensor, rounds: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """See `TiledFormat.fit`.
 
-        Tries bf16 scales from the smallest that clips nothing upwards and keeps the one with the least squared error:
-        some fit a group's values much better than others.
+        Tries `rounds` scales, adjacent in bf16, from the smallest that clips nothing upwards, and keeps the one with
+        the least squared error: some fit a group's values much better than others.
         """
         import torch
 
         top = groups.abs().amax(-1)
         first = _bf16_above(top / 127)
         scales, least = first, torch.full_like(top, torch.inf)
-        for step in range(_SCALES):
+        for step in range(max(1, rounds)):
             scale = (first.view(torch.int16) + step).view(torch.bfloat16)
             x = groups * scale.float().reciprocal()[..., None]
             x -= x.round().clamp_(-127, 127)

@@ -11,11 +11,13 @@ Matrices are zero-padded to whole tiles.  native/src/switchyard_kernels.h define
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 
+from engine.formats.coded import CodedMatrix, record_scales
 from engine.formats.weight_format import GROUP, TILE_ROWS, TiledFormat
 
 ROUNDS = 16
@@ -91,10 +93,10 @@ class TiledMatrix:
         matrix.set_table()
         return matrix
 
-    def set_table(self) -> None:
-        """Sets its format's table, if the format has one."""
+    def set_table(self, table: tuple[int, ...] | None = None) -> None:
+        """Sets its table, if it has one: by default its format's."""
         if self.table is not None:
-            self.table.copy_(torch.tensor(self.shape.format.table, dtype=torch.int8))
+            self.table.copy_(torch.tensor(table or self.shape.format.table, dtype=torch.int8))
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -144,6 +146,48 @@ def quantise_in_torch(weight: torch.Tensor, target: TiledMatrix, rounds: int = R
         pack(*shape.format.fit(blocks[chunk], rounds), of_chunk)
 
 
+RecordCodes = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Rows as a record holds them: codes [rows, groups, 32], scales and zeros [rows, groups]."""
+
+
+def keep_codes(matrix: CodedMatrix, rounds: int = ROUNDS) -> RecordCodes:
+    """The matrix's own codes; groups that its format cannot hold are fitted to it."""
+    stored = record_scales(matrix)
+    codes, scales = torch.from_numpy(matrix.groups.copy()), torch.from_numpy(stored.scales).view(torch.bfloat16)
+    zeros = None if stored.zeros is None else torch.from_numpy(stored.zeros)
+    if not stored.kept.all():
+        others = ~torch.from_numpy(stored.kept)
+        values = torch.from_numpy(matrix.values()).view(codes.shape)
+        codes[others], scales[others], fitted = matrix.format.fit(values[others], rounds)
+        if zeros is not None and fitted is not None:
+            zeros[others] = fitted
+    return codes, scales, zeros
+
+
+def fit_codes(weight: torch.Tensor, target_format: TiledFormat, rounds: int = ROUNDS) -> RecordCodes:
+    """[rows, columns] in codes of this format."""
+    padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % GROUP))
+    return target_format.fit(padded.view(len(padded), -1, GROUP), rounds)
+
+
+def store_codes(sources: Sequence[RecordCodes], target: TiledMatrix) -> None:
+    """Fills `target`, but for its table, with the rows of one source, or of two: first gate and then up rows."""
+    shape = target.shape
+    codes, scales, zeros = (_joined(parts, shape.pairing) for parts in zip(*sources, strict=True))
+    assert codes is not None
+    assert scales is not None
+    blocks = _rows_of_blocks(codes.flatten(1), shape).view(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+    pack(blocks, _rows_of_blocks(scales, shape), None if zeros is None else _rows_of_blocks(zeros, shape), target)
+
+
+def _joined(parts: tuple[torch.Tensor | None, ...], pairing: Pairing) -> torch.Tensor | None:
+    """Gate and up rows as one matrix has them."""
+    tensors = [part for part in parts if part is not None]
+    if len(tensors) < 2:
+        return tensors[0] if tensors else None
+    return torch.stack(tensors, 1).flatten(0, 1) if pairing is Pairing.ALTERNATING else torch.cat(tensors)
+
+
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, target: TiledMatrix) -> None:
     """Fills `target`.
 
@@ -165,19 +209,25 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, 
 
 def to_blocks(weight: torch.Tensor, shape: TiledShape) -> torch.Tensor:
     """[rows, columns] -> fp32 [blocks, 32, groups, 32], padded with zeros, rows in tile order."""
-    padded = torch.zeros(shape.blocks * TILE_ROWS, shape.groups * GROUP, device=weight.device)
-    columns = shape.columns
+    blocks = torch.zeros(shape.blocks, TILE_ROWS, shape.groups * GROUP, device=weight.device)
+    blocks[..., : shape.columns] = _rows_of_blocks(weight, shape)
+    return blocks.view(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+
+
+def _rows_of_blocks(weight: torch.Tensor, shape: TiledShape) -> torch.Tensor:
+    """[rows, any] -> [blocks, 32, any], rows in tile order, padded with rows of zeros."""
+    padded = weight.new_zeros(shape.blocks * TILE_ROWS, weight.shape[1])
     if shape.pairing is Pairing.PLAIN:
-        padded[: shape.rows, :columns] = weight
-        return padded.view(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+        padded[: shape.rows] = weight
+        return padded.view(shape.blocks, TILE_ROWS, -1)
     pairs = shape.rows // 2
     if shape.pairing is Pairing.HALVES:
-        paired = weight.reshape(2, pairs, columns)
+        paired = weight.reshape(2, pairs, -1)
     else:
-        paired = weight.reshape(pairs, 2, columns).transpose(0, 1)
+        paired = weight.reshape(pairs, 2, -1).transpose(0, 1)
     halves = padded.view(2, shape.blocks * TILE_ROWS // 2, -1)
-    halves[:, :pairs, :columns] = paired
-    return halves.view(2, shape.blocks, 16, -1).transpose(0, 1).reshape(shape.blocks, TILE_ROWS, shape.groups, GROUP)
+    halves[:, :pairs] = paired
+    return halves.view(2, shape.blocks, 16, -1).transpose(0, 1).reshape(shape.blocks, TILE_ROWS, -1)
 
 
 def _from_blocks(blocks: torch.Tensor, shape: TiledShape) -> torch.Tensor:

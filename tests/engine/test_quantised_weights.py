@@ -63,13 +63,13 @@ def test_int8_is_within_half_a_step(shape: tuple[int, int], pairing: Pairing, se
 def test_int8_scales_are_chosen() -> None:
     """Well below what a scale that the largest weight alone determines gives, and nothing where that is possible."""
     groups = torch.randn(500, 32, generator=torch.Generator().manual_seed(5))
-    q, scales = INT8.fit(groups, 0)[:2]
+    q, scales = INT8.fit(groups, 16)[:2]
     error = (q.float() * scales.float()[:, None] - groups).square().sum()
     plain = groups.abs().amax(-1, keepdim=True) / 127
     assert error < 0.85 * ((groups / plain).round() * plain - groups).square().sum()
     whole = torch.randint(-120, 121, (50, 32)).float()
     whole[:, 0] = 120  # a scale of 1 is within reach, and exact
-    q, scales = INT8.fit(whole, 0)[:2]
+    q, scales = INT8.fit(whole, 16)[:2]
     assert torch.equal(q.float() * scales.float()[:, None], whole)
 
 

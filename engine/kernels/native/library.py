@@ -21,7 +21,7 @@ from pathlib import Path
 from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 
-_ABI = 7
+_ABI = 8
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -56,6 +56,8 @@ class NativeKernels:
         library.switchyard_latent_step.argtypes = [*[pointer] * 5, i32, pointer, pointer, i64, pointer]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
+        library.switchyard_repack.argtypes = [pointer, pointer, i64, i32]
+        library.switchyard_unpack.argtypes = [pointer, pointer, i64, i64, i32, pointer]
         library.switchyard_paged_attention.argtypes = [pointer, pointer, pointer, i32, *[pointer] * 4]
         library.switchyard_attention_rows.argtypes = [*[pointer] * 4, i32, pointer, pointer, pointer, i64, pointer]
         library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, *[pointer] * 3]
@@ -69,6 +71,8 @@ class NativeKernels:
         self.latent_step = library.switchyard_latent_step
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise
+        self.repack = library.switchyard_repack
+        self.unpack = library.switchyard_unpack
         self.paged_attention = library.switchyard_paged_attention
         self.attention_rows = library.switchyard_attention_rows
         self.linear_rows = library.switchyard_linear_rows

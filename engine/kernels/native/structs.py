@@ -102,6 +102,18 @@ class LatentAttentionStruct(ctypes.Structure):
     )
 
 
+class BlocksStruct(ctypes.Structure):
+    """`SwitchyardBlocks`."""
+
+    _fields_ = (("blocks", ctypes.c_void_p), ("order", ctypes.c_void_p), ("type", ctypes.c_int32))
+
+
+class RepackStruct(ctypes.Structure):
+    """`SwitchyardRepack`."""
+
+    _fields_ = (("target", MatrixStruct), ("first", BlocksStruct), ("second", BlocksStruct))
+
+
 def matrix_struct(matrix: TiledMatrix) -> MatrixStruct:
     """A tiled matrix in RAM; the struct points into it."""
     shape = matrix.shape

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int32_t kAbi = 7;
+constexpr int32_t kAbi = 8;
 constexpr int32_t kAmx = 6;
 
 #if defined(__x86_64__) || defined(_M_X64)

@@ -22,53 +22,71 @@ struct Int8 {
         }
     }
 
-    // Takes the scale with the least squared error, from the smallest that clips nothing upwards: some happen to fit a group's
-    // values much better than others.
+    // Of `rounds` scales, neighbours in bf16 from the least one that clips nothing upwards, that with the least squared
+    // error: some of them happen to meet a group's values much better than others.
     static void fit(const float *w, const FitTarget &target) {
-        uint8_t *q = target.codes;
-        uint16_t *scales = target.scales;
-        constexpr int kScales = 16;  // neighbours in bf16
-        float top[kLanes] = {}, odd[kLanes] = {}, inverse[kLanes], least[kLanes];
-        uint16_t first[kLanes];
-        for (int i = 0; i < kGroup; ++i)
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const float size = std::fabs(w[i * kLanes + lane]);
-                top[lane] = size > top[lane] ? size : top[lane];
-                odd[lane] += size * 0.0f;  // NaN from infinities and NaNs
-            }
-        for (int lane = 0; lane < kLanes; ++lane) {
-            first[lane] = scales[lane] = bf16_above(top[lane] / 127.0f);
-            least[lane] = std::numeric_limits<float>::infinity();
-        }
-        for (int step = 0; step < kScales; ++step) {
-            float scale[kLanes], error[kLanes] = {};
-            for (int lane = 0; lane < kLanes; ++lane) {
-                scale[lane] = from_bf16(static_cast<uint16_t>(first[lane] + step));
-                inverse[lane] = 1.0f / scale[lane];
-            }
-            for (int i = 0; i < kGroup; ++i)
-                for (int lane = 0; lane < kLanes; ++lane) {
-                    const float x = w[i * kLanes + lane] * inverse[lane];
-                    const float off = x - between(whole(x), -127.0f, 127.0f);
-                    error[lane] += off * off;
-                }
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const float squares = error[lane] * scale[lane] * scale[lane];
-                const bool better = squares < least[lane];
-                least[lane] = better ? squares : least[lane];
-                scales[lane] = better ? static_cast<uint16_t>(first[lane] + step) : scales[lane];
-            }
-        }
-        for (int lane = 0; lane < kLanes; ++lane) {
-            scales[lane] = odd[lane] != odd[lane] ? kNaN : top[lane] < 1e-30f ? 0 : scales[lane];
-            inverse[lane] = top[lane] < 1e-30f ? 0 : 1.0f / from_bf16(scales[lane]);
-        }
-        for (int i = 0; i < kGroup; ++i)
-            for (int lane = 0; lane < kLanes; ++lane) {
-                const float value = between(whole(w[i * kLanes + lane] * inverse[lane]), -127.0f, 127.0f);
-                q[i * kLanes + lane] = static_cast<uint8_t>(static_cast<int32_t>(value));
-            }
+        for (int from = 0; from < kLanes; from += kLanesAtOnce) fit_vector(w + from, from, target);
     }
+
+  private:
+#if defined(__AVX512F__)
+    static constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+    static constexpr int kVectorBytes = 32;
+#else
+    static constexpr int kVectorBytes = 16;
+#endif
+    static constexpr int kLanesAtOnce = kVectorBytes / 4;
+    typedef float Lanes __attribute__((vector_size(kVectorBytes)));
+    typedef int32_t WholeLanes __attribute__((vector_size(kVectorBytes)));
+    typedef int8_t CodeLanes __attribute__((vector_size(kVectorBytes / 4)));
+
+    template <class To> static To read(const void *from) {
+        To value;
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    }
+
+    // As many lanes as a register has: compilers do not find these vectors by themselves.
+    static void fit_vector(const float *w, int from, const FitTarget &target) {
+        Lanes largest = {}, odd = {};
+        for (int i = 0; i < kGroup; ++i) {
+            const Lanes x = read<Lanes>(w + i * kLanes), size = x < 0 ? -x : x;
+            largest = size > largest ? size : largest;
+            odd += size * 0.0f;  // NaN from infinities and NaNs
+        }
+        float top[kLanesAtOnce], first[kLanesAtOnce];
+        std::memcpy(top, &largest, sizeof top);
+        for (int lane = 0; lane < kLanesAtOnce; ++lane) first[lane] = from_bf16(bf16_above(top[lane] / 127.0f));
+        WholeLanes bits = read<WholeLanes>(first);
+        Lanes best = read<Lanes>(first), least = Lanes{} + std::numeric_limits<float>::infinity();
+        for (int step = 0; step < (target.rounds > 1 ? target.rounds : 1); ++step, bits += 0x10000) {
+            const Lanes scale = read<Lanes>(&bits), inverse = 1.0f / scale;
+            Lanes error = {};
+            for (int i = 0; i < kGroup; ++i) {
+                const Lanes x = read<Lanes>(w + i * kLanes) * inverse, off = x - whole(x);
+                error += off * off;
+            }
+            const Lanes squares = error * scale * scale;
+            best = squares < least ? scale : best;
+            least = squares < least ? squares : least;
+        }
+        float inverse[kLanesAtOnce];
+        for (int lane = 0; lane < kLanesAtOnce; ++lane) {
+            const bool is_odd = odd[lane] != odd[lane], nothing = top[lane] < 1e-30f;
+            target.scales[from + lane] = is_odd ? kNaN : nothing ? 0 : to_bf16(best[lane]);
+            inverse[lane] = nothing ? 0 : 1.0f / from_bf16(target.scales[from + lane]);
+        }
+        const Lanes scaled = read<Lanes>(inverse), limit = Lanes{} + 127.0f;
+        for (int i = 0; i < kGroup; ++i) {
+            Lanes x = whole(read<Lanes>(w + i * kLanes) * scaled);
+            x = x > -limit ? x : -limit;  // a NaN too: it is the scale that tells of it
+            x = x < limit ? x : limit;
+            const CodeLanes codes = __builtin_convertvector(__builtin_convertvector(x, WholeLanes), CodeLanes);
+            std::memcpy(target.codes + i * kLanes + from, &codes, sizeof codes);
+        }
+    }
+    static Lanes whole(Lanes x) { return (x + kRoundMagic) - kRoundMagic; }
 };
 
 }  // namespace

@@ -179,3 +179,27 @@ SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const Switchyar
 // `out` as they are in the matrix.
 SWITCHYARD_API int32_t switchyard_dequantise(SwitchyardPool *pool, const SwitchyardMatrix *matrix, int64_t begin,
                                              int64_t end, uint16_t *out);
+
+// Rows as GGUF files have them, in blocks of a type, which has ggml's number: row after row from `blocks`, each of whole
+// blocks.  order: which of them are meant, one after the other, or null for all as they are.
+typedef struct {
+    const uint8_t *blocks;
+    const int64_t *order;
+    int32_t type;
+} SwitchyardBlocks;
+
+// A matrix to be made of blocks: its weights, scales and zeros point to memory that may be written, its table is read.
+// second: the up rows, where gate and up rows are apart; else without blocks.
+typedef struct {
+    SwitchyardMatrix target;
+    SwitchyardBlocks first, second;
+} SwitchyardRepack;
+
+// Fills the targets.  Codes are kept where target's format keeps those of the type, other groups are fitted as by
+// switchyard_quantise.  2 where a type is not known, or its blocks do not divide the columns: nothing is written.
+SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardRepack *matrices, int64_t count,
+                                         int32_t rounds);
+
+// Blocks as numbers, out: [rows, columns] of floats, or of bf16.  2 as above.
+SWITCHYARD_API int32_t switchyard_unpack(SwitchyardPool *pool, const SwitchyardBlocks *source, int64_t rows,
+                                         int64_t columns, int32_t floats, void *out);

@@ -17,14 +17,6 @@ struct QuantiseCall {
     Phase blocks;
 };
 
-// The source's row for the i-th row of a block's half, or -1 beyond the matrix.
-int64_t source_row(const SwitchyardMatrix &matrix, int64_t block, int64_t half, int64_t i) {
-    const RowOrder order(matrix);
-    const int64_t first = block * order.block + i * order.step;
-    const int64_t row = first + half * order.partner;
-    return first < order.first_limit && row < matrix.rows ? row : -1;
-}
-
 void quantise_half(const QuantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
     const Format &format = kFormats[call.target.format];
     const auto fit = call.kernels.tiles->formats[call.target.format].fit;
@@ -42,16 +34,7 @@ void quantise_half(const QuantiseCall &call, int64_t block, int64_t half, const 
         const HalfTile tile = half_tile(row, format, group, half);
         auto *weights = const_cast<uint8_t *>(tile.weights);
         fit(w, {q, const_cast<uint16_t *>(tile.scales), const_cast<uint8_t *>(tile.zeros), tile.table, call.rounds});
-        for (int64_t c = 0; c < kGroup; ++c)
-            for (int64_t i = 0; i < kHalfRows; ++i) {
-                const int64_t place = (c % 16 / 4) * 64 + i * 4 + c % 4;
-                if (!nibbles)
-                    weights[(c / 16) * 256 + place] = q[c * kHalfRows + i];
-                else if (c < 16)
-                    weights[place] = q[c * kHalfRows + i];
-                else
-                    weights[place] = static_cast<uint8_t>(weights[place] | q[c * kHalfRows + i] << 4);
-            }
+        put_codes(weights, nibbles, q);
     }
 }
 

@@ -1,0 +1,120 @@
+"""Matrices that are codes already: those of quantised checkpoints, and how their scales and zeros become a record's.
+
+A record's scale is in bf16 and its zero in sixteenths. Codes are kept; the scale and the zero of each group are those
+with the least squared error against what the checkpoint says. native/src/repack.cpp computes the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.formats.weight_format import GROUP, TiledFormat
+
+_CLAMPED = 0.25
+"""By how much of a step a zero may be clamped to what a record holds; beyond, its group is fitted again."""
+_HIGHEST_ZERO = 255
+_TINY = 2.0**-120
+_NAN = 0x7FC0
+
+
+@dataclass(frozen=True, slots=True)
+class CodedMatrix:
+    """A matrix [rows, columns] of codes with a scale per 32 columns: w = scale * (code - zero) or scale * table[code].
+
+    Attributes:
+        format: that holds such codes.
+        codes: uint8, or int8 where the format's are signed, [rows, columns]; columns are whole groups.
+        scales: float32 [rows, columns / 32]; may be negative.
+        zeros: float32 [rows, columns / 32] in units of the scale, if the format has them.
+        table: the 16 values from -127 to 127 that codes stand for, if the format has one.
+    """
+
+    format: TiledFormat
+    codes: NDArray[Any]
+    scales: NDArray[np.float32]
+    zeros: NDArray[np.float32] | None = None
+    table: tuple[int, ...] | None = None
+
+    @property
+    def groups(self) -> NDArray[Any]:
+        """The codes, [rows, columns / 32, 32]."""
+        return self.codes.reshape(len(self.codes), -1, GROUP)
+
+    def values(self) -> NDArray[np.float32]:
+        """The weights, [rows, columns]."""
+        values = self.groups.astype(np.float32)
+        if self.table is not None:
+            values = np.array(self.table, np.float32)[self.groups]
+        if self.zeros is not None:
+            values -= self.zeros[..., None]
+        with np.errstate(all="ignore"):  # a broken file may hold infinities
+            return (values * self.scales[..., None]).reshape(self.codes.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordScales:
+    """What a record holds beside the codes of a matrix.
+
+    Attributes:
+        scales: bf16 as its bits, uint16 [rows, columns / 32].
+        zeros: uint8 [rows, columns / 32] in sixteenths, if the format has them.
+        kept: bool [rows, columns / 32]: false for groups that the format cannot hold as they are.
+    """
+
+    scales: NDArray[np.uint16]
+    zeros: NDArray[np.uint8] | None
+    kept: NDArray[np.bool_]
+
+
+def record_scales(matrix: CodedMatrix) -> RecordScales:
+    """The scales and zeros that a record takes for these codes."""
+    scales, zeros = np.ascontiguousarray(matrix.scales, np.float32), matrix.zeros
+    strange = ~np.isfinite(scales)
+    kept = np.ones(scales.shape, np.bool_)
+    if zeros is None:
+        if matrix.format.code_bits == 8:
+            kept = (matrix.groups != -128).all(-1) | strange  # a record's codes are from -127
+        return RecordScales(np.where(strange, _NAN, _bf16(scales)).astype(np.uint16), None, kept)
+    strange |= ~np.isfinite(zeros)
+    kept = strange | ((zeros >= -_CLAMPED) & (zeros <= _HIGHEST_ZERO / 16 + _CLAMPED))
+    with np.errstate(all="ignore"):  # in groups that are not kept, or strange
+        sixteenths = zeros * np.float32(16)
+        exact = (np.rint(sixteenths) == sixteenths) & (sixteenths >= 0) & (sixteenths <= _HIGHEST_ZERO)
+        settled = exact | (np.abs(scales) < _TINY)
+        best_scale, best_zero = _best(matrix.groups, scales, np.ascontiguousarray(zeros, np.float32))
+        best_scale = np.where(settled, _bf16(scales), best_scale)
+        best_zero = np.where(settled, np.rint(np.clip(sixteenths, 0, _HIGHEST_ZERO)), best_zero)
+        best_zero = np.where(strange | ~kept, 0, best_zero)
+    return RecordScales(np.where(strange, _NAN, best_scale).astype(np.uint16), best_zero.astype(np.uint8), kept)
+
+
+def _best(
+    groups: NDArray[Any], scales: NDArray[np.float32], zeros: NDArray[np.float32]
+) -> tuple[NDArray[np.uint16], NDArray[np.float32]]:
+    """Of the two scales in bf16 around each, with the best zero for it, that with the least squared error."""
+    whole = groups.astype(np.int32)
+    total = whole.sum(-1).astype(np.float32)
+    squares = np.square(whole).sum(-1).astype(np.float32)
+    offset = scales * zeros
+    values = scales * total - 32 * offset
+    below = (scales.view(np.uint32) >> 16).astype(np.uint16)
+    found: list[tuple[NDArray[np.uint16], NDArray[np.float32], NDArray[np.float32]]] = []
+    for step in range(2):
+        bits = below + np.uint16(step)
+        scale = (bits.astype(np.uint32) << 16).view(np.float32)
+        zero = np.rint(np.clip((total - values / scale) * np.float32(0.5), 0, _HIGHEST_ZERO))
+        a, b = scales - scale, scale * (zero * np.float32(0.0625)) - offset
+        found.append((bits, zero, a * a * squares + 2 * a * b * total + 32 * (b * b)))
+    (low, low_zero, low_error), (high, high_zero, high_error) = found
+    better = high_error < low_error
+    return np.where(better, high, low), np.where(better, high_zero, low_zero)
+
+
+def _bf16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Bits of the nearest bf16, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

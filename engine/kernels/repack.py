@@ -1,0 +1,145 @@
+"""Blocks of GGUF files to tiles and to numbers: natively where that is possible, else in numpy and torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from engine.checkpoint.gguf.codes import KEPT_IN, codes_of
+from engine.checkpoint.gguf.types import BlockType
+from engine.formats.tiles import Pairing, RecordCodes, TiledMatrix, fit_codes, keep_codes, store_codes
+from engine.kernels.native.structs import BlocksStruct, RepackStruct, matrix_struct
+
+if TYPE_CHECKING:
+    from engine.kernels.native.library import NativeKernels
+
+_ROUNDS = 8
+"""Of fits: half of what full precision is worth, for values that have been rounded once already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Rows of a GGUF file, in RAM.
+
+    Attributes:
+        raw: uint8 [stored rows, bytes of a row], contiguous.
+        order: int64 [rows]: which stored rows are meant, one after the other; `None`: all as they are.
+    """
+
+    kind: BlockType
+    raw: torch.Tensor
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        raw, order = self.raw, self.order
+        if raw.dtype != torch.uint8 or raw.dim() != 2 or not raw.is_contiguous() or raw.shape[1] % self.kind.nbytes:
+            raise ValueError(f"no rows of {self.kind.name} blocks: {raw.dtype} {tuple(raw.shape)}")
+        if order is not None:
+            if order.dtype != torch.int64 or order.dim() != 1 or not order.is_contiguous():
+                raise ValueError("an order of rows is int64 [rows]")
+            if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(raw):
+                raise ValueError("an order of rows beyond them")
+
+    @property
+    def rows(self) -> int:
+        """How many rows are meant."""
+        return len(self.raw) if self.order is None else len(self.order)
+
+    @property
+    def columns(self) -> int:
+        """Weights of a row."""
+        return self.raw.shape[1] // self.kind.nbytes * self.kind.elements
+
+    @property
+    def in_order(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+        """The rows that are meant, uint8 [rows, bytes of a row]."""
+        raw = self.raw if self.order is None else self.raw[self.order]
+        return raw.numpy()
+
+    @property
+    def struct(self) -> BlocksStruct:
+        """`SwitchyardBlocks`, which points into this."""
+        order = None if self.order is None else self.order.data_ptr()
+        return BlocksStruct(self.raw.data_ptr(), order, self.kind.id)
+
+
+def repack(matrices: Sequence[tuple[tuple[Blocks, ...], TiledMatrix]], kernels: NativeKernels | None) -> None:
+    """Fills the targets, in RAM, each from its blocks: of all its rows, or first of gate and then of up rows.
+
+    Codes are kept where the target's format keeps those of the type; everything else is fitted from the exact values.
+    """
+    for sources, target in matrices:
+        _check(sources, target)
+        set_table(sources, target)
+    if kernels is None:
+        for sources, target in matrices:
+            _repack_in_torch(sources, target)
+        return
+    calls = (RepackStruct * len(matrices))()
+    for call, (sources, target) in zip(calls, matrices, strict=True):
+        second = sources[1].struct if len(sources) > 1 else BlocksStruct()
+        call.target, call.first, call.second = matrix_struct(target), sources[0].struct, second
+    if kernels.repack(kernels.pool, calls, len(matrices), _ROUNDS):
+        raise ValueError("blocks of an unknown type")
+
+
+def unpack_into(source: Blocks, target: torch.Tensor, kernels: NativeKernels | None) -> None:
+    """The weights themselves, to `target`: float32 or bf16 [rows, columns], contiguous, in RAM."""
+    if target.shape != (source.rows, source.columns) or not target.is_contiguous():
+        raise ValueError(f"[{source.rows}, {source.columns}] into {tuple(target.shape)}")
+    if kernels is None or target.dtype not in (torch.float32, torch.bfloat16):
+        target.copy_(torch.from_numpy(source.kind.dequantise(source.in_order)))
+        return
+    struct = source.struct
+    sizes = (source.rows, source.columns, int(target.dtype == torch.float32))
+    if kernels.unpack(kernels.pool, ctypes.addressof(struct), *sizes, target.data_ptr()):
+        raise ValueError(f"blocks of an unknown type, {source.kind.name}")
+
+
+def set_table(sources: Sequence[Blocks], target: TiledMatrix) -> None:
+    """Gives a target its table: that of the codes that it keeps, else its format's.
+
+    Raises:
+        ValueError: the sources' codes mean different tables.
+    """
+    table = target.shape.format.table
+    tables = {each.kind.table if _keeps(each, target) else table for each in sources}
+    if target.table is not None and len(tables) > 1:
+        raise ValueError("codes of two tables in one matrix")
+    target.set_table(tables.pop())
+
+
+def _keeps(source: Blocks, target: TiledMatrix) -> bool:
+    return KEPT_IN.get(source.kind.name) is target.shape.format
+
+
+def _check(sources: Sequence[Blocks], target: TiledMatrix) -> None:
+    shape = target.shape
+    rows = [each.rows for each in sources]
+    paired = len(sources) == 2 and shape.pairing is not Pairing.PLAIN and rows[0] == rows[1]
+    if sum(rows) != shape.rows or not (len(sources) == 1 or paired):
+        raise ValueError(f"{rows} rows for {shape.rows}")
+    if any(each.columns != shape.columns for each in sources):
+        raise ValueError(f"{[each.columns for each in sources]} columns for {shape.columns}")
+    parts = target.parts.values()
+    if not all(part.device.type == "cpu" and part.is_contiguous() for part in parts):
+        raise ValueError("tiles are made in RAM")
+    if {suffix: (tuple(part.shape), part.dtype) for suffix, part in target.parts.items()} != shape.parts:
+        raise ValueError("a target of other sizes than its shape says")
+
+
+def _repack_in_torch(sources: Sequence[Blocks], target: TiledMatrix) -> None:
+    found: list[RecordCodes] = []
+    for source in sources:
+        coded = codes_of(source.kind, source.in_order) if _keeps(source, target) else None
+        if coded is not None:
+            found.append(keep_codes(coded, _ROUNDS))
+        else:
+            values = torch.from_numpy(source.kind.dequantise(source.in_order))
+            found.append(fit_codes(values, target.shape.format, _ROUNDS))
+    store_codes(found, target)

@@ -1,0 +1,197 @@
+"""Blocks of GGUF files become tiles: codes kept, natively and in torch the same, and as near as they are said to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.checkpoint.gguf.codes import KEPT_IN, codes_of, format_for
+from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
+from engine.formats import FORMATS, TiledFormat
+from engine.formats.coded import CodedMatrix
+from engine.formats.int4 import INT4
+from engine.formats.int8 import INT8
+from engine.formats.lut4 import LUT4
+from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise, keep_codes, store_codes
+from engine.kernels.native.library import Isa, NativeKernels
+from engine.kernels.repack import Blocks, repack, unpack_into
+from tests.engine.ggml_blocks import made_up_blocks
+from tests.engine.native_isas import isas, kernels_of
+
+_ISAS = isas()
+_KEPT = [BY_NAME[name] for name in KEPT_IN]
+every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
+every_kept = pytest.mark.parametrize("kind", _KEPT, ids=lambda kind: kind.name)
+TILED = [each for each in FORMATS.values() if isinstance(each, TiledFormat)]
+
+
+@pytest.fixture(scope="module", params=[_ISAS[0], _ISAS[-1]], ids=lambda isa: isa.name)
+def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
+    isa: Isa = request.param
+    with kernels_of(isa, threads=2) as held_back:
+        yield held_back
+
+
+def dirty(shape: TiledShape) -> TiledMatrix:
+    """A target whose every byte has to be written."""
+    target = TiledMatrix.empty(shape)
+    for part in target.parts.values():
+        part.view(torch.uint8).fill_(77)
+    return target
+
+
+def made(sources: tuple[Blocks, ...], shape: TiledShape, kernels: NativeKernels | None) -> TiledMatrix:
+    target = dirty(shape)
+    repack([(sources, target)], kernels)
+    return target
+
+
+def same(one: TiledMatrix, other: TiledMatrix) -> bool:
+    pairs = zip(one.parts.values(), other.parts.values(), strict=True)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+@every_type
+@pytest.mark.parametrize("strange", [0.0, 0.3])
+def test_blocks_are_unpacked_to_the_reference(kind: BlockType, strange: float, kernels: NativeKernels) -> None:
+    blocks = made_up_blocks(kind, 45, 3 if kind.elements > 1 else 75, 1, strange)
+    wanted = torch.from_numpy(kind.dequantise(blocks.raw.numpy()))
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.empty(blocks.rows, blocks.columns, dtype=dtype)
+        unpack_into(blocks, found, kernels)
+        assert equal(found, wanted.to(dtype))
+
+
+@every_kept
+@pytest.mark.parametrize("rows", [1, 32, 77])
+def test_kept_codes_are_the_same_natively(kind: BlockType, rows: int, kernels: NativeKernels) -> None:
+    target = KEPT_IN[kind.name]
+    blocks = made_up_blocks(kind, rows, 2, rows)
+    shape = TiledShape(blocks.rows, blocks.columns, target)
+    natively = made((blocks,), shape, kernels)
+    assert same(natively, made((blocks,), shape, None))
+    values, found = torch.from_numpy(kind.dequantise(blocks.raw.numpy())), dequantise(natively, torch.float32)
+    step = values.view(rows, -1, 32).abs().amax(-1, keepdim=True).expand(-1, -1, 32).reshape(values.shape)
+    assert ((found - values).abs() <= step * (2**-6 if target is INT4 else 2**-8)).all()
+
+
+@every_kept
+def test_codes_of_odd_scales_are_the_same_natively(kind: BlockType, kernels: NativeKernels) -> None:
+    """Scales that are zero, infinite or no number; zeros that no record holds, whose groups are fitted again."""
+    blocks = made_up_blocks(kind, 64, 4, 3, strange=0.4)
+    shape = TiledShape(blocks.rows, blocks.columns, KEPT_IN[kind.name])
+    natively, reference = (dequantise(made((blocks,), shape, each), torch.float32) for each in (kernels, None))
+    assert torch.equal(natively.isfinite(), reference.isfinite())
+    one, other = natively.nan_to_num(0), reference.nan_to_num(0)
+    difference = (one - other).view(64, -1, 32).abs().amax(-1)
+    # A fit may choose another of nearly equal scales.
+    assert (difference <= 0.02 * other.view(64, -1, 32).abs().amax(-1)).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("pairing", [Pairing.HALVES, Pairing.ALTERNATING], ids=lambda each: each.name)
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K"), ("Q8_0", "Q6_K"), ("MXFP4", "MXFP4"), ("Q4_0", "Q4_K")])
+def test_gate_and_up_may_be_apart(names: tuple[str, str], pairing: Pairing, kernels: NativeKernels) -> None:
+    gate, up = (made_up_blocks(BY_NAME[name], 40, 512 // BY_NAME[name].elements, 5) for name in names)
+    target = format_for(names[0])
+    assert target is not None
+    shape = TiledShape(80, 512, target, pairing)
+    natively = made((gate, up), shape, kernels)
+    apart = [dequantise(made((each,), TiledShape(40, 512, target), kernels)) for each in (gate, up)]
+    together = torch.stack(apart, 1) if pairing is Pairing.ALTERNATING else torch.stack(apart)
+    assert torch.equal(dequantise(natively), together.flatten(0, 1))
+    reference = made((gate, up), shape, None)
+    assert (dequantise(natively).float() - dequantise(reference).float()).abs().max() <= 0.02 * together.abs().max()
+
+
+def test_one_matrix_of_gate_and_up_rows_is_paired(kernels: NativeKernels) -> None:
+    blocks = made_up_blocks(BY_NAME["Q4_K"], 70, 1, 9)
+    plain = dequantise(made((blocks,), TiledShape(70, 256, INT4), kernels))
+    for pairing in Pairing:
+        assert torch.equal(dequantise(made((blocks,), TiledShape(70, 256, INT4, pairing), kernels)), plain)
+
+
+@every_type
+def test_rows_come_in_the_order_that_is_asked_for(kind: BlockType, kernels: NativeKernels) -> None:
+    stored = made_up_blocks(kind, 40, 256 // kind.elements, 2)
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:33].contiguous()
+    wanted = Blocks(kind, stored.raw[order].contiguous())
+    ordered = Blocks(kind, stored.raw, order)
+    shape = TiledShape(33, 256, format_for(kind.name) or INT8)
+    assert same(made((ordered,), shape, kernels), made((wanted,), shape, kernels))
+    found = torch.empty(33, 256)
+    unpack_into(ordered, found, kernels)
+    assert torch.equal(found, torch.from_numpy(kind.dequantise(wanted.raw.numpy())))
+
+
+@pytest.mark.parametrize("target", TILED, ids=lambda each: each.name)
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q3_K", "F16"])
+def test_other_formats_are_fitted_to_the_exact_values(target: TiledFormat, name: str, kernels: NativeKernels) -> None:
+    kind = BY_NAME[name]
+    blocks = made_up_blocks(kind, 50, 256 // kind.elements, 4)
+    values = torch.from_numpy(kind.dequantise(blocks.raw.numpy()))
+    error, other = (
+        (dequantise(made((blocks,), TiledShape(50, 256, target), each), torch.float32) - values).square().sum()
+        for each in (kernels, None)
+    )
+    assert error <= 1.02 * other + 1e-12
+    assert other <= 1.02 * error + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("Q4_0", 1.01), ("Q4_1", 1.01), ("Q5_0", 1.01), ("Q8_0", 1.06), ("MXFP4", 1.0), ("Q5_1", 1.02)]
+)
+def test_a_record_is_as_near_as_the_file(name: str, most: float, kernels: NativeKernels) -> None:
+    """Its error against the weights, in errors of the file; Q8_0's steps are so small that a bf16 scale shows."""
+    weights = np.random.default_rng(7).standard_normal((64, 1024), np.float32)
+    raw = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
+    own = BY_NAME[name].dequantise(raw)
+    target = format_for(name)
+    assert target is not None
+    blocks = Blocks(BY_NAME[name], torch.from_numpy(raw))
+    found = dequantise(made((blocks,), TiledShape(64, 1024, target), kernels), torch.float32).numpy()
+    assert np.square(found - weights).sum() <= most**2 * np.square(own - weights).sum() * (1 + 1e-6)
+
+
+def test_zeros_that_a_record_has_are_exact() -> None:
+    """Whole ones, as GPTQ's and AWQ's: only the scale is rounded."""
+    rng = np.random.default_rng(2)
+    codes, zeros = rng.integers(0, 16, (8, 64), np.uint8), rng.integers(0, 16, (8, 2)).astype(np.float32)
+    matrix = CodedMatrix(INT4, codes, np.full((8, 2), 0.25, np.float32), zeros)
+    target = TiledMatrix.empty(TiledShape(8, 64, INT4))
+    store_codes([keep_codes(matrix)], target)
+    assert torch.equal(dequantise(target, torch.float32), torch.from_numpy(matrix.values()))
+
+
+def test_a_table_goes_with_its_codes() -> None:
+    gate, up = made_up_blocks(BY_NAME["MXFP4"], 16, 1, 0), made_up_blocks(BY_NAME["IQ4_NL"], 16, 1, 0)
+    coded = codes_of(gate.kind, gate.raw.numpy())
+    assert coded is not None
+    table = made((gate,), TiledShape(16, 32, LUT4), None).table
+    assert table is not None
+    assert tuple(table.tolist()) == coded.table
+    with pytest.raises(ValueError, match="tables"):
+        made((gate, up), TiledShape(32, 32, LUT4, Pairing.HALVES), None)
+
+
+def test_only_what_fits_is_repacked(kernels: NativeKernels) -> None:
+    kind = BY_NAME["Q4_K"]
+    blocks = made_up_blocks(kind, 8, 1, 0)
+    for shape in (TiledShape(9, 256, INT4), TiledShape(8, 512, INT4), TiledShape(16, 256, INT4)):
+        with pytest.raises(ValueError, match=r"rows|columns"):
+            made((blocks,), shape, kernels)
+    with pytest.raises(ValueError, match="rows"):
+        made((blocks, blocks), TiledShape(16, 256, INT4), kernels)  # not paired
+    with pytest.raises(ValueError, match="order"):
+        Blocks(kind, blocks.raw, torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match="blocks"):
+        Blocks(kind, blocks.raw[:, :-1].contiguous())
+    with pytest.raises(ValueError, match="into"):
+        unpack_into(blocks, torch.empty(8, 255), kernels)
