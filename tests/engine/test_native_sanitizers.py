@@ -11,9 +11,7 @@ import pytest
 
 from engine.kernels.native.build import find_compiler
 from tests.engine.native_isas import isas
-from tests.engine.native_programs import make_program, run_program
-
-pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
+from tests.engine.native_programs import FOLDER, HEADERS, make_program, run_program
 
 _SANITIZERS = {"memory": "address,undefined,float-cast-overflow", "threads": "thread"}
 _ISAS = isas()
@@ -33,6 +31,14 @@ def sanitized_driver(folder: Path, sanitizer: str) -> Path:
     return make_program("driver", folder, compiler, options)
 
 
+@pytest.mark.parametrize("program", ["driver", "results"])
+def test_the_programs_know_the_kernels_interface(program: str) -> None:
+    """Whoever changes the interface is not left to find out from the tests that run only when asked for."""
+    find_compiler().run("-std=c++17", "-fsyntax-only", f"-I{HEADERS}", str(FOLDER / f"{program}.cpp"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sanitizer", _SANITIZERS.values(), ids=_SANITIZERS.keys())
 def test_no_sanitizer_reports_anything(sanitizer: str, tmp_path: Path) -> None:
     program = sanitized_driver(tmp_path, sanitizer)
