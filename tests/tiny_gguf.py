@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFValueType,
+    GGUFWriter,
+    TokenType,
+    get_tensor_name_map,
+)
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from numpy.typing import NDArray
 
 from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.safetensors_numpy import read_safetensors
 
 
 def write_gguf(
@@ -51,3 +62,138 @@ def dequantised(entry: TensorEntry) -> NDArray[np.float32]:
     raw = np.fromfile(entry.file, np.uint8, entry.nbytes, offset=entry.offset)
     shape = quant_shape_to_byte_shape(entry.shape, kind)
     return np.asarray(dequantize(raw.reshape(shape), kind).reshape(entry.shape), np.float32)
+
+
+_ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
+_PAIRWISE = ("llama",)
+"""Architectures that rotate adjacent pairs: queries and keys are reordered, as llama.cpp's converter does."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+
+def write_model(
+    folder: Path,
+    file: Path,
+    architecture: str,
+    *,
+    quantised: str = "",
+    tensors: Mapping[str, NDArray[Any]] | None = None,
+    tokens: int | None = None,
+    split_max_tensors: int = 0,
+    **more: Any,
+) -> Path:
+    """A GGUF file of a tiny checkpoint in `folder`, with names by the `gguf` package's own table.
+
+    Args:
+        quantised: ggml's type of all matrices that it can hold; else everything is float32.
+        tensors: more of them, by their names in the file.
+        tokens: in the vocabulary, if not as many as there are embeddings.
+        split_max_tensors: of one part.
+        more: metadata beside those of llama.cpp's converter, by key without the architecture's name.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = get_tensor_name_map(_ARCHITECTURES[architecture], config["num_hidden_layers"])
+    written: dict[str, NDArray[Any]] = dict(tensors or {})
+    for name, values in _stacked(_checkpoint(folder)).items():
+        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None, name
+        written[found] = _as_written(architecture, found, values, config)
+    types = {name: quantised for name, values in written.items() if quantised and _takes(quantised, name, values)}
+
+    def keys(writer: GGUFWriter) -> None:
+        _add_hyperparameters(writer, config)
+        for key, value in more.items():
+            writer.add_key_value(f"{architecture}.{key}", value, GGUFValueType.get_type(value))
+        _add_vocabulary(writer, folder, tokens or config["vocab_size"])
+
+    return write_gguf(
+        file, written, architecture=architecture, keys=keys, types=types, split_max_tensors=split_max_tensors
+    )
+
+
+def _checkpoint(folder: Path) -> dict[str, NDArray[Any]]:
+    return {
+        name: values for file in sorted(folder.glob("*.safetensors")) for name, values in read_safetensors(file).items()
+    }
+
+
+def _stacked(checkpoint: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    stacks: dict[str, dict[int, NDArray[Any]]] = {}
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, values in checkpoint.items():
+        expert = _EXPERT.match(name)
+        if expert is None:
+            tensors[name] = values
+        else:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = values
+    return tensors | {name: np.stack([of[at] for at in range(len(of))]) for name, of in stacks.items()}
+
+
+def _as_written(architecture: str, name: str, values: NDArray[Any], config: dict[str, Any]) -> NDArray[Any]:
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config.get("num_key_value_heads")}.get(
+        name.split(".")[-2]
+    )
+    if heads and architecture in _PAIRWISE:
+        return values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+    return values[0] if name.endswith("ffn_gate_inp_shexp.weight") else values
+
+
+def _takes(kind: str, name: str, values: NDArray[Any]) -> bool:
+    group, _nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return values.ndim > 1 and values.shape[-1] % group == 0 and "ffn_gate_inp" not in name
+
+
+def _add_hyperparameters(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    rope = config["rope_parameters"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+
+
+def _add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
+    """The checkpoint's byte-level BPE, as llama.cpp's converter writes it."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokens = [f"[PAD{index}]" for index in range(size)]
+    types = [int(TokenType.UNUSED)] * size
+    for token, index in content["model"]["vocab"].items():
+        if index >= size:
+            continue
+        tokens[index], types[index] = token, int(TokenType.NORMAL)
+    for added in content["added_tokens"]:
+        kind = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        tokens[added["id"]], types[added["id"]] = added["content"], int(kind)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    )
+    for role, add in (
+        ("bos", writer.add_bos_token_id),
+        ("eos", writer.add_eos_token_id),
+        ("pad", writer.add_pad_token_id),
+    ):
+        token = settings.get(f"{role}_token")
+        if token is not None:
+            add(tokens.index(token))
+    template = folder / "chat_template.jinja"
+    if template.exists():
+        writer.add_chat_template(template.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""Reads `config.json` of a checkpoint directory: what the model is, before anything is loaded."""
+"""Reads `config.json` of a checkpoint directory, or what stands for it in a GGUF file: what the model is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.families import family_of
@@ -19,16 +20,27 @@ _INPUTS = {"vision_config": "images", "audio_config": "sound", "sound_config": "
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The content of `directory/config.json`.
+    """The content of `directory/config.json`, or the same of a GGUF file (or a folder with one).
 
     Raises:
         EngineError: `MODEL_NOT_FOUND` if there is no such directory, `CHECKPOINT_DAMAGED` if the file is absent or
             broken, `MODEL_UNSUPPORTED` if it does not say what kind of model this is, or if its kind is refused.
     """
+    gguf = gguf_at(directory)
+    if gguf is not None:
+        from engine.checkpoint.gguf.checkpoint import gguf_config  # imports numpy, which others do not need
+        from engine.checkpoint.gguf.file import read_gguf
+
+        config = gguf_config(read_gguf(gguf))
+        _check_counts(gguf, config)
+        return config
     if not directory.exists():
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no model at {directory}: check the path.")
     if directory.is_file():
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, _why_no_file(directory))
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{directory} is a file: give the folder with the model's config.json and safetensors files.",
+        )
     file = directory / CONFIG_NAME
     if not file.exists():
         raise EngineError(
@@ -103,9 +115,3 @@ def unread_inputs(config: dict[str, Any]) -> str:
     if isinstance(nested, dict):
         return unread_inputs(nested)
     return " and ".join(dict.fromkeys(found))
-
-
-def _why_no_file(file: Path) -> str:
-    if file.suffix.lower() == ".gguf":
-        return f"{file.name} is a GGUF file, which Switchyard cannot run yet: use the model's safetensors folder."
-    return f"{file} is a file: give the folder with the model's config.json and safetensors files."

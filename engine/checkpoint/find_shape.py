@@ -15,7 +15,7 @@ from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.hub import read_hub_model
 from engine.checkpoint.model_shape import AttentionShape, ModelShape, model_names, read_model
-from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, resolve
+from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, name_of, resolve
 from engine.checkpoint.profile import is_expert_key, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
@@ -133,7 +133,7 @@ def find_shape(model: str) -> ModelShape:
     if model.strip() and not is_path_like(model) and in_library(model) is None and model != STARTER_NAME:
         raise _unknown(model)
     folder = resolve(model)
-    return shape_of(folder.name, read_config(folder), read_tensors(folder).values())
+    return shape_of(name_of(folder), read_config(folder), read_tensors(folder).values())
 
 
 def _unknown(model: str) -> EngineError:

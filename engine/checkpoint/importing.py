@@ -1,4 +1,4 @@
-"""Imports a checkpoint directory into the library: validated first, then atomically."""
+"""Imports a checkpoint, a directory or a GGUF file, into the library: validated first, then atomically."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.library import LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
-from engine.checkpoint.names import check_new_name, resolve
+from engine.checkpoint.names import check_new_name, name_of, resolve
 from engine.checkpoint.shards import INDEX_NAME, read_tensors
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
@@ -33,7 +34,7 @@ def import_model(
     on_progress: Callable[[int, int], None] = lambda *_: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> LibraryEntry:
-    """Adds the checkpoint at `path` to the library as `name` (by default its folder's name).
+    """Adds the checkpoint at `path` to the library as `name` (by default its folder's or its file's name).
 
     Weights are hard-linked where the file system allows it, so they take no extra space; everything else is copied.
     Only what a model needs is imported: no program code, no pickles, no hidden files.
@@ -47,14 +48,15 @@ def import_model(
         RequestCancelled: `cancelled()` returned true; nothing is left behind.
     """
     source = resolve(str(path))
-    if source.parent == models_dir():
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"{source.name} is already in the library.")
+    folder = source if source.is_dir() else source.parent
+    if folder.parent == models_dir():
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder.name} is already in the library.")
     name = name if name is not None else _default_name(source)
     check_new_name(name)
-    read_config(source)
-    weights = sorted({tensor.file for tensor in read_tensors(source).values()})
+    weights = _checked(source)
+    before = _states(weights)
     with disk_errors_explained(models_dir()), staging_folder(models_dir()) as staging:
-        side_files = list(_side_files(source))
+        side_files = list(_side_files(source)) if source.is_dir() else []
         total = sum(file.stat().st_size for file in (*weights, *side_files))
         done = 0
 
@@ -65,15 +67,43 @@ def import_model(
             done += count
             on_progress(done, total)
 
-        records = [_take(file, source, staging, advance, may_link=False) for file in side_files]
-        records += [_take(file, source, staging, advance, may_link=True) for file in weights]
+        records = [_take(file, folder, staging, advance, may_link=False) for file in side_files]
+        records += [_take(file, folder, staging, advance, may_link=True) for file in weights]
         # The source may have changed during the copy: check what the library now holds.
-        read_tensors(staging)
+        _checked(staging)
+        if _states(weights) != before:
+            raise EngineError(
+                ErrorCode.CHECKPOINT_DAMAGED,
+                f"{source} changed while it was imported: wait until it is complete, and import it again.",
+            )
         files = tuple(sorted(records, key=lambda record: record.path))
         write_manifest(staging, Manifest(f"imported from {source}", files))
         check_new_name(name)
         staging.rename(models_dir() / name)
     return describe(models_dir() / name, name)
+
+
+def _checked(source: Path) -> list[Path]:
+    """The files with the weights of a checkpoint, if it is whole and understood.
+
+    Raises:
+        EngineError: as `import_model`.
+    """
+    read_config(source)
+    tensors = read_tensors(source)
+    gguf = gguf_at(source)
+    if gguf is None:
+        return sorted({tensor.file for tensor in tensors.values()})
+    from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
+    from engine.checkpoint.gguf.tokenizer import tokenizer_files
+
+    model = read_gguf(gguf)
+    tokenizer_files(model.metadata, gguf)
+    return list(model.parts)
+
+
+def _states(files: list[Path]) -> list[tuple[int, int]]:
+    return [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in files)]
 
 
 def _side_files(source: Path) -> Iterable[Path]:
@@ -126,8 +156,8 @@ def _copy(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
 
 
 def _default_name(source: Path) -> str:
-    """The folder's name; in a hub cache (`models--ORG--NAME/snapshots/COMMIT`) the model's."""
-    name = source.name
+    """The folder's or file's name; in a hub cache (`models--ORG--NAME/snapshots/COMMIT`) the model's."""
+    name = name_of(source)
     if _COMMIT.fullmatch(name) and source.parent.name == "snapshots":
         name = source.parent.parent.name.removeprefix("models--").replace("--", "-")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "model"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
+from engine.checkpoint.gguf.names import all_parts
 from engine.checkpoint.manifest import MANIFEST_NAME, damaged_files, read_manifest
 from engine.checkpoint.names import (
     STARTER_NAME,
@@ -188,7 +189,7 @@ def verify(
         files = {tensor.file for tensor in read_tensors(path).values()}
     except EngineError as error:
         return Verification(name, path, "headers", 0, {str(path): error.message})
-    return Verification(name, path, "headers", len(files) + 1, {})
+    return Verification(name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})
 
 
 def remove(name: str) -> int:
@@ -221,7 +222,7 @@ def remove(name: str) -> int:
 
 def _bytes_on_disk(path: Path) -> int:
     total = 0
-    for file in path.rglob("*"):
+    for file in path.rglob("*") if path.is_dir() else all_parts(path):
         try:
             total += file.stat().st_size if file.is_file() else 0
         except OSError:

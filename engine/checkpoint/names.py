@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
+from engine.checkpoint.gguf.names import SUFFIX, gguf_at, stem_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 
@@ -23,10 +24,10 @@ def starter_folder() -> Path:
 
 
 def resolve(model: str) -> Path:
-    """The checkpoint directory that `model` means: `starter`, a library name, or a directory's path.
+    """The checkpoint that `model` means: `starter`, a library name, or the path of a directory or a GGUF file.
 
     Raises:
-        EngineError: `MODEL_NOT_FOUND`; `MODEL_UNSUPPORTED` (a GGUF file, a hub id); `CHECKPOINT_UNSAFE` (a pickle).
+        EngineError: `MODEL_NOT_FOUND`; `MODEL_UNSUPPORTED` (a hub id); `CHECKPOINT_UNSAFE` (a pickle).
     """
     if model.strip() == "":
         raise EngineError(
@@ -41,6 +42,11 @@ def resolve(model: str) -> Path:
             "The starter model is not on this machine yet: run `switchyard models pull starter`.",
         )
     return _resolve_path(model)
+
+
+def name_of(path: Path) -> str:
+    """What to call the checkpoint at a path: the name of its folder, or of a GGUF file without its ending."""
+    return path.name if path.is_dir() else stem_of(path)
 
 
 def check_new_name(name: str) -> None:
@@ -97,18 +103,18 @@ def _resolve_path(model: str) -> Path:
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"{model!r} is not a usable path ({error}).") from error
     suffix = path.suffix.lower()
     if is_dir:
-        if not (path / CONFIG_NAME).is_file():
+        if not (path / CONFIG_NAME).is_file() and gguf_at(path) is None:
             raise EngineError(
                 ErrorCode.MODEL_NOT_FOUND,
                 f"{path} has no {CONFIG_NAME}, so it is not a model: give the folder with "
-                f"{CONFIG_NAME} and the safetensors files.",
+                f"{CONFIG_NAME} and the safetensors files, or a GGUF file.",
             )
         return path.resolve()
-    if suffix == ".gguf":
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED,
-            f"{model} is a GGUF file, which Switchyard cannot run yet: use a folder with safetensors files.",
-        )
+    if suffix == SUFFIX:
+        if not is_file:
+            raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no file {model}: check the path.")
+        # Not where a link points: in a hub's cache that is a file without a name.
+        return path.parent.resolve() / (gguf_at(path) or path).name
     if is_file and suffix in _PICKLES:
         raise EngineError(
             ErrorCode.CHECKPOINT_UNSAFE,
@@ -117,7 +123,8 @@ def _resolve_path(model: str) -> Path:
         )
     if is_file:
         raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND, f"{model} is a file: give the folder with it and its {CONFIG_NAME}."
+            ErrorCode.MODEL_NOT_FOUND,
+            f"{model} is a file: give the folder with it and its {CONFIG_NAME}, or a GGUF file.",
         )
     if _HUB_ID.fullmatch(model):
         raise EngineError(

@@ -52,8 +52,8 @@ class PackedEntry(TensorEntry):
 class RotaryRows:
     """Rows of queries or keys whose heads are in the order of adjacent pairs, put back in that of two halves.
 
-    ggml's "llama" architecture rotates element 2i of a head with 2i + 1, transformers element i with i + d/2; whoever
-    writes a file reorders the rows, this puts them back.
+    Some architectures of ggml rotate element 2i of a head with 2i + 1, transformers element i with i + d/2; whoever
+    writes such a file reorders the rows; this puts them back.
     """
 
     heads: int

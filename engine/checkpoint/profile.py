@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import read_config, text_part
-from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
 from engine.checkpoint.shards import read_tensors
 from engine.families import family_of
 from engine.families.family import KvNumbers
@@ -132,7 +133,7 @@ class ModelProfile:
         trained_tokens: context length of the training, if the rotary embedding extends it.
         kv_elements_per_token: cache elements per token of context.
         dtype: from config.json, e.g. `bfloat16`; empty if unknown.
-        quantization: `fp8`, `mxfp4`, ...; empty for plain weights.
+        quantization: `fp8`, `mxfp4`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
     """
 
     family: str
@@ -185,8 +186,18 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
         dtype=str(
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
         ),
-        quantization=str(quantization.get("quant_method", "")) if isinstance(quantization, dict) else "",
+        quantization=_blocks(tensors) or str(quantization.get("quant_method", ""))
+        if isinstance(quantization, dict)
+        else "",
     )
+
+
+def _blocks(tensors: list[TensorEntry]) -> str:
+    """ggml's type of most bytes of a GGUF file; empty for anything else."""
+    held = Counter[str]()
+    for entry in tensors:
+        held[entry.dtype] += entry.nbytes if entry.dtype not in DTYPE_BITS else 0
+    return held.most_common(1)[0][0].lower() if held.total() else ""
 
 
 def stretched_context(text: dict[str, Any], trained: int) -> int:

@@ -1,4 +1,4 @@
-"""Finds a checkpoint's tensors: one safetensors file, or shards with an index; rejects anything else.
+"""Finds a checkpoint's tensors: a safetensors file, shards with an index, or GGUF files; rejects anything else.
 
 The fingerprint of their files tells whether a checkpoint has changed since something was derived from it.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign, reason
@@ -31,12 +32,18 @@ _PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|g_idx)$")
 
 
 def read_tensors(directory: Path) -> dict[str, TensorEntry]:
-    """Every tensor of the checkpoint in `directory`, by name.  Reads headers only.
+    """Every tensor of the checkpoint in `directory`, or in a GGUF file, by name.  Reads headers only.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` (a shard or tensor is missing, cut short or inconsistent), `CHECKPOINT_UNSAFE`
-            (pickle), `MODEL_UNSUPPORTED` (GGUF, GPTQ, AWQ).
+            (pickle), `MODEL_UNSUPPORTED` (GPTQ, AWQ, a GGUF file of an architecture that is not read).
     """
+    gguf = gguf_at(directory)
+    if gguf is not None:
+        from engine.checkpoint.gguf.checkpoint import gguf_tensors  # imports numpy, which others do not need
+        from engine.checkpoint.gguf.file import read_gguf
+
+        return gguf_tensors(read_gguf(gguf))
     index = directory / INDEX_NAME
     tensors = _from_index(directory, index) if index.exists() else _from_files(directory)
     for key in tensors:
@@ -122,13 +129,6 @@ def _no_weights(directory: Path) -> EngineError:
     for name in names:
         if name.lower().endswith(_PICKLE_SUFFIXES) and name not in _NOT_WEIGHTS:
             return _unsafe(directory, name)
-    for name in names:
-        if name.lower().endswith(".gguf"):
-            return EngineError(
-                ErrorCode.MODEL_UNSUPPORTED,
-                f"{directory / name} is a GGUF file, which Switchyard cannot run yet: "
-                "use the model's safetensors folder.",
-            )
     return _damaged(f"{directory} has no safetensors file")
 
 
@@ -154,8 +154,8 @@ def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, An
     """
     digest = hashlib.sha256()
     described = []
-    tensors = list(tensors)
-    for file in [directory / CONFIG_NAME, *sorted({entry.file for entry in tensors})]:
+    files = sorted({entry.file for entry in tensors})
+    for file in files if gguf_at(directory) is not None else [directory / CONFIG_NAME, *files]:
         try:
             with open_foreign(file) as stream:
                 status = os.fstat(stream.fileno())

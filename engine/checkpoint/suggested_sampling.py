@@ -1,4 +1,4 @@
-"""How a checkpoint's makers suggest to sample it: `generation_config.json`."""
+"""How a checkpoint's makers suggest to sample it: `generation_config.json`, or a GGUF file's metadata."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_json
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.manifest import read_manifest
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
@@ -27,7 +28,14 @@ def suggested_sampling(directory: Path) -> SamplingParams:
     """
     raw: dict[str, Any] = {}
     with contextlib.suppress(EngineError):
-        raw = _of_starter(directory) or read_json(directory / "generation_config.json", MAX_CONFIG_BYTES)
+        gguf = gguf_at(directory)
+        if gguf is not None:
+            from engine.checkpoint.gguf.checkpoint import gguf_generation  # imports numpy, which others do not need
+            from engine.checkpoint.gguf.file import read_gguf
+
+            raw = gguf_generation(read_gguf(gguf))
+        else:
+            raw = _of_starter(directory) or read_json(directory / "generation_config.json", MAX_CONFIG_BYTES)
     sampling = SamplingParams()
     names = list(_ALWAYS)
     if raw.get("do_sample") is True:

@@ -1,7 +1,7 @@
 """Model families, one file each, named after the transformers package with their classes.
 
 A family without special needs has no file: the library and the configuration say how to run it. Any other has a file
-here with a `FAMILY`, and its line in `FILES`.
+here with a `FAMILY`, and its line in `FILES`; those that are read from GGUF files have one in `GGUF`.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "phi3": ("phi3",),
     "phi4_multimodal": ("phi4_multimodal",),
     "phimoe": ("phimoe",),
+    "qwen2": ("qwen2",),
     "qwen2_moe": ("qwen2_moe",),
     "qwen3": ("qwen3",),
     "qwen3_moe": ("qwen3_moe",),
@@ -76,6 +77,16 @@ FILES: dict[str, tuple[str, ...]] = {
     "unlimited_ocr": ("unlimited_ocr",),
 }
 """File -> its `model_type`s.  A file is imported when one of them is first looked up."""
+
+GGUF: dict[str, tuple[str, ...]] = {
+    "llama": ("llama", "mixtral"),
+    "olmoe": ("olmoe",),
+    "qwen2": ("qwen2",),
+    "qwen2moe": ("qwen2_moe",),
+    "qwen3": ("qwen3",),
+    "qwen3moe": ("qwen3_moe",),
+}
+"""llama.cpp's name of an architecture -> the `model_type`s that have it."""
 
 _FILE_OF = {model_type: file for file, model_types in FILES.items() for model_type in model_types}
 _NEEDS_NOTHING = Family()

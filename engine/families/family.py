@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from engine.families.gguf import Gguf
+
 READS_PICTURES = "reads text out of pictures, and Switchyard gives models text only"
 
 
@@ -116,6 +118,7 @@ class Family:
             are computed together, for a reason specific to this family; `None` if there is no limit.
         gate: the experts' custom gate, if any.
         fast_path: for single tokens, if the native kernels implement it.
+        gguf: how its models are written in GGUF files, if those are read.
     """
 
     refused: str = ""
@@ -128,3 +131,4 @@ class Family:
     exact_tokens: Callable[[Mapping[str, Any]], int | None] | None = None
     gate: ClampedGate | None = None
     fast_path: FastPath | None = None
+    gguf: Gguf | None = None

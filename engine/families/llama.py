@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.families.family import Family, FastPath
+from engine.families.gguf import ENDS, FEED_FORWARD, NORMS, ROTATED_ATTENTION, Gguf
 
 FAMILY = Family(
     packs_rows=True,
@@ -10,5 +11,10 @@ FAMILY = Family(
         model="LlamaForCausalLM",
         layer="LlamaDecoderLayer",
         attention="LlamaAttention",
+    ),
+    gguf=Gguf(
+        architecture="llama",
+        when=lambda metadata: not metadata.get("llama.expert_count"),
+        tensors={**ENDS, **NORMS, **ROTATED_ATTENTION, **FEED_FORWARD},
     ),
 )

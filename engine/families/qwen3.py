@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from engine.families.family import Family, FastPath
+from engine.families.gguf import DENSE, Gguf
 
 FAMILY = Family(
     packs_rows=True,
@@ -11,4 +12,5 @@ FAMILY = Family(
         layer="Qwen3DecoderLayer",
         attention="Qwen3Attention",
     ),
+    gguf=Gguf(architecture="qwen3", constants={"use_sliding_window": False}, tensors=DENSE),
 )

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES
+from engine.checkpoint.gguf.names import all_parts
 from engine.checkpoint.names import resolve
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
@@ -37,8 +38,12 @@ def model_mark(folder: Path) -> str:
     """
     digest = hashlib.sha256()
     try:
-        digest.update(read_foreign(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
-        files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+        if folder.is_dir():
+            files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
+        else:
+            files = all_parts(folder)
+        if (folder / CONFIG_NAME).exists():
+            digest.update(read_foreign(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
         digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
     except OSError:  # loading it reports the error
         digest.update(str(folder).encode())

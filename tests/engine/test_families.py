@@ -11,13 +11,16 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 import engine.families
-from engine.families import FILES, family_at, family_of, fast_path_of
+from engine.checkpoint.gguf.checkpoint import ARRANGEMENTS
+from engine.families import FILES, GGUF, family_at, family_of, fast_path_of
 from engine.families.family import Family
+from engine.families.gguf import Made
 from engine.runtime.adapters import adapter_for
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (
     "engine/families",
+    "engine/checkpoint/gguf",  # llama.cpp names some architectures and tokenizers alike
     "engine/bench",  # makes models up, and writes GGUF files for a peer
     "engine/checkpoint/starter",  # writes the starter's config.json
 )
@@ -29,7 +32,7 @@ _IMPORTED = re.compile(r"^\s*(from|import)\s+transformers\.models\.(?!auto\.)", 
 
 def test_every_file_is_listed_and_needed() -> None:
     folder = Path(engine.families.__file__).parent
-    assert {file.stem for file in folder.glob("*.py")} - {"__init__", "family"} == FILES.keys()
+    assert {file.stem for file in folder.glob("*.py")} - {"__init__", "family", "gguf"} == FILES.keys()
     assert [file for file in FILES if Family() == import_module(f"engine.families.{file}").FAMILY] == []
     assert list(FILES) == sorted(FILES)
 
@@ -97,3 +100,15 @@ def _modules() -> Iterator[tuple[str, str]]:
             place = file.relative_to(CHECKOUT).as_posix()
             if not place.startswith(tuple(f"{folder}/" for folder in MAY_NAME_FAMILIES)):
                 yield place, file.read_text(encoding="utf-8")
+
+
+def test_every_family_of_gguf_files_is_found_by_its_architecture() -> None:
+    listed = {model_type for model_types in GGUF.values() for model_type in model_types}
+    described = {types[0] for types in FILES.values() if family_of(types[0]).gguf is not None}
+    assert listed == described
+    for architecture, model_types in GGUF.items():
+        for model_type in model_types:
+            family = family_of(model_type).gguf
+            assert family is not None
+            assert family.architecture == architecture
+            assert {made.how for made in family.tensors.values() if isinstance(made, Made)} <= ARRANGEMENTS.keys()

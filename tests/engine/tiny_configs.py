@@ -84,6 +84,7 @@ _INDEXED_AND_SLIDING = {
 
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
+    "qwen2": {},
     "qwen3": {},
     "doge": {"is_moe": True, "num_experts": 16, "sliding_window": None},
 }

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from gguf import GGUFEndian, GGUFWriter
 
-from engine.checkpoint.gguf.file import GgufFile, gguf_at, read_gguf
+from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.common.errors import EngineError, ErrorCode
 from tests.refusals import refused
@@ -45,7 +46,9 @@ def test_metadata_and_tensors(file: Path) -> None:
     assert found.value("block_count") == 1
     assert found.value("attention.layer_norm_rms_epsilon") == pytest.approx(1e-5)
     assert found.value("flag") is True
-    assert found.strings("tokenizer.ggml.tokens") == ["a", "b", "ü", ""]
+    tokens = found.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, Strings)
+    assert list(tokens) == ["a", "b", "ü", ""]
     np.testing.assert_array_equal(found.metadata["tokenizer.ggml.token_type"], [1, 1, 3, 6])
     assert {name: (entry.dtype, entry.shape) for name, entry in found.tensors.items()} == {
         "token_embd.weight": ("F32", (64, 32)),
@@ -230,7 +233,6 @@ def test_random_damage_is_refused_or_harmless(tmp_path: Path, file: Path, seed: 
             if found is not None:
                 size = len(changed)
                 assert all(entry.offset + entry.nbytes <= size for entry in found.tensors.values())
-                found.strings("tokenizer.ggml.tokens")
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()

@@ -37,7 +37,7 @@ def test_an_empty_library(tmp_path: Path) -> None:
         ("~nobody-of-that-name/model", ErrorCode.MODEL_NOT_FOUND),
         ("nul\0byte", ErrorCode.MODEL_NOT_FOUND),
         ("x" * 5000, ErrorCode.MODEL_NOT_FOUND),
-        ("folder/model.gguf", ErrorCode.MODEL_UNSUPPORTED),
+        ("folder/model.gguf", ErrorCode.MODEL_NOT_FOUND),
         ("Qwen/Qwen3-30B-A3B", ErrorCode.MODEL_UNSUPPORTED),
     ],
 )
@@ -52,7 +52,6 @@ def test_files_in_place_of_folders_are_refused(tmp_path: Path) -> None:
     for name, code in (
         ("pytorch_model.bin", ErrorCode.CHECKPOINT_UNSAFE),
         ("model.safetensors", ErrorCode.MODEL_NOT_FOUND),
-        ("model.gguf", ErrorCode.MODEL_UNSUPPORTED),
     ):
         (tmp_path / name).write_bytes(b"")
         assert _refusal(str(tmp_path / name))[0] is code

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -24,25 +23,23 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoint.gguf.names import MOST_PARTS, PART, all_parts, named_parts, stem_of
 from engine.checkpoint.gguf.types import BLOCK_TYPES, UNREAD_TYPES
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign, reason
 from engine.common.plain_text import plain_line
 
-SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
 _VERSION = 3
 _MOST_ENTRIES = 2**16
 """Of metadata, or tensors, in one file: real ones have a few thousand."""
 _MOST_STRINGS = 2**21
 """In all arrays together: the largest vocabularies and their merges have a third of this."""
-_MOST_PARTS = 999
 _MOST_DIMENSIONS = 4
 _LONGEST_NAME = 255
 """Bytes; ggml's own names have at most 63."""
 _FIRST_BYTES = 2**16
-_PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 _OTHER_KINDS = {
     "adapter": "a LoRA adapter, not a model: Switchyard runs whole models only",
     "mmproj": "the part of a model that sees pictures (mmproj): give the file with the language model",
@@ -69,7 +66,11 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands."""
+    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands.
+
+    Raises:
+        UnicodeDecodeError: when it comes to one that is not UTF-8.
+    """
 
     count: int
     raw: bytes
@@ -81,7 +82,7 @@ class Strings:
         at = 0
         for _ in range(self.count):
             end = at + 8 + int.from_bytes(self.raw[at : at + 8], "little")
-            yield self.raw[at + 8 : end].decode("utf-8", "replace")
+            yield self.raw[at + 8 : end].decode("utf-8")
             at = end
 
 
@@ -123,49 +124,6 @@ class GgufFile:
         """What the metadata has under a key of the architecture, given without its name (`block_count`)."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
-    def strings(self, key: str) -> list[str]:
-        """An array of strings; empty if there is none."""
-        value = self.metadata.get(key)
-        return list(value) if isinstance(value, Strings) else []
-
-
-def stem_of(path: Path) -> str:
-    """The name of a GGUF file without its ending, and without the number of a part."""
-    part = _PART.match(path.name)
-    return part["stem"] if part else path.stem
-
-
-def gguf_at(path: Path) -> Path | None:
-    """The GGUF file that a path means: itself, or the only one in a folder without safetensors; of parts the first.
-
-    Returns:
-        `None` if it means something else.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` if a folder has several, of which none is meant more than the others.
-    """
-    if path.suffix.lower() == SUFFIX and not path.is_dir():
-        return _first_part(path)
-    try:
-        names = sorted(entry.name for entry in os.scandir(path) if not entry.name.startswith("."))
-    except OSError:
-        return None
-    files = [path / name for name in names if name.lower().endswith(SUFFIX)]
-    if not files or any(name.endswith(".safetensors") for name in names):
-        return None
-    firsts = sorted({_first_part(file) for file in files if not file.name.lower().startswith("mmproj")})
-    if len(firsts) > 1:
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED,
-            f"{path} has several GGUF files ({', '.join(file.name for file in firsts[:3])}, ...): give one of them.",
-        )
-    return firsts[0] if firsts else files[0]
-
-
-def _first_part(path: Path) -> Path:
-    part = _PART.match(path.name)
-    return path.with_name(f"{part['stem']}-00001-of-{part['count']}{path.suffix}") if part else path
-
 
 def read_gguf(path: Path) -> GgufFile:
     """The header of a GGUF model, and of all its parts.
@@ -181,9 +139,7 @@ def read_gguf(path: Path) -> GgufFile:
         path.stat()
     except OSError as error:
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no file {path} ({reason(error)}).") from error
-    part = _PART.match(path.name)
-    files = _named(path, min(int(part["count"]), _MOST_PARTS)) if part else [path]
-    return _read(path, tuple(map(_state, files)))
+    return _read(path, tuple(map(_state, all_parts(path))))
 
 
 def _state(file: Path) -> tuple[int, int] | None:
@@ -228,9 +184,9 @@ def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
 
 def _parts_of(path: Path, metadata: Mapping[str, Value]) -> list[Path]:
     count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
-    if not isinstance(count, int) or not isinstance(number, int) or not 0 <= count <= _MOST_PARTS:
+    if not isinstance(count, int) or not isinstance(number, int) or not 0 <= count <= MOST_PARTS:
         raise _damaged(path, "says in a broken way of how many parts it is one")
-    name = _PART.match(path.name)
+    name = PART.match(path.name)
     if count <= 1:
         if name and int(name["count"]) > 1:
             raise _damaged(path, f"is named as one of {int(name['count'])} parts but is not one")
@@ -241,7 +197,7 @@ def _parts_of(path: Path, metadata: Mapping[str, Value]) -> list[Path]:
             f"{path.name} is part {number + 1} of {count} of a model, but is not named so: give the parts their "
             f"names back (NAME-00001-of-{count:05}.gguf and so on).",
         )
-    parts = _named(path, count)
+    parts = named_parts(path, count)
     for at, part in enumerate(parts, 1):
         if not part.exists():
             raise EngineError(
@@ -249,11 +205,6 @@ def _parts_of(path: Path, metadata: Mapping[str, Value]) -> list[Path]:
                 f"Part {at} of {count} is missing: {part.name} must be in the same folder, {path.parent}.",
             )
     return parts
-
-
-def _named(path: Path, count: int) -> list[Path]:
-    """The names of all parts, given one of them."""
-    return [path.with_name(f"{stem_of(path)}-{at:05}-of-{count:05}{path.suffix}") for at in range(1, count + 1)]
 
 
 class _Header:

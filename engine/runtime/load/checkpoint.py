@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds: its tokenizer, and a model without weights that says which it wants."""
+"""What a checkpoint holds: its tokenizer, and a model without weights that says which it wants."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.config_file import read_config, unread_inputs
+from engine.checkpoint.names import name_of
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.config import EngineConfig
@@ -55,7 +56,7 @@ class OpenedCheckpoint:
     @property
     def name(self) -> str:
         """For people."""
-        return self.directory.name
+        return name_of(self.directory)
 
     @property
     def key(self) -> str:
@@ -94,12 +95,12 @@ def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
     """
     dtype = getattr(torch, as_stored(precision).dtype)
     raw = read_config(directory)
-    library_config = read_library_config(directory, raw["model_type"])
+    library_config = read_library_config(directory, raw)
     adapter = adapter_for(raw["model_type"])
     model_class, part = model_class_for(library_config, adapter)
     tensors = read_tensors(directory)
     profile = profile_of(raw, tensors.values())
-    quantizer = quantizer_for(part, directory.name)
+    quantizer = quantizer_for(part, name_of(directory))
     model = build_skeleton(model_class, part, dtype, adapter)
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)

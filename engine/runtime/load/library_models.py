@@ -26,6 +26,10 @@ from transformers.utils import ContextManagers
 from transformers.utils import logging as library_logging
 
 from engine.checkpoint.config_file import read_json
+from engine.checkpoint.gguf.checkpoint import gguf_generation
+from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf.tokenizer import end_token_ids
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.runtime.adapters import FamilyAdapter
@@ -48,13 +52,17 @@ def quiet_library() -> Iterator[None]:
             library_logging.enable_progress_bar()
 
 
-def read_library_config(directory: Path, model_type: str) -> Any:
-    """transformers' configuration object for a checkpoint directory.
+def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
+    """transformers' configuration object for a checkpoint.
+
+    Args:
+        raw: its configuration as `read_config` gives it.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED` for a family that the library does not know, `CHECKPOINT_DAMAGED` if the
             values make no sense to it.
     """
+    model_type = raw["model_type"]
     if model_type not in CONFIG_MAPPING_NAMES:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
@@ -62,11 +70,13 @@ def read_library_config(directory: Path, model_type: str) -> Any:
             "a newer version of Switchyard may.",
         )
     try:
+        if gguf_at(directory) is not None:
+            return transformers.AutoConfig.for_model(**raw)
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library raises whatever its validation or arithmetic stumbles over
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{directory / 'config.json'} does not make sense for a {model_type} model ({_first_line(error)}).",
+            f"The configuration of {directory} does not make sense for a {model_type} model ({_first_line(error)}).",
         ) from error
 
 
@@ -220,7 +230,16 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
 
 
 def finish_generation_config(model: Any, directory: Path) -> None:
-    """Reads `generation_config.json` (stop tokens), or makes one from the configuration."""
+    """Reads `generation_config.json` (stop tokens), or makes one from the configuration.
+
+    A GGUF file's metadata say the same.
+    """
+    gguf = gguf_at(directory)
+    if gguf is not None:
+        read = read_gguf(gguf)
+        ends = list(end_token_ids(read.metadata, gguf)) or None
+        model.generation_config = transformers.GenerationConfig(**{**gguf_generation(read), "eos_token_id": ends})
+        return
     file = directory / "generation_config.json"
     if file.is_file():
         read_json(file, _MAX_CONFIG_BYTES)  # the library would pass over a broken one in silence

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import transformers
 
+from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.foreign import check_foreign, reason
 from engine.common.plain_text import plain_line
@@ -27,16 +31,27 @@ _MOST_TIMES_LONGER = 64
 
 
 def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) -> Any:
-    """transformers' tokenizer of the checkpoint in `directory`, ready for prompts.
+    """transformers' tokenizer of the checkpoint in `directory`, or of a GGUF file, ready for prompts.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if it is missing or broken, or is made to take more than any tokenizer needs.
         RequestCancelled: `cancelled()` came true meanwhile.
     """
+    gguf = gguf_at(directory)
+    if gguf is None:
+        return _load(directory, directory, cancelled)
+    with tempfile.TemporaryDirectory(prefix="switchyard-tokenizer-") as made:
+        for name, content in tokenizer_files(read_gguf(gguf).metadata, gguf).items():
+            Path(made, name).write_text(content, encoding="utf-8")
+        return _load(Path(made), gguf, cancelled)
+
+
+def _load(directory: Path, shown: Path, cancelled: CancelCheck) -> Any:
+    """The tokenizer in a folder; errors name the model that it is `shown` as."""
     if not any((directory / name).exists() for name in _FILES):
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{directory} has no tokenizer (tokenizer.json), so text cannot be read or written: "
+            f"{shown} has no tokenizer (tokenizer.json), so text cannot be read or written: "
             "download or copy the whole model again.",
         )
     _check_files(directory)
@@ -45,7 +60,7 @@ def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) ->
         try:
             FOREIGN_TEXT.check(directory, cancelled)
         except ForeignTextError as error:
-            raise _unreadable(directory, f"it {error}") from error
+            raise _unreadable(shown, f"it {error}") from error
     try:
         with quiet_library():
             tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -54,11 +69,11 @@ def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) ->
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the library raises whatever it stumbled over, and what is no `Exception`
-        raise _unreadable(directory, type(error).__name__) from error
-    _check_template(directory, tokenizer.chat_template)
+        raise _unreadable(shown, type(error).__name__) from error
+    _check_template(shown, tokenizer.chat_template)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None and hasattr(backend, "to_str"):
-        _check_decoder(directory, backend.decoder)
+        _check_decoder(shown, backend.decoder)
         FOREIGN_TEXT.hold(tokenizer)
     return tokenizer
 
@@ -84,7 +99,7 @@ def _check_template(directory: Path, template: object) -> None:
     if template is not None and not all(isinstance(text, str) for pair in several.items() for text in pair):
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"The chat_template in {directory / 'tokenizer_config.json'} is neither a text nor several texts with "
+            f"The chat_template of {directory} is neither a text nor several texts with "
             "names: download or copy the model again.",
         )
 

@@ -1,0 +1,406 @@
+"""A GGUF file as a checkpoint: what would be its config.json and generation_config.json, and its tensors' names.
+
+A family says which keys and names it has (`engine.families.gguf`); what every architecture has is here. Whatever a
+model needs and a file lacks, and whatever a file has and nothing here knows, is an error: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.gguf.file import GgufFile, Strings
+from engine.checkpoint.gguf.types import BY_NAME
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import PackedEntry, Packing, RotaryRows
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign import open_foreign, reason
+from engine.common.plain_text import plain_line
+from engine.families import GGUF, family_of
+from engine.families.gguf import REQUIRED, Gguf, Key, Made
+
+_MOST_LAYERS, _MOST_EXPERTS, _MOST_READ = 4096, 4096, 2**20
+_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_CHANGES_ANSWERS = (
+    "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attention.output_scale",
+    "attn_logit_softcapping", "router_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale",
+    "embedding_scale", "expert_group_count", "swiglu_clamp_exp", "swiglu_clamp_shexp", "nextn_predict_layers",
+)  # fmt: skip
+"""Keys that change what is computed: one that has a value is refused unless the family asks for it."""
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+             "penalty_repeat": "repetition_penalty"}  # fmt: skip
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """What would be the model's config.json.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` for an architecture that is not read, or values that the library cannot
+            compute with; `CHECKPOINT_DAMAGED` if a key is missing or makes no sense.
+    """
+    model_type, family = _family(file)
+    keys = _Keys(file)
+    config: dict[str, Any] = {
+        "model_type": model_type,
+        "dtype": "bfloat16",
+        **_common(keys, family),
+        **family.constants,
+    }
+    for name, key in family.config.items():
+        config[name] = keys.value(key if isinstance(key, Key) else Key(key))
+    if family.computed is not None:
+        config.update(family.computed(file.metadata, config))
+    _check_fixed(keys, family)
+    return config
+
+
+def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
+    """The model's tensors by the names that a checkpoint has for them.
+
+    Raises:
+        EngineError: as `gguf_config`; `MODEL_UNSUPPORTED` if the file has a tensor that nothing here knows.
+    """
+    _, family = _family(file)
+    config = gguf_config(file)
+    left = dict.fromkeys(file.tensors)
+    tensors: dict[str, TensorEntry] = {}
+    for name, made in _expanded(family, int(config["num_hidden_layers"])):
+        sources = [file.tensors[source] for source in made.sources if source in file.tensors]
+        if len(sources) < len(made.sources):
+            continue
+        for source in made.sources:
+            left.pop(source, None)
+        entry = ARRANGEMENTS[made.how](sources, config)
+        if "{e}" not in name:
+            tensors[name] = replace(entry, key=name)
+            continue
+        for expert, row in enumerate(_rows(entry)):
+            own = name.replace("{e}", str(expert))
+            tensors[own] = replace(row, key=own)
+    strange = next((name for name in left if name not in (*family.unused, _ROPE_FACTORS)), None)
+    if strange is not None:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{file.path.name} holds {strange}, which Switchyard does not know how to use: its answers would be wrong.",
+        )
+    return tensors
+
+
+def gguf_generation(file: GgufFile) -> dict[str, Any]:
+    """What would be the model's generation_config.json, but for the tokens that end an answer."""
+    found: dict[str, Any] = {name: value for name, value in _special_tokens(file).items() if value is not None}
+    for theirs, ours in _SAMPLING.items():
+        value = file.metadata.get(f"general.sampling.{theirs}")
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[ours] = value
+    if found.get("temperature", 1) > 0 and any(name in found for name in _SAMPLING.values()):
+        found["do_sample"] = True
+    return found
+
+
+def _family(file: GgufFile) -> tuple[str, Gguf]:
+    """The `model_type` and the description of the file's architecture.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED`.
+    """
+    for model_type in GGUF.get(file.architecture, ()):
+        family = family_of(model_type).gguf
+        if family is not None and (family.when is None or family.when(file.metadata)):
+            return model_type, family
+    raise EngineError(
+        ErrorCode.MODEL_UNSUPPORTED,
+        f"{file.path.name} holds a model of the architecture {plain_line(file.architecture)[:60]!r}, which Switchyard "
+        "does not read from GGUF files: use the model's safetensors version.",
+    )
+
+
+class _Keys:
+    """The metadata of one architecture, checked."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.asked: set[str] = set()
+
+    def value(self, key: Key) -> Any:
+        """A scalar or a list of them; its default if the file lacks it."""
+        self.asked.add(key.name)
+        found = self.file.value(key.name)
+        if found is None:
+            if key.default is REQUIRED:
+                raise self._lacks(key.name)
+            return key.default
+        if isinstance(found, Strings):
+            return list(found)
+        if isinstance(found, np.ndarray):
+            numbers = found.tolist()
+            return numbers[0] if numbers and numbers.count(numbers[0]) == len(numbers) else numbers
+        return found
+
+    def whole(self, name: str, default: Any = REQUIRED) -> int:
+        """A number of at least one, below 2**31."""
+        value = self.value(Key(name, default))
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self._senseless(name, value)
+        return value
+
+    def real(self, name: str, default: Any = REQUIRED) -> float:
+        """A finite number above zero."""
+        value = self.value(Key(name, default))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise self._senseless(name, value)
+        return float(value)
+
+    def _lacks(self, name: str) -> EngineError:
+        return EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{self.file.path.name} does not say {self.file.architecture}.{name}, without which its model cannot be "
+            "run: get another version of the file.",
+        )
+
+    def _senseless(self, name: str, value: object) -> EngineError:
+        return EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{self.file.path.name} gives {self.file.architecture}.{name} as {str(value)[:60]}, which makes no sense: "
+            "get another version of the file.",
+        )
+
+    def unsupported(self, name: str, value: object) -> EngineError:
+        """The error for a value that the library's code cannot compute with."""
+        return EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{self.file.path.name} gives {self.file.architecture}.{name} as {str(value)[:60]}, which Switchyard "
+            "cannot run: use the model's safetensors version.",
+        )
+
+
+def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
+    """What every decoder with attention has."""
+    file = keys.file
+    embedding = file.tensors.get(_EMBEDDING)
+    if embedding is None or len(embedding.shape) != 2:
+        raise _lacks_tensor(file, _EMBEDDING)
+    layers = keys.whole("block_count")
+    if layers > _MOST_LAYERS:
+        raise keys._senseless("block_count", layers)
+    hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    head_dim = keys.whole("attention.key_length", max(hidden // heads, 1))
+    if keys.whole("attention.value_length", head_dim) != head_dim:
+        raise keys.unsupported("attention.value_length", file.value("attention.value_length"))
+    if embedding.shape[1] != hidden:
+        raise keys._senseless("embedding_length", hidden)
+    _check_vocabulary(file, embedding.shape[0])
+    rope = _rope(keys, head_dim)
+    rotated = keys.whole("rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        if not family.partial_rotary or rotated > head_dim:
+            raise keys.unsupported("rope.dimension_count", rotated)
+        rope["partial_rotary_factor"] = rotated / head_dim
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": keys.whole("feed_forward_length"),
+        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": keys.whole("context_length"),
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        **_special_tokens(file),
+    }
+
+
+def _special_tokens(file: GgufFile) -> dict[str, int | None]:
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    found = {ours: file.metadata.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in names.items()}
+    return {f"{name}_token_id": value if type(value) is int else None for name, value in found.items()}
+
+
+def _check_vocabulary(file: GgufFile, rows: int) -> None:
+    tokens = file.metadata.get(_TOKENS)
+    if isinstance(tokens, Strings) and len(tokens) != rows:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"{file.path.name} has {len(tokens):,} tokens but embeddings for {rows:,}: get another version of it.",
+        )
+
+
+def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
+    """`rope_parameters`: llama.cpp's defaults hold for what a file leaves out."""
+    theta, context = keys.real("rope.freq_base", 10_000.0), keys.whole("context_length")
+    kind, factor = keys.value(Key("rope.scaling.type", "linear")), keys.value(Key("rope.scaling.factor", 0.0))
+    factor = factor or keys.value(Key("rope.scale_linear", 0.0))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+    factors = keys.file.tensors.get(_ROPE_FACTORS)
+    if factors is not None:
+        return {**rope, **_llama3_scaling(keys.file, _read(factors), theta, head_dim)}
+    if kind == "none" or not factor or factor == 1:
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise keys.unsupported("rope.scaling.type", kind)
+    rope = {**rope, "rope_type": kind, "factor": keys.real("rope.scaling.factor", float(factor))}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = keys.whole("rope.scaling.original_context_length", context)
+        rope["beta_fast"] = keys.real("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = keys.real("rope.scaling.yarn_beta_slow", 1.0)
+        scale = keys.real("rope.scaling.attn_factor", 1.0)
+        rope["attention_factor"] = scale * (0.1 * math.log(rope["factor"]) + 1.0)
+    return rope
+
+
+def _llama3_scaling(file: GgufFile, factors: NDArray[np.float32], theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, from the factors that llama.cpp's converter made of it, one per frequency.
+
+    transformers computes them from four numbers: frequencies below one bound are divided by `factor`, those above
+    another stay, and between them the share is linear in the frequency (Llama 3.1, `apply_scaling`). Two of the numbers
+    are the two ends of that line; one of the four only scales another, and is taken as 1.
+    """
+    if len(factors) != head_dim // 2 or not np.isfinite(factors).all() or factors.min() <= 0:
+        raise _odd_factors(file)
+    if np.all(factors == 1):
+        return {}
+    frequencies = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    factor = float(factors.max())
+    kept = (1 / factors.astype(np.float64) - 1 / factor) / (1 - 1 / factor)
+    between = (kept > 1e-4) & (kept < 1 - 1e-4)
+    if between.sum() >= 2:
+        slope, start = np.polyfit(frequencies[between], kept[between], 1)
+    else:  # too few to see: the numbers that every published model has
+        slope, start = 8192 / (2 * math.pi * 3), -1 / 3
+    if start >= 0 or slope <= 0:
+        raise _odd_factors(file)
+    high = 1 - 1 / start
+    original = slope * 2 * math.pi * (high - 1)
+    share = np.clip(slope * frequencies + start, 0, 1)
+    if not np.allclose(1 / ((1 - share) / factor + share), factors, rtol=1e-3):
+        raise _odd_factors(file)
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": float(high),
+        "original_max_position_embeddings": round(original),
+    }
+
+
+def _odd_factors(file: GgufFile) -> EngineError:
+    return EngineError(
+        ErrorCode.MODEL_UNSUPPORTED,
+        f"{file.path.name} scales its rotary embedding ({_ROPE_FACTORS}) in a way that Switchyard does not know: use "
+        "the model's safetensors version.",
+    )
+
+
+def _lacks_tensor(file: GgufFile, name: str) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"{file.path.name} has no {name}, so it is not a whole model: get another version of the file.",
+    )
+
+
+def _read(entry: TensorEntry) -> NDArray[np.float32]:
+    """A small tensor's numbers."""
+    if entry.numel > _MOST_READ:
+        raise _damaged(entry, "is too large")
+    try:
+        with open_foreign(entry.file) as stream:
+            stream.seek(entry.offset)
+            raw = stream.read(entry.nbytes)
+    except OSError as error:
+        raise _damaged(entry, f"cannot be read ({reason(error)})") from error
+    if len(raw) != entry.nbytes:
+        raise _damaged(entry, "is cut short")
+    return BY_NAME[entry.dtype].dequantise(np.frombuffer(raw, np.uint8))
+
+
+def _damaged(entry: TensorEntry, what: str) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: download or copy the model again."
+    )
+
+
+def _check_fixed(keys: _Keys, family: Gguf) -> None:
+    """Raises `MODEL_UNSUPPORTED` for a file that wants something else computed than the library's code does."""
+    for name, expected in family.fixed.items():
+        value = keys.value(Key(name, None))
+        if name == "expert_weights_scale" and not value:
+            continue  # llama.cpp takes 0 as none
+        if value is not None and value != expected:
+            raise keys.unsupported(name, value)
+    if keys.value(Key("attention.causal", True)) is False:
+        raise keys.unsupported("attention.causal", False)
+    for name in _CHANGES_ANSWERS:
+        if name not in keys.asked and (value := keys.value(Key(name, None))) and value != 1:
+            raise keys.unsupported(name, value)
+
+
+Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
+
+
+def _rotary(heads: str) -> Arrangement:
+    def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
+        (source,) = sources
+        if source.shape[0] != config[heads] * config["head_dim"] or config["head_dim"] % 2:
+            raise _damaged(source, "does not fit the number of heads")
+        return packed(source.shape, sources, RotaryRows(config[heads]))
+
+    return arrange
+
+
+def _row(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    (source,) = sources
+    return replace(source, shape=(1, *source.shape))
+
+
+def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
+    """A tensor of this shape that is made of these."""
+    first = sources[0]
+    nbytes = sum(source.nbytes for source in sources)
+    return PackedEntry(first.file, first.key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
+
+
+ARRANGEMENTS: dict[str, Arrangement] = {
+    "": lambda sources, _config: sources[0],
+    "rotary_q": _rotary("num_attention_heads"),
+    "rotary_k": _rotary("num_key_value_heads"),
+    "row": _row,
+}
+"""How tensors are made of those in the file: the tensors and the configuration -> the tensor that the model has."""
+
+
+def _expanded(family: Gguf, layers: int) -> Iterator[tuple[str, Made]]:
+    """The names of all tensors that a model of so many layers may have, and what each is made of."""
+    for name, source in family.tensors.items():
+        made = source if isinstance(source, Made) else Made("", source)
+        if "{n}" not in name:
+            yield name, made
+            continue
+        for layer in range(layers):
+            number = str(layer)
+            sources = (each.replace("{n}", number) for each in made.sources)
+            yield name.replace("{n}", number), Made(made.how, *sources)
+
+
+def _rows(entry: TensorEntry) -> Iterator[TensorEntry]:
+    """What a stack of experts holds for each: its part of the bytes."""
+    experts = entry.shape[0]
+    if len(entry.shape) < 2 or experts > _MOST_EXPERTS:
+        raise _damaged(entry, f"is no stack of experts ({entry.shape})")
+    if isinstance(entry, PackedEntry):
+        for sources in zip(*map(_rows, entry.sources), strict=True):
+            yield packed(entry.shape[1:], sources, entry.packing)
+        return
+    nbytes = entry.nbytes // experts
+    for expert in range(experts):
+        yield replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)

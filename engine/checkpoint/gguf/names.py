@@ -1,0 +1,63 @@
+"""Which GGUF file a path means; imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from engine.common.errors import EngineError, ErrorCode
+
+SUFFIX = ".gguf"
+MOST_PARTS = 999
+PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
+"""The name of a part of a model."""
+
+
+def stem_of(path: Path) -> str:
+    """The name of a GGUF file without its ending, and without the number of a part."""
+    part = PART.match(path.name)
+    return part["stem"] if part else path.stem
+
+
+def gguf_at(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a folder without safetensors; of parts the first.
+
+    Returns:
+        `None` if it means something else.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` if a folder has several, of which none is meant more than the others.
+    """
+    if path.suffix.lower() == SUFFIX and not path.is_dir():
+        return _first_part(path)
+    try:
+        names = sorted(entry.name for entry in os.scandir(path) if not entry.name.startswith("."))
+    except OSError:
+        return None
+    files = [path / name for name in names if name.lower().endswith(SUFFIX)]
+    if not files or any(name.endswith(".safetensors") for name in names):
+        return None
+    firsts = sorted({_first_part(file) for file in files if not file.name.lower().startswith("mmproj")})
+    if len(firsts) > 1:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"{path} has several GGUF files ({', '.join(file.name for file in firsts[:3])}, ...): give one of them.",
+        )
+    return firsts[0] if firsts else files[0]
+
+
+def _first_part(path: Path) -> Path:
+    part = PART.match(path.name)
+    return path.with_name(f"{part['stem']}-00001-of-{part['count']}{path.suffix}") if part else path
+
+
+def all_parts(path: Path) -> list[Path]:
+    """The files of the model that begins with this one, by its name."""
+    part = PART.match(path.name)
+    return named_parts(path, min(int(part["count"]), MOST_PARTS)) if part else [path]
+
+
+def named_parts(path: Path, count: int) -> list[Path]:
+    """The names of all parts, given one of them."""
+    return [path.with_name(f"{stem_of(path)}-{at:05}-of-{count:05}{path.suffix}") for at in range(1, count + 1)]

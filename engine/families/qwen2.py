@@ -1,0 +1,8 @@
+"""Qwen2 and Qwen2.5, dense."""
+
+from __future__ import annotations
+
+from engine.families.family import Family
+from engine.families.gguf import DENSE, Gguf
+
+FAMILY = Family(gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE))

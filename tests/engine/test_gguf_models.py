@@ -1,0 +1,138 @@
+"""Models in GGUF files, loaded by us, must say what transformers says of the checkpoint that they were made of."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engine.bench.llama_cpp import LlamaCppPeer, peer_python
+from engine.checkpoint.gguf.file import read_gguf
+from tests.engine.test_family_parity import PROMPT, greedy, loaded, logits
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+from tests.tiny_gguf import dequantised, write_model
+
+PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
+needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mixtral": ("llama", {"sliding_window": None}),
+    "olmoe": ("olmoe", {"num_key_value_heads": 4}),
+    "qwen2": ("qwen2", {"use_sliding_window": False}),
+    "qwen2_moe": ("qwen2moe", {"use_sliding_window": False}),
+    "qwen3": ("qwen3", {"use_sliding_window": False}),
+    "qwen3_moe": ("qwen3moe", {"use_sliding_window": False, "norm_topk_prob": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [*((family, False) for family in MODELS), ("llama", True), ("qwen3_moe", True)]
+)
+def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tied: bool, tmp_path: Path) -> None:
+    architecture, options = MODELS[family]
+    folder = tiny_checkpoint(family, tmp_path / "checkpoint", tie_word_embeddings=tied, **options)
+    file = write_model(folder, tmp_path / "model.gguf", architecture)
+    with loaded(file, "fp32") as ours, torch.no_grad():
+        reference = model_class(tiny_config(family)).from_pretrained(folder, dtype=torch.float32).eval()
+        torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
+        assert greedy(ours.model).tolist() == greedy(reference).tolist()
+        assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
+        assert (ours.info.name, ours.info.family) == ("model", family)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama", "Q5_1"), ("mixtral", "Q4_0"), ("qwen3_moe", "Q8_0")])
+def test_quantised_matrices_are_what_the_gguf_package_says(family: str, kind: str, tmp_path: Path) -> None:
+    architecture, options = MODELS[family]
+    sizes = {"hidden_size": 64, "intermediate_size": 64} | ({"moe_intermediate_size": 32} if "moe" in family else {})
+    folder = tiny_checkpoint(family, tmp_path / "checkpoint", **options, **sizes)
+    file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=kind)
+    stored = read_gguf(file).tensors
+    assert {entry.dtype for entry in stored.values()} == {kind, "F32"}
+    with loaded(file, "fp32") as ours, torch.no_grad():
+        embeddings = torch.from_numpy(dequantised(stored["token_embd.weight"]))
+        assert torch.equal(ours.model.get_input_embeddings().weight, embeddings)
+        keys = torch.from_numpy(dequantised(stored["blk.1.attn_k.weight"])).reshape(2, -1, 2, sizes["hidden_size"])
+        if architecture == "llama":
+            keys = keys.swapaxes(1, 2)
+        assert torch.equal(ours.model.model.layers[1].self_attn.k_proj.weight, keys.reshape(-1, sizes["hidden_size"]))
+        if ours.bank is not None:
+            name = next(name for name in ours.bank.layers if ".1." in name)
+            down = torch.from_numpy(dequantised(stored["blk.1.ffn_down_exps.weight"]))
+            assert torch.equal(ours.bank.layers[name].stacked["down_proj"], down)
+            both = [torch.from_numpy(dequantised(stored[f"blk.1.ffn_{part}_exps.weight"])) for part in ("gate", "up")]
+            assert torch.equal(ours.bank.layers[name].stacked["gate_up_proj"], torch.cat(both, 1))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "metadata"),
+    [
+        (LLAMA3, {}),
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, {"type": "linear", "factor": 4.0}),
+        (
+            {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64},
+            {"type": "yarn", "factor": 4.0, "original_context_length": 64},
+        ),
+    ],
+    ids=["llama3", "linear", "yarn"],
+)
+def test_scaled_rotary_embeddings(scaling: dict[str, Any], metadata: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"head_dim": 64, "rope_parameters": scaling}
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)
+    keys = {f"rope.scaling.{key}": value for key, value in metadata.items()}
+    factors = {} if metadata else {"rope_freqs.weight": _llama3_factors(scaling, 64)}
+    file = write_model(folder, tmp_path / "model.gguf", "llama", tensors=factors, **keys)
+    with loaded(file, "fp32") as ours, torch.no_grad():
+        reference = model_class(tiny_config("llama")).from_pretrained(folder, dtype=torch.float32).eval()
+        torch.testing.assert_close(
+            ours.model.model.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq, rtol=1e-4, atol=0
+        )
+        torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-4)
+
+
+def _llama3_factors(scaling: dict[str, Any], head_dim: int) -> NDArray[np.float32]:
+    """As llama.cpp's converter computes them."""
+    factors = []
+    for frequency in scaling["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim):
+        length = 2 * math.pi / frequency
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        original = scaling["original_max_position_embeddings"]
+        smooth = min(max((original / length - low) / (high - low), 0), 1)
+        factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
+    return np.array(factors, np.float32)
+
+
+@needs_peer
+@pytest.mark.parametrize(("family", "kind"), [*((family, "") for family in MODELS), ("mixtral", "Q4_0")])
+def test_llama_cpp_says_the_same_of_the_same_file(family: str, kind: str, tmp_path: Path) -> None:
+    architecture, options = MODELS[family]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16} if kind else {}
+    folder = tiny_checkpoint(family, tmp_path / "checkpoint", prepare=_spread, **options, **sizes)
+    file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=kind)
+    with LlamaCppPeer("llama.cpp", file, 1, 64, python=PEER) as peer:
+        theirs = torch.from_numpy(peer.logits(PROMPT[0].tolist()))
+    with loaded(file, "fp32") as ours, torch.no_grad():
+        mine = logits(ours.model)[0]
+    # llama.cpp rounds activations to 8 bits before it multiplies them by codes.
+    error = ((mine - theirs).norm() / mine.norm()).item()
+    assert error < (0.05 if kind else 1e-3)
+    if not kind:
+        assert torch.equal(mine.argmax(-1), theirs.argmax(-1))
+
+
+def _spread(model: Any) -> None:
+    """Logits apart from one another, so that rounding does not decide which token is the likeliest."""
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40)
