@@ -117,7 +117,7 @@ class SamplingPopover(Popover):
                 self.tr("How much stronger the loop guard gets with each repeated token"),
             ),
             (
-                self.tr("DRY allowed length"),
+                self.tr("DRY length"),
                 self.dry_allowed_length,
                 self.tr("Repetitions shorter than this many tokens are free"),
             ),
