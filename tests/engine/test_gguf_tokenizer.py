@@ -252,6 +252,21 @@ def test_the_most_probable_pieces() -> None:
     assert backend(metadata).encode("  ab   aa ").tokens == ["▁ab", "▁a", "a", "</s>"]
 
 
+def test_added_tokens_that_look_like_bytes_are_text(tmp_path: Path) -> None:
+    """DeepSeek's, which are the characters of bytes that UTF-8 does not have."""
+    metadata = byte_pairs("a b")
+    types = np.asarray(metadata["tokenizer.ggml.token_type"])
+    letters = "ÀÁõö÷øùúûüýþÿ"
+    for letter in letters:
+        types[backend(metadata).token_to_id(letter)] = USER_DEFINED
+    tokenizer = loaded(metadata, tmp_path)
+    text = f"schön über é 我 {letters}ab"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids[-3:]) == ["þ", "ÿ", "ab"]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert decode_text(tokenizer, ids) == text == "".join(map(detokenizer.feed, ids))
+
+
 @settings(max_examples=30)
 @given(ids=st.lists(st.integers(0, 258), max_size=40))
 @example(ids=[256, 250, 257, 256])

@@ -79,6 +79,9 @@ def test_a_decoder_that_multiplies(folder: Path) -> None:
     replace = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
     write_tokenizer(folder, decoder={"type": "Sequence", "decoders": [replace] * 12})
     refused(folder)
+    chain = [{"type": "Replace", "pattern": {"String": a}, "content": b * 10} for a, b in ("ab", "bc", "cd")]
+    write_tokenizer(folder, decoder={"type": "Sequence", "decoders": chain})
+    refused(folder)
     several = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 1000}
     write_tokenizer(folder, decoder=several)
     refused(folder)

@@ -56,6 +56,9 @@ _WITHIN_FILES = _names(
 _ALWAYS_CONTROL = _ENDS.union(_WITHIN_FILES, *_BETWEEN_FILES.values())
 """Control tokens even where a file calls them normal ones."""
 
+_MOST_FOREIGN = 64
+"""Added tokens that a decoder looks for: the most of a real vocabulary is 13."""
+
 _ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -357,11 +360,7 @@ def _byte_pairs(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
         "normalizer": None if pre.bytes_as_characters else _replace(" ", _SPACE),
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "post_processor": _post_processor(vocabulary, metadata),
-        "decoder": (
-            {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-            if pre.bytes_as_characters
-            else _plain_decoder(strip=False)
-        ),
+        "decoder": _byte_decoder(vocabulary) if pre.bytes_as_characters else _plain_decoder(strip=False),
         "model": _bpe(
             vocabulary,
             _merges(vocabulary, metadata),
@@ -369,6 +368,36 @@ def _byte_pairs(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
             ignore_merges=pre.ignore_merges,
         ),
     }
+
+
+def _byte_decoder(vocabulary: _Vocabulary) -> _Json:
+    """From GPT-2's alphabet to text; added tokens, which are not written in it, stay what they are.
+
+    The library reads an added token in that alphabet if it can: DeepSeek's `ü` would be a byte that is no text. Where
+    no other token has its characters, it is written in the alphabet first.
+    """
+    alphabet = _alphabet()
+    readable = set(alphabet)
+    decoder: _Json = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    foreign = [
+        token
+        for number, token in enumerate(vocabulary.tokens)
+        if vocabulary.types[number] in (_USER_DEFINED, _CONTROL) and not token.isascii() and readable.issuperset(token)
+    ]
+    everything = "\n".join(vocabulary.tokens) if foreign else ""
+    steps = [
+        _replace(token, "".join(alphabet[byte] for byte in token.encode("utf-8")))
+        for token in foreign[:_MOST_FOREIGN]
+        if everything.count(token) == 1
+    ]
+    return {"type": "Sequence", "decoders": [*steps, decoder]} if steps else decoder
+
+
+def _alphabet() -> list[str]:
+    """GPT-2's character for each byte: itself if it can be seen, else one from 256 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in seen else next(others)) for byte in range(0x100)]
 
 
 def _merges(vocabulary: _Vocabulary, metadata: Metadata) -> list[tuple[str, str]]:

@@ -114,15 +114,26 @@ def _check_decoder(directory: Path, decoder: Any) -> None:
 def _times_longer(part: dict[str, Any]) -> float:
     if part.get("type") == "Sequence":
         times = 1.0
+        written: str | None = ""  # by the steps so far; `None` is anything
         for decoder in part.get("decoders", ()):
-            times *= _times_longer(decoder)
+            found, longer = _literal(decoder), _times_longer(decoder)
+            # What finds only characters that no step before it wrote makes other parts of the text longer.
+            alone = bool(found) and written is not None and set(found).isdisjoint(written)
+            times = max(times, longer) if alone else times * longer
+            is_replace = decoder.get("type") == "Replace"  # others may write anything
+            written = written + decoder.get("content", "") if written is not None and is_replace else None
         return times
     if part.get("type") != "Replace":
         return 1.0
-    pattern, content = part.get("pattern", {}), part.get("content", "")
-    least = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
+    content, least = part.get("content", ""), len(_literal(part))
     # A regular expression may find an empty text between any two characters.
     return max(1.0, len(content) / least) if least else 1.0 + len(content)
+
+
+def _literal(part: dict[str, Any]) -> str:
+    """The text that a decoder replaces; empty if it is not one text."""
+    pattern = part.get("pattern", {})
+    return str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
 
 
 def _unreadable(directory: Path, why: str) -> EngineError:
