@@ -400,18 +400,16 @@ def _alphabet() -> list[str]:
     return [chr(byte if byte in seen else next(others)) for byte in range(0x100)]
 
 
-def _merges(vocabulary: _Vocabulary, metadata: Metadata) -> list[tuple[str, str]]:
-    merges: dict[tuple[str, str], None] = {}
+def _merges(vocabulary: _Vocabulary, metadata: Metadata) -> list[str]:
+    merges = list(dict.fromkeys(_strings(metadata, "merges")))
     index = vocabulary.index
-    for merge in _strings(metadata, "merges"):
-        at = merge.find(" ", 1)
-        left, right = merge[:at], merge[at + 1 :]
-        if at < 0 or left not in index or right not in index or left + right not in index:
+    for merge in merges:
+        left, _, right = merge.partition(" ")
+        if left not in index or right not in index or left + right not in index or " " in right:
             raise _DamagedError(f"merges {plain_line(merge[:64])!r}, which is not in its vocabulary")
-        merges[left, right] = None
     if not merges:
         raise _DamagedError("has no merges (tokenizer.ggml.merges)")
-    return list(merges)
+    return merges
 
 
 def _sentence_piece(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
@@ -535,7 +533,11 @@ _BUILDERS = {
 
 
 def _bpe(
-    vocabulary: _Vocabulary, merges: list[tuple[str, str]], *, byte_fallback: bool, ignore_merges: bool = False
+    vocabulary: _Vocabulary,
+    merges: Sequence[str | tuple[str, str]],
+    *,
+    byte_fallback: bool,
+    ignore_merges: bool = False,
 ) -> _Json:
     return {
         "type": "BPE",
