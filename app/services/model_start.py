@@ -35,6 +35,10 @@ class ModelStart(QObject):
         model = self._settings.default_model
         self._looking.ask(lambda: _resolve(model), self._load, lambda error: self._on_not_found(model, error))
 
+    def open(self, model: str) -> None:
+        """Loads the model at a path for now, if it is one: else the one that is loaded stays."""
+        self._looking.ask(lambda: _checked(model), self._load, lambda error: self._on_not_found(model, error))
+
     def restart(self) -> None:
         """Restarts the engine with the model requested last, or else the default one."""
         load = self._client.restart()
@@ -74,3 +78,11 @@ def _resolve(model: str) -> Path:
     from engine.checkpoint.library import resolve  # takes 0.1 s: not before the window opens
 
     return resolve(model)
+
+
+def _checked(model: str) -> Path:
+    from engine.checkpoint.importing import weights_of
+
+    path = _resolve(model)
+    weights_of(path)
+    return path

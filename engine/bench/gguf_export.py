@@ -23,6 +23,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.safetensors_numpy import from_bfloat16
 from engine.checkpoint.shards import fingerprint, read_tensors
@@ -329,7 +330,7 @@ _FORMAT = 1
 
 
 def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None] = lambda _text: None) -> Path:
-    """The GGUF file with this checkpoint's weights, in the cache folder, written if missing.
+    """The GGUF file with this checkpoint's weights, in the cache folder, written if missing; a GGUF file is its own.
 
     Args:
         say: called with progress messages.
@@ -337,6 +338,9 @@ def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], N
     Raises:
         EngineError: as `write_gguf`, and `DISK_FULL`.
     """
+    own = gguf_at(checkpoint)
+    if own is not None:
+        return own
     tensors = read_tensors(checkpoint)
     made_of = json.dumps([_FORMAT, fingerprint(checkpoint, tensors.values())], sort_keys=True)
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]

@@ -53,7 +53,7 @@ def import_model(
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder.name} is already in the library.")
     name = name if name is not None else _default_name(source)
     check_new_name(name)
-    weights = _checked(source)
+    weights = weights_of(source)
     before = _states(weights)
     with disk_errors_explained(models_dir()), staging_folder(models_dir()) as staging:
         side_files = list(_side_files(source)) if source.is_dir() else []
@@ -70,7 +70,7 @@ def import_model(
         records = [_take(file, folder, staging, advance, may_link=False) for file in side_files]
         records += [_take(file, folder, staging, advance, may_link=True) for file in weights]
         # The source may have changed during the copy: check what the library now holds.
-        _checked(staging)
+        weights_of(staging)
         if _states(weights) != before:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
@@ -83,7 +83,7 @@ def import_model(
     return describe(models_dir() / name, name)
 
 
-def _checked(source: Path) -> list[Path]:
+def weights_of(source: Path) -> list[Path]:
     """The files with the weights of a checkpoint, if it is whole and understood.
 
     Raises:

@@ -52,7 +52,8 @@ class Gguf:
 
     Attributes:
         architecture: llama.cpp's name; several families may share one.
-        when: metadata by full key -> whether a file is of this family, if others share its architecture.
+        when: metadata by full key, but for lists -> whether a file is of this family, if others share its
+            architecture.
         config: key of config.json -> key of the metadata; beside those that all architectures have.
         constants: values of config.json that llama.cpp's code fixes.
         fixed: keys of the metadata that must have these values if they are there: the library's code fixes them.

@@ -1,7 +1,7 @@
 """The child process: `python -m engine.foreign_text.child`, one line of JSON in, one out, until stdin ends.
 
     {"do": "check", "folder": F}                          whether its tokenizer.json is usable
-    {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer.json
+    {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer
     {"do": "hold", "bytes": N, "split_special": B}        loads the tokenizer from the N bytes of JSON after the line
     {"do": "drop"}                                        releases it
     {"do": "encode", "text": T, "special": B}             ids, by the loaded tokenizer
@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from engine.checkpoint.gguf.names import gguf_at
 from engine.common.foreign import read_foreign
 from engine.foreign_text.marks import encode_marked, marked
 from engine.foreign_text.templates import TemplateRefusedError, literal_text, render
@@ -116,6 +117,12 @@ class _Child:
 
 
 def _read(folder: str) -> _BackendEncoder:
+    gguf = gguf_at(Path(folder))
+    if gguf is not None:
+        from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
+        from engine.checkpoint.gguf.tokenizer import tokenizer_files
+
+        return _BackendEncoder(tokenizer_files(read_gguf(gguf).metadata, gguf)[TOKENIZER_NAME].encode())
     return _BackendEncoder(read_foreign(Path(folder) / TOKENIZER_NAME, MOST_TOKENIZER_BYTES))
 
 

@@ -49,14 +49,14 @@ def add_parser(subparsers: Any) -> None:
         return sub
 
     action("list", "all models in the library (the default)", _list)
-    what = "`starter`, a library name or a checkpoint directory"
+    what = "`starter`, a library name, a checkpoint directory or a GGUF file"
     action("show", "one model, in full", _show).add_argument("model", metavar="M", help=what)
     fitting = action("fit", "whether a model can run on a machine, and how fast, without downloading it", _fit)
     fitting.add_argument("model", metavar="M", help=f"{what}, a profile in resources/models, or a hub id")
     add_plan_options(fitting)
-    importing = action("import", "add a checkpoint directory", _import)
-    importing.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and safetensors files")
-    importing.add_argument("--name", metavar="NAME", help="its name (default: the folder's name)")
+    importing = action("import", "add a checkpoint directory or a GGUF file", _import)
+    importing.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and weights, or GGUF file")
+    importing.add_argument("--name", metavar="NAME", help="its name (default: that of the folder or file)")
     action("verify", "check every file of a model", _verify).add_argument("model", metavar="M", help=what)
     action("remove", "delete a model from the library", _remove).add_argument("model", metavar="NAME")
     action("pull", "get a model (only `starter`)", _pull).add_argument("model", metavar="M")

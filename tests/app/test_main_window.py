@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import Qt
-from PySide6.QtGui import QGuiApplication
+from PySide6.QtCore import QMimeData, QPoint, QPointF, Qt, QUrl
+from PySide6.QtGui import QDragEnterEvent, QDropEvent, QGuiApplication
 from PySide6.QtWidgets import QApplication, QLabel, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
 
@@ -312,3 +312,26 @@ def test_settings_that_cannot_be_written_are_told(window: MainWindow, settings: 
     (dismiss,) = window.problem_banner.findChildren(QPushButton)
     dismiss.click()
     assert not window.problem_banner.isVisible()
+
+
+def test_a_model_dropped_into_the_window_is_loaded(
+    window: MainWindow, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened = list[str]()
+    monkeypatch.setattr(window.services.model_start, "open", opened.append)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    for path, wanted in ((tmp_path / "a.GGUF", True), (folder, True), (tmp_path, False), (tmp_path / "a.csv", False)):
+        data = QMimeData()
+        data.setUrls([QUrl.fromLocalFile(str(path))])
+        buttons, keys = Qt.MouseButton.LeftButton, Qt.KeyboardModifier.NoModifier
+        enter = QDragEnterEvent(QPoint(9, 9), Qt.DropAction.CopyAction, data, buttons, keys)
+        enter.ignore()
+        QApplication.sendEvent(window, enter)
+        assert enter.isAccepted() == wanted
+        window.page(BATCH).dragEnterEvent(enter)  # which takes files of rows
+        if wanted:
+            QApplication.sendEvent(window, QDropEvent(QPointF(9, 9), Qt.DropAction.CopyAction, data, buttons, keys))
+            assert opened.pop() == str(path)
+    assert opened == []

@@ -17,6 +17,7 @@ from engine.common.errors import ErrorCode
 from engine.common.paths import models_dir
 from engine.protocol import Failed
 from tests.app.scripted_engine import ScriptedEngine
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 WORKER = [sys.executable, "-P", "-m", "tests.app.scripted_worker"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,3 +98,23 @@ def test_a_model_that_cannot_be_loaded_after_a_restart_is_told(
         engine.loads[-1].end(Failed(engine.loads[-1].id, ErrorCode.MODEL_NOT_FOUND, "It is gone."))
     assert told.args == ["It is gone."]
     service.deleteLater()
+
+
+def test_a_model_that_is_opened_by_hand(
+    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot, tmp_path: Path
+) -> None:
+    service, client = start
+    settings.default_model = _model("mine").name
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        service.begin()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF")
+    with qtbot.waitSignal(service.problem, timeout=20_000) as told:
+        service.open(str(broken))
+    assert str(broken) in told.args[0]
+    assert client.model is not None  # the one before stays
+    assert client.model.name.endswith("mine")
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        service.open(str(write_tiny_checkpoint(tmp_path / "other")))
+    assert client.model.name.endswith("other")
+    assert settings.default_model == "mine"

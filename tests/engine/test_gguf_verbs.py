@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ from engine import cli
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.common.errors import ErrorCode
 from engine.common.paths import data_dir, models_dir
+from engine.foreign_text.child import serve
 from engine.tuning.keeping import model_mark
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_gguf, write_model
@@ -63,6 +65,16 @@ def test_chat(run: Any, file: Path, folder: Path) -> None:
     assert answer["model"] == file.stem
     # The checkpoint's own tokenizer and template make as many tokens of the question.
     assert answer["prompt_tokens"] == run("chat", "--model", folder, *CHAT)[1]["prompt_tokens"]
+
+
+def test_tokens_are_counted_by_the_files_own_tokenizer(file: Path, folder: Path) -> None:
+    texts = ["a question", "what is the capital of France?"]
+    requests = [{"do": "count", "folder": str(path), "texts": texts, "seconds": 60} for path in (file, folder)]
+    answers = io.BytesIO()
+    serve(io.BytesIO("".join(f"{json.dumps(request)}\n" for request in requests).encode()), answers)
+    ours, theirs = (json.loads(line)["result"] for line in answers.getvalue().splitlines())
+    assert ours == theirs
+    assert all(ours)
 
 
 def test_experts_from_disk(run: Any, file: Path) -> None:

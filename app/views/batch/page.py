@@ -33,6 +33,7 @@ from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text
 from app.widgets.asking import ask, before_loading
 from app.widgets.banner import Banner
+from app.widgets.dropped_model import dropped_model
 from app.widgets.page import Page
 from app.widgets.quantities import count
 from app.widgets.shortcuts import add_shortcut
@@ -108,7 +109,8 @@ class BatchPage(Page):
         self._show_form(good[0])
 
     def dragEnterEvent(self, event: QDragEnterEvent) -> None:
-        if any(url.isLocalFile() for url in event.mimeData().urls()):
+        # A model is left to the window, which loads it.
+        if dropped_model(event.mimeData()) is None and any(url.isLocalFile() for url in event.mimeData().urls()):
             event.acceptProposedAction()
             self.empty.set_over(True)
 

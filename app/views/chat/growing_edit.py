@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QMimeData, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QKeyEvent, QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QPlainTextEdit, QSizePolicy, QWidget
+
+from app.widgets.dropped_model import dropped_model
 
 MOST_LINES = 10
 
@@ -25,6 +27,10 @@ class GrowingEdit(QPlainTextEdit):
         self.document().setDocumentMargin(0)
         self.document().documentLayout().documentSizeChanged.connect(self._fit)
         self._fit()
+
+    def canInsertFromMimeData(self, source: QMimeData) -> bool:
+        # A model dropped here is meant for the window.
+        return dropped_model(source) is None and super().canInsertFromMimeData(source)
 
     def event(self, event: QEvent) -> bool:
         # With nothing to undo here, Ctrl+Z goes to the page, which restores a deleted chat.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QEvent, QSize, Qt, QTimer, Signal
-from PySide6.QtGui import QCloseEvent, QGuiApplication, QResizeEvent, QShowEvent
+from PySide6.QtGui import QCloseEvent, QDragEnterEvent, QDropEvent, QGuiApplication, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
@@ -16,6 +16,7 @@ from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
 from app.views.main_window.starter_panel import StarterPanel
 from app.widgets.banner import Banner, BannerStack
+from app.widgets.dropped_model import dropped_model
 from app.widgets.page import TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.shortcuts import add_shortcut, keys_of
@@ -50,6 +51,7 @@ class MainWindow(QMainWindow):
         room = screen.availableSize() if screen is not None else SIZE
         self.resize(SIZE.boundedTo(room).expandedTo(SMALLEST))
         self._placed = False
+        self.setAcceptDrops(True)
 
         footer = MachineFooter(client, services.devices)
         self.sidebar = Sidebar(pages, footer, self)
@@ -226,6 +228,18 @@ class MainWindow(QMainWindow):
         row.addWidget(line)
         row.addLayout(right, 1)
         self.setCentralWidget(centre)
+
+    def dragEnterEvent(self, event: QDragEnterEvent) -> None:
+        if dropped_model(event.mimeData()) is not None:
+            event.acceptProposedAction()
+
+    def dropEvent(self, event: QDropEvent) -> None:
+        model = dropped_model(event.mimeData())
+        if model is not None:
+            from app.widgets.asking import before_loading
+
+            event.acceptProposedAction()
+            before_loading(self.services.jobs, self, lambda: self.services.model_start.open(str(model)))
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)

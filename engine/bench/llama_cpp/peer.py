@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from engine.bench.gguf_export import Quantisation, gguf_of
 from engine.bench.report import Report
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.staging import staging_folder
 from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
 from engine.common.errors import EngineError
@@ -230,7 +231,9 @@ def files_beside(checkpoint: Path, precision: str, report: Report, say: Callable
         return {}
     quantisation = _SAME_BITS.get(precision, Quantisation.BF16)
     wanted: dict[str, Callable[[], Path]] = {
-        f"llama.cpp, {quantisation.value}": lambda: gguf_of(checkpoint, quantisation, say)
+        f"llama.cpp, {'same file' if gguf_at(checkpoint) else quantisation.value}": lambda: gguf_of(
+            checkpoint, quantisation, say
+        )
     }
     if checkpoint.name == "starter":
         wanted["llama.cpp, dense parent's Q4_1"] = _starters_parent

@@ -110,9 +110,10 @@ def _family(file: GgufFile) -> tuple[str, Gguf]:
     Raises:
         EngineError: `MODEL_UNSUPPORTED`.
     """
+    scalars = {key: value for key, value in file.metadata.items() if isinstance(value, str | int | float)}
     for model_type in GGUF.get(file.architecture, ()):
         family = family_of(model_type).gguf
-        if family is not None and (family.when is None or family.when(file.metadata)):
+        if family is not None and (family.when is None or family.when(scalars)):
             return model_type, family
     raise EngineError(
         ErrorCode.MODEL_UNSUPPORTED,
@@ -239,17 +240,17 @@ def _check_vocabulary(file: GgufFile, rows: int) -> None:
 def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
     """`rope_parameters`: llama.cpp's defaults hold for what a file leaves out."""
     theta, context = keys.real("rope.freq_base", 10_000.0), keys.whole("context_length")
-    kind, factor = keys.value(Key("rope.scaling.type", "linear")), keys.value(Key("rope.scaling.factor", 0.0))
-    factor = factor or keys.value(Key("rope.scale_linear", 0.0))
+    kind = keys.value(Key("rope.scaling.type", "linear"))
+    place = next((name for name in ("rope.scaling.factor", "rope.scale_linear") if keys.value(Key(name, None))), None)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     factors = keys.file.tensors.get(_ROPE_FACTORS)
     if factors is not None:
         return {**rope, **_llama3_scaling(keys.file, _read(factors), theta, head_dim)}
-    if kind == "none" or not factor or factor == 1:
+    if kind == "none" or place is None or keys.real(place) == 1:
         return rope
     if kind not in ("linear", "yarn"):
         raise keys.unsupported("rope.scaling.type", kind)
-    rope = {**rope, "rope_type": kind, "factor": keys.real("rope.scaling.factor", float(factor))}
+    rope = {**rope, "rope_type": kind, "factor": keys.real(place)}
     if kind == "yarn":
         rope["original_max_position_embeddings"] = keys.whole("rope.scaling.original_context_length", context)
         rope["beta_fast"] = keys.real("rope.scaling.yarn_beta_fast", 32.0)

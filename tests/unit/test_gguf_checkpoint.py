@@ -1,0 +1,156 @@
+"""What a GGUF file says of its model, as config.json: complete, or refused in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGUFValueType, GGUFWriter
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.profile import read_profile
+from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.suggested_sampling import suggested_sampling
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from tests.refusals import refused
+from tests.tiny_gguf import write_gguf
+
+HIDDEN, WIDTH, EXPERTS = 16, 12, 4
+KEYS: dict[str, Any] = {
+    "block_count": 1,
+    "context_length": 100,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": WIDTH,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 5e5,
+    "expert_count": EXPERTS,
+    "expert_used_count": 2,
+}
+TENSORS = {
+    "token_embd.weight": (10, HIDDEN),
+    "output_norm.weight": (HIDDEN,),
+    "blk.0.attn_norm.weight": (HIDDEN,),
+    "blk.0.ffn_norm.weight": (HIDDEN,),
+    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+    "blk.0.ffn_gate_inp.weight": (EXPERTS, HIDDEN),
+    "blk.0.ffn_gate_exps.weight": (EXPERTS, WIDTH, HIDDEN),
+    "blk.0.ffn_up_exps.weight": (EXPERTS, WIDTH, HIDDEN),
+    "blk.0.ffn_down_exps.weight": (EXPERTS, HIDDEN, WIDTH),
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """`write(keys, **general)`: a Mixtral with these keys of its architecture, and others by their whole names."""
+
+    def make(keys: dict[str, Any], general: dict[str, Any] | None = None) -> Path:
+        def add(writer: GGUFWriter) -> None:
+            whole = {f"llama.{name}": value for name, value in keys.items()} | (general or {})
+            for name, value in whole.items():
+                kind = GGUFValueType.UINT64 if type(value) is int and value >= 2**31 else GGUFValueType.get_type(value)
+                writer.add_key_value(name, value, kind, GGUFValueType.INT32 if isinstance(value, list) else None)
+
+        tensors = {name: np.ones(shape) for name, shape in TENSORS.items()}
+        return write_gguf(tmp_path / "model.gguf", tensors, keys=add)
+
+    return make
+
+
+def test_the_configuration(write: Callable[..., Path]) -> None:
+    config = read_config(write(KEYS, {"tokenizer.ggml.eos_token_id": 7}))
+    assert (
+        config.items()
+        >= {
+            "model_type": "mixtral",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 2,
+            "head_dim": 4,
+            "vocab_size": 10,
+            "max_position_embeddings": 100,
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "eos_token_id": 7,
+            "bos_token_id": None,
+        }.items()
+    )
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+    assert config["rms_norm_eps"] == pytest.approx(1e-5)
+
+
+def test_experts_are_found_one_by_one_and_shapes_are_counted(write: Callable[..., Path]) -> None:
+    file = write(KEYS)
+    tensors = read_tensors(file)
+    down = [tensors[f"model.layers.0.block_sparse_moe.experts.{expert}.w2.weight"] for expert in range(EXPERTS)]
+    assert {entry.shape for entry in down} == {(HIDDEN, WIDTH)}
+    assert len({entry.offset for entry in down}) == EXPERTS
+    profile = read_profile(file)
+    assert (profile.experts, profile.experts_per_token) == (EXPERTS, 2)
+    assert profile.parameters == sum(int(np.prod(shape)) for shape in TENSORS.values())
+    assert profile.expert_parameters == 3 * EXPERTS * HIDDEN * WIDTH
+    shape = find_shape(str(file))
+    assert (shape.name, shape.expert_width, shape.moe_layers) == ("model", WIDTH, 1)
+
+
+def test_one_number_per_layer_is_one_number_if_all_are_equal(write: Callable[..., Path]) -> None:
+    keys = KEYS | {"attention.head_count_kv": [2, 2]}
+    assert read_config(write(keys))["num_key_value_heads"] == 2
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, "head_count_kv"):
+        read_config(write(KEYS | {"attention.head_count_kv": [2, 1]}))
+
+
+def test_sampling_hints(write: Callable[..., Path]) -> None:
+    assert suggested_sampling(write(KEYS)) == SamplingParams()
+    hints = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    assert suggested_sampling(write(KEYS, hints)) == SamplingParams(temperature=0.5, top_k=20)
+
+
+@pytest.mark.parametrize(
+    "missing", sorted(KEYS.keys() - {"attention.head_count_kv", "rope.freq_base", "expert_count", "context_length"})
+)
+def test_a_key_that_the_model_needs_is_named(missing: str, write: Callable[..., Path]) -> None:
+    keys = {key: value for key, value in KEYS.items() if key != missing}
+    with refused(ErrorCode.CHECKPOINT_DAMAGED, f"llama.{missing}"):
+        read_config(write(keys))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("expert_weights_norm", False),
+        ("expert_weights_scale", 2.0),
+        ("expert_gating_func", 2),
+        ("attention.causal", False),
+        ("attention.value_length", 8),
+        ("rope.dimension_count", 2),
+        ("attn_logit_softcapping", 30.0),
+        ("logit_scale", 0.5),
+    ],
+)
+def test_what_the_library_would_compute_otherwise_is_refused(
+    key: str, value: object, write: Callable[..., Path]
+) -> None:
+    with refused(ErrorCode.MODEL_UNSUPPORTED, f"llama.{key}"):
+        read_config(write(KEYS | {key: value}))
+
+
+@pytest.mark.parametrize("value", ["text", 0, -1, 2**31, 2**63, float("nan"), 1.5, [3, 1], True, [1] * 5])
+def test_nonsense_is_refused_or_harmless(value: object, write: Callable[..., Path]) -> None:
+    for key in [*KEYS, "rope.scaling.factor", "rope.scaling.type", "attention.key_length", "expert_weights_scale"]:
+        for call in (read_profile, find_shape, suggested_sampling):
+            file = write(KEYS | {key: value})
+            try:
+                call(file if call is not find_shape else str(file))  # type: ignore[operator]
+            except EngineError as error:
+                assert error.code.is_users  # noqa: PT017
