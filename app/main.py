@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from app.icons import logo
 from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change
 from app.services.engine_client import EngineClient
+from app.services.garbage import GarbageCollection
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
 from app.services.window_log import close_window_log, open_window_log
@@ -63,6 +65,7 @@ def _application(argv: list[str]) -> QApplication:
     app.setOrganizationName("Switchyard")
     app.setDesktopFileName("switchyard")
     app.setStyle("Fusion")
+    GarbageCollection(app)
     install_translations(app, QLocale.system(), translations_dir())
     return app
 
@@ -91,6 +94,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
         signal.signal(ending, lambda *_: app.quit())
     window.show()
     QTimer.singleShot(0, window, window.begin)
+    gc.freeze()  # what is there by now is there for good: collections need not look through it
     code = app.exec()
     services.client.close_now()
     services.store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 from PySide6.QtCore import QCoreApplication, QEvent
 from PySide6.QtWidgets import QApplication
 
+from app.services.garbage import collect_if_due
 from app.services.settings import Settings
 from app.theme import BODY_PX, ThemeController
 
@@ -36,10 +38,19 @@ def settings(qapp: QApplication, switchyard_home: Path) -> Iterator[Settings]:
     result.deleteLater()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def garbage_stays_on_this_thread() -> Iterator[None]:
+    """As in the window; around the whole file, so that it holds until the threads of the last test have ended."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(autouse=True)
 def closed_widgets_are_gone(leak_check: None) -> Iterator[None]:
     yield
     _delete_what_was_closed()
+    collect_if_due()
 
 
 def _delete_what_was_closed() -> None:
