@@ -25,7 +25,7 @@ _MOST_COUNT = 2**50
 
 
 @dataclass(frozen=True, eq=False)
-class Forecast:
+class CacheForecast:
     """How another size of the topmost tier would perform, from the miss-ratio curve.
 
     Attributes:
@@ -51,7 +51,7 @@ class Forecast:
         return float(np.interp(slots, self.slots, self.tokens_per_s)) if len(self.tokens_per_s) else None
 
 
-NO_FORECAST = Forecast(np.empty(0), np.empty(0), np.empty(0), np.empty(0))
+NO_FORECAST = CacheForecast(np.empty(0), np.empty(0), np.empty(0), np.empty(0))
 
 
 def sound(report: CacheReport) -> CacheReport:
@@ -80,7 +80,7 @@ def sound(report: CacheReport) -> CacheReport:
     )
 
 
-def forecast(report: CacheReport, place: int = 0) -> Forecast:
+def forecast(report: CacheReport, place: int = 0) -> CacheForecast:
     """For one tier of a sanitised report, the topmost by default; `NO_FORECAST` while there is too little data.
 
     A lower tier gets the misses of the one above: of two LRU caches the bigger one holds everything the smaller
@@ -105,7 +105,7 @@ def forecast(report: CacheReport, place: int = 0) -> Forecast:
     expected = lru if measured is None else _expected(tier, every, lru, measured)
     of_policy = replace(costs, curve_slots=tuple(every.tolist()), curve_hit_rates=tuple(expected.tolist()))
     nothing = 0 < costs.miss_s <= costs.hit_s
-    return Forecast(every, lru, expected, np.array(predicted_rate(of_policy, every.tolist())), nothing)
+    return CacheForecast(every, lru, expected, np.array(predicted_rate(of_policy, every.tolist())), nothing)
 
 
 def _measured(tier: TierReport) -> float | None:

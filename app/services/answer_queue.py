@@ -12,7 +12,7 @@ from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
-from app.services.engine_request import Answer
+from app.services.engine_request import ChatAnswer
 from app.services.sampling_presets import own_sampling
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
@@ -52,7 +52,7 @@ class _Turn:
     answer: Message
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams | None
-    request: Answer | None = None
+    request: ChatAnswer | None = None
     unshown: bool = False
     unsaved: bool = False
     saved_at: float = 0.0

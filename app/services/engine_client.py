@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
-from app.services.engine_request import Answer, BatchRun, Request, TuningRun
+from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
 from app.services.worker_process import WorkerProcess
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
@@ -149,9 +149,9 @@ class EngineClient(QObject):
         return self._responding
 
     @property
-    def answering(self) -> tuple[Answer, ...]:
+    def answering(self) -> tuple[ChatAnswer, ...]:
         """Answers that are being written or queued."""
-        return tuple(request for request in self._open.values() if isinstance(request, Answer))
+        return tuple(request for request in self._open.values() if isinstance(request, ChatAnswer))
 
     @property
     def worker_pid(self) -> int:
@@ -205,9 +205,9 @@ class EngineClient(QObject):
         self._last_config = None
         return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
-    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Answer:
+    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> ChatAnswer:
         """Answer the last of `messages`."""
-        return self._accept(Answer(Generate(_new_id(), tuple(messages), sampling), self._cancel, self))
+        return self._accept(ChatAnswer(Generate(_new_id(), tuple(messages), sampling), self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:
         """Answer a file of rows with the loaded model.  Chats have priority."""

@@ -67,7 +67,7 @@ class Request(QObject):
         self.deleteLater()
 
 
-class Answer(Request):
+class ChatAnswer(Request):
     """An answer to a chat.  Ends in `Finished` or `Failed`.
 
     Signals: token(Token).

@@ -42,7 +42,7 @@ class Recorded:
     clock_jumped: bool = False
 
 
-class Recorder(QObject):
+class HistoryRecorder(QObject):
     """Queues messages for a thread, and emits the results as signals.
 
     Clocks and the session's file are private to the thread.

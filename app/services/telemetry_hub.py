@@ -1,7 +1,7 @@
 """The Monitor's data: the history, the latest reports, and what the last tokens waited for.
 
-On the GUI thread only.  Slow work is done by `Recorder`, `Analyser` and `DeviceMonitor`, which send their results by
-signals, as immutable messages.
+On the GUI thread only.  Slow work is done by `HistoryRecorder`, `Analyser` and `DeviceMonitor`, which send their
+results by signals, as immutable messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from PySide6.QtCore import QObject, Signal
 from app.services.analyser import Analyser, Findings, Machine
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
-from app.services.recorder import Recorded, Recorder
+from app.services.recorder import HistoryRecorder, Recorded
 from app.services.settings import Settings
 from engine.common.model_info import ModelInfo
 from engine.hardware.sensors import SensorSample
@@ -64,7 +64,7 @@ class TelemetryHub(QObject):
         self.experts: ExpertMap | None = None
         self.sample: SensorSample | None = None
         self.findings: Findings | None = None
-        self.recorder = Recorder(self, is_on=self.is_recording)
+        self.recorder = HistoryRecorder(self, is_on=self.is_recording)
         self._analyser = Analyser(clock_ns, self)
         self._marks: list[tuple[int, str]] = []
         """Events from before the history was ready."""

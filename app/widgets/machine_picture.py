@@ -54,7 +54,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class PictureLink:
     """A link between a part and the RAM.
 
     Attributes:
@@ -79,7 +79,7 @@ class MachinePicture(QWidget):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._boxes: dict[Part, Box] = {}
-        self._links: dict[Part, Link] = {}
+        self._links: dict[Part, PictureLink] = {}
         self._at_work: Part | None = None
         self._current: Part | None = None
         self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
@@ -87,7 +87,7 @@ class MachinePicture(QWidget):
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setAccessibleName(self.tr("Picture of this machine"))
 
-    def show_machine(self, boxes: tuple[Box, ...], links: tuple[Link, ...]) -> None:
+    def show_machine(self, boxes: tuple[Box, ...], links: tuple[PictureLink, ...]) -> None:
         """Draws this machine."""
         self._boxes = {box.part: box for box in boxes}
         self._links = {link.part: link for link in links}
@@ -170,12 +170,12 @@ class MachinePicture(QWidget):
             x = (areas["cpu"].left() + ram.right()) / 2  # the middle of their overlap
         return QPointF(x, areas[part].bottom()), QPointF(x, ram.top())
 
-    def _link_width(self, link: Link) -> float:
+    def _link_width(self, link: PictureLink) -> float:
         most = max((one.bytes_per_s for one in self._links.values()), default=0.0)
         # Square root: on a linear scale a disk's link would be too thin beside RAM's.
         return max(_NARROWEST, _WIDEST * (link.bytes_per_s / most) ** 0.5) if most else _NARROWEST
 
-    def _link_area(self, part: Part, link: Link) -> QRectF:
+    def _link_area(self, part: Part, link: PictureLink) -> QRectF:
         start, end = self._link_line(part)
         half = max(8.0, self._link_width(link) / 2)
         return QRectF(start, end).normalized().adjusted(-half, -half, half, half)
@@ -242,7 +242,7 @@ class MachinePicture(QWidget):
             )
             y += self._text_height()
 
-    def _draw_link(self, painter: QPainter, part: Part, link: Link) -> None:
+    def _draw_link(self, painter: QPainter, part: Part, link: PictureLink) -> None:
         colour = self._colour("ram" if part == "gpu" else part)
         start, end = self._link_line(part)
         half = self._link_width(link) / 2

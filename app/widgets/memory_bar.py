@@ -15,7 +15,7 @@ RADIUS_PX = 2.5
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPart:
+class MemoryShare:
     """One part: its name for the legend, its bytes, its colour, and whether it is hatched because it is not ours."""
 
     name: str
@@ -29,14 +29,14 @@ class MemoryBar(QWidget):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._parts: tuple[MemoryPart, ...] = ()
+        self._parts: tuple[MemoryShare, ...] = ()
         self._total = 0
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
 
     def sizeHint(self) -> QSize:
         return QSize(120, HEIGHT_PX)
 
-    def show_parts(self, parts: tuple[MemoryPart, ...], total: int) -> None:
+    def show_parts(self, parts: tuple[MemoryShare, ...], total: int) -> None:
         """`total` in bytes; parts beyond it are cut off."""
         if (parts, total) != (self._parts, self._total):
             self._parts, self._total = parts, total
@@ -60,7 +60,7 @@ class MemoryBar(QWidget):
         painter.end()
 
 
-def _fill(painter: QPainter, area: QRectF, part: MemoryPart) -> None:
+def _fill(painter: QPainter, area: QRectF, part: MemoryShare) -> None:
     solid = themed(part.colour)
     if part.hatched:
         faded = QColor(solid)

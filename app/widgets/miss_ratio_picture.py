@@ -6,7 +6,7 @@ import numpy as np
 from PySide6.QtCore import QCoreApplication, QLineF, QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QFontMetricsF, QPainter, QPen, QPolygonF
 
-from app.models.cache_figures import Forecast
+from app.models.cache_figures import CacheForecast
 from app.theme import colours, themed
 from app.widgets.quantities import number
 from app.widgets.timeline.colours import faded
@@ -20,7 +20,7 @@ _DIFFERS = 0.02
 """Difference of two curves from which both are drawn."""
 
 
-def plot_area(whole: QRectF, metrics: QFontMetricsF, forecast: Forecast) -> QRectF:
+def plot_area(whole: QRectF, metrics: QFontMetricsF, forecast: CacheForecast) -> QRectF:
     """The area for the curves: without the axis labels."""
     right = metrics.horizontalAdvance("000") + 8 if len(forecast.tokens_per_s) else 4
     left = metrics.horizontalAdvance("100%") + 8
@@ -30,7 +30,7 @@ def plot_area(whole: QRectF, metrics: QFontMetricsF, forecast: Forecast) -> QRec
 class MissRatioPicture:
     """One state of the plot; see `app.widgets.miss_ratio_plot.MissRatioPlot.show_tier` for its arguments."""
 
-    def __init__(self, tier: TierReport, forecast: Forecast, room: int, measured: float | None) -> None:
+    def __init__(self, tier: TierReport, forecast: CacheForecast, room: int, measured: float | None) -> None:
         self._tier, self._forecast = tier, forecast
         self._room, self._measured = room, measured
         self._most = tier.most_slots

@@ -6,7 +6,7 @@ from PySide6.QtCore import QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QFont, QFontMetricsF, QKeyEvent, QMouseEvent, QPainter, QPaintEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.models.cache_figures import NO_FORECAST, Forecast
+from app.models.cache_figures import NO_FORECAST, CacheForecast
 from app.theme import scaled, tabular
 from app.widgets.miss_ratio_picture import MissRatioPicture, plot_area
 from app.widgets.quantities import memory, number
@@ -33,7 +33,7 @@ class MissRatioPlot(QWidget):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._tier: TierReport | None = None
-        self._forecast: Forecast = NO_FORECAST
+        self._forecast: CacheForecast = NO_FORECAST
         self._room = 0
         self._measured: float | None = None
         self._wanted: int | None = None
@@ -47,7 +47,7 @@ class MissRatioPlot(QWidget):
 
     # --- what is shown ----------------------------------------------------------------------------
 
-    def show_tier(self, tier: TierReport | None, forecast: Forecast, room: int, measured: float | None) -> None:
+    def show_tier(self, tier: TierReport | None, forecast: CacheForecast, room: int, measured: float | None) -> None:
         """Shows a report.
 
         Args:

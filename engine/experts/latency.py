@@ -31,7 +31,7 @@ _MAX_RATIO = 2.0
 
 
 @dataclass
-class Correction:
+class ObservedRatio:
     """Factor that corrects a measured time, a slow moving average of observed over predicted."""
 
     factor: float = 1.0
@@ -120,9 +120,9 @@ class LatencyModel:
     gpu_token_s: float
     link_latency_s: float
     link_bytes_per_s: float
-    _cpu: Correction = field(default_factory=Correction, init=False, compare=False)
-    _gpu: Correction = field(default_factory=Correction, init=False, compare=False)
-    _link: Correction = field(default_factory=Correction, init=False, compare=False)
+    _cpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
+    _gpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
+    _link: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _joining_s: float = field(default=0.0, init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ class ForeignTextError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """Limits of one request: hundreds of times its normal use.
 
     Attributes:
@@ -60,8 +60,8 @@ class ForeignText:
     It holds one tokenizer at a time, identified by the caller's object.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: RequestLimits | None = None) -> None:
+        self.limits = limits or RequestLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._exchange: _Exchange | None = None

@@ -10,7 +10,7 @@ import pynvml
 
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.gpus import DRM, SysfsCard, sysfs_cards
-from engine.hardware.nvml import Card, Nvml, NvmlUnavailableError, memory_of, own_processes
+from engine.hardware.nvml import Nvml, NvmlCard, NvmlUnavailableError, memory_of, own_processes
 from engine.hardware.system_files import number_of
 
 _TIMEOUT_S = 2.0
@@ -91,7 +91,7 @@ class GpuSensors:
         self._nvml.close()
 
 
-def _nvidia(card: Card, ours: frozenset[int]) -> GpuSample:
+def _nvidia(card: NvmlCard, ours: frozenset[int]) -> GpuSample:
     total, free, mine, others = memory_of(card, ours)
     busy = card.read("nvmlDeviceGetUtilizationRates")
     place = getattr(card.read("nvmlDeviceGetPciInfo"), "busId", None)

@@ -51,7 +51,7 @@ class NvmlUnavailableError(Exception):
     """The message says in one sentence why there is nothing to read."""
 
 
-class Card:
+class NvmlCard:
     """A card inside a `look`: `read` returns a value, or None if the driver has none."""
 
     def __init__(self, library: Any, handle: Any, index: int) -> None:
@@ -83,7 +83,7 @@ class Nvml:
         self._bounded = BoundedCalls("nvml")
         self._is_open = False
 
-    def look(self, at: Callable[[Card], T], *, timeout_s: float = _TIMEOUT_S) -> list[T]:
+    def look(self, at: Callable[[NvmlCard], T], *, timeout_s: float = _TIMEOUT_S) -> list[T]:
         """`at` applied to every visible card, in driver order.
 
         Raises:
@@ -113,7 +113,7 @@ class Nvml:
         with contextlib.suppress(TimeoutError):
             self._bounded(self._close, _TIMEOUT_S)
 
-    def _look(self, at: Callable[[Card], T]) -> list[T]:
+    def _look(self, at: Callable[[NvmlCard], T]) -> list[T]:
         if not self._is_open:
             _preload_for_wsl()
             self._library.nvmlInit()
@@ -123,7 +123,7 @@ class Nvml:
         try:
             for index in range(self._library.nvmlDeviceGetCount()):
                 try:
-                    card = Card(self._library, self._library.nvmlDeviceGetHandleByIndex(index), index)
+                    card = NvmlCard(self._library, self._library.nvmlDeviceGetHandleByIndex(index), index)
                 except self._library.NVMLError as error:
                     if error.value in (pynvml.NVML_ERROR_UNINITIALIZED, pynvml.NVML_ERROR_DRIVER_NOT_LOADED):
                         raise
@@ -163,7 +163,7 @@ def own_processes() -> frozenset[int]:
     return frozenset((os.getpid(), *(process.pid for process in family)))
 
 
-def memory_of(card: Card, ours: frozenset[int]) -> tuple[int | None, int | None, int | None, int | None]:
+def memory_of(card: NvmlCard, ours: frozenset[int]) -> tuple[int | None, int | None, int | None, int | None]:
     """(total, free, used by `ours`, used by others) in bytes.
 
     On Windows the driver does not report memory per program; the last two are then None.
@@ -186,7 +186,7 @@ def memory_of(card: Card, ours: frozenset[int]) -> tuple[int | None, int | None,
     return total, free, mine, max(0, total - free - mine)
 
 
-def _described(card: Card, driver: str | None, ours: frozenset[int]) -> GpuInfo:
+def _described(card: NvmlCard, driver: str | None, ours: frozenset[int]) -> GpuInfo:
     total, free, _, others = memory_of(card, ours)
     capability = card.read("nvmlDeviceGetCudaComputeCapability")
     limit_mw = card.read("nvmlDeviceGetEnforcedPowerLimit")
@@ -210,14 +210,14 @@ def _described(card: Card, driver: str | None, ours: frozenset[int]) -> GpuInfo:
     )
 
 
-def _memory_bandwidth(card: Card) -> float | None:
+def _memory_bandwidth(card: NvmlCard) -> float | None:
     """DDR: two bits per line and clock cycle."""
     lines = card.read("nvmlDeviceGetMemoryBusWidth")
     megahertz = card.read("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_MEM)
     return 2 * megahertz * 1e6 * lines / 8 if lines and megahertz else None
 
 
-def _shader_flops(card: Card) -> float | None:
+def _shader_flops(card: NvmlCard) -> float | None:
     """One FMA per core and cycle."""
     cores = card.read("nvmlDeviceGetNumGpuCores")
     megahertz = card.read("nvmlDeviceGetMaxClockInfo", pynvml.NVML_CLOCK_SM)

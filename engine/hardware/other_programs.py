@@ -19,7 +19,7 @@ Share = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Counts:
+class _CpuSeconds:
     """CPU seconds since boot, over the CPUs that we may use: in total, busy, and ours."""
 
     total_s: float
@@ -62,7 +62,7 @@ class OtherPrograms:
 
         return share
 
-    def _counts(self) -> _Counts | None:
+    def _counts(self) -> _CpuSeconds | None:
         try:
             cpus = self._cpu_times()
         except (OSError, psutil.Error):
@@ -74,7 +74,7 @@ class OtherPrograms:
         totals = [sum(cpu) - getattr(cpu, "guest", 0.0) - getattr(cpu, "guest_nice", 0.0) for cpu in mine]
         idle = [cpu.idle + getattr(cpu, "iowait", 0.0) for cpu in mine]
         ours = [taken for pid in self._pids() if (taken := self._process_s(pid)) is not None]
-        return _Counts(sum(totals), sum(totals) - sum(idle), sum(ours))
+        return _CpuSeconds(sum(totals), sum(totals) - sum(idle), sum(ours))
 
 
 def is_busy(share: float) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
 from engine.planner.memory import MemoryRule, usual_rule
-from engine.planner.simulator.batch_costs import BatchPolicy, distinct_experts
+from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
 from engine.planner.workload import Workload
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -26,7 +26,7 @@ class SearchedPolicy:
         bottleneck: "link", "CPU" or "GPU".
     """
 
-    policy: BatchPolicy
+    policy: OffloadPolicy
     layer_s: float
     bottleneck: str
 
@@ -89,7 +89,7 @@ class PerformanceModel:
             return 0
         return int(room / (self.kv_bytes() * share)) if share > 0 else 1 << 20
 
-    def layer_seconds(self, policy: BatchPolicy) -> tuple[float, str]:
+    def layer_seconds(self, policy: OffloadPolicy) -> tuple[float, str]:
         """Eqs. 12-14: (T, the name of its largest term)."""
         sequences = policy.sequences
         model, gpu, cpu = self.model, self.machine.gpu, self.machine.cpu
@@ -167,7 +167,7 @@ def policies(
             limit = min(performance.largest_batch(cached), work.sequences, most)
             count = 1
             while micro_batch * count <= limit:
-                policy = BatchPolicy(micro_batch * count, micro_batch, resident, cpu_attention, cpu_experts, cached)
+                policy = OffloadPolicy(micro_batch * count, micro_batch, resident, cpu_attention, cpu_experts, cached)
                 yield SearchedPolicy(policy, *performance.layer_seconds(policy))
                 count = max(count + 1, int(count * 1.04))
 

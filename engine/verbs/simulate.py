@@ -13,7 +13,7 @@ from engine.verbs.options import positive_int
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
-    from engine.planner.papers.row import Row
+    from engine.planner.papers.row import PublishedCell
     from engine.planner.simulator.outcome import Outcome
     from engine.planner.simulator.requests import Setting
 
@@ -59,7 +59,7 @@ def _papers(*, as_json: bool) -> int:
     return 0
 
 
-def _table(rows: list[Row], content: dict[str, Any]) -> str:
+def _table(rows: list[PublishedCell], content: dict[str, Any]) -> str:
     lines = []
     for index, row in enumerate(rows):
         if index == 0 or rows[index - 1].paper != row.paper:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineState
-from app.services.engine_request import Answer, Request, TuningRun
+from app.services.engine_request import ChatAnswer, Request, TuningRun
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
@@ -52,19 +52,19 @@ class ScriptedEngine(QObject):
         self.last_error = ""
         self.is_responding = True
         self.loading: float | None = None
-        self.requests: list[Answer] = []
+        self.requests: list[ChatAnswer] = []
         self.cancelled: list[str] = []
         self.restarts = 0
         self.loads: list[Request] = []
         self.knows_a_model = True
         self.tunings: list[TuningRun] = []
-        self.answering: tuple[Answer, ...] = ()
+        self.answering: tuple[ChatAnswer, ...] = ()
         self._tokens = 0
 
     # --- what the page calls ---
 
-    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> Answer:
-        answer = Answer(Generate(f"r{len(self.requests)}", tuple(messages), sampling), self._cancel, self)
+    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> ChatAnswer:
+        answer = ChatAnswer(Generate(f"r{len(self.requests)}", tuple(messages), sampling), self._cancel, self)
         self.requests.append(answer)
         self._tokens = 0
         self.set_state(EngineState.BUSY)

@@ -29,9 +29,9 @@ from engine.planner.schedules import (
 )
 from engine.planner.simulator.batch import CGOPIPE as MOE_LIGHTNING
 from engine.planner.simulator.batch import FLEXGEN_S4, KLOTSKI, system_of
-from engine.planner.simulator.batch_costs import BatchPolicy as Sizes
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.sweeps import (
-    Copy,
+    CopyCost,
     LayerTimes,
     SimulatedCard,
     SweepParts,
@@ -165,7 +165,7 @@ def _times(count: int) -> LayerTimes:
         ("before_s", "between_s", "after_s", "attention_s", "card_attention_s", "host_experts_s"), 1e-3
     )
     return LayerTimes(
-        count, experts_s=1e-3, expert_s=1e-3, expert=Copy(1e-3, 1), experts=EXPERTS, wanted=EXPERTS, hot=2, **part
+        count, experts_s=1e-3, expert_s=1e-3, expert=CopyCost(1e-3, 1), experts=EXPERTS, wanted=EXPERTS, hot=2, **part
     )
 
 
@@ -242,16 +242,16 @@ def test_the_executor_does_what_the_simulator_assumes(
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        (MOE_LIGHTNING, Sizes(8, 2)),
-        (MOE_LIGHTNING, Sizes(8, 2, cpu_attention=False)),
-        (MOE_LIGHTNING, Sizes(8, 2, cpu_experts=True)),
-        (MOE_LIGHTNING, Sizes(8, 2, cpu_attention=False, cpu_experts=True)),
-        (KLOTSKI, Sizes(8, 2, cpu_attention=False)),
-        (FLEXGEN_S4, Sizes(8, 2, cpu_attention=False)),
+        (MOE_LIGHTNING, OffloadPolicy(8, 2)),
+        (MOE_LIGHTNING, OffloadPolicy(8, 2, cpu_attention=False)),
+        (MOE_LIGHTNING, OffloadPolicy(8, 2, cpu_experts=True)),
+        (MOE_LIGHTNING, OffloadPolicy(8, 2, cpu_attention=False, cpu_experts=True)),
+        (KLOTSKI, OffloadPolicy(8, 2, cpu_attention=False)),
+        (FLEXGEN_S4, OffloadPolicy(8, 2, cpu_attention=False)),
     ],
 )
 def test_what_a_plan_offers_is_executed(
-    on_card: LoadedModel, name: str, sizes: Sizes, monkeypatch: pytest.MonkeyPatch
+    on_card: LoadedModel, name: str, sizes: OffloadPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where attention and experts are computed as well: prompts by one schedule, answers by another."""
     system = system_of(name, sizes)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from engine.common.errors import RequestCancelled
 from engine.foreign_text import process
-from engine.foreign_text.process import ForeignText, ForeignTextError, Limits
+from engine.foreign_text.process import ForeignText, ForeignTextError, RequestLimits
 from engine.foreign_text.templates import TemplateRefusedError, render
 from tests.foreign_tokenizers import (
     PANIC_TEXT,
@@ -28,8 +28,8 @@ from tests.foreign_tokenizers import (
 )
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-SHORT = Limits(seconds=0.3, characters_per_s=10**9)
-SMALL = Limits(memory_bytes=200 * 2**20)
+SHORT = RequestLimits(seconds=0.3, characters_per_s=10**9)
+SMALL = RequestLimits(memory_bytes=200 * 2**20)
 
 
 def never() -> bool:
@@ -82,7 +82,7 @@ def test_a_template_that_never_ends_is_stopped(text: ForeignText) -> None:
     text.limits = SHORT
     with pytest.raises(ForeignTextError, match="seconds"):
         text.render(ENDLESS, {}, never)
-    text.limits = Limits()
+    text.limits = RequestLimits()
     assert text.render("x", {}, never) == "x"
 
 
@@ -115,7 +115,7 @@ def test_a_template_that_fills_memory_is_stopped(text: ForeignText, template: st
 
 
 def test_memory_is_watched_where_no_system_limits_it(text: ForeignText) -> None:
-    text.limits = Limits(memory_bytes=1)
+    text.limits = RequestLimits(memory_bytes=1)
     with pytest.raises(ForeignTextError, match="of memory"):
         text.render(ENDLESS, {}, never)
 

@@ -9,7 +9,16 @@ from hypothesis import given
 
 from app.widgets.markdown_view import stream_parser
 from app.widgets.markdown_view.plain_text import plain_text
-from app.widgets.markdown_view.segments import CodeBlock, Gap, Marker, RuleBlock, Segment, Span, TableBlock, TextBlock
+from app.widgets.markdown_view.segments import (
+    CodeBlock,
+    Gap,
+    Marker,
+    RuleBlock,
+    Segment,
+    TableBlock,
+    TextBlock,
+    TextSpan,
+)
 from app.widgets.markdown_view.stream_parser import StreamParser
 from tests.unit.markdown_texts import EVERYTHING, chunked_texts
 
@@ -38,15 +47,15 @@ def texts(segments: list[Segment]) -> list[str]:
 def test_inline_styles() -> None:
     [block] = parse("a **b *c* ** ~~d~~ `e*` [f](https://g.h)")
     assert isinstance(block, TextBlock)
-    assert Span("e*", code=True) in block.spans
-    assert Span("d", strike=True) in block.spans
-    assert Span("c", bold=False, italic=True) in block.spans
-    assert Span("f", href="https://g.h") in block.spans
+    assert TextSpan("e*", code=True) in block.spans
+    assert TextSpan("d", strike=True) in block.spans
+    assert TextSpan("c", bold=False, italic=True) in block.spans
+    assert TextSpan("f", href="https://g.h") in block.spans
 
 
 def test_headings_rules_and_code() -> None:
     assert parse("## Two\n\n---\n\n```c++ x\nint a;\n\n```") == [
-        TextBlock((Span("Two"),), gap=Gap.HEADING, heading=2),
+        TextBlock((TextSpan("Two"),), gap=Gap.HEADING, heading=2),
         RuleBlock(),
         CodeBlock("int a;\n", "c++"),
     ]
@@ -79,8 +88,8 @@ def test_tables() -> None:
     [table] = parse("| a | b |\n|:-:|--:|\n| 1 | `x` |\n| 2 |")
     assert isinstance(table, TableBlock)
     assert table.alignments == ("center", "right")
-    assert table.rows[1] == ((Span("1"),), (Span("x", code=True),))
-    assert table.rows[2] == ((Span("2"),), ())
+    assert table.rows[1] == ((TextSpan("1"),), (TextSpan("x", code=True),))
+    assert table.rows[2] == ((TextSpan("2"),), ())
 
 
 @pytest.mark.parametrize(
@@ -93,7 +102,7 @@ def test_only_web_and_mail_addresses_are_links(address: str) -> None:
 
 def test_images_are_words() -> None:
     assert parse("![a *photo*](https://example.org/p.png)") == [
-        TextBlock((Span("[image: a photo]", href="https://example.org/p.png"),))
+        TextBlock((TextSpan("[image: a photo]", href="https://example.org/p.png"),))
     ]
 
 
@@ -104,11 +113,11 @@ def test_html_is_text() -> None:
 
 @pytest.mark.parametrize("maths", ["$a*b*c$", "\\(x_1 * y_1 * z\\)", "\\[ a*b*c \\]", "$$\\frac{a}{b}_c_d$$"])
 def test_mathematics_is_left_alone(maths: str) -> None:
-    assert parse(f"Given {maths} so") == [TextBlock((Span(f"Given {maths} so"),))]
+    assert parse(f"Given {maths} so") == [TextBlock((TextSpan(f"Given {maths} so"),))]
 
 
 def test_prices_are_no_mathematics() -> None:
-    assert Span("more", bold=True) in parse("from $5 **more** to $6")[0].spans  # type: ignore[union-attr]
+    assert TextSpan("more", bold=True) in parse("from $5 **more** to $6")[0].spans  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_shown_is_replaced() -> None:
@@ -121,9 +130,9 @@ def test_what_cannot_be_shown_is_replaced() -> None:
         ("text\n\n```py\nx = 1", CodeBlock("x = 1", "py")),
         ("```", CodeBlock("")),
         ("- a\n- ", TextBlock((), "l", Gap.ITEM, marker=Marker())),
-        ("| a |\n|---|\n| b", TableBlock(("left",), (((Span("a"),),), ((Span("b"),),)))),
-        ("> q", TextBlock((Span("q"),), "q")),
-        ("so **bo", TextBlock((Span("so **bo"),))),
+        ("| a |\n|---|\n| b", TableBlock(("left",), (((TextSpan("a"),),), ((TextSpan("b"),),)))),
+        ("> q", TextBlock((TextSpan("q"),), "q")),
+        ("so **bo", TextBlock((TextSpan("so **bo"),))),
     ],
 )
 def test_open_ends_show_sensibly(prefix: str, last: Segment) -> None:
@@ -186,7 +195,7 @@ def test_a_late_definition_makes_links_of_what_came_before() -> None:
     parser = stream(["See [a].\n\n", "More.\n\n", "[a]: https://example.org\n\n", "End."])
     assert not any(span.href for span in parser.finished[0].spans)  # type: ignore[union-attr]
     parser.finish()
-    assert Span("a", href="https://example.org") in parser.finished[0].spans  # type: ignore[union-attr]
+    assert TextSpan("a", href="https://example.org") in parser.finished[0].spans  # type: ignore[union-attr]
 
 
 def test_appending_costs_the_tail_and_not_the_whole() -> None:
@@ -268,7 +277,7 @@ def test_a_list_longer_than_the_window_is_cut_between_items() -> None:
 def test_a_table_longer_than_the_window_keeps_its_header() -> None:
     source = "| name | value |\n|---|---:|\n" + "\n".join(f"| n{number} | {number} |" for number in range(3_000))
     tables = parse(source)
-    assert all(isinstance(table, TableBlock) and table.rows[0][0] == (Span("name"),) for table in tables)
+    assert all(isinstance(table, TableBlock) and table.rows[0][0] == (TextSpan("name"),) for table in tables)
     assert sum(len(table.rows) - 1 for table in tables if isinstance(table, TableBlock)) == 3_000
 
 

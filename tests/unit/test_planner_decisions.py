@@ -17,7 +17,7 @@ from engine.planner.memory import card_memory, expert_slots, indexes, share_on_d
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.policy_search import PerformanceModel, search_policy
 from engine.planner.roofline import HierarchicalRoofline, Level, operational_intensity, roofline_of
-from engine.planner.simulator.batch_costs import BatchPolicy, distinct_experts
+from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
 from engine.planner.workload import WORKLOADS, Workload, parse_workload
 
 _RATE = st.floats(1e9, 1e15)
@@ -78,7 +78,7 @@ def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machi
         kept = performance.kv_bytes() * policy.sequences * policy.cached
         assert kept <= performance.card_room(policy.resident)
         for micro_batch in (1, policy.micro_batch):
-            seconds, _ = performance.layer_seconds(BatchPolicy(micro_batch, micro_batch))
+            seconds, _ = performance.layer_seconds(OffloadPolicy(micro_batch, micro_batch))
             assert found.tokens_per_s_per_layer >= 0.99 * micro_batch / seconds
 
 

@@ -11,19 +11,19 @@ import pytest
 from engine.planner.costs import EFFICIENCY, Efficiency
 from engine.planner.papers import duoserve, fiddler, moe_lightning
 from engine.planner.papers.report import all_rows, document, factors, median_deviation
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[PublishedCell]:
     return all_rows()
 
 
-def of(rows: list[Row], paper: str, table: str) -> list[Row]:
+def of(rows: list[PublishedCell], paper: str, table: str) -> list[PublishedCell]:
     return [row for row in rows if row.paper == paper and row.table.startswith(table)]
 
 
-def test_every_row_is_a_number_beside_a_number(rows: list[Row]) -> None:
+def test_every_row_is_a_number_beside_a_number(rows: list[PublishedCell]) -> None:
     assert len({(row.paper, row.table, row.cell) for row in rows}) == len(rows)
     for row in rows:
         assert row.kind in (THROUGHPUT, DERIVED)
@@ -32,7 +32,7 @@ def test_every_row_is_a_number_beside_a_number(rows: list[Row]) -> None:
         assert math.isfinite(row.predicted)
 
 
-def test_all_published_tables_are_there(rows: list[Row]) -> None:
+def test_all_published_tables_are_there(rows: list[PublishedCell]) -> None:
     counts: dict[str, int] = defaultdict(int)
     for row in rows:
         counts[row.paper] += 1
@@ -49,8 +49,8 @@ _NOT_RANKED = ("4: mu", "4: N/mu")
 """What the policy search finds: the throughputs are predicted for the published policies."""
 
 
-def test_the_rank_order_is_right_in_every_table(rows: list[Row]) -> None:
-    tables: dict[tuple[str, str], list[Row]] = defaultdict(list)
+def test_the_rank_order_is_right_in_every_table(rows: list[PublishedCell]) -> None:
+    tables: dict[tuple[str, str], list[PublishedCell]] = defaultdict(list)
     for row in rows:
         tables[row.paper, row.table].append(row)
     for (_, table), cells in tables.items():
@@ -63,19 +63,19 @@ def test_the_rank_order_is_right_in_every_table(rows: list[Row]) -> None:
                 assert low.predicted < high.predicted, f"{table}: {low.cell} / {high.cell}"
 
 
-def test_medians_are_within_what_the_model_promises(rows: list[Row]) -> None:
+def test_medians_are_within_what_the_model_promises(rows: list[PublishedCell]) -> None:
     assert median_deviation(rows, THROUGHPUT) <= 0.20
     assert median_deviation(rows, DERIVED) <= 0.05
 
 
-def test_medians_do_not_count_what_the_profiles_were_given(rows: list[Row]) -> None:
+def test_medians_do_not_count_what_the_profiles_were_given(rows: list[PublishedCell]) -> None:
     without = [row for row in rows if not row.given]
     assert len(without) < len(rows)
     for kind in (THROUGHPUT, DERIVED):
         assert median_deviation(without, kind) == median_deviation(rows, kind)
 
 
-def test_at_most_four_named_factors_and_all_are_listed(rows: list[Row]) -> None:
+def test_at_most_four_named_factors_and_all_are_listed(rows: list[PublishedCell]) -> None:
     listed = factors()
     assert len(listed) <= 4
     assert all(factor.meaning for factor in listed)
@@ -85,7 +85,7 @@ def test_at_most_four_named_factors_and_all_are_listed(rows: list[Row]) -> None:
     ]
 
 
-def test_predictions_repeat(rows: list[Row]) -> None:
+def test_predictions_repeat(rows: list[PublishedCell]) -> None:
     again = [*duoserve.rows(EFFICIENCY), *moe_lightning.rows(EFFICIENCY)]
     assert again == [row for row in rows if row.paper in ("DuoServe-MoE", "MoE-Lightning")]
 
@@ -100,10 +100,10 @@ def test_a_factor_moves_predictions_but_no_dimension() -> None:
 
 
 def test_a_bound_that_is_kept_does_not_deviate() -> None:
-    row = Row("p", "t", "c", "%", THROUGHPUT, 1.0, 0.4, bound=True)
+    row = PublishedCell("p", "t", "c", "%", THROUGHPUT, 1.0, 0.4, bound=True)
     assert row.deviation == 0
-    assert Row("p", "t", "c", "%", THROUGHPUT, 1.0, 1.5, bound=True).deviation == pytest.approx(0.5)
-    assert Row("p", "t", "c", "x", THROUGHPUT, 2.0, 1.5).deviation == pytest.approx(-0.25)
+    assert PublishedCell("p", "t", "c", "%", THROUGHPUT, 1.0, 1.5, bound=True).deviation == pytest.approx(0.5)
+    assert PublishedCell("p", "t", "c", "x", THROUGHPUT, 2.0, 1.5).deviation == pytest.approx(-0.25)
 
 
 def test_popularity_has_the_published_quantiles() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.schedules import CGOPIPE, CPU_EXPERTS, HYBRID, KLOTSKI, S3, S4, SCHEDULES, Schedule
-from engine.planner.simulator.sweeps import Copy, LayerTimes, SweepParts, predicted_seconds
+from engine.planner.simulator.sweeps import CopyCost, LayerTimes, SweepParts, predicted_seconds
 
 SECONDS = st.floats(0.0001, 0.01)
 EXPERTS = 8
@@ -22,8 +22,8 @@ def sweeps_of_parts(draw: st.DrawFn) -> SweepParts:
     names = "before_s between_s after_s attention_s card_attention_s experts_s expert_s host_experts_s"
     times = LayerTimes(
         count=draw(st.integers(1, 6)),
-        expert=Copy(draw(st.floats(0.0001, 0.01))),
-        cache=Copy(draw(SECONDS)),
+        expert=CopyCost(draw(st.floats(0.0001, 0.01))),
+        cache=CopyCost(draw(SECONDS)),
         experts=EXPERTS,
         wanted=wanted,
         hot=draw(st.integers(0, 4)),
@@ -59,7 +59,9 @@ def test_cgopipe_is_never_slower_than_one_micro_batch_after_the_other(sweep: Swe
 
 def test_a_slow_link_is_all_that_counts_for_cgopipe() -> None:
     parts: dict[str, Any] = dict.fromkeys(("before_s", "between_s", "after_s", "experts_s", "expert_s"), 1e-6)
-    times = LayerTimes(4, attention_s=1e-6, cache=Copy(1e-3), expert=Copy(0.005), experts=10, wanted=10, hot=0, **parts)
+    times = LayerTimes(
+        4, attention_s=1e-6, cache=CopyCost(1e-3), expert=CopyCost(0.005), experts=10, wanted=10, hot=0, **parts
+    )
     sweep, sweeps = SweepParts(10, times, 1e-6), 50
     assert _seconds(CGOPIPE, sweep, sweeps) == pytest.approx(sweeps * 10 * 0.05, rel=0.01)
     # S4 sends keys and values over the same link.

@@ -11,7 +11,7 @@ from app.services.history.buckets import BucketSeries, Floats, spread
 from app.services.history.busy import BusyTime
 from app.services.history.gauges import GaugeHistory, gauges_of
 from app.services.history.records import RecordHistory
-from app.services.history.runs import Run, RunHistory
+from app.services.history.runs import PhaseRun, RunHistory
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import BATCH_STEP, D2H, DECODE, DISK, GPU, H2D, PHASE
 from engine.telemetry.records import Records, no_spans, no_steps
@@ -182,11 +182,11 @@ class History:
         """The last steps that ended."""
         return self._steps.last(count)
 
-    def runs_between(self, start_ns: float, end_ns: float) -> list[Run]:
+    def runs_between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
         """Phases that overlap a range."""
         return self._runs.between(start_ns, end_ns)
 
-    def last_request(self, before_ns: float) -> list[Run]:
+    def last_request(self, before_ns: float) -> list[PhaseRun]:
         """Phases of the last request with a decode that began before a moment, up to that decode; empty if none."""
         return self._runs.last_request(before_ns)
 

@@ -15,7 +15,7 @@ _KIND = {PROMPT: PREFILL, SAMPLE: PREFILL}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PhaseRun:
     """Consecutive steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or another name).
 
     Attributes:
@@ -34,7 +34,7 @@ class RunHistory:
     """The last runs, in the order they began."""
 
     def __init__(self) -> None:
-        self._runs: deque[Run] = deque(maxlen=MOST_RUNS)
+        self._runs: deque[PhaseRun] = deque(maxlen=MOST_RUNS)
 
     def add(self, steps: Records) -> None:
         """Add steps, in order."""
@@ -50,9 +50,9 @@ class RunHistory:
             if last is not None and (last.phase, last.request) == (kind, request) and start - last.end_ns <= _GAP_NS:
                 self._runs[-1] = replace(last, end_ns=max(end, last.end_ns), tokens=last.tokens + read)
             else:
-                self._runs.append(Run(kind, request, start, end, read, number))
+                self._runs.append(PhaseRun(kind, request, start, end, read, number))
 
-    def between(self, start_ns: float, end_ns: float) -> list[Run]:
+    def between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
         """Runs that overlap [start, end)."""
         found = []
         for run in reversed(self._runs):
@@ -62,9 +62,9 @@ class RunHistory:
                 found.append(run)
         return found[::-1]
 
-    def last_request(self, before_ns: float) -> list[Run]:
+    def last_request(self, before_ns: float) -> list[PhaseRun]:
         """Runs of the last request with a decode that began before a moment, up to that decode; empty if none."""
-        found: list[Run] = []
+        found: list[PhaseRun] = []
         for run in reversed(self._runs):
             if not found and not (run.phase == DECODE and run.start_ns < before_ns):
                 continue

@@ -9,7 +9,7 @@ from app.services.batch_jobs import BatchJobs
 from app.widgets.asking import ask
 
 
-class CloseGuard(QObject):
+class RunningJobGuard(QObject):
     """Asks when the user closes the window; does not hold up a system shutdown."""
 
     def __init__(self, jobs: BatchJobs, parent: QWidget) -> None:

@@ -13,7 +13,7 @@ from app.theme import scaled
 from app.views.batch.progress_card import ProgressCard
 from app.views.batch.row_detail import RowDetail
 from app.views.batch.rows_card import RowsCard
-from app.views.batch.settings_card import SettingsCard
+from app.views.batch.settings_card import SharedSettingsCard
 from engine.batch_files.messages import BatchRow
 
 SIDE_PX = 320
@@ -29,7 +29,7 @@ class JobView(QWidget):
         self._key = ""
         self.progress = ProgressCard(self)
         self.rows = RowsCard(self)
-        self.settings = SettingsCard(self)
+        self.settings = SharedSettingsCard(self)
         self.detail = RowDetail(self)
         self._side = QStackedWidget(self)
         self._side.addWidget(self.settings)

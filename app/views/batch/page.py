@@ -23,7 +23,7 @@ from app.services.batch_job import UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
-from app.views.batch.close_guard import CloseGuard
+from app.views.batch.close_guard import RunningJobGuard
 from app.views.batch.dialogs import ask_folder, ask_input_files
 from app.views.batch.empty_batch import EmptyBatch
 from app.views.batch.head import BatchHead
@@ -66,7 +66,7 @@ class BatchPage(Page):
         self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.empty = EmptyBatch(self)
-        self.guard = CloseGuard(jobs, self)
+        self.guard = RunningJobGuard(jobs, self)
         self.form = NewJob(client, sample, self)
         self.job_view = JobView(self)
         self.pages = QStackedWidget(self)

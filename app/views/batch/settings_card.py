@@ -18,7 +18,7 @@ _PLACE = re.compile(r"\{\{.+?\}\}")
 _MOST_CHARACTERS = 600
 
 
-class SettingsCard(Card):
+class SharedSettingsCard(Card):
     """Read-only: all answers of a job come from the same settings."""
 
     def __init__(self, parent: QWidget | None = None) -> None:

@@ -18,7 +18,7 @@ from app.services.settings import STARTER, Settings
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.batch_hint import BatchHint
-from app.views.chat.close_guard import CloseGuard
+from app.views.chat.close_guard import UnsavedTextGuard
 from app.views.chat.composer import Composer
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
@@ -79,7 +79,7 @@ class ChatView(Page):
         self._pages = QStackedWidget(self)
         self.toast = Toast(self)
         self._shows_chats = False
-        self._close_guard = CloseGuard(store, self)
+        self._close_guard = UnsavedTextGuard(store, self)
         self.setFocusProxy(self.composer)
         self._lay_out()
         self._connect_page()

@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QMessageBox, QWidget
 from app.services.chat_store import ChatStore
 
 
-class CloseGuard(QObject):
+class UnsavedTextGuard(QObject):
     """Watches a window; asks before it closes with unsaved text."""
 
     def __init__(self, store: ChatStore, parent: QWidget) -> None:

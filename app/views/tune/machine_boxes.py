@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from PySide6.QtCore import QCoreApplication
 
-from app.widgets.machine_picture import Box, BoxLine, Link, Part
+from app.widgets.machine_picture import Box, BoxLine, Part, PictureLink
 from app.widgets.quantities import arithmetic, memory, rate
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import GpuInfo
@@ -39,7 +39,7 @@ _SETS = (
 )
 
 
-def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tuple[Link, ...]]:
+def machine_boxes(look: MachineLook, found: Found) -> tuple[tuple[Box, ...], tuple[PictureLink, ...]]:
     """Boxes and links for `MachinePicture`."""
     boxes = (_gpu(look, found), _cpu(look, found), _ram(look), _disk(look))
     return boxes, tuple(
@@ -196,7 +196,7 @@ def _disk_kind(kind: DiskKind) -> str:
     }[kind]
 
 
-def _card_link(look: MachineLook, found: Found) -> Link | None:
+def _card_link(look: MachineLook, found: Found) -> PictureLink | None:
     if look.profile.gpu is None:
         return None
     link, numbers = look.profile.link, _Numbers(look, found)
@@ -208,22 +208,22 @@ def _card_link(look: MachineLook, found: Found) -> Link | None:
         width = f" ×{card.pcie_width_now or card.pcie_width}" if card.pcie_width_now or card.pcie_width else ""
         up = BoxLine(f"PCIe {card.pcie_generation}.0{width}, {up.text}", up.origin)
         labels = [up, down]
-    return Link("gpu", numbers.value(link.h2d, "h2d"), tuple(labels), numbers.is_measured("link.h2d", "h2d"))
+    return PictureLink("gpu", numbers.value(link.h2d, "h2d"), tuple(labels), numbers.is_measured("link.h2d", "h2d"))
 
 
-def _ram_link(look: MachineLook, found: Found) -> Link:
+def _ram_link(look: MachineLook, found: Found) -> PictureLink:
     cpu, numbers = look.profile.cpu, _Numbers(look, found)
     what: tuple[Measured, ...] = ("ram",)
     line = numbers.line("cpu.ram_bytes_per_s", cpu.ram_bytes_per_s, *what)
     labels = (line, BoxLine(translate("Tune", "reading RAM"), line.origin))
     value = numbers.value(cpu.ram_bytes_per_s, *what)
-    return Link("cpu", value, labels, numbers.is_measured("cpu.ram_bytes_per_s", *what))
+    return PictureLink("cpu", value, labels, numbers.is_measured("cpu.ram_bytes_per_s", *what))
 
 
-def _disk_link(look: MachineLook, found: Found) -> Link:
+def _disk_link(look: MachineLook, found: Found) -> PictureLink:
     numbers, kept = _Numbers(look, found), look.profile.disk_bytes_per_s
     line = numbers.line("disk_bytes_per_s", kept, "disk")
-    return Link("disk", numbers.value(kept, "disk"), (line,), numbers.is_measured("disk_bytes_per_s", "disk"))
+    return PictureLink("disk", numbers.value(kept, "disk"), (line,), numbers.is_measured("disk_bytes_per_s", "disk"))
 
 
 def _joined(*lines: BoxLine) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from app.widgets.markdown_view.segments import CodeBlock, Gap, RuleBlock, Segment, Span, TableBlock, TextBlock
+from app.widgets.markdown_view.segments import CodeBlock, Gap, RuleBlock, Segment, TableBlock, TextBlock, TextSpan
 
 
-def spans_text(spans: Iterable[Span]) -> str:
+def spans_text(spans: Iterable[TextSpan]) -> str:
     return "".join(span.text for span in spans)
 
 

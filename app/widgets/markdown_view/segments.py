@@ -24,7 +24,7 @@ class Gap(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TextSpan:
     """A run of text in one style.  `href` is empty or an http, https or mailto address; line breaks are `\\n`."""
 
     text: str
@@ -52,7 +52,7 @@ class Marker:
 class TextBlock:
     """A paragraph, a heading (level 1 to 6) or the text of a list item."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
     containers: str = ""
     gap: Gap = Gap.PARAGRAPH
     heading: int = 0
@@ -74,7 +74,7 @@ class TableBlock:
     """A table; the first row is its header, and every row has as many cells as there are alignments."""
 
     alignments: tuple[Alignment, ...]
-    rows: tuple[tuple[tuple[Span, ...], ...], ...]
+    rows: tuple[tuple[tuple[TextSpan, ...], ...], ...]
     containers: str = ""
     gap: Gap = Gap.PARAGRAPH
 

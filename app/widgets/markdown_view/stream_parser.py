@@ -16,7 +16,7 @@ from collections.abc import MutableMapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from app.widgets.markdown_view.segments import Segment, Span, TextBlock
+from app.widgets.markdown_view.segments import Segment, TextBlock, TextSpan
 from app.widgets.markdown_view.token_reader import TokenReader
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class StreamParser:
             if max(token.level for token in block) >= MAX_NESTING - 2:
                 # markdown-it drops what is nested deeper than its limit; show it verbatim instead.
                 lines = lines or source.split("\n")
-                segments.append(TextBlock((Span("\n".join(lines[start:end])),)))
+                segments.append(TextBlock((TextSpan("\n".join(lines[start:end])),)))
             else:
                 segments += TokenReader(parse_inline).read(block)
         return segments

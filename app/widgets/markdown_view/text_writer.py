@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from PySide6.QtGui import QColor, QFont, QTextBlockFormat, QTextCharFormat, QTextCursor
 
 from app.widgets.markdown_view.markers import number_width
-from app.widgets.markdown_view.segments import Span, TextBlock, quote_part
+from app.widgets.markdown_view.segments import TextBlock, TextSpan, quote_part
 from app.widgets.markdown_view.style import MAX_VISIBLE_DEPTH, Style
 
 
@@ -18,7 +18,7 @@ def base_format(font: QFont, colour: str) -> QTextCharFormat:
     return result
 
 
-def insert_spans(cursor: QTextCursor, spans: Iterable[Span], base: QTextCharFormat, style: Style) -> None:
+def insert_spans(cursor: QTextCursor, spans: Iterable[TextSpan], base: QTextCharFormat, style: Style) -> None:
     """Inserts spans at the cursor, each in `base` with its own attributes."""
     for span in spans:
         char = QTextCharFormat(base)

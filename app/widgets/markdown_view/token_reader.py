@@ -14,9 +14,9 @@ from app.widgets.markdown_view.segments import (
     Marker,
     RuleBlock,
     Segment,
-    Span,
     TableBlock,
     TextBlock,
+    TextSpan,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class TokenReader:
         self._gap = Gap.PARAGRAPH
         self._heading = 0
         self._alignments: list[Alignment] = []
-        self._rows: list[list[tuple[Span, ...]]] = []
+        self._rows: list[list[tuple[TextSpan, ...]]] = []
         self._in_table = False
 
     def read(self, tokens: Sequence[Token]) -> list[Segment]:
@@ -132,7 +132,7 @@ class TokenReader:
             content = content[task.end() :]
         self._add_text(self._spans(content))
 
-    def _add_text(self, spans: tuple[Span, ...]) -> None:
+    def _add_text(self, spans: tuple[TextSpan, ...]) -> None:
         self._segments.append(TextBlock(spans, self._containers, self._gap, self._heading, self._marker))
         self._marker = None
         self._heading = 0
@@ -178,22 +178,22 @@ class TokenReader:
 
     # Inline text
 
-    def _spans(self, content: str) -> tuple[Span, ...]:
+    def _spans(self, content: str) -> tuple[TextSpan, ...]:
         tokens = self._parse_inline(content)
-        return (Span(content),) if tokens is None else read_spans(tokens)
+        return (TextSpan(content),) if tokens is None else read_spans(tokens)
 
 
-def read_spans(tokens: Sequence[Token]) -> tuple[Span, ...]:
+def read_spans(tokens: Sequence[Token]) -> tuple[TextSpan, ...]:
     """Inline tokens as spans; neighbours in the same style are merged."""
     style = {"strong": 0, "em": 0, "s": 0}
     hrefs: list[str] = []
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
 
     def add(text: str, code: bool = False, href: str = "") -> None:
         href = href or (hrefs[-1] if hrefs else "")
-        span = Span(text, style["strong"] > 0, style["em"] > 0, style["s"] > 0, code, href)
+        span = TextSpan(text, style["strong"] > 0, style["em"] > 0, style["s"] > 0, code, href)
         if spans and _same_style(spans[-1], span):
-            span = Span(spans[-1].text + text, span.bold, span.italic, span.strike, span.code, span.href)
+            span = TextSpan(spans[-1].text + text, span.bold, span.italic, span.strike, span.code, span.href)
             spans.pop()
         if text:
             spans.append(span)
@@ -223,7 +223,7 @@ def read_spans(tokens: Sequence[Token]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _same_style(a: Span, b: Span) -> bool:
+def _same_style(a: TextSpan, b: TextSpan) -> bool:
     return (a.bold, a.italic, a.strike, a.code, a.href) == (b.bold, b.italic, b.strike, b.code, b.href)
 
 

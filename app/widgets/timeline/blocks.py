@@ -7,7 +7,7 @@ from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
 
 from app.services.history.history import History
-from app.services.history.runs import Run
+from app.services.history.runs import PhaseRun
 from app.theme import themed
 from app.widgets.timeline.colours import faded, text_on
 from app.widgets.timeline.viewport import Viewport
@@ -185,7 +185,7 @@ def visible_ticks(history: History, viewport: Viewport) -> list[int]:
     return [int(at) for at in moments] if apart >= _APART_PX else []
 
 
-def run_labels(run: Run) -> tuple[str, ...]:
+def run_labels(run: PhaseRun) -> tuple[str, ...]:
     """`prefill 812 tokens`, and shorter ones."""
     name = span_name(run.phase)
     if run.tokens <= 0:

@@ -12,7 +12,7 @@ from app.widgets.help_mark import MARK_PX
 from app.widgets.timeline.blocks import draw_path
 from app.widgets.timeline.colours import FAINT_ALPHA, faded
 from app.widgets.timeline.lanes import reading
-from app.widgets.timeline.picture import GUTTER_GAP_PX, Row, caption_font, title_font
+from app.widgets.timeline.picture import GUTTER_GAP_PX, LaneRow, caption_font, title_font
 from app.widgets.timeline.readout import TokenPath
 from app.widgets.timeline.viewport import Viewport
 from engine.telemetry.lanes import SMALL_COPY
@@ -39,7 +39,7 @@ class GutterLabel:
     is_title: bool
 
 
-def gutter_labels(rows: list[Row], column: int, font: QFont) -> list[GutterLabel]:
+def gutter_labels(rows: list[LaneRow], column: int, font: QFont) -> list[GutterLabel]:
     """Each lane's name, and below it its reading at `column`."""
     title, caption = QFontMetricsF(title_font(font)), QFontMetricsF(caption_font(font))
     found = []
@@ -69,7 +69,7 @@ def draw_gutter(painter: QPainter, labels: list[GutterLabel], font: QFont) -> No
         painter.drawText(label.area, _WRAPPED if label.shown == label.whole else _LINE, label.shown)
 
 
-def draw_selection(painter: QPainter, rows: list[Row], viewport: Viewport, selection: tuple[float, float]) -> None:
+def draw_selection(painter: QPainter, rows: list[LaneRow], viewport: Viewport, selection: tuple[float, float]) -> None:
     """The selected range."""
     left, right = (_x(rows, viewport, at) for at in selection)
     rect = QRectF(left, 0, right - left, rows[-1].area.bottom())
@@ -78,7 +78,7 @@ def draw_selection(painter: QPainter, rows: list[Row], viewport: Viewport, selec
     painter.drawRect(rect)
 
 
-def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: TokenPath) -> None:
+def draw_token(painter: QPainter, rows: list[LaneRow], viewport: Viewport, token: TokenPath) -> None:
     """A token's critical path through the lanes."""
     areas = {lane: row.area for row in rows for lane in row.lane.spans}
     to_device = next((row.area for row in rows if row.lane.key == "h2d"), None)
@@ -91,12 +91,12 @@ def draw_token(painter: QPainter, rows: list[Row], viewport: Viewport, token: To
     draw_path(painter, areas, pieces)
 
 
-def draw_cursor(painter: QPainter, rows: list[Row], viewport: Viewport, at_ns: float) -> None:
+def draw_cursor(painter: QPainter, rows: list[LaneRow], viewport: Viewport, at_ns: float) -> None:
     """The crosshair."""
     x = _x(rows, viewport, at_ns)
     painter.setPen(QPen(themed("muted"), 1, Qt.PenStyle.DashLine))
     painter.drawLine(QPointF(x, 0), QPointF(x, rows[-1].area.bottom()))
 
 
-def _x(rows: list[Row], viewport: Viewport, at_ns: float) -> float:
+def _x(rows: list[LaneRow], viewport: Viewport, at_ns: float) -> float:
     return min(max(rows[0].area.left() + viewport.x(at_ns), -1e5), 1e5)

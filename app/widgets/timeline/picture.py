@@ -40,7 +40,7 @@ _BLOCKS_BELOW_NS = 3e9
 
 
 @dataclass
-class Row:
+class LaneRow:
     """A lane, its plot's position, and its data."""
 
     lane: Lane
@@ -50,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class TextSizes:
     """Sizes in pixels that the timeline's text needs.
 
     Attributes:
@@ -66,13 +66,13 @@ class Sizes:
     axis: int
 
 
-def sizes_for(font: QFont) -> Sizes:
+def sizes_for(font: QFont) -> TextSizes:
     """The sizes for this font."""
     return _sizes(font.toString())
 
 
 @functools.lru_cache(maxsize=8)
-def _sizes(described: str) -> Sizes:
+def _sizes(described: str) -> TextSizes:
     font = QFont()
     font.fromString(described)
     title, caption, axis = (QFontMetrics(one) for one in (title_font(font), caption_font(font), axis_font(font)))
@@ -80,7 +80,7 @@ def _sizes(described: str) -> Sizes:
     # In small fonts the help mark overlaps the reading's line.
     longest = max(longest + _NAME_GAP_PX, caption.horizontalAdvance(_WIDEST_READING) + 1)
     beside = title.height() + caption.height() - _NAME_MARGIN_PX
-    return Sizes(
+    return TextSizes(
         gutter=max(_LEAST_GUTTER_PX, longest + MARK_PX + GUTTER_GAP_PX),
         lane=max(_LEAST_LANE_PX, beside),
         phase=max(_LEAST_PHASE_PX, beside),
@@ -134,14 +134,14 @@ def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> l
 
 def read_rows(
     lanes: list[Lane], areas: list[QRectF], history: History, viewport: Viewport, ceilings: dict[str, float]
-) -> list[Row]:
+) -> list[LaneRow]:
     """Each lane's data from a history."""
     spans: Records | None = None
     if viewport.span_ns < _BLOCKS_BELOW_NS:
         spans = history.spans_between(int(viewport.start_ns), int(viewport.end_ns) + 1)
     rows = []
     for lane, area in zip(lanes, areas, strict=True):
-        row = Row(lane, area, read_lane(lane, history, viewport, ceilings))
+        row = LaneRow(lane, area, read_lane(lane, history, viewport, ceilings))
         if spans is not None and lane.spans and lane.kind != "phase":
             wanted = (*lane.spans, SMALL_COPY) if H2D in lane.spans else lane.spans
             mine = spans[np.isin(spans["lane"], wanted)]
@@ -153,7 +153,7 @@ def read_rows(
 
 def draw_rows(
     painter: QPainter,
-    rows: list[Row],
+    rows: list[LaneRow],
     history: History,
     viewport: Viewport,
     *,
@@ -206,7 +206,7 @@ def scaled(font: QFont, part: float) -> QFont:
     return result
 
 
-def _draw_ceiling_label(painter: QPainter, row: Row) -> None:
+def _draw_ceiling_label(painter: QPainter, row: LaneRow) -> None:
     y = row.area.bottom() - row.area.height() * (row.data.ceiling or 0) / row.data.scale
     text = translate("Timeline", "ceiling {0} GB/s").format(number((row.data.ceiling or 0) / 1e9, 1))
     painter.setPen(themed("muted"))
@@ -247,7 +247,7 @@ def _draw_axis(
         painter.drawText(QRectF(area.left(), area.top(), area.width(), height), flags, now)
 
 
-def _draw_marks(painter: QPainter, rows: list[Row], history: History, viewport: Viewport) -> None:
+def _draw_marks(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:
     """Events, as dotted lines with labels at the top."""
     top, bottom = rows[0].area.top(), rows[-1].area.bottom()
     last_right = -1e9

@@ -39,7 +39,7 @@ from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
     RIGHT_PX,
-    Row,
+    LaneRow,
     axis_font,
     draw_rows,
     lane_areas,
@@ -76,7 +76,7 @@ class TimelineView(QWidget):
         self.navigator = Navigator(self)
         self._shows_machine = False
         self._ceilings: dict[str, float] = {}
-        self._rows: list[Row] = []
+        self._rows: list[LaneRow] = []
         self._lanes: list[Lane] = []
         self._picture: QPixmap | None = None
         self._drawn_revision = -1
@@ -108,7 +108,7 @@ class TimelineView(QWidget):
     # --- what is shown ----------------------------------------------------------------------------
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[LaneRow]:
         """The lanes as last drawn."""
         return self._rows
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from engine.kernels.activation import Activation
 from engine.kernels.gpu.kernels_plain import plain_by_group, plain_by_visit
 from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
-from engine.kernels.gpu.stored import Groups, RecordTable, StoredMatrix
+from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
 
 _ROWS, _COLUMNS = 8, 256
 """Block of a plain matrix per visit."""
@@ -60,7 +60,7 @@ def multiply_groups(
     table: RecordTable,
     x: torch.Tensor,
     visits: int,
-    groups: Groups,
+    groups: ExpertGroups,
     block: int,
     width: int,
     activation: Activation | None = None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Visits sorted by expert, and the block of them for each program.
 
     Attributes:
@@ -34,7 +34,7 @@ class Groups:
     block_begin: torch.Tensor
 
 
-def group(ids: torch.Tensor, experts: int, block: int) -> Groups:
+def group(ids: torch.Tensor, experts: int, block: int) -> ExpertGroups:
     """Sorts visits.
 
     Args:
@@ -53,7 +53,7 @@ def group(ids: torch.Tensor, experts: int, block: int) -> Groups:
     expert = torch.searchsorted(blocks_end, programs, right=True)
     known = expert.clamp(max=experts - 1)
     before = torch.where(known > 0, blocks_end[(known - 1).clamp(min=0)], 0)
-    return Groups(order, ends, expert, begins[known] + (programs - before) * block)
+    return ExpertGroups(order, ends, expert, begins[known] + (programs - before) * block)
 
 
 ALIGNMENT = 64

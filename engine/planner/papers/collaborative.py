@@ -14,7 +14,7 @@ from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import card_memory, expert_slots, indexes
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import COLLABORATIVE, CPU_ONLY, FIDDLER, IDEAL_PREFETCH, Strategy
 from engine.planner.workload import Workload
@@ -56,7 +56,7 @@ _MODELS = {
 }
 
 
-def rows(efficiency: Efficiency) -> Iterator[Row]:
+def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for name, published in _MODELS.items():
         yield from _of_model(_Model(efficiency, name), published, given=name == "mixtral-8x7b")
@@ -104,14 +104,14 @@ def _best_of(model: _Model, threads: int) -> float:
     return max(model.decode(COLLABORATIVE, threads, ways) for ways in tried)
 
 
-def _of_model(model: _Model, published: _Published, *, given: bool) -> Iterator[Row]:
+def _of_model(model: _Model, published: _Published, *, given: bool) -> Iterator[PublishedCell]:
     title, costs, shape = published.title, model.costs(), model.shape
     two = shape.experts_per_token
 
     def row(
         table: str, cell: str, unit: str, kind: str, was: float, now: float, *, given: bool = False, note: str = ""
-    ) -> Row:
-        return Row(PAPER, f"{table}: {title}", cell, unit, kind, was, now, given, note)
+    ) -> PublishedCell:
+        return PublishedCell(PAPER, f"{table}: {title}", cell, unit, kind, was, now, given, note)
 
     mib = shape.expert_bytes("bf16") / 2**20
     yield row("II", "expert", "MiB", DERIVED, published.expert_mib, mib)

@@ -11,7 +11,7 @@ from engine.formats import format_of
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload
@@ -33,22 +33,24 @@ _BOTH_RIGHT = {
 }
 
 
-def rows(efficiency: Efficiency) -> Iterator[Row]:
+def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for name, title in _MODELS.items():
         yield from _peaks(name, title)
     for (name, dataset), (both, one) in _BOTH_RIGHT.items():
         cell = f"{_MODELS[name]}, {dataset}"
-        yield Row(PAPER, f"3: {cell}", "both right", "%", DERIVED, both, both, given=True)
+        yield PublishedCell(PAPER, f"3: {cell}", "both right", "%", DERIVED, both, both, given=True)
         wrong = 1 - (both / 100) ** 0.5
         note = "derived from both right, as if the two were independent"
-        yield Row(PAPER, f"3: {cell}", "at least one right", "%", DERIVED, one, 100 * (1 - wrong**2), note=note)
+        yield PublishedCell(
+            PAPER, f"3: {cell}", "at least one right", "%", DERIVED, one, 100 * (1 - wrong**2), note=note
+        )
     latency = 1e3 * _PREDICTOR_OPERATORS * efficiency.operator_s
-    yield Row(PAPER, "6.4: predictor, latency", "one prediction", "ms", THROUGHPUT, 0.6, latency)
+    yield PublishedCell(PAPER, "6.4: predictor, latency", "one prediction", "ms", THROUGHPUT, 0.6, latency)
     shape = read_model("mixtral-8x7b")
     megabytes = 4 * predictor_weights(shape) * (shape.layers - 1) / 1e6
     note = "a predictor with 32-bit weights for each layer but the first"
-    yield Row(PAPER, "6.4: predictor, memory", "all layers", "MB", DERIVED, 300, megabytes, note=note)
+    yield PublishedCell(PAPER, "6.4: predictor, memory", "all layers", "MB", DERIVED, 300, megabytes, note=note)
     yield from _speed_ups(efficiency)
 
 
@@ -62,7 +64,7 @@ def _four_bit(shape: ModelShape) -> float:
     return _NON_EXPERTS_8X7B * packed(shape) / packed(read_model("mixtral-8x7b"))
 
 
-def _peaks(name: str, title: str) -> Iterator[Row]:
+def _peaks(name: str, title: str) -> Iterator[PublishedCell]:
     shape = read_model(name)
     cases = (
         ("on-demand", shape.experts_per_token, 0.0),
@@ -73,10 +75,10 @@ def _peaks(name: str, title: str) -> Iterator[Row]:
     for (cell, held, predictor), published in zip(cases, _PEAKS[name], strict=True):
         peak = peak_memory(shape, "awq4", held, non_experts=_four_bit(shape), context=_CONTEXT, predictor=predictor)
         note = "published: 8 bits per weight, though the paper says 4" if published > 100 else ""
-        yield Row(PAPER, f"2: {title}", cell, "GB", DERIVED, published, peak.total / 1e9, note=note)
+        yield PublishedCell(PAPER, f"2: {title}", cell, "GB", DERIVED, published, peak.total / 1e9, note=note)
 
 
-def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
+def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
     ratios = []
     work = Workload("question", prompt_tokens=160, generated_tokens=128)
     for machine in ("duoserve-rtx-a5000", "duoserve-rtx-a6000"):
@@ -93,8 +95,8 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
             ours = seconds(replace(DUOSERVE, prefetch_accuracy=accuracy))
             ratios += [seconds(replace(other, pinned=False)) / ours for other in (ON_DEMAND, WHOLE_LAYER)]
     note = "the baselines copy from pageable memory: pinned memory is part of this paper's implementation"
-    yield Row(PAPER, "fig. 5: end to end", "least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
-    yield Row(PAPER, "fig. 5: end to end", "most", "x", THROUGHPUT, 7.54, max(ratios), note=note)
+    yield PublishedCell(PAPER, "fig. 5: end to end", "least", "x", THROUGHPUT, 1.42, min(ratios), note=note)
+    yield PublishedCell(PAPER, "fig. 5: end to end", "most", "x", THROUGHPUT, 7.54, max(ratios), note=note)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.fiddler import hit_rate_bounds
 from engine.planner.memory import card_memory, expert_slots
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import FIDDLER, ON_DEMAND, STATIC_SPLIT, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload
@@ -40,7 +40,7 @@ def published_popularity() -> list[float]:
     return [float(value) for value in values]
 
 
-def rows(efficiency: Efficiency) -> Iterator[Row]:
+def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
     """All figures of this paper."""
     was = {1: (25.2, 18.7, 21.9), 2: (53.0, 44.6, 48.8)}
     for environment, machine in _MACHINES.items():
@@ -48,27 +48,31 @@ def rows(efficiency: Efficiency) -> Iterator[Row]:
         memory = card_memory(costs.machine, costs.model, costs.precision, cached_tokens=4096)
         slots = expert_slots(memory, costs.model, costs.precision)
         cell = f"environment {environment}"
-        yield Row(PAPER, "1: experts on the card", cell, "experts", DERIVED, _SLOTS[environment], slots)
+        yield PublishedCell(PAPER, "1: experts on the card", cell, "experts", DERIVED, _SLOTS[environment], slots)
         bounds = hit_rate_bounds(published_popularity(), _SLOTS[environment])
         for name, published, predicted in zip(
             ("best", "worst", "random"), was[environment], (bounds.best, bounds.worst, bounds.random), strict=True
         ):
             table = f"appendix C: {_SLOTS[environment]} of 256"
-            yield Row(PAPER, table, name, "% hits", DERIVED, published, 100 * predicted)
+            yield PublishedCell(PAPER, table, name, "% hits", DERIVED, published, 100 * predicted)
     yield from _ratios(efficiency)
     yield from _speed_ups(efficiency)
 
 
-def _ratios(efficiency: Efficiency) -> Iterator[Row]:
+def _ratios(efficiency: Efficiency) -> Iterator[PublishedCell]:
     ratios, activations = [], []
     for machine in _MACHINES.values():
         costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), efficiency=efficiency)
         ratios.append(costs.transfer_expert() / costs.gpu_experts(1))
         activations.append(100 * costs.activations(1) / costs.cpu_experts(1))
     note = "published: an expert on the GPU at 25 to 60 GB/s, although its weights are in the GPU's own memory"
-    yield Row(PAPER, "fig. 7: weight copy over GPU compute", "least", "x", THROUGHPUT, 2, min(ratios), note=note)
-    yield Row(PAPER, "fig. 7: weight copy over GPU compute", "most", "x", THROUGHPUT, 5, max(ratios), note=note)
-    yield Row(
+    yield PublishedCell(
+        PAPER, "fig. 7: weight copy over GPU compute", "least", "x", THROUGHPUT, 2, min(ratios), note=note
+    )
+    yield PublishedCell(
+        PAPER, "fig. 7: weight copy over GPU compute", "most", "x", THROUGHPUT, 5, max(ratios), note=note
+    )
+    yield PublishedCell(
         PAPER,
         "fig. 7: activation copy",
         "share of an expert on the CPU",
@@ -80,7 +84,7 @@ def _ratios(efficiency: Efficiency) -> Iterator[Row]:
     )
 
 
-def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
+def _speed_ups(efficiency: Efficiency) -> Iterator[PublishedCell]:
     def seconds(strategy: Strategy, machine: str, workload: Workload, environment: int) -> tuple[float, float]:
         costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), efficiency=efficiency)
         outcome = run_requests(strategy, Setting(costs, workload, slots=_SLOTS[environment]))
@@ -106,9 +110,9 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
             one = seconds(STATIC_SPLIT, machine, Workload("beam", 32, 64), environment)[0]
             ours = seconds(FIDDLER, machine, Workload("beam", 32, 64, beams=width), environment)[0]
             beam.append(width * one / ours)
-    yield Row(PAPER, "fig. 4", "single batch, over llama.cpp", "x", THROUGHPUT, 1.26, statistics.mean(single))
+    yield PublishedCell(PAPER, "fig. 4", "single batch, over llama.cpp", "x", THROUGHPUT, 1.26, statistics.mean(single))
     note = "published: 1.07 over DeepSpeed-MII, 1.65 over Mixtral-Offloading"
-    yield Row(
+    yield PublishedCell(
         PAPER,
         "fig. 5",
         "long prefill, over both offloaders",
@@ -119,4 +123,6 @@ def _speed_ups(efficiency: Efficiency) -> Iterator[Row]:
         note=note,
     )
     note = "assumes that llama.cpp decodes its beams one after the other"
-    yield Row(PAPER, "fig. 6", "beam 4-16, over llama.cpp", "x", THROUGHPUT, 11.57, statistics.mean(beam), note=note)
+    yield PublishedCell(
+        PAPER, "fig. 6", "beam 4-16, over llama.cpp", "x", THROUGHPUT, 11.57, statistics.mean(beam), note=note
+    )

@@ -16,11 +16,11 @@ from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.schedules import HOT_ONLY_ON_CARD, KLOTSKI_ON_CARD, MULTI_BATCH_ON_CARD, Schedule
 from engine.planner.simulator.batch import BatchSystem, pass_seconds, run_batch
-from engine.planner.simulator.batch_costs import BatchPolicy, PassCosts
-from engine.planner.simulator.routing import RoutingStatistics, routing
+from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
+from engine.planner.simulator.routing import RoutingSkew, routing
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.workload import Workload
 
@@ -59,7 +59,7 @@ _TABLE_3 = (
 )
 
 
-def rows(efficiency: Efficiency) -> Iterator[Row]:
+def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for column in _TABLE_3:
         yield from _throughputs(column, efficiency)
@@ -74,36 +74,40 @@ def _costs(column: _Column, step: str, efficiency: Efficiency) -> Costs:
     return Costs(machine, model, "hqq4" if four else "bf16", efficiency=efficiency, dequantised=four)
 
 
-def _throughputs(column: _Column, efficiency: Efficiency) -> Iterator[Row]:
+def _throughputs(column: _Column, efficiency: Efficiency) -> Iterator[PublishedCell]:
     for (step, system), published in zip(_STEPS.items(), column.published, strict=True):
         costs = _costs(column, step, efficiency)
         batches = 1 if step == "simple pipeline" else column.batches
         work = Workload("table 3", 512, 32, _BATCH * batches)
         disk = 0.0 if step == "4-bit" else column.from_disk
-        outcome = run_batch(PAPER, system, costs, work, BatchPolicy(_BATCH * batches, _BATCH), disk_share=disk)
+        outcome = run_batch(PAPER, system, costs, work, OffloadPolicy(_BATCH * batches, _BATCH), disk_share=disk)
         note = "the paper does not state the batch size: 64 is assumed"
         if published < 0.1:
             note = "published: 97 times slower than ten batches, which share their weight loads"
         elif column.from_disk and step == "4-bit":
             note = "with 4 bits the model fits into this RAM: predicted without the disk"
-        yield Row(PAPER, f"3: {column.title}", step, "tokens/s", THROUGHPUT, published, outcome.tokens_per_s, note=note)
+        yield PublishedCell(
+            PAPER, f"3: {column.title}", step, "tokens/s", THROUGHPUT, published, outcome.tokens_per_s, note=note
+        )
 
 
-def _one_block(efficiency: Efficiency) -> Iterator[Row]:
+def _one_block(efficiency: Efficiency) -> Iterator[PublishedCell]:
     column = _TABLE_3[0]
     costs = _costs(column, "+ order", efficiency)
     work = PassCosts(costs, _BATCH, _BATCH, 528, prefill=False)
-    ours = pass_seconds(Timeline(record=False), KLOTSKI_ON_CARD, work, BatchPolicy(10 * _BATCH, _BATCH))
+    ours = pass_seconds(Timeline(record=False), KLOTSKI_ON_CARD, work, OffloadPolicy(10 * _BATCH, _BATCH))
     alone = replace(work, pinned=False)
-    simple = 10 * pass_seconds(Timeline(record=False), MULTI_BATCH_ON_CARD, alone, BatchPolicy(_BATCH, _BATCH))
+    simple = 10 * pass_seconds(Timeline(record=False), MULTI_BATCH_ON_CARD, alone, OffloadPolicy(_BATCH, _BATCH))
     layers = costs.model.layers
-    yield Row(PAPER, "fig. 15: one MoE block, 64 x 10", "Klotski", "ms", THROUGHPUT, 215, 1e3 * ours / layers)
-    yield Row(PAPER, "fig. 15: one MoE block, 64 x 10", "simple", "ms", THROUGHPUT, 2367, 1e3 * simple / layers)
+    yield PublishedCell(PAPER, "fig. 15: one MoE block, 64 x 10", "Klotski", "ms", THROUGHPUT, 215, 1e3 * ours / layers)
+    yield PublishedCell(
+        PAPER, "fig. 15: one MoE block, 64 x 10", "simple", "ms", THROUGHPUT, 2367, 1e3 * simple / layers
+    )
 
 
-def _accuracy() -> Iterator[Row]:
+def _accuracy() -> Iterator[PublishedCell]:
     """A correlation table of path length 1, on synthetic routing whose layers are independent."""
-    shape, statistics = read_model("mixtral-8x7b"), RoutingStatistics()
+    shape, statistics = read_model("mixtral-8x7b"), RoutingSkew()
     chosen = routing(shape.layers, shape.experts, 2, 24, statistics, streams=_BATCH).reshape(24, shape.layers, -1)
     seen, now = chosen[:16], chosen[16:]
     hot_right, used, one_right = [], [], []
@@ -117,8 +121,8 @@ def _accuracy() -> Iterator[Row]:
             pairs = token.reshape(-1, 2)
             one_right.append(float(np.mean([[expert in predicted for expert in pair] for pair in pairs])))
     note = "synthetic routing has popularity but no correlation between layers"
-    yield Row(PAPER, "fig. 13: prefetched experts", "used", "%", DERIVED, 100, 100 * float(np.mean(used)))
-    yield Row(
+    yield PublishedCell(PAPER, "fig. 13: prefetched experts", "used", "%", DERIVED, 100, 100 * float(np.mean(used)))
+    yield PublishedCell(
         PAPER,
         "fig. 13: prefetched experts",
         "hot ones right",
@@ -128,7 +132,7 @@ def _accuracy() -> Iterator[Row]:
         100 * float(np.mean(hot_right)),
         note=note,
     )
-    yield Row(
+    yield PublishedCell(
         PAPER,
         "fig. 13: prefetched experts",
         "right for one sequence alone",
@@ -140,7 +144,7 @@ def _accuracy() -> Iterator[Row]:
     )
 
 
-def _memory() -> Iterator[Row]:
+def _memory() -> Iterator[PublishedCell]:
     column = _TABLE_3[-1]
     machine, shape = read_machine(column.machine), read_model(column.model)
     everything = 2.0 * shape.total_weights
@@ -149,6 +153,8 @@ def _memory() -> Iterator[Row]:
     cache = 2.0 * 2 * shape.attention.kv_elements * prompt * _BATCH
     weights = 2 * 2.0 * shape.layer_weights + (shape.experts_per_token + 1) * shape.expert_bytes("bf16")
     least = RUNTIME_BYTES + 2.0 * shape.embedding_weights + states + cache + weights
-    yield Row(PAPER, "fig. 12: memory saved", "at most", "%", DERIVED, 94.1, 100 * (1 - least / everything))
+    yield PublishedCell(PAPER, "fig. 12: memory saved", "at most", "%", DERIVED, 94.1, 100 * (1 - least / everything))
     full = machine.vram_bytes * USABLE_SHARE
-    yield Row(PAPER, "fig. 12: memory saved", "card filled", "%", DERIVED, 74.5, 100 * (1 - full / everything))
+    yield PublishedCell(
+        PAPER, "fig. 12: memory saved", "card filled", "%", DERIVED, 74.5, 100 * (1 - full / everything)
+    )

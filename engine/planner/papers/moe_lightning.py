@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.policy_search import search_policy
 from engine.planner.simulator.batch import CGOPIPE, DEEPSPEED, FLEXGEN_S3, FLEXGEN_S4, run_batch, system_of
-from engine.planner.simulator.batch_costs import BatchPolicy
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.workload import Workload
 
 PAPER = "MoE-Lightning"
@@ -39,25 +39,25 @@ _TABLE_5 = (
 _RAM = 4000
 
 
-def rows(efficiency: Efficiency) -> Iterator[Row]:
+def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:
     """All figures of this paper."""
     for (task, card), cells in _TABLE_4.items():
         prompt, generated = _TASKS[task]
         costs = _costs(card, efficiency)
         for (cell, system), (published, micro_batch, count) in zip(_SYSTEMS.items(), cells, strict=True):
             predicted = _tokens_per_s(system, costs, prompt, generated, micro_batch, micro_batch * count)
-            yield Row(PAPER, f"4: {task}, {card}", cell, "tokens/s", THROUGHPUT, published, predicted)
+            yield PublishedCell(PAPER, f"4: {task}, {card}", cell, "tokens/s", THROUGHPUT, published, predicted)
         _, micro_batch, count = cells[-1]
         yield from _policy(f"{task}, {card}", costs, Workload(task, prompt, generated, _RAM), micro_batch, count)
     t4 = _costs("T4", efficiency)
     for cell, system, micro_batch, sequences, published in _TABLE_5:
         predicted = _tokens_per_s(system, t4, 418, 128, micro_batch, sequences)
-        yield Row(PAPER, "5: MTBench, T4", cell, "tokens/s", THROUGHPUT, published, predicted)
+        yield PublishedCell(PAPER, "5: MTBench, T4", cell, "tokens/s", THROUGHPUT, published, predicted)
     yield _unpadded(t4)
     l4 = _costs("L4", efficiency)
     moved = l4.h2d(l4.kv_read_bytes(128, 512)) / l4.cpu_attention(128, 512)
     note = "published: 3 to 4"
-    yield Row(PAPER, "fig. 9: CPU attention over moving KV", "L4", "x", THROUGHPUT, 3.5, moved, note=note)
+    yield PublishedCell(PAPER, "fig. 9: CPU attention over moving KV", "L4", "x", THROUGHPUT, 3.5, moved, note=note)
 
 
 def _costs(card: str, efficiency: Efficiency) -> Costs:
@@ -67,20 +67,20 @@ def _costs(card: str, efficiency: Efficiency) -> Costs:
 def _tokens_per_s(system: str, costs: Costs, prompt: int, generated: int, micro_batch: int, sequences: int) -> float:
     work = Workload("cell", prompt, generated, sequences)
     on_card, in_ram = system in (FLEXGEN_S4, DEEPSPEED), system != DEEPSPEED
-    policy = BatchPolicy(sequences, micro_batch, cpu_attention=not on_card, cached=0.0 if in_ram else 1.0)
+    policy = OffloadPolicy(sequences, micro_batch, cpu_attention=not on_card, cached=0.0 if in_ram else 1.0)
     return run_batch(system, system_of(system, policy), costs, work, policy).tokens_per_s
 
 
-def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: int) -> Iterator[Row]:
+def _policy(cell: str, costs: Costs, work: Workload, micro_batch: int, count: int) -> Iterator[PublishedCell]:
     found = search_policy(costs.machine, costs.model, work, cpu_experts=(False,))
     assert found is not None
     note = "from the search, with data-sheet values; the throughputs above use the published policy"
-    yield Row(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.policy.micro_batch, note=note)
+    yield PublishedCell(PAPER, "4: mu", cell, "sequences", DERIVED, micro_batch, found.policy.micro_batch, note=note)
     batches = found.policy.sequences / found.policy.micro_batch
-    yield Row(PAPER, "4: N/mu", cell, "micro-batches", DERIVED, count, batches, note=note)
+    yield PublishedCell(PAPER, "4: N/mu", cell, "micro-batches", DERIVED, count, batches, note=note)
 
 
-def _unpadded(costs: Costs) -> Row:
+def _unpadded(costs: Costs) -> PublishedCell:
     """MTBench, prompts of 77 tokens on average, which FlexGen pads to 418: the largest gain over generated lengths."""
     gains = []
     for generated in (32, 64, 128, 256):
@@ -90,6 +90,6 @@ def _unpadded(costs: Costs) -> Row:
         ours = _tokens_per_s(CGOPIPE, costs, 77, generated, found.policy.micro_batch, found.policy.sequences)
         gains.append(ours / _tokens_per_s(FLEXGEN_S4, costs, 418, generated, 8, 1112))
     note = "policy found by the search for the mean prompt"
-    return Row(
+    return PublishedCell(
         PAPER, "fig. 7: unpadded over FlexGen", "MTBench, T4, most", "x", THROUGHPUT, 10.3, max(gains), note=note
     )

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from engine.planner.costs import EFFICIENCY, MEANINGS, Efficiency
 from engine.planner.papers import collaborative, duoserve, fiddler, klotski, moe_lightning
-from engine.planner.papers.row import DERIVED, THROUGHPUT, Row
+from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 
 _PAPERS = (collaborative, fiddler, duoserve, moe_lightning, klotski)
 
@@ -26,7 +26,7 @@ class Factor:
     meaning: str
 
 
-def all_rows(efficiency: Efficiency = EFFICIENCY) -> list[Row]:
+def all_rows(efficiency: Efficiency = EFFICIENCY) -> list[PublishedCell]:
     """All figures, paper by paper."""
     return [row for paper in _PAPERS for row in paper.rows(efficiency)]
 
@@ -36,12 +36,12 @@ def factors(efficiency: Efficiency = EFFICIENCY) -> list[Factor]:
     return [Factor(name, value, MEANINGS[name]) for name, value in asdict(efficiency).items()]
 
 
-def median_deviation(rows: Sequence[Row], kind: str) -> float:
+def median_deviation(rows: Sequence[PublishedCell], kind: str) -> float:
     """Median absolute deviation of the rows of a kind, without rows whose number is an input of a profile."""
     return statistics.median(abs(row.deviation) for row in rows if row.kind == kind and not row.given)
 
 
-def document(rows: Sequence[Row], efficiency: Efficiency = EFFICIENCY) -> dict[str, object]:
+def document(rows: Sequence[PublishedCell], efficiency: Efficiency = EFFICIENCY) -> dict[str, object]:
     """Rows, factors and medians as one JSON-like document."""
     return {
         "rows": [{**asdict(row), "deviation": round(row.deviation, 6)} for row in rows],

@@ -11,7 +11,7 @@ DERIVED = "derived"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedCell:
     """A cell of a published table.
 
     Attributes:

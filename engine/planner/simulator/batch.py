@@ -16,7 +16,7 @@ from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.memory import share_on_disk, usual_rule
 from engine.planner.policy_search import PerformanceModel, best_of, policies
 from engine.planner.schedules import Schedule
-from engine.planner.simulator.batch_costs import BatchPolicy, PassCosts
+from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
 from engine.planner.simulator.outcome import Outcome, utilisation
 from engine.planner.simulator.requests import Setting
 from engine.planner.simulator.sweeps import SimulatedCard
@@ -73,7 +73,7 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
         )
 
 
-def system_of(name: str, policy: BatchPolicy) -> BatchSystem:
+def system_of(name: str, policy: OffloadPolicy) -> BatchSystem:
     """The system that runs a policy; the simulator and the executor use the same schedules."""
     if name == FLEXGEN_S3:
         return BatchSystem(schedules.S4, schedules.S3, expanded_attention=True)
@@ -85,7 +85,7 @@ def system_of(name: str, policy: BatchPolicy) -> BatchSystem:
     return BatchSystem(schedules.S4, schedules.CGOPIPE if policy.cpu_attention else schedules.S4)
 
 
-def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[BatchPolicy]:
+def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[OffloadPolicy]:
     """Policies without duplicates; none if not even one sequence fits on the card."""
     tried = [] if setting.even_only else list(_searched(name, performance, cache_in_ram=setting.cache_in_ram))
     for share in sorted({0.0, *(policy.resident for policy in tried)}):
@@ -93,7 +93,7 @@ def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) 
     return list(dict.fromkeys(tried))
 
 
-def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -> Iterator[BatchPolicy]:
+def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -> Iterator[OffloadPolicy]:
     """The best policy by eqs. 12 to 14, for each placement of attention and experts that the schedule supports."""
     if name == DEEPSPEED:
         return
@@ -106,7 +106,7 @@ def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -
             yield found.policy
 
 
-def _grid(name: str, performance: PerformanceModel, setting: Setting, share: float) -> Iterator[BatchPolicy]:
+def _grid(name: str, performance: PerformanceModel, setting: Setting, share: float) -> Iterator[OffloadPolicy]:
     """The largest micro-batch, with several numbers of micro-batches."""
     work = performance.workload
     # DeepSpeed keeps its cache on the card.
@@ -117,7 +117,7 @@ def _grid(name: str, performance: PerformanceModel, setting: Setting, share: flo
         return
     micro_batch = min(largest, work.sequences)
     for count in _counts(name, setting, micro_batch, share):
-        yield BatchPolicy(
+        yield OffloadPolicy(
             min(micro_batch * count, work.sequences),
             micro_batch,
             share,
@@ -142,7 +142,7 @@ def run_batch(
     system: BatchSystem,
     costs: Costs,
     workload: Workload,
-    policy: BatchPolicy,
+    policy: OffloadPolicy,
     *,
     disk_share: float = 0.0,
     vram_bytes: float = 0.0,
@@ -188,7 +188,7 @@ def run_batch(
 
 
 def pass_seconds(
-    timeline: Timeline, schedule: Schedule, work: PassCosts, policy: BatchPolicy, *, start_up: bool = False
+    timeline: Timeline, schedule: Schedule, work: PassCosts, policy: OffloadPolicy, *, start_up: bool = False
 ) -> float:
     """One pass over all layers.
 

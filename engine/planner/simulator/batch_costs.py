@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.planner.costs import Costs
-from engine.planner.simulator.sweeps import Copy, LayerTimes
+from engine.planner.simulator.sweeps import CopyCost, LayerTimes
 
 
 @dataclass(frozen=True, slots=True)
-class BatchPolicy:
+class OffloadPolicy:
     """MoE-Lightning's policy (table 1), which also fixes Klotski's n.
 
     Attributes:
@@ -65,7 +65,7 @@ class PassCosts:
     expanded_attention: bool = False
     pinned: bool = True
 
-    def times(self, policy: BatchPolicy) -> LayerTimes:
+    def times(self, policy: OffloadPolicy) -> LayerTimes:
         """Times of a layer under this policy."""
         costs, model, count = self.costs, self.costs.model, policy.micro_batches
         used = distinct_experts(model.experts, model.experts_per_token, self.rows)
@@ -104,14 +104,14 @@ class PassCosts:
             return self.costs.gpu_layer(self.rows, self.context / 2, prompts=self.sequences)
         return self.costs.gpu_layer(self.rows, self.context)
 
-    def _weights(self, nbytes: float) -> Copy:
+    def _weights(self, nbytes: float) -> CopyCost:
         disk_s = self.costs.disk(nbytes * self.disk_share) if self.disk_share else 0.0
-        return Copy(self.costs.h2d(nbytes, pinned=self.pinned), nbytes, disk_s) if nbytes else Copy()
+        return CopyCost(self.costs.h2d(nbytes, pinned=self.pinned), nbytes, disk_s) if nbytes else CopyCost()
 
 
-def _to_card(costs: Costs, nbytes: float) -> Copy:
-    return Copy(costs.h2d(nbytes), nbytes) if nbytes else Copy()
+def _to_card(costs: Costs, nbytes: float) -> CopyCost:
+    return CopyCost(costs.h2d(nbytes), nbytes) if nbytes else CopyCost()
 
 
-def _to_ram(costs: Costs, nbytes: float) -> Copy:
-    return Copy(costs.d2h(nbytes), nbytes) if nbytes else Copy()
+def _to_ram(costs: Costs, nbytes: float) -> CopyCost:
+    return CopyCost(costs.d2h(nbytes), nbytes) if nbytes else CopyCost()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.planner.simulator.batch_costs import BatchPolicy
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.timeline import LANES, Span, Timeline
 
 
@@ -38,7 +38,7 @@ class Outcome:
     spans: tuple[Span, ...] = ()
     slots: int = 0
     ways: int = 0
-    batch: BatchPolicy | None = None
+    batch: OffloadPolicy | None = None
 
     @property
     def tokens_per_s(self) -> float:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
 from engine.planner.fiddler import runs_on_cpu
-from engine.planner.simulator.residents import Residents
+from engine.planner.simulator.residents import SimulatedResidents
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, Strategy
 from engine.planner.simulator.timeline import Timeline
 
@@ -30,7 +30,7 @@ class RequestSimulation:
         timeline: Timeline,
         costs: Costs,
         strategy: Strategy,
-        residents: Residents,
+        residents: SimulatedResidents,
         *,
         disk_share: float,
         seed: int,

@@ -11,10 +11,10 @@ from engine.planner.costs import Costs
 from engine.planner.memory import MemoryRule, card_memory, expert_slots, share_on_disk, usual_rule
 from engine.planner.simulator.outcome import Outcome, utilisation
 from engine.planner.simulator.request import Load, RequestSimulation, loads_of
-from engine.planner.simulator.residents import Residents
+from engine.planner.simulator.residents import SimulatedResidents
 from engine.planner.simulator.routing import (
     PUBLISHED_STATISTICS,
-    RoutingStatistics,
+    RoutingSkew,
     expected_counts,
     popularity,
     routing,
@@ -51,7 +51,7 @@ class Setting:
 
     costs: Costs
     workload: Workload
-    statistics: RoutingStatistics = PUBLISHED_STATISTICS
+    statistics: RoutingSkew = PUBLISHED_STATISTICS
     slots: int | None = None
     ways: int = 0
     recorded: NDArray[np.int16] | None = None
@@ -109,7 +109,7 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         timeline,
         costs,
         strategy,
-        Residents(strategy.residency, shares, slots, ways),
+        SimulatedResidents(strategy.residency, shares, slots, ways),
         disk_share=disk,
         seed=setting.statistics.seed,
     )

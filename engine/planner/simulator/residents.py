@@ -12,7 +12,7 @@ from engine.planner.memory import indexes
 from engine.planner.simulator.strategy import Residency
 
 
-class Residents:
+class SimulatedResidents:
     """State of the card's expert slots.
 
     Each layer has its own set, least recently used first, with each expert's arrival time.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingStatistics:
+class RoutingSkew:
     """How skewed and how persistent routing is.
 
     Attributes:
@@ -29,12 +29,12 @@ class RoutingStatistics:
     seed: int = 1
 
 
-PUBLISHED_STATISTICS = RoutingStatistics()
+PUBLISHED_STATISTICS = RoutingSkew()
 """Matches the published statistics of Mixtral 8x7B."""
 
 
 @functools.lru_cache(maxsize=64)
-def popularity(layers: int, experts: int, statistics: RoutingStatistics) -> NDArray[np.float64]:
+def popularity(layers: int, experts: int, statistics: RoutingSkew) -> NDArray[np.float64]:
     """Share of each expert in its layer's uses, [layers, experts]; rows sum to 1."""
     random = np.random.default_rng(statistics.seed)
     weights = np.exp(statistics.skew * random.standard_normal((layers, experts)))
@@ -43,7 +43,7 @@ def popularity(layers: int, experts: int, statistics: RoutingStatistics) -> NDAr
 
 @functools.lru_cache(maxsize=16)
 def routing(
-    layers: int, experts: int, per_token: int, tokens: int, statistics: RoutingStatistics, *, streams: int = 1
+    layers: int, experts: int, per_token: int, tokens: int, statistics: RoutingSkew, *, streams: int = 1
 ) -> NDArray[np.int16]:
     """Experts of each token, int16 [tokens, layers, streams, per_token]; each stream is a separate sequence."""
     logarithms = np.log(popularity(layers, experts, statistics))[:, None, :]

@@ -14,7 +14,7 @@ from engine.planner.simulator.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopyCost:
     """A copy over the link.
 
     Attributes:
@@ -54,7 +54,7 @@ class LayerTimes:
     before_s: float
     experts_s: float
     expert_s: float
-    expert: Copy
+    expert: CopyCost
     experts: int
     wanted: int
     hot: int
@@ -64,12 +64,12 @@ class LayerTimes:
     card_attention_s: float = 0.0
     host_experts_s: float = 0.0
     host_disk_s: float = 0.0
-    queries: Copy = Copy()
-    attended: Copy = Copy()
-    hidden: Copy = Copy()
-    cache: Copy = Copy()
-    new_cache: Copy = Copy()
-    dense: Copy = Copy()
+    queries: CopyCost = CopyCost()
+    attended: CopyCost = CopyCost()
+    hidden: CopyCost = CopyCost()
+    cache: CopyCost = CopyCost()
+    new_cache: CopyCost = CopyCost()
+    dense: CopyCost = CopyCost()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ class _SimulatedLayer:
         begin = max(self._states[number], after)
         self._states[number] = self._timeline.run(lane, seconds, name, begin, layer=self._index)
 
-    def _copy(self, number: int, lane: str, copy: Copy, name: str) -> None:
+    def _copy(self, number: int, lane: str, copy: CopyCost, name: str) -> None:
         self._states[number] = self._timeline.run(
             lane, copy.seconds, name, self._states[number], layer=self._index, nbytes=copy.nbytes
         )
@@ -269,7 +269,7 @@ class _SimulatedLayer:
             count = reached - len(arrived) if together else 1
             arrived += [self._bring(self._times.expert, "experts", index, len(arrived), count)] * count
 
-    def _bring(self, copy: Copy, name: str, layer: int, expert: int = -1, count: int = 1) -> float:
+    def _bring(self, copy: CopyCost, name: str, layer: int, expert: int = -1, count: int = 1) -> float:
         """Issues a transfer of weights, or of keys and values, to the card; returns when it ends."""
         issued, nbytes = self._timeline.free_at("gpu"), copy.nbytes * count
         if copy.disk_s:

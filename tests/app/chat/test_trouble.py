@@ -13,7 +13,7 @@ from app.services.chat_store import ChatStore, MessageState
 from app.services.engine_client import EngineState
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
-from app.views.chat.close_guard import CloseGuard
+from app.views.chat.close_guard import UnsavedTextGuard
 from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
 from tests.app.chat.chat_page import last_answer, shown, type_and_send
@@ -120,11 +120,11 @@ def test_closing_with_unsaved_text_is_asked_about(
     asked: list[bool] = []
     answers = [False, True]
 
-    def ask(_: CloseGuard) -> bool:
+    def ask(_: UnsavedTextGuard) -> bool:
         asked.append(True)
         return answers[len(asked) - 1]
 
-    monkeypatch.setattr(CloseGuard, "ask", ask)
+    monkeypatch.setattr(UnsavedTextGuard, "ask", ask)
     monkeypatch.setattr(ChatStore, "unsaved", 3)
     store.trouble.emit("The disk is full.")
     assert not page.close()

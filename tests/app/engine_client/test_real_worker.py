@@ -13,7 +13,7 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
-from app.services.engine_request import Answer, Request
+from app.services.engine_request import ChatAnswer, Request
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
@@ -44,7 +44,7 @@ def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot:
         request.finished.connect(lambda event: ends.setdefault(event.request_id, event))
         return request.id
 
-    def ask(sampling: SamplingParams) -> Answer:
+    def ask(sampling: SamplingParams) -> ChatAnswer:
         answer = client.generate([ChatMessage("user", "hello")], sampling)
         answer.token.connect(tokens.append)
         follow(answer)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from app.services.engine_client import EngineClient, EngineState
-from app.services.engine_request import Answer, Request
+from app.services.engine_request import ChatAnswer, Request
 from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import (
     PROTOCOL_VERSION,
@@ -48,7 +48,7 @@ class Watch:
         client.state_changed.connect(self.states.append)
         client.telemetry.connect(self.telemetry.append)
 
-    def ask(self, prompt: str) -> Answer:
+    def ask(self, prompt: str) -> ChatAnswer:
         answer = self.client.generate([ChatMessage("user", prompt)], SamplingParams())
         answer.token.connect(self._on_token)
         return self.follow(answer)

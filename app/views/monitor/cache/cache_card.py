@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 
-from app.models.cache_figures import NO_FORECAST, Forecast, forecast, hit_rate, room_slots, sound
+from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
 from app.views.monitor.cache.resizing import Resizing
 from app.views.monitor.cache.size_chooser import SizeChooser
 from app.views.monitor.cache.tier_row import TierRow
@@ -39,7 +39,7 @@ class CacheCard(Card):
         self._event: CacheReport | None = None
         self._report: CacheReport | None = None
         self._decoding: CacheReport | None = None
-        self._forecasts: dict[CacheTier, Forecast] = {}
+        self._forecasts: dict[CacheTier, CacheForecast] = {}
         self._chosen: CacheTier = "vram"
         self._resizing: Resizing | None = None
         self._free_ram: int | None = None

@@ -33,7 +33,7 @@ class _Pages:
     changed: torch.Tensor
 
 
-class _Place:
+class _PageMemory:
     """Memory for the pages of one micro-batch: on the device, and a staging area in RAM."""
 
     def __init__(self, device: Device) -> None:
@@ -81,7 +81,7 @@ class DeviceAttention:
     def __init__(self, device: Device, kernels: NativeKernels | None) -> None:
         self._device, self._kernels = device, kernels
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch cache")
-        self._places = [_Place(device), _Place(device)]
+        self._places = [_PageMemory(device), _PageMemory(device)]
         self._under_way: list[Future[Event]] = []
 
     def fetch(self, layer: PagedLayer, pieces: Pieces, index: int) -> CacheAhead:

@@ -21,7 +21,7 @@ Attend = Callable[[Any, Pieces, torch.Tensor, torch.Tensor, torch.Tensor], torch
 """Module, rows, queries, keys and values [T, heads, dim] in RAM -> [T, heads, value_dim]."""
 
 
-class _Place:
+class _TransferBuffers:
     """Transfer buffers of one micro-batch: on the host, and on the device for the attention output."""
 
     def __init__(self, device: Device) -> None:
@@ -100,7 +100,7 @@ class HostAttention:
     def __init__(self, device: Device, attend: Attend) -> None:
         self._device, self._attend = device, attend
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch attention")
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _TransferBuffers] = {}
         self._under_way: list[Future[Event]] = []
 
     def begin(
@@ -120,7 +120,7 @@ class HostAttention:
         parts = [states[0].transpose(0, 1) for states in (call.queries, call.keys, call.values)]
         tokens, dtype = parts[0].shape[0], parts[0].dtype
         packed = torch.cat([part.reshape(tokens, -1) for part in parts], dim=1)
-        place = self._places.setdefault(number, _Place(device))
+        place = self._places.setdefault(number, _TransferBuffers(device))
         states = place.states(packed)
         shape = (tokens, parts[0].shape[1], value_dim)
         nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize

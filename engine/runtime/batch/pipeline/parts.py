@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from engine.planner.simulator.sweeps import Copy, LayerTimes, SweepParts
+from engine.planner.simulator.sweeps import CopyCost, LayerTimes, SweepParts
 from engine.runtime.batch.pipeline.device_attention import CacheAhead
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
 
@@ -111,11 +111,11 @@ class PartsTimer:
             after_s=times.mean("after"),
             attention_s=times.mean("attention"),
             card_attention_s=times.mean("card attention"),
-            cache=Copy(times.mean("cache")),
+            cache=CopyCost(times.mean("cache")),
             experts_s=times.mean("experts"),
             expert_s=times.mean("together") / used,
             host_experts_s=times.mean("host experts"),
-            expert=Copy(times.mean("weights") / self._experts),
+            expert=CopyCost(times.mean("weights") / self._experts),
             experts=self._experts,
             wanted=used,
             hot=min(self._hot, used),
