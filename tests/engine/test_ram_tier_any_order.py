@@ -149,7 +149,7 @@ class RamTierMachine(RuleBasedStateMachine):
             return
         counters = self.tier.counters
         assert counters.hits + counters.late + counters.misses == self.given
-        assert counters.arrived_bytes == self.read_well
+        assert counters.kept_bytes + counters.post_fetched_bytes + counters.prefetched_bytes == self.read_well
         assert counters.failures == self.failed
         assert counters.prefetches_used + counters.prefetches_wasted <= counters.prefetched
 

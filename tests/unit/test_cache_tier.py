@@ -158,7 +158,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_is_counted_twice(self) -> None:
         counters = self.tier.counters
-        assert counters.arrived_bytes == self.arrived
+        assert counters.kept_bytes + counters.post_fetched_bytes + counters.prefetched_bytes == self.arrived
         assert self.tier.backlog_bytes == len(self.tier.copies) * NBYTES
         assert counters.prefetches_used + counters.prefetches_wasted + len(self.tier.predicted) == counters.prefetched
         ended = self.memory.started - len(self.tier.copies)

@@ -158,11 +158,6 @@ class PolicySampler:
         self._steps_left = BURST_STEPS
         self._is_watching = True
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether a burst is being sampled, as opposed to the pause between two."""
-        return self._is_watching
-
     def hit_rates(self) -> dict[str, float]:
         """Recent hit rate of every candidate's shadow, averaged over the sampled layers if each has its own slots."""
         rates = [selector.hit_rates() for selector in dict.fromkeys(self._selectors.values())]

@@ -89,11 +89,6 @@ class TierCounters:
     post_fetched_bytes: int = 0
     prefetched_bytes: int = 0
 
-    @property
-    def arrived_bytes(self) -> int:
-        """Bytes of all records that were copied into slots."""
-        return self.kept_bytes + self.post_fetched_bytes + self.prefetched_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
