@@ -194,7 +194,7 @@ def test_two_tiers_have_two_rates_and_a_choice(card: CacheCard, qtbot: QtBot) ->
     assert wanted.args == ["ram", 2500]
 
 
-def test_nothing_decoded_keeps_what_was_foretold(card: CacheCard) -> None:
+def test_nothing_decoded_keeps_what_was_predicted(card: CacheCard) -> None:
     card.show_report(report())
     before = card.plot.texts()[1]
     card.show_report(report(tier(recent_hit_rate=-1.0), steps_per_s=0.0))

@@ -98,7 +98,7 @@ def test_the_expected_rate_goes_through_the_measured_one_and_never_falls(
     assert known.slots[-1] == 1000
 
 
-def test_more_experts_are_foretold_to_be_faster() -> None:
+def test_more_experts_are_predicted_to_be_faster() -> None:
     known = forecast(report())
     now, more = known.tokens_per_s_at(1000), known.tokens_per_s_at(3000)
     assert now == pytest.approx(20.0)
@@ -107,7 +107,7 @@ def test_more_experts_are_foretold_to_be_faster() -> None:
     assert not known.gains_nothing
 
 
-def test_where_a_miss_is_as_cheap_as_a_hit_nothing_is_foretold() -> None:
+def test_where_a_miss_is_as_cheap_as_a_hit_nothing_is_predicted() -> None:
     known = forecast(report(hit_s=2e-4, miss_s=1e-4))
     assert known.gains_nothing
     assert known.tokens_per_s_at(3000) is None
@@ -156,7 +156,7 @@ def test_not_a_number_is_nothing() -> None:
 
 @given(st.integers(0, 6000), st.integers(1, 6144), st.floats(0, 1), st.floats(0, 1), st.floats(1e-5, 0.1))
 @example(0, 6144, 0.0, 0.0, 0.0625)  # all experts have room, and still none was hit
-def test_ram_beneath_vram_is_foretold_from_what_vram_misses(
+def test_ram_beneath_vram_is_predicted_from_what_vram_misses(
     vram: int, ram: int, vram_hits: float, ram_hits: float, miss_s: float
 ) -> None:
     of_ram = tier("ram", slots=ram, recent_hit_rate=ram_hits, miss_s=miss_s)

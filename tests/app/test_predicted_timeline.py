@@ -107,7 +107,7 @@ def shape(checkpoint: Path, device: str = "cpu", tokens: int = 50) -> RequestSha
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated:slow-link#0"])
-def test_a_request_is_foretold_step_by_step(checkpoint: Path, switchyard_home: Path, device: str) -> None:
+def test_a_request_is_predicted_step_by_step(checkpoint: Path, switchyard_home: Path, device: str) -> None:
     found = predict(shape(checkpoint, device))
     assert len(found.steps_ns) == 50
     assert found.steps_ns[0] == pytest.approx(1e9 * found.ttft_s, rel=1e-3)

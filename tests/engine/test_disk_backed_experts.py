@@ -158,7 +158,7 @@ def test_few_experts_of_a_prompt_read_nothing_ahead(model: Model) -> None:
     assert model.tier.counters.prefetched == 0
 
 
-def test_who_foretells_is_told_of_short_steps(model: Model) -> None:
+def test_who_predicts_is_told_of_short_steps(model: Model) -> None:
     for layer in range(LAYERS):
         model.layers[layer](torch.randn(2, HIDDEN), torch.tensor([[2, 1], [1, 9]]), torch.ones(2, 2))
     assert model.listener.told == [(layer, [1, 2], torch.Size([2, HIDDEN])) for layer in range(LAYERS)]

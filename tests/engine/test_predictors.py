@@ -113,7 +113,7 @@ def router(weight: torch.Tensor, width: int) -> Callable[[torch.Tensor], Any]:
 
 
 @given(st.integers(0, 2**31), st.integers(1, 3), st.integers(1, 12), st.integers(1, 8))
-def test_gate_foretells_what_the_router_would_choose(seed: int, tokens: int, limit: int, experts: int) -> None:
+def test_gate_predicts_what_the_router_would_choose(seed: int, tokens: int, limit: int, experts: int) -> None:
     dice = torch.Generator().manual_seed(seed)
     weight = torch.randn(experts, 16, generator=dice)
     width = min(2, experts, limit)
@@ -124,8 +124,8 @@ def test_gate_foretells_what_the_router_would_choose(seed: int, tokens: int, lim
     check(said)
     chosen = set((hidden @ weight.T).topk(width).indices.flatten().tolist())
     assert len(said) <= limit
-    foretold = [expert for expert, _ in said]
-    assert set(foretold[: len(chosen)]) == chosen if len(chosen) <= limit else set(foretold) <= chosen
+    predicted = [expert for expert, _ in said]
+    assert set(predicted[: len(chosen)]) == chosen if len(chosen) <= limit else set(predicted) <= chosen
 
 
 def test_gate_says_nothing_where_there_is_none() -> None:

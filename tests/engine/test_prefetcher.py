@@ -1,4 +1,4 @@
-"""The prefetcher uses who gains, nobody if nobody does, and has nothing driven out that is wanted or predicted."""
+"""The prefetcher uses the predictor that gains, none if none does, and evicts nothing that is wanted or predicted."""
 
 from __future__ import annotations
 
@@ -177,10 +177,10 @@ def test_nothing_wanted_or_predicted_is_offered_for_eviction(
         clock=tier.clock,
     )
     wanted: list[set[tuple[int, int]]] = [set(), set()]
-    foretold: dict[int, set[tuple[int, int]]] = {}
+    predicted: dict[int, set[tuple[int, int]]] = {}
     for _ in range(dice.randint(1, 25)):
         wanted.append(set())
-        foretold = {layer: said for layer, said in foretold.items() if layer < prefetcher.ahead}
+        predicted = {layer: said for layer, said in predicted.items() if layer < prefetcher.ahead}
         for layer in range(dice.choice((LAYERS, LAYERS, dice.randint(1, LAYERS)))):  # a step may be cut short
             chosen = dice.sample(range(experts), min(experts, dice.randint(1, 3)))
             said = {coming: dice.sample(range(experts), min(experts, 3)) for coming in range(LAYERS)}
@@ -188,13 +188,13 @@ def test_nothing_wanted_or_predicted_is_offered_for_eviction(
             tier.want(layer, chosen)
             wanted[-1] |= {(layer, expert) for expert in chosen}
             coming = (layer + prefetcher.ahead) % LAYERS
-            foretold.pop(layer, None)
-            foretold[coming] = {(coming, expert) for expert in said[coming]}
+            predicted.pop(layer, None)
+            predicted[coming] = {(coming, expert) for expert in said[coming]}
             tier.offered = []
             prefetcher.observe(layer, chosen)
             offered = set(tier.offered)
             assert not offered & (wanted[-1] | wanted[-2])
-            assert not offered & set().union(*foretold.values())
+            assert not offered & set().union(*predicted.values())
             assert len(offered) == len(tier.offered)
 
 

@@ -56,14 +56,14 @@ def test_answers_of_one_token_have_no_sweep_to_time() -> None:
 def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, warm_s: float) -> None:
     """A prompt is predicted to take a second, a sweep a tenth of one, whoever shares it."""
 
-    def foretold(rows: JobRows) -> JobPrediction:
+    def predicted(rows: JobRows) -> JobPrediction:
         seconds = 1.0 * rows.rows + 0.1 * (rows.generated_tokens - 1)
         rate = rows.rows * rows.generated_tokens / seconds
         return JobPrediction(rows, rows.rows, 1, "", rate, rate, 1.5 * rate, 1.0, 1.0, Bottleneck.WEIGHTS)
 
-    whole = foretold(JobRows(100, 20.0, 16.0))
+    whole = predicted(JobRows(100, 20.0, 16.0))
     monkeypatch.setattr(job_plan, "plan_job", lambda *_: SimpleNamespace(prediction=whole))
-    monkeypatch.setattr(job_plan, "plan_rows", lambda rows, *_: SimpleNamespace(prediction=foretold(rows)))
+    monkeypatch.setattr(job_plan, "plan_rows", lambda rows, *_: SimpleNamespace(prediction=predicted(rows)))
     monkeypatch.setattr(job_plan, "find_shape", lambda _path: None)
     answers = [BatchAnswer(row, "", "length", 20, 16) for row in range(3)]
     loaded: Any = SimpleNamespace(info=SimpleNamespace(path=""))

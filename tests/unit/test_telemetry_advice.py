@@ -90,9 +90,9 @@ def test_no_change_gains_more_than_the_time_it_touches() -> None:
     assert plan.gain((0, 1.0), (0, 1.0), threads=8) is None  # nobody has measured how threads share this memory
     cpu = replace(plan.machine.cpu, weights_bytes_per_s={1: 1e10, 8: 6e10})
     plan = replace(plan, machine=replace(plan.machine, cpu=cpu))
-    foretold = plan.gain((0, 1.0), (0, 1.0), threads=8)
-    assert foretold is not None
-    assert foretold > 1.2
+    predicted = plan.gain((0, 1.0), (0, 1.0), threads=8)
+    assert predicted is not None
+    assert predicted > 1.2
     found = advise(waited(cpu_experts=0.1), replace_tier(report(0), slots=0), Running("int4", 1, 8), plan)
     assert (found.change, found.gain) == ("threads", pytest.approx(1 / 0.9))
 
