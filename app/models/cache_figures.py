@@ -123,7 +123,7 @@ def _expected(
     """
     at = float(np.interp(tier.slots, slots, lru))
     above = 1 - (1 - measured) * (1 - lru) / (1 - at) if at < 1 else np.maximum(measured, lru)
-    below = measured * lru / at if at > 0 else np.zeros_like(lru)
+    below = measured * (np.minimum(lru, at) / at) if at > 0 else np.zeros_like(lru)
     expected = np.where(slots >= tier.slots, above, below)
     if tier.is_adaptive or tier.policy == "static":
         ends, hits = [0, tier.slots, tier.most_slots], [0.0, measured, 1.0]

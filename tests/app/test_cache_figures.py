@@ -79,6 +79,8 @@ def test_nonsense_becomes_something_that_can_be_drawn(nonsense: CacheReport) -> 
 
 @settings(max_examples=60)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.floats(0, 1), st.integers(1, 999), st.booleans())
+@example([0.0, 1.0, 1.0], 0.5, 1, False)
+@example([2.3e-308, 2.3e-308, 1.0], 0.5, 1, False)
 def test_the_expected_rate_goes_through_the_measured_one_and_never_falls(
     rates: list[float], measured: float, slots: int, adaptive: bool
 ) -> None:
