@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.safetensors_numpy import read_safetensors
+from tests.k_quants import quantise_k
 
 
 def write_gguf(
@@ -48,7 +49,9 @@ def write_gguf(
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
             theirs = GGMLQuantizationType[kind]
-            writer.add_tensor(name, quantize(np.ascontiguousarray(values, np.float32), theirs), raw_dtype=theirs)
+            plain = np.ascontiguousarray(values, np.float32)
+            blocks = quantise_k(plain, kind) if kind in ("Q4_K", "Q6_K") else quantize(plain, theirs)
+            writer.add_tensor(name, blocks, raw_dtype=theirs)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -75,7 +78,7 @@ def write_model(
     file: Path,
     architecture: str,
     *,
-    quantised: str = "",
+    quantised: str | Callable[[str], str] = "",
     tensors: Mapping[str, NDArray[Any]] | None = None,
     tokens: int | None = None,
     split_max_tensors: int = 0,
@@ -84,7 +87,8 @@ def write_model(
     """A GGUF file of a tiny checkpoint in `folder`, with names by the `gguf` package's own table.
 
     Args:
-        quantised: ggml's type of all matrices that it can hold; else everything is float32.
+        quantised: ggml's type of all matrices that it can hold, or that of each by its name in the file; else
+            everything is float32.
         tensors: more of them, by their names in the file.
         tokens: in the vocabulary, if not as many as there are embeddings.
         split_max_tensors: of one part.
@@ -97,7 +101,8 @@ def write_model(
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         written[found] = _as_written(architecture, found, values, config)
-    types = {name: quantised for name, values in written.items() if quantised and _takes(quantised, name, values)}
+    wanted = {name: quantised if isinstance(quantised, str) else quantised(name) for name in written}
+    types = {name: kind for name, kind in wanted.items() if kind and _takes(kind, name, written[name])}
 
     def keys(writer: GGUFWriter) -> None:
         _add_hyperparameters(writer, config)

@@ -86,14 +86,14 @@ def quantised(sites: list[ExpertsSite], precision: str, weights: int) -> list[Ex
         return down if name == "down_proj" else most
 
     return [
-        replace(site, layout=QuantisedLayout.quantising(site.layout, of_part, _pairing(site.module)))
+        replace(site, layout=QuantisedLayout.quantising(site.layout, of_part, pairing_of(site.module)))
         if hasattr(site.module, "has_gate") and {part.dtype for part in site.layout.parts} == {torch.bfloat16}
         else site
         for site in sites
     ]
 
 
-def _pairing(module: Any) -> Pairing:
+def pairing_of(module: Any) -> Pairing:
     """How the kernels interleave gate and up rows; the module's own gate function needs them in original order."""
     if not module.has_gate:
         return Pairing.PLAIN

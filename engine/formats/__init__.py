@@ -12,7 +12,7 @@ from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
 from engine.formats.plain import BF16, FP32
-from engine.formats.published import AWQ4, HQQ4
+from engine.formats.published import AS_IN_FILE, AWQ4, HQQ4
 from engine.formats.weight_format import GROUP, TILE_ROWS, PlainFormat, TiledFormat, WeightFormat
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "GROUP",
     "LADDER",
     "PRECISIONS",
+    "STORED",
     "TILE_ROWS",
     "PlainFormat",
     "TiledFormat",
@@ -36,13 +37,15 @@ __all__ = [
     "tiled_format",
 ]
 
-_ALL: tuple[WeightFormat, ...] = (FP32, BF16, INT8, INT4, LUT4, AWQ4, HQQ4)
+_ALL: tuple[WeightFormat, ...] = (FP32, BF16, INT8, INT4, LUT4, AWQ4, HQQ4, AS_IN_FILE)
 
 FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ALL}
 """All formats by name, best quality first."""
 LADDER: tuple[str, ...] = tuple(each.name for each in _ALL if each.worth)
 """Names of the formats that `auto` chooses from, best quality first."""
 AUTO = "auto"
+STORED = AS_IN_FILE.name
+"""What `auto` tries first for checkpoints that are quantised already."""
 PRECISIONS: tuple[str, ...] = (AUTO, *(each.name for each in _ALL if each.native is not None or each is FP32))
 """Precisions that a user may choose."""
 

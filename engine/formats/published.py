@@ -1,4 +1,4 @@
-"""Formats of published systems, as sizes only: all that the planner's comparisons with the papers need."""
+"""Formats known by their size only: those of published systems, and what a checkpoint holds already."""
 
 from __future__ import annotations
 
@@ -17,3 +17,5 @@ AWQ4 = SizedFormat(name="awq4", words="AWQ, 4-bit", bits=4.0 + 20 / 128)
 """Groups of 128 weights with a 16-bit scale and a 4-bit zero point."""
 HQQ4 = SizedFormat(name="hqq4", words="HQQ, 4-bit", bits=4.0 + 16 / 64 + 16 / 128)
 """Groups of 64 weights with 8-bit scale and zero point, themselves in groups of 128."""
+AS_IN_FILE = SizedFormat(name="stored", words="as in the file", bits=4.9)
+"""Each matrix in the format that keeps what its file holds; the bits are those of the most common files (Q4_K_M)."""

@@ -15,7 +15,7 @@ from engine.formats.tiles import TiledShape
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import ROUTERS, SMALLEST
+from engine.kernels.native.linear import ROUTERS, SMALLEST, StoredMatrices
 from engine.kernels.quantise import quantise
 
 
@@ -24,26 +24,33 @@ def is_held_quantised(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def quantised_sizes(model: Any, precision: str, sizes: Mapping[str, int]) -> dict[str, int]:
+def quantised_sizes(
+    model: Any, precision: str, sizes: Mapping[str, int], stored: Mapping[str, TiledFormat] | None = None
+) -> dict[str, int]:
     """Bytes of tensors by name once linear layers are in `precision`.
 
     Args:
         model: on any device, including the meta device.
         sizes: the sizes before; without tied weights, which are stored a second time.
+        stored: formats of layers by name that keep what the checkpoint has; then all others stay as they are.
     """
     result = dict(sizes)
-    if tiled_format(precision) is None:
+    if stored is None and tiled_format(precision) is None:
         return result
-    for name, module, of_this in _layers(model, precision):
+    for name, module, of_this in _layers(model, precision, stored):
         result.pop(f"{name}.weight", None)
         parts = TiledShape(module.out_features, module.in_features, of_this).parts.values()
         result[f"{name}.tiles"] = sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in parts)
-    tied = [name for name, module, _ in _layers(model, precision) if _is_shared(model, module.weight)]
+    tied = [name for name, module, _ in _layers(model, precision, stored) if _is_shared(model, module.weight)]
     return result | {f"{name}.weight": sizes[f"{name}.weight"] for name in tied if f"{name}.weight" in sizes}
 
 
 def quantise_on_cards(
-    model: Any, precision: str, place_of: Callable[[str], torch.device], kernels: NativeKernels | None
+    model: Any,
+    precision: str,
+    place_of: Callable[[str], torch.device],
+    kernels: NativeKernels | None,
+    stored: StoredMatrices | None = None,
 ) -> int:
     """Quantises the large linear layers of a model in RAM and moves them to cards, one by one.
 
@@ -53,14 +60,18 @@ def quantise_on_cards(
     Args:
         place_of: module name -> its card.
         kernels: native ones of the CPU, which quantise faster than torch.
+        stored: layers whose codes the checkpoint has; then all others stay as they are.
 
     Returns:
         Number of layers.
     """
-    layers = list(_layers(model, precision))
+    layers = list(_layers(model, precision, stored.formats if stored is not None else None))
     for name, module, of_this in layers:
         place = place_of(name)
-        matrix = quantise(module.weight, of_this, kernels=kernels)
+        if stored is not None:
+            matrix = stored.matrix(name, kernels)
+        else:
+            matrix = quantise(module.weight, of_this, kernels=kernels)
         bias = module.bias.detach() if module.bias is not None else None
         forward = CardLinear(matrix, bias, place, with_kernels=of_this.on_card and runs_kernels(place))
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
@@ -69,19 +80,20 @@ def quantise_on_cards(
     return len(layers)
 
 
-def _layers(model: Any, precision: str) -> Iterator[tuple[str, torch.nn.Linear, TiledFormat]]:
+def _layers(
+    model: Any, precision: str, stored: Mapping[str, TiledFormat] | None = None
+) -> Iterator[tuple[str, torch.nn.Linear, TiledFormat]]:
     """(name, layer, its format): the head has its own format, and routers are skipped."""
     of_head, of_others = tiled_format(head_format(precision)), tiled_format(precision)
-    assert of_head is not None
-    assert of_others is not None
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         if type(module) is not torch.nn.Linear or name.rpartition(".")[2] in ROUTERS:
             continue
         weight, bias = module.weight, module.bias
         kinds = {weight.dtype, bias.dtype} if bias is not None else {weight.dtype}
-        if kinds == {torch.bfloat16} and weight.numel() >= SMALLEST:
-            yield name, module, of_head if module is head else of_others
+        of_this = stored.get(name) if stored is not None else of_head if module is head else of_others
+        if kinds == {torch.bfloat16} and weight.numel() >= SMALLEST and of_this is not None:
+            yield name, module, of_this
 
 
 def _is_shared(model: Any, weight: torch.Tensor) -> bool:

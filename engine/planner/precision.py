@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import IntEnum
 
-from engine.formats import FORMATS, LADDER
+from engine.formats import FORMATS, LADDER, STORED
 
 
 class Reach(IntEnum):
@@ -32,7 +32,7 @@ def worthwhile(speeds: Mapping[str, float]) -> str | None:
         speeds: by precision, of those that fit.
     """
     taken: str | None = None
-    for precision in LADDER:
+    for precision in (STORED, *LADDER):
         worth = FORMATS[precision].worth
         if precision in speeds and (taken is None or speeds[precision] > worth * speeds[taken]):
             taken = precision
@@ -49,5 +49,5 @@ def best_in_reach(reach: Mapping[str, Reach]) -> str | None:
     """
     nearest = min(reach.values(), default=Reach.DISK)
     if nearest is Reach.DISK:
-        return next((precision for precision in reversed(LADDER) if precision in reach), None)
+        return next((precision for precision in reversed((STORED, *LADDER)) if precision in reach), None)
     return worthwhile({precision: 1.0 for precision, found in reach.items() if found is nearest})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -42,6 +44,28 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
     return count
 
 
+class StoredMatrices(Protocol):
+    """Linear layers whose codes a checkpoint has."""
+
+    @property
+    def formats(self) -> Mapping[str, TiledFormat]:
+        """Module name -> the format that keeps them."""
+
+    def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix:
+        """The weight of one of them."""
+
+
+def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: NativeKernels) -> int:
+    """As `quantise_linears` for the layers whose codes the checkpoint has; all others stay as they are."""
+    count, formats = 0, stored.formats
+    for name, module in model.named_modules():
+        if name in formats and _is_plain(module) and name.rpartition(".")[2] not in ROUTERS:
+            assert isinstance(module, torch.nn.Linear)
+            module.forward = QuantisedLinear(module, stored.matrix(name, kernels), kernels)  # type: ignore[method-assign]
+            count += 1
+    return count
+
+
 def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
     """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones.
 
@@ -57,7 +81,8 @@ def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKern
             assert isinstance(module, torch.nn.Linear)
             of_this = tiled_format(head_format(precision) if module is head else precision)
             assert of_this is not None
-            module.forward = QuantisedLinear(module, of_this, kernels)  # type: ignore[method-assign]
+            matrix = quantise(module.weight, of_this, kernels=kernels)
+            module.forward = QuantisedLinear(module, matrix, kernels)  # type: ignore[method-assign]
             count += 1
     return count
 
@@ -135,9 +160,9 @@ class _PlainLinear:
 class QuantisedLinear:
     """The `forward` of one tiled linear layer; replaces its weight."""
 
-    def __init__(self, module: torch.nn.Linear, target_format: TiledFormat, kernels: NativeKernels) -> None:
+    def __init__(self, module: torch.nn.Linear, matrix: TiledMatrix, kernels: NativeKernels) -> None:
         self._rows, self._columns = module.weight.shape
-        self.matrix: TiledMatrix = quantise(module.weight, target_format, kernels=kernels)
+        self.matrix = matrix
         self.struct = matrix_struct(self.matrix)
         self._address = ctypes.addressof(self.struct)
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None

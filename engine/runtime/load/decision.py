@@ -16,14 +16,15 @@ from engine.common.footprint import activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.experts.disk_backed import can_be_disk_backed
-from engine.experts.sites import ExpertsSite, quantised
-from engine.formats import AUTO, LADDER, careful, format_of
+from engine.experts.sites import ExpertsSite
+from engine.formats import AUTO, FORMATS, LADDER, STORED, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
 from engine.planner.placement import Budgets, DeviceBudget, Experts, Placement, Sizes, Weights
 from engine.planner.placement import decide as decide_placement
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.fill_bank import working_bytes
+from engine.runtime.load.stored import StoredLinears, is_stored_quantised, sites_in
 
 _CPU = torch.device("cpu")
 
@@ -97,7 +98,7 @@ def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Dev
         placement,
         used,
         layers.on(placement.of_layer),
-        _in_precision(opened, placement.precision),
+        sites_in(opened, placement.precision),
         _dense_sizes(opened, placement.precision, used),
         _dense_parameters(opened),
     )
@@ -111,7 +112,7 @@ def budgets_of(config: EngineConfig, devices: Sequence[Device]) -> Budgets:
 
 def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], layers: LayerNames) -> Sizes:
     """What the model takes, counted tensor by tensor."""
-    precisions = LADDER if config.precision == AUTO else (config.precision,)
+    precisions = candidates(opened) if config.precision == AUTO else (config.precision,)
     of_layer, elsewhere = layers.sums(_tensor_sizes(opened.model))
     return Sizes(
         name=opened.name,
@@ -127,15 +128,28 @@ def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[D
     )
 
 
+_COARSER = 0.8
+"""A format has to have so many times the bits of what is stored for `auto` to refit to it."""
+
+
+def candidates(opened: OpenedCheckpoint) -> tuple[str, ...]:
+    """The precisions that `auto` chooses from: of a checkpoint that is quantised, its own, and what is much smaller."""
+    if opened.dtype != torch.bfloat16 or not is_stored_quantised(opened.plan):
+        return LADDER
+    bits = 8 * opened.plan.nbytes / max(opened.weights, 1)
+    return (STORED, *(name for name in LADDER if FORMATS[name].bits < _COARSER * bits))
+
+
 def dense_on_cards(opened: OpenedCheckpoint, places: Sequence[torch.device], precision: str) -> str | None:
     """The precision of linear layers on these devices, if they are to be quantised there."""
-    if not format_of(precision).is_tiled or not places or not all(is_held_quantised(place) for place in places):
+    keeps = precision == STORED or format_of(precision).is_tiled
+    if not keeps or not places or not all(is_held_quantised(place) for place in places):
         return None
     return careful(precision, opened.weights)
 
 
 def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: LayerNames) -> Weights:
-    sites = _in_precision(opened, precision)
+    sites = sites_in(opened, precision)
     in_ram = sum(_dense_sizes(opened, precision, ()).values())
     dense, elsewhere = layers.sums(_dense_sizes(opened, precision, devices))
     layouts: dict[Any, int] = {}
@@ -160,16 +174,15 @@ def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device]
     )
 
 
-def _in_precision(opened: OpenedCheckpoint, precision: str) -> list[ExpertsSite]:
-    return quantised(opened.sites, precision, opened.weights) if format_of(precision).is_tiled else opened.sites
-
-
 def _dense_sizes(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device]) -> dict[str, int]:
     """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
     experts = {target for site in opened.sites for target in site.targets}
     sizes = {name: nbytes for name, nbytes in _tensor_sizes(opened.model).items() if name not in experts}
     on_cards = dense_on_cards(opened, [device.torch_device for device in devices], precision)
-    return sizes if on_cards is None else quantised_sizes(opened.model, on_cards, sizes)
+    if on_cards is None:
+        return sizes
+    stored = StoredLinears(opened).formats if on_cards == STORED else None
+    return quantised_sizes(opened.model, on_cards, sizes, stored)
 
 
 def _dense_parameters(opened: OpenedCheckpoint) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +15,15 @@ from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
 from engine.experts.record import PartSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
+from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.repack import repack
+from engine.runtime.load.blocks import StoredBlocks, blocks_of
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
+
+_BATCH = 32 * 2**20
+"""Bytes of blocks that are read while as many are repacked."""
 
 
 def fill_bank(
@@ -37,8 +45,11 @@ def fill_bank(
     by_name = {site.name: replace(site, layout=site.layout.unquantised) for site in sites}
     filled: set[str] = set()
     layers = {site.name: bank.add_layer(site.name, site.num_experts, site.layout) for site in sites}
-    room = _Room()
+    room, repacked = _Room(), {site.name: site for site in sites if _is_repacked(site, plan)}
     for name, parts in plan.index.modules.items():
+        if name in repacked:
+            filled |= _repack_layer(model, repacked[name], plan, reader, layers[name], kernels)
+            continue
         quantises = name in layers and isinstance(layers[name].layout, QuantisedLayout)
         if quantises:
             room.add_layer(name, by_name[name].num_experts, by_name[name].layout)
@@ -58,8 +69,108 @@ def fill_bank(
 def working_bytes(plan: LoadingPlan, sites: list[ExpertsSite]) -> int:
     """Most memory that `fill_bank` needs besides the bank."""
     quantised = [site for site in sites if isinstance(site.layout, QuantisedLayout)]
-    room = max((site.num_experts * site.layout.unquantised.nbytes for site in quantised), default=0)
-    return room + _for_conversion(plan)
+    converted = [site for site in quantised if not _is_repacked(site, plan)]
+    room = max((site.num_experts * site.layout.unquantised.nbytes for site in converted), default=0)
+    blocks = 2 * min(_BATCH, plan.index.nbytes) if len(converted) < len(quantised) else 0
+    return room + max(_for_conversion(plan), blocks)
+
+
+def _is_repacked(site: ExpertsSite, plan: LoadingPlan) -> bool:
+    """Whether all tiled matrices of these experts can be made of blocks, without their numbers in between."""
+    parts = plan.index.modules.get(site.name)
+    if parts is None or not isinstance(site.layout, QuantisedLayout):
+        return False
+    return all(_blocks_of_part(site.layout, name, parts[name], plan, 0) for name, _ in site.layout.formats)
+
+
+def _blocks_of_part(
+    layout: QuantisedLayout, name: str, part: PartSources, plan: LoadingPlan, expert: int
+) -> list[StoredBlocks]:
+    """What one matrix of an expert is made of: its rows, or gate and then up rows; nothing if it takes more."""
+    order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
+    spec = next(spec for spec in layout.plain.parts if spec.name == name)
+    if order is None or spec.transposed or not (part.is_fused or part.is_per_expert):
+        return []
+    sources = {source.pattern: source for source in part.of_expert(expert)}
+    found = [blocks for pattern in order if (blocks := blocks_of(sources[pattern])) is not None]
+    pairs = len(order) == 2 and layout.tiled_shape(name).pairing is Pairing.HALVES
+    whole = len(found) == len(order) and (len(order) == 1 or pairs)
+    fits = sum(blocks.rows for blocks in found) == spec.shape[0]
+    return found if whole and fits and all(blocks.columns == spec.shape[1] for blocks in found) else []
+
+
+def _repack_layer(
+    model: Any,
+    site: ExpertsSite,
+    plan: LoadingPlan,
+    reader: TensorReader,
+    layer: BankLayer,
+    kernels: NativeKernels | None,
+) -> set[str]:
+    """Makes the records of one layer of its blocks; what is not tiled is converted as ever."""
+    layout, parts, filled = site.layout, plan.index.modules[site.name], set[str]()
+    assert isinstance(layout, QuantisedLayout)
+    here = layer.device.type == "cpu"
+    records = layer.records if here else allocate_records(site.num_experts, layout, torch.device("cpu"))
+    records.zero_()  # padding too, so that equal experts have equal bytes
+    made = ExpertBank(torch.device("cpu"))
+    made.layers[site.name] = target = BankLayer(site.name, layout, records)
+    jobs: list[tuple[list[StoredBlocks], TiledMatrix]] = []
+    for name, part in parts.items():
+        if layout.is_tiled(name):
+            jobs += (
+                (_blocks_of_part(layout, name, part, plan, expert), layout.matrix(target.rows, name, expert))
+                for expert in range(part.experts)
+            )
+            filled.add(part.target)
+        else:
+            converter = PartConverter(model, {site.name: site}, plan.converters[part.target])
+            filled |= _fill_part(part, converter, reader, made, {site.name: site})
+    _repack_in_batches(jobs, reader, kernels)
+    if not here:
+        layer.records.copy_(records)
+    return filled
+
+
+def _repack_in_batches(
+    jobs: list[tuple[list[StoredBlocks], TiledMatrix]], reader: TensorReader, kernels: NativeKernels | None
+) -> None:
+    """Reads some while those before are repacked."""
+    sizes = [sum(blocks.source.nbytes for blocks in sources) for sources, _ in jobs]
+    rooms = [torch.empty(min(max(_BATCH, *sizes, 0), sum(sizes)), dtype=torch.uint8) for _ in range(2)]
+    pending: list[Future[None]] = []
+    with ThreadPoolExecutor(1, "repack") as pool:
+        for turn, batch in enumerate(_batches(list(zip(jobs, sizes, strict=True)))):
+            room, used = rooms[turn % 2], 0
+            places, matrices = [], []
+            for sources, target in batch:
+                raw = []
+                for blocks in sources:
+                    raw.append(room[used : used + blocks.source.nbytes].view(blocks.rows, -1))
+                    used += blocks.source.nbytes
+                places += [(blocks.source, each) for blocks, each in zip(sources, raw, strict=True)]
+                matrices.append((tuple(map(StoredBlocks.in_memory, sources, raw)), target))
+            if len(pending) > 1:
+                pending.pop(0).result()  # it has read from this room
+            reader.read_into(places)
+            pending.append(pool.submit(repack, matrices, kernels))
+        for future in pending:
+            future.result()
+
+
+def _batches(
+    jobs: list[tuple[tuple[list[StoredBlocks], TiledMatrix], int]],
+) -> Iterator[list[tuple[list[StoredBlocks], TiledMatrix]]]:
+    batch: list[tuple[list[StoredBlocks], TiledMatrix]] = []
+    held = 0
+    for job, nbytes in jobs:
+        if batch and held + nbytes > _BATCH:
+            yield batch
+            batch, held = [], 0
+        batch.append(job)
+        held += nbytes
+    if batch:
+        yield batch
 
 
 class _Room(ExpertBank):

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,6 +54,7 @@ class LoadingPlan:
         index: sources of the experts.
         converters: first target name -> the library's converter that makes it (`None`: the tensor as it is).
         rest: tensors for the library's normal loading, by checkpoint name.
+        renamed: those of `rest` that become parameters unchanged, by the parameters' names.
     """
 
     index: ExpertIndex
@@ -62,6 +63,7 @@ class LoadingPlan:
     quantizer: Any | None
     adapter: FamilyAdapter | None
     dtype: torch.dtype
+    renamed: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +109,8 @@ def plan_loading(
         site = owners.get(name)
         if site is None:
             plan.rest[key] = tensors[key]
+            if pattern is None and name in state:
+                plan.renamed[name] = tensors[key]
             continue
         parts = plan.index.modules.setdefault(site.name, {})
         part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts))

@@ -19,7 +19,7 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_devices
 from engine.experts.sites import ExpertsSite, verify
-from engine.formats import format_of
+from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
@@ -34,6 +34,7 @@ from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.stored import stored_note
 from engine.runtime.load.tokenizer import template_note
 from engine.runtime.load.weights import disk_note, read_weights
 from engine.runtime.loaded_model import LoadedModel, LoadingParts
@@ -178,6 +179,7 @@ def _hand_over(
         f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",
         _card_note(decision),
+        stored_note(opened.plan) if decision.precision == STORED else "",
     ]
     held = (parts.bank, parts.disk_backed)
     info = ModelInfo(
@@ -250,7 +252,8 @@ def placement_note(note: Note) -> str:
             f"Runs on the CPU: even without its experts the model needs {needed} of {note.device}, of which {room} can "
             "be used."
         )
-    begin = f"Weights are in {note.precision}, because {note.instead_of} needs {needed}"
+    finer = "what the file holds" if note.instead_of == STORED else note.instead_of
+    begin = f"Weights are in {note.precision}, because {finer} needs {needed}"
     if note.code is NoteCode.COARSER_FOR_DEVICE:
         return f"{begin} of {note.device} even without its experts, of which {room} can be used."
     return f"{begin} of RAM and there is room for {room}."

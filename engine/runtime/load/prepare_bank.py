@@ -29,8 +29,8 @@ from engine.experts.bank_header import BankHeader, BankLayerSpec, UnusableBankEr
 from engine.experts.bank_writer import BankWriter, preparing
 from engine.experts.checksums import BEST_CHECKSUM
 from engine.experts.record import RecordLayout, allocate_records
-from engine.experts.sites import ExpertsSite, quantised
-from engine.formats import GROUP, format_of
+from engine.experts.sites import ExpertsSite
+from engine.formats import GROUP, STORED, format_of
 from engine.kernels.native.library import NativeKernels
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import read_headers
@@ -39,6 +39,7 @@ from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.library_models import (
     quiet_library,
 )
+from engine.runtime.load.stored import sites_in
 from engine.runtime.load.tensor_reader import TensorReader
 
 _CONVERTER = "transformers " + ".".join(transformers.__version__.split(".")[:2])
@@ -83,9 +84,7 @@ class BankSource:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{directory.name} has no experts, so there is nothing to prepare."
             )
-        is_tiled = format_of(precision).is_tiled
-        sites = quantised(opened.sites, precision, opened.weights) if is_tiled else opened.sites
-        return cls(directory, opened.model, sites, opened.plan, precision, kernels)
+        return cls(directory, opened.model, sites_in(opened, precision), opened.plan, precision, kernels)
 
     def only(self, names: Collection[str]) -> BankSource:
         """The same, for a bank of these experts modules alone."""
@@ -108,7 +107,7 @@ class BankSource:
         )
         source = {**fingerprint(self.directory, tensors), "converter": _CONVERTER}
         layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in self.sites)
-        group = GROUP if format_of(self.precision).is_tiled else None
+        group = GROUP if self.precision == STORED or format_of(self.precision).is_tiled else None
         return BankHeader(self.precision, group, BEST_CHECKSUM, source, layers)
 
     def require_unchanged(self, header: BankHeader) -> None:
@@ -247,7 +246,9 @@ def rebuild_layer(source: BankSource, path: Path, layer: int, only: int | None =
         spec = bank.header.layers[layer]
         made = allocate_records(spec.num_experts, spec.layout, _CPU)
         made.zero_()
-        with TensorReader(lambda _done, _total: None, lambda: False, 0, dtype=source.plan.dtype) as reader:
+        with TensorReader(
+            lambda _done, _total: None, lambda: False, 0, dtype=source.plan.dtype, kernels=source.kernels
+        ) as reader:
             source.convert(layer, made, reader)
         there, damaged = allocate_records(1, spec.layout, _CPU)[0], 0
         for expert in range(spec.num_experts) if only is None else [only]:
@@ -307,7 +308,12 @@ def _write(
     with ThreadPoolExecutor(1, "bank-writer") as pool:
         try:
             with TensorReader(
-                lambda _done, _total: report(), lambda: False, expected, direct=direct, dtype=source.plan.dtype
+                lambda _done, _total: report(),
+                lambda: False,
+                expected,
+                direct=direct,
+                dtype=source.plan.dtype,
+                kernels=source.kernels,
             ) as reader:
                 for turn, layer in enumerate(todo):
                     at = turn % len(buffers)

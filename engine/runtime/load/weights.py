@@ -19,6 +19,7 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
 from engine.experts.sites import bind, empty_modules
+from engine.formats import STORED
 from engine.kernels.dense import quantise_on_cards
 from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
@@ -26,6 +27,7 @@ from engine.runtime.load.decision import Decision, dense_on_cards
 from engine.runtime.load.fill_bank import fill_bank
 from engine.runtime.load.library_conversion import LoadingPlan, load_rest
 from engine.runtime.load.prepare_bank import BankSource, prepare_bank, rebuild_record
+from engine.runtime.load.stored import StoredLinears
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadingParts
 
@@ -65,7 +67,7 @@ def read_weights(
             source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
         )
         on_progress = progress.second
-    with TensorReader(on_progress, cancelled, plan.nbytes, dtype=plan.dtype) as reader:
+    with TensorReader(on_progress, cancelled, plan.nbytes, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
             fill_bank(model, resident, plan, reader, parts.bank, parts.kernels)
             empty_modules(model, sites)
@@ -86,7 +88,8 @@ def _read_rest(
         load_rest(model, plan, reader, layers.device_map(places))
         return
     load_rest(model, plan, reader, {"": torch.device("cpu")})
-    quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels)
+    stored = StoredLinears(opened) if precision == STORED else None
+    quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels, stored)
     for name, module in model.named_modules():
         place = places[layers.of(f"{name}.")]
         for own in (module._parameters, module._buffers):

@@ -1,0 +1,153 @@
+"""Models that are quantised already run as they are stored: codes kept, formats mixed within layers and between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.types import BY_NAME
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.formats import STORED
+from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
+from engine.kernels.native.linear import QuantisedLinear
+from engine.kernels.repack import Blocks, repack
+from engine.runtime.load import fill_bank
+from tests.engine.test_disk_backed import on_disk
+from tests.engine.test_family_parity import greedy, loaded, logits
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.k_quants import quantise_k
+from tests.tiny_gguf import write_model
+
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "vocab_size": 512}
+TYPES = {
+    "blk.0.ffn_gate_exps": "Q4_K",
+    "blk.0.ffn_up_exps": "Q4_K",
+    "blk.0.ffn_down_exps": "Q6_K",
+    "blk.1.ffn_gate_exps": "Q4_0",
+    "blk.1.ffn_up_exps": "Q8_0",
+    "blk.1.ffn_down_exps": "MXFP4",
+    "attn_v": "Q6_K",
+    "output": "Q6_K",
+}
+"""By parts of names; everything else is Q4_K, as in the files that people share."""
+FORMATS = ({"gate_up_proj": "int4", "down_proj": "int8"}, {"gate_up_proj": "int8", "down_proj": "lut4"})
+
+
+def type_of(name: str) -> str:
+    return next((kind for part, kind in TYPES.items() if part in name), "Q4_K")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    folder = tiny_checkpoint(
+        "qwen3_moe", tmp_path / "checkpoint", use_sliding_window=False, norm_topk_prob=True, **SIZES
+    )
+    return write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=type_of)
+
+
+def layouts(bank: Any) -> list[QuantisedLayout]:
+    found = [layer.layout for layer in bank.layers.values()]
+    assert all(isinstance(layout, QuantisedLayout) for layout in found)
+    return found
+
+
+def expected(file: Path, part: str, shape: TiledShape, layer: int, expert: int) -> TiledMatrix:
+    """A matrix of an expert, made of the file's blocks."""
+    sources = []
+    for name in ("gate", "up") if part == "gate_up_proj" else ("down",):
+        entry = read_gguf(file).tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
+        raw = np.fromfile(entry.file, np.uint8, entry.nbytes, offset=entry.offset)
+        rows = torch.from_numpy(raw).view(*entry.shape[:-1], -1)[expert].contiguous()
+        sources.append(Blocks(BY_NAME[entry.dtype], rows))
+    made = TiledMatrix.empty(shape)
+    repack([(tuple(sources), made)], None)
+    return made
+
+
+def near(ours: torch.Tensor, exact: torch.Tensor) -> bool:
+    """As near as activations in 8 bits allow."""
+    return bool((ours.float() - exact).norm() < 0.05 * exact.norm())
+
+
+def test_each_matrix_is_in_the_format_that_keeps_it(file: Path) -> None:
+    with loaded(file, "fp32") as exact, torch.no_grad():
+        wanted = logits(exact.model)
+    with loaded(file, "auto") as model, torch.no_grad():
+        assert model.info.precision == STORED
+        assert model.bank is not None
+        for index, (layer, layout) in enumerate(zip(model.bank.layers.values(), layouts(model.bank), strict=True)):
+            assert {name: each.name for name, each in layout.formats} == FORMATS[index]
+            for expert in (0, layer.num_experts - 1):
+                for name, _ in layout.formats:
+                    ours = layout.matrix(layer.rows, name, expert)
+                    assert torch.equal(dequantise(ours), dequantise(expected(file, name, ours.shape, index, expert)))
+        assert near(logits(model.model), wanted)
+        tokens = greedy(model.model)
+    with loaded(file, "bf16") as plain, torch.no_grad():
+        assert near(logits(plain.model), wanted)
+        assert tokens.shape == greedy(plain.model).shape
+
+
+def test_dense_layers_keep_their_codes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "head_dim": 64}
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)  # rows of queries and keys in another order
+    file = write_model(folder, tmp_path / "model.gguf", "llama", quantised=type_of)
+    with loaded(file, "fp32") as exact, loaded(file, "auto") as model, torch.no_grad():
+        assert model.info.precision == STORED
+        forwards = {name: module.__dict__.get("forward") for name, module in model.model.named_modules()}
+        kept = {name: each for name, each in forwards.items() if isinstance(each, QuantisedLinear)}
+        assert {"model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "lm_head"} <= kept.keys()
+        for name, linear in kept.items():
+            own = exact.model.get_submodule(name).weight
+            close = {"int4": 0.03, "int8": 0.01}[linear.matrix.shape.format.name]
+            assert (dequantise(linear.matrix, torch.float32) - own).abs().max() <= close * own.abs().max()
+        assert near(logits(model.model), logits(exact.model))
+
+
+def test_experts_are_the_same_from_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loaded(file, "auto") as in_ram, torch.no_grad():
+        wanted = logits(in_ram.model)
+    with on_disk(monkeypatch, file, "auto") as model, torch.no_grad():
+        assert model.info.precision == STORED
+        assert near(logits(model.model), wanted.float())
+
+
+def test_experts_are_the_same_on_a_card(file: Path) -> None:
+    with loaded(file, "auto") as in_ram, torch.no_grad():
+        wanted = logits(in_ram.model)
+    with loaded(file, "auto", device="emulated:slow-link") as model, torch.no_grad():
+        assert model.info.precision == STORED
+        assert near(logits(model.model), wanted.float())
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_another_precision_is_made_of_the_exact_values(file: Path, precision: str) -> None:
+    with loaded(file, "fp32") as exact, torch.no_grad():
+        wanted = logits(exact.model)
+    with loaded(file, precision) as model, torch.no_grad():
+        assert model.info.precision == precision
+        error = (logits(model.model).float() - wanted).norm() / wanted.norm()
+        assert error < {"int8": 0.05, "int4": 0.2}[precision]
+
+
+def test_few_bytes_are_read_at_once(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in one batch, the records are the same."""
+    records = []
+    for batch in (1, 2**30):
+        monkeypatch.setattr(fill_bank, "_BATCH", batch)
+        with loaded(file, "auto") as model:
+            assert model.bank is not None
+            records.append([layer.records.clone() for layer in model.bank.layers.values()])
+    assert all(torch.equal(one, other) for one, other in zip(*records, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+def test_blocks_of_these_tests_are_ggmls(kind: str) -> None:
+    values = np.random.default_rng(1).standard_normal((6, 512), np.float32)
+    error = BY_NAME[kind].dequantise(quantise_k(values, kind)) - values
+    assert np.abs(error).max() < {"Q4_K": 0.3, "Q6_K": 0.08}[kind]
