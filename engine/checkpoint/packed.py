@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,58 @@ class RotaryRows:
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         """See `Packing`."""
         return numbers(entries[0].dtype, self.reorder(arrays[0]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Rows of all sources one below the other, of which a tensor has some in another order.
+
+    Attributes:
+        order: for each row of the result, its place among the sources' rows; `None`: as they are.
+        axis: of the rows, of a single expert if the sources are stacks: -2 of matrices, -1 of vectors or for columns.
+        transposed: whether the result has the last two dimensions swapped.
+    """
+
+    order: NDArray[np.intp] | None = None
+    axis: int = -2
+    transposed: bool = False
+
+    def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
+        """See `Packing`."""
+        values = [numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True)]
+        whole = values[0] if len(values) == 1 else np.concatenate(values, self.axis)
+        if self.order is not None:
+            whole = whole.take(self.order, self.axis)
+        return np.ascontiguousarray(whole.swapaxes(-1, -2) if self.transposed else whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Numbers that are stored as a function of them: `lowered` by one, or the `logarithm` of the negative is meant."""
+
+    how: Literal["lowered", "logarithm"]
+    order: NDArray[np.intp] | None = None
+
+    def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
+        """See `Packing`."""
+        values = numbers(entries[0].dtype, arrays[0])
+        with np.errstate(all="ignore"):  # a broken file may hold anything
+            values = values - np.float32(1) if self.how == "lowered" else np.log(-values)
+        return values.reshape(-1) if self.order is None else values.reshape(-1)[self.order]
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """What multi-head latent attention makes keys and values of, stored as two stacks of one matrix per head.
+
+    [heads, latent, key width] and [heads, value width, latent] -> [heads * (key width + value width), latent].
+    """
+
+    def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
+        """See `Packing`."""
+        keys, values = (numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True))
+        heads = np.concatenate((keys.swapaxes(1, 2), values), 1)
+        return heads.reshape(-1, heads.shape[-1])
 
 
 def is_packed(entry: TensorEntry) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from engine.families.family import Family, FastPath, Router
+from engine.families.gguf import SIGMOID, Gguf, Key
+from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
 
 FAMILY = Family(
     packs_rows=True,
@@ -20,5 +22,15 @@ FAMILY = Family(
             normalise="norm_topk_prob",
             scale="routed_scaling_factor",
         ),
+    ),
+    gguf=Gguf(
+        architecture="deepseek2",
+        when=lambda metadata: gating(metadata) == SIGMOID,
+        head_dim="rope.dimension_count",
+        layered=True,
+        config={**CONFIG, "norm_topk_prob": Key("expert_weights_norm", False)},
+        constants={"rope_interleave": True},
+        computed=latent,
+        tensors=TENSORS,
     ),
 )

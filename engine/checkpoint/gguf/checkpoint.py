@@ -7,29 +7,30 @@ model needs and a file lacks, and whatever a file has and nothing here knows, is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_rows
 from engine.checkpoint.gguf.file import GgufFile, Strings
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry, Packing, RotaryRows
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign, reason
 from engine.common.plain_text import plain_line
 from engine.families import GGUF, family_of
-from engine.families.gguf import REQUIRED, Gguf, Key, Made
+from engine.families.gguf import HEAD_DIM, REQUIRED, Gguf, Key, Made
 
-_MOST_LAYERS, _MOST_EXPERTS, _MOST_READ = 4096, 4096, 2**20
+_MOST_LAYERS, _MOST_READ = 4096, 2**20
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
 _CHANGES_ANSWERS = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attention.output_scale",
     "attn_logit_softcapping", "router_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale",
-    "embedding_scale", "expert_group_count", "swiglu_clamp_exp", "swiglu_clamp_shexp", "nextn_predict_layers",
+    "embedding_scale", "expert_group_count", "swiglu_clamp_exp", "swiglu_clamp_shexp",
 )  # fmt: skip
 """Keys that change what is computed: one that has a value is refused unless the family asks for it."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
@@ -55,7 +56,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     for name, key in family.config.items():
         config[name] = keys.value(key if isinstance(key, Key) else Key(key))
     if family.computed is not None:
-        config.update(family.computed(file.metadata, config))
+        config.update(family.computed(keys, config))
     _check_fixed(keys, family)
     return config
 
@@ -68,28 +69,36 @@ def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
     """
     _, family = _family(file)
     config = gguf_config(file)
-    left = dict.fromkeys(file.tensors)
+    layers = int(config["num_hidden_layers"])
+    left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
-    for name, made in _expanded(family, int(config["num_hidden_layers"])):
-        sources = [file.tensors[source] for source in made.sources if source in file.tensors]
-        if len(sources) < len(made.sources):
+    for name, ways in _expanded(family, layers):
+        made = next((made for made in ways if all(source in file.tensors for source in made.sources)), None)
+        if made is None:
             continue
         for source in made.sources:
             left.pop(source, None)
-        entry = ARRANGEMENTS[made.how](sources, config)
+        arrange = ARRANGEMENTS[made.how]
+        sources = [file.tensors[source] for source in made.sources]
         if "{e}" not in name:
-            tensors[name] = replace(entry, key=name)
+            tensors[name] = replace(arrange(sources, config), key=name)
             continue
-        for expert, row in enumerate(_rows(entry)):
+        for expert, rows in enumerate(zip(*map(expert_rows, sources), strict=True)):
             own = name.replace("{e}", str(expert))
-            tensors[own] = replace(row, key=own)
-    strange = next((name for name in left if name not in (*family.unused, _ROPE_FACTORS)), None)
+            tensors[own] = replace(arrange(rows, config), key=own)
+    strange = next((name for name in left if name not in (*family.unused, *_ROPE)), None)
     if strange is not None:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"{file.path.name} holds {strange}, which Switchyard does not know how to use: its answers would be wrong.",
         )
     return tensors
+
+
+def _predicts_further(name: str, layers: int) -> bool:
+    """Whether a tensor is of the layers behind the last, which predict further tokens and are not used."""
+    place = name.split(".")
+    return place[0] == "blk" and len(place) > 1 and place[1].isdecimal() and int(place[1]) >= layers
 
 
 def gguf_generation(file: GgufFile) -> dict[str, Any]:
@@ -158,6 +167,22 @@ class _Keys:
             raise self._senseless(name, value)
         return float(value)
 
+    def has(self, tensor: str) -> bool:
+        """See `engine.families.gguf.File`."""
+        return tensor in self.file.tensors
+
+    def numbers(self, tensor: str) -> list[float]:
+        """See `engine.families.gguf.File`."""
+        entry = self.file.tensors.get(tensor)
+        if entry is None:
+            raise _lacks_tensor(self.file, tensor)
+        values: list[float] = _read(entry).reshape(-1).tolist()
+        return values
+
+    def rope(self) -> dict[str, Any]:
+        """See `engine.families.gguf.File`."""
+        return _rope(self, self.value(Key("rope.dimension_count", 0)))
+
     def _lacks(self, name: str) -> EngineError:
         return EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
@@ -188,30 +213,32 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
     if embedding is None or len(embedding.shape) != 2:
         raise _lacks_tensor(file, _EMBEDDING)
     layers = keys.whole("block_count")
-    if layers > _MOST_LAYERS:
+    further = keys.value(Key("nextn_predict_layers", 0))  # llama.cpp counts them among the blocks
+    if layers > _MOST_LAYERS or type(further) is not int or not 0 <= further < layers:
         raise keys._senseless("block_count", layers)
     hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = keys.whole("attention.key_length", max(hidden // heads, 1))
-    if keys.whole("attention.value_length", head_dim) != head_dim:
+    head_dim = keys.whole(family.head_dim, max(hidden // heads, 1))
+    if family.head_dim == HEAD_DIM and keys.whole("attention.value_length", head_dim) != head_dim:
         raise keys.unsupported("attention.value_length", file.value("attention.value_length"))
     if embedding.shape[1] != hidden:
         raise keys._senseless("embedding_length", hidden)
     _check_vocabulary(file, embedding.shape[0])
-    rope = _rope(keys, head_dim)
+    rope = {} if family.own_rope else _rope(keys, head_dim)
     rotated = keys.whole("rope.dimension_count", head_dim)
-    if rotated != head_dim:
+    if rotated != head_dim and not family.own_rope:
         if not family.partial_rotary or rotated > head_dim:
             raise keys.unsupported("rope.dimension_count", rotated)
         rope["partial_rotary_factor"] = rotated / head_dim
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers - further,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": heads if family.layered else keys.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "intermediate_size": keys.whole("feed_forward_length"),
-        "rms_norm_eps": keys.real("attention.layer_norm_rms_epsilon"),
+        # A file may lack it where no layer is dense.
+        "intermediate_size": keys.whole("feed_forward_length", file.value("expert_feed_forward_length") or REQUIRED),
+        "rms_norm_eps": keys.real(family.eps),
         "max_position_embeddings": keys.whole("context_length"),
         "rope_parameters": rope,
         "hidden_act": "silu",
@@ -313,22 +340,16 @@ def _lacks_tensor(file: GgufFile, name: str) -> EngineError:
 def _read(entry: TensorEntry) -> NDArray[np.float32]:
     """A small tensor's numbers."""
     if entry.numel > _MOST_READ:
-        raise _damaged(entry, "is too large")
+        raise damaged(entry, "is too large")
     try:
         with open_foreign(entry.file) as stream:
             stream.seek(entry.offset)
             raw = stream.read(entry.nbytes)
     except OSError as error:
-        raise _damaged(entry, f"cannot be read ({reason(error)})") from error
+        raise damaged(entry, f"cannot be read ({reason(error)})") from error
     if len(raw) != entry.nbytes:
-        raise _damaged(entry, "is cut short")
+        raise damaged(entry, "is cut short")
     return BY_NAME[entry.dtype].dequantise(np.frombuffer(raw, np.uint8))
-
-
-def _damaged(entry: TensorEntry, what: str) -> EngineError:
-    return EngineError(
-        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: download or copy the model again."
-    )
 
 
 def _check_fixed(keys: _Keys, family: Gguf) -> None:
@@ -337,7 +358,7 @@ def _check_fixed(keys: _Keys, family: Gguf) -> None:
         value = keys.value(Key(name, None))
         if name == "expert_weights_scale" and not value:
             continue  # llama.cpp takes 0 as none
-        if value is not None and value != expected:
+        if value is not None and not _same(value, expected):
             raise keys.unsupported(name, value)
     if keys.value(Key("attention.causal", True)) is False:
         raise keys.unsupported("attention.causal", False)
@@ -346,62 +367,26 @@ def _check_fixed(keys: _Keys, family: Gguf) -> None:
             raise keys.unsupported(name, value)
 
 
-Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
+def _same(value: Any, expected: Any) -> bool:
+    """Whether a value is this, but for the rounding to 32 bits."""
+    if isinstance(value, float) and isinstance(expected, float):
+        return math.isclose(value, expected, rel_tol=1e-6)
+    return bool(value == expected)
 
 
-def _rotary(heads: str) -> Arrangement:
-    def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
-        (source,) = sources
-        if source.shape[0] != config[heads] * config["head_dim"] or config["head_dim"] % 2:
-            raise _damaged(source, "does not fit the number of heads")
-        return packed(source.shape, sources, RotaryRows(config[heads]))
-
-    return arrange
-
-
-def _row(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
-    (source,) = sources
-    return replace(source, shape=(1, *source.shape))
-
-
-def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
-    """A tensor of this shape that is made of these."""
-    first = sources[0]
-    nbytes = sum(source.nbytes for source in sources)
-    return PackedEntry(first.file, first.key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
-
-
-ARRANGEMENTS: dict[str, Arrangement] = {
-    "": lambda sources, _config: sources[0],
-    "rotary_q": _rotary("num_attention_heads"),
-    "rotary_k": _rotary("num_key_value_heads"),
-    "row": _row,
-}
-"""How tensors are made of those in the file: the tensors and the configuration -> the tensor that the model has."""
-
-
-def _expanded(family: Gguf, layers: int) -> Iterator[tuple[str, Made]]:
-    """The names of all tensors that a model of so many layers may have, and what each is made of."""
-    for name, source in family.tensors.items():
-        made = source if isinstance(source, Made) else Made("", source)
+def _expanded(family: Gguf, layers: int) -> Iterator[tuple[str, list[Made]]]:
+    """The names of all tensors that a model of so many layers may have, and what each may be made of."""
+    for name, sources in family.tensors.items():
+        ways = [
+            way if isinstance(way, Made) else Made("", way)
+            for way in (sources if isinstance(sources, tuple) else (sources,))
+        ]
         if "{n}" not in name:
-            yield name, made
+            yield name, ways
             continue
         for layer in range(layers):
             number = str(layer)
-            sources = (each.replace("{n}", number) for each in made.sources)
-            yield name.replace("{n}", number), Made(made.how, *sources)
-
-
-def _rows(entry: TensorEntry) -> Iterator[TensorEntry]:
-    """What a stack of experts holds for each: its part of the bytes."""
-    experts = entry.shape[0]
-    if len(entry.shape) < 2 or experts > _MOST_EXPERTS:
-        raise _damaged(entry, f"is no stack of experts ({entry.shape})")
-    if isinstance(entry, PackedEntry):
-        for sources in zip(*map(_rows, entry.sources), strict=True):
-            yield packed(entry.shape[1:], sources, entry.packing)
-        return
-    nbytes = entry.nbytes // experts
-    for expert in range(experts):
-        yield replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)
+            yield (
+                name.replace("{n}", number),
+                [Made(way.how, *(each.replace("{n}", number) for each in way.sources)) for way in ways],
+            )

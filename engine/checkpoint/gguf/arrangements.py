@@ -1,0 +1,199 @@
+"""How tensors of a checkpoint are made of those in a GGUF file, where llama.cpp's converter rearranges them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import Changed, LatentHeads, PackedEntry, Packing, RotaryRows, Rows
+from engine.common.errors import EngineError, ErrorCode
+
+_MOST_EXPERTS = 4096
+
+Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
+"""The tensors in the file and the configuration -> the tensor that the model has."""
+
+
+def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
+    """A tensor of this shape that is made of these."""
+    first = sources[0]
+    nbytes = sum(source.nbytes for source in sources)
+    return PackedEntry(first.file, first.key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
+
+
+def damaged(entry: TensorEntry, what: str) -> EngineError:
+    """The error for a tensor that cannot be what it should be."""
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: download or copy the model again."
+    )
+
+
+def expert_rows(entry: TensorEntry) -> Iterator[TensorEntry]:
+    """What a stack of experts holds for each: its part of the bytes."""
+    experts = entry.shape[0]
+    if len(entry.shape) < 2 or experts > _MOST_EXPERTS:
+        raise damaged(entry, f"is no stack of experts ({entry.shape})")
+    nbytes = entry.nbytes // experts
+    for expert in range(experts):
+        yield replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)
+
+
+def _rotary(heads: str) -> Arrangement:
+    def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
+        (source,) = sources
+        if source.shape[0] != config[heads] * config["head_dim"] or config["head_dim"] % 2:
+            raise damaged(source, "does not fit the number of heads")
+        return packed(source.shape, sources, RotaryRows(config[heads]))
+
+    return arrange
+
+
+def _shaped(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
+    """The same numbers in another shape."""
+
+    def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+        (source,) = sources
+        return replace(source, shape=shape(source.shape))
+
+    return arrange
+
+
+def _flat(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape))
+
+
+def _half(which: int) -> Arrangement:
+    """One half of a matrix's rows: the gate's or those of up."""
+
+    def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+        (source,) = sources
+        if source.shape[0] % 2:
+            raise damaged(source, "has no two halves")
+        nbytes = source.nbytes // 2
+        shape = (source.shape[0] // 2, *source.shape[1:])
+        return replace(source, shape=shape, offset=source.offset + which * nbytes, nbytes=nbytes)
+
+    return arrange
+
+
+def _joined(*, axis: int = -2, transposed: bool = False, alternating: bool = False) -> Arrangement:
+    """One below the other, or row by row in turn; of each expert of a stack."""
+
+    def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+        shape = list(sources[0].shape)
+        each = [source.shape[axis] for source in sources if len(source.shape) >= -axis]
+        fits = all(len(source.shape) == len(shape) for source in sources) and len(each) == len(sources)
+        if not fits or (alternating and len(set(each)) > 1):
+            raise damaged(sources[0], "does not fit the tensors beside it")
+        shape[axis] = sum(each)
+        if transposed:
+            shape[-1], shape[-2] = shape[-2], shape[-1]
+        order = np.arange(sum(each)).reshape(len(each), -1).T.reshape(-1) if alternating else None
+        return packed(tuple(shape), sources, Rows(order, axis, transposed))
+
+    return arrange
+
+
+def _expert_below_expert(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    """[E, out, in] -> [E * in, out]: each expert's matrix transposed, one below the other."""
+    (source,) = sources
+    if len(source.shape) != 3:
+        raise damaged(source, "is no stack of experts")
+    experts, rows, columns = source.shape
+    return packed((experts * columns, rows), sources, Rows(transposed=True))
+
+
+def _lowered(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    return packed(sources[0].shape, sources, Changed("lowered"))
+
+
+def _latent_heads(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    keys, values = sources
+    if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[0] != values.shape[0]:
+        raise damaged(keys, "does not fit the number of heads")
+    heads, latent, width = keys.shape
+    if values.shape[2] != latent:
+        raise damaged(values, "does not fit the keys' matrices")
+    return packed((heads * (width + values.shape[1]), latent), sources, LatentHeads())
+
+
+def _value_heads(config: Mapping[str, Any], width: int) -> NDArray[np.intp]:
+    """The place in the file of each row of the values of linear attention, `width` rows per head.
+
+    llama.cpp has the value heads of all key heads in turn, transformers those of each key head together.
+    """
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    return np.arange(values * width).reshape(values // keys, keys, width).swapaxes(0, 1).reshape(-1)
+
+
+def _delta(part: str) -> Arrangement:
+    """A tensor of linear attention (gated delta rule) whose value heads are in llama.cpp's order."""
+
+    def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
+        (source,) = sources
+        width = config["linear_value_head_dim"]
+        order = _value_heads(config, width if part in ("qkv", "rows", "columns", "convolution") else 1)
+        before = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        if part in ("qkv", "convolution"):
+            order = np.concatenate((np.arange(before), before + order))
+        if source.shape[-1 if part == "columns" else 0] != len(order) and part not in ("numbers", "logarithm"):
+            raise damaged(source, "does not fit the number of heads")
+        if part == "logarithm":
+            return packed((_flat(source.shape),), sources, Changed("logarithm", order))
+        if part == "numbers":
+            return packed((_flat(source.shape),), sources, Rows(order, -1))
+        if part == "convolution":
+            shaped = replace(source, shape=(source.shape[0], 1, source.shape[-1]))
+            return packed(shaped.shape, [shaped], Rows(order, -3))
+        return packed(source.shape, sources, Rows(order, -1 if part == "columns" else -2))
+
+    return arrange
+
+
+def _by_key_head(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
+    """Queries, keys, values and gates of linear attention, each of all heads -> for each key head all four."""
+    both, gate = sources
+    heads, key_width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
+    counts = (key_width, key_width, values, values)
+    if both.shape[0] + gate.shape[0] != heads * sum(counts):
+        raise damaged(both, "does not fit the number of heads")
+    begins = np.cumsum([0, *(heads * count for count in counts[:-1])])
+    order = np.concatenate(
+        [
+            np.arange(begin + head * count, begin + (head + 1) * count)
+            for head in range(heads)
+            for begin, count in zip(begins, counts, strict=True)
+        ]
+    )
+    return packed((len(order), both.shape[1]), sources, Rows(order))
+
+
+ARRANGEMENTS: dict[str, Arrangement] = {
+    "": lambda sources, _config: sources[0],
+    "rotary_q": _rotary("num_attention_heads"),
+    "rotary_k": _rotary("num_key_value_heads"),
+    "row": _shaped(lambda shape: (1, _flat(shape))),
+    "flat": _shaped(lambda shape: (_flat(shape),)),
+    "convolution": _shaped(lambda shape: (shape[0], 1, shape[-1])),
+    "experts_below": _shaped(lambda shape: (shape[0] * shape[1], *shape[2:])),
+    "experts_below_transposed": _expert_below_expert,
+    "lowered": _lowered,
+    "logarithm": lambda sources, _config: packed((_flat(sources[0].shape),), sources, Changed("logarithm")),
+    "first_half": _half(0),
+    "second_half": _half(1),
+    "joined": _joined(),
+    "joined_transposed": _joined(transposed=True),
+    "alternating_transposed": _joined(transposed=True, alternating=True),
+    "alternating_numbers": _joined(axis=-1, alternating=True),
+    "latent_heads": _latent_heads,
+    "by_key_head": _by_key_head,
+    **{f"delta_{part}": _delta(part) for part in ("qkv", "rows", "columns", "convolution", "numbers", "logarithm")},
+    "delta_heads": _delta("heads"),
+}
+"""By the name that a family gives as `Made.how`."""

@@ -1,0 +1,110 @@
+"""Gemma 4, without what reads pictures and sound."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.families.family import Family
+from engine.families.gguf import (
+    ATTENTION,
+    ENDS,
+    FEED_FORWARD,
+    LAYER,
+    SOFTMAX,
+    File,
+    Gguf,
+    Key,
+    Made,
+    by_layer,
+    of_one_value,
+)
+
+
+def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    for name in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):
+        if file.value(Key(name, 0)):  # the smallest models, which are dense
+            raise file.unsupported(name, file.value(Key(name)))
+    kinds = ("sliding_attention", "full_attention")
+    layers = by_layer(file, "attention.sliding_window_pattern", config, 0, kinds)
+    heads = file.value(Key("attention.head_count_kv"))
+    heads = heads if isinstance(heads, list) else [heads] * len(layers)
+    of_kind = {
+        kind: of_one_value(
+            file,
+            "attention.head_count_kv",
+            [count for count, other in zip(heads, layers, strict=True) if other == kind] or heads,
+        )
+        for kind in kinds
+    }
+    factors = file.numbers("rope_freqs.weight")  # 1 for what is rotated, 1e30 for what is not
+    full = next((at for at, kind in enumerate(layers) if kind == "full_attention"), 0)
+    experts = file.value(Key("expert_count", 0))
+    return {
+        "layer_types": layers,
+        "num_key_value_heads": of_kind["sliding_attention"],
+        "num_global_key_value_heads": of_kind["full_attention"],
+        "attention_k_eq_v": not file.has(f"blk.{full}.attn_v.weight"),
+        "final_logit_softcapping": file.value(Key("final_logit_softcapping", 0.0)) or None,
+        "enable_moe_block": bool(experts),
+        "num_experts": experts or None,
+        "top_k_experts": file.value(Key("expert_used_count", 0)) or None,
+        "moe_intermediate_size": file.value(Key("expert_feed_forward_length", 0)) or None,
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": file.value(Key("rope.freq_base")),
+                "partial_rotary_factor": sum(factor == 1 for factor in factors) / len(factors),
+            },
+            "sliding_attention": {
+                "rope_type": "default",
+                "rope_theta": file.value(Key("rope.freq_base_swa", 10_000.0)),
+            },
+        },
+    }
+
+
+FAMILY = Family(
+    gguf=Gguf(
+        architecture="gemma4",
+        head_dim="attention.key_length_swa",
+        own_rope=True,
+        layered=True,
+        config={"global_head_dim": "attention.key_length", "sliding_window": "attention.sliding_window"},
+        constants={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+        },
+        fixed={"expert_gating_func": SOFTMAX, "expert_weights_norm": True, "expert_weights_scale": 1.0},
+        computed=_computed,
+        tensors={
+            **ENDS,
+            **ATTENTION,
+            **FEED_FORWARD,
+            **{
+                f"{LAYER}.{theirs}": f"blk.{{n}}.{ours}"
+                for theirs, ours in {
+                    "input_layernorm.weight": "attn_norm.weight",
+                    "post_attention_layernorm.weight": "post_attention_norm.weight",
+                    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+                    "pre_feedforward_layernorm_2.weight": "pre_ffw_norm_2.weight",
+                    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+                    "post_feedforward_layernorm_1.weight": "post_ffw_norm_1.weight",
+                    "post_feedforward_layernorm_2.weight": "post_ffw_norm_2.weight",
+                    "layer_scalar": "layer_output_scale.weight",
+                    "router.proj.weight": "ffn_gate_inp.weight",
+                    "router.scale": "ffn_gate_inp.scale",
+                    "router.per_expert_scale": "ffn_down_exps.scale",
+                    "experts.down_proj": "ffn_down_exps.weight",
+                }.items()
+            },
+            f"{LAYER}.experts.gate_up_proj": (
+                "blk.{n}.ffn_gate_up_exps.weight",
+                Made("joined", "blk.{n}.ffn_gate_exps.weight", "blk.{n}.ffn_up_exps.weight"),
+            ),
+        },
+    )
+)
