@@ -82,6 +82,7 @@ def write_model(
     tensors: Mapping[str, NDArray[Any]] | None = None,
     tokens: int | None = None,
     split_max_tensors: int = 0,
+    name: str = "",
     **more: Any,
 ) -> Path:
     """A GGUF file of a tiny checkpoint in `folder`, with names by the `gguf` package's own table.
@@ -92,19 +93,22 @@ def write_model(
         tensors: more of them, by their names in the file.
         tokens: in the vocabulary, if not as many as there are embeddings.
         split_max_tensors: of one part.
+        name: `general.name`, if any.
         more: metadata beside those of llama.cpp's converter, by key without the architecture's name.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = get_tensor_name_map(_ARCHITECTURES[architecture], config["num_hidden_layers"])
     written: dict[str, NDArray[Any]] = dict(tensors or {})
-    for name, values in _stacked(_checkpoint(folder)).items():
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert found is not None, name
+    for key, values in _stacked(_checkpoint(folder)).items():
+        found = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        assert found is not None, key
         written[found] = _as_written(architecture, found, values, config)
     wanted = {name: quantised if isinstance(quantised, str) else quantised(name) for name in written}
     types = {name: kind for name, kind in wanted.items() if kind and _takes(kind, name, written[name])}
 
     def keys(writer: GGUFWriter) -> None:
+        if name:
+            writer.add_name(name)
         _add_hyperparameters(writer, config)
         for key, value in more.items():
             writer.add_key_value(f"{architecture}.{key}", value, GGUFValueType.get_type(value))

@@ -156,8 +156,13 @@ def _copy(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
 
 
 def _default_name(source: Path) -> str:
-    """The folder's or file's name; in a hub cache (`models--ORG--NAME/snapshots/COMMIT`) the model's."""
+    """The folder's or file's name, or the model's own in a GGUF file that has a converter's name; in a hub cache
+    (`models--ORG--NAME/snapshots/COMMIT`) the model's."""
     name = name_of(source)
+    if re.match(r"model$|ggml-model\b", name, re.IGNORECASE) and (gguf := gguf_at(source)) is not None:
+        from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
+
+        name = read_gguf(gguf).text("general.name") or name
     if _COMMIT.fullmatch(name) and source.parent.name == "snapshots":
         name = source.parent.parent.name.removeprefix("models--").replace("--", "-")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "model"

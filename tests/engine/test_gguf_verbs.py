@@ -104,6 +104,11 @@ def test_the_library(run: Any, file: Path) -> None:
     assert list(models_dir().iterdir()) == []
 
 
+def test_a_file_with_a_converters_name_takes_the_models_own(run: Any, folder: Path, tmp_path: Path) -> None:
+    file = write_model(folder, tmp_path / "ggml-model-Q8_0.gguf", "qwen3moe", name="Tiny MoE")
+    assert run("models", "import", file)[1]["name"] == "Tiny-MoE"
+
+
 def test_a_file_outside_of_the_library(run: Any, file: Path) -> None:
     code, entry = run("models", "show", file)
     assert (code, entry["name"], entry["bytes_on_disk"]) == (0, str(file), file.stat().st_size)

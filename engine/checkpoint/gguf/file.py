@@ -334,14 +334,16 @@ class _Header:
         self._strings += count
         if self._strings > _MOST_STRINGS:
             raise self._broken(f"more than {_MOST_STRINGS:,} texts")
-        begin = self._at
-        for _ in range(count):
-            self._need(8)
-            (length,) = _LENGTH.unpack_from(self._buffer, self._at)
-            self._at += 8
-            self._need(length)
-            self._at += length
-        return Strings(count, bytes(self._buffer[begin : self._at]))
+        begin = at = self._at
+        buffer, have, length_at = self._buffer, len(self._buffer), _LENGTH.unpack_from
+        for _ in range(count):  # most of the time that reading a header takes
+            if at + 8 > have:
+                have = self._reach(at + 8)
+            at += 8 + length_at(buffer, at)[0]
+            if at > have:
+                have = self._reach(at)
+        self._at = at
+        return Strings(count, bytes(buffer[begin:at]))
 
     def _name(self) -> str:
         length = self._integer(8)
@@ -362,15 +364,18 @@ class _Header:
         return int.from_bytes(self._take(nbytes), "little")
 
     def _take(self, nbytes: int) -> bytes:
-        self._need(nbytes)
+        self._reach(self._at + nbytes)
         self._at += nbytes
         return bytes(self._buffer[self._at - nbytes : self._at])
 
-    def _need(self, nbytes: int) -> None:
-        """Reads on until so many bytes are there; what a file says of its lengths is believed only within its size."""
-        end = self._at + nbytes
+    def _reach(self, end: int) -> int:
+        """Reads on until the bytes up to `end` are there; lengths are believed only within the file's size.
+
+        Returns:
+            How many are there.
+        """
         if end <= len(self._buffer):
-            return
+            return len(self._buffer)
         if end > self.size:
             raise self._cut_short(end)
         if end > MAX_HEADER:
@@ -378,6 +383,7 @@ class _Header:
         self._buffer += self._stream.read(max(end - len(self._buffer), len(self._buffer), _FIRST_BYTES))
         if len(self._buffer) < end:
             raise self._cut_short(end)
+        return len(self._buffer)
 
     def _broken(self, what: str) -> EngineError:
         return _damaged(self.path, f"has a broken header ({what})")
