@@ -68,6 +68,7 @@ LUT4 = Lut4(
     words="4-bit, by table",
     bits=4.5,
     native=3,
+    on_card=True,
     small_models="int8",
     head="int8",
     code_bits=4,

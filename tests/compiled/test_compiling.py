@@ -15,8 +15,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from engine.formats import FORMATS, TiledFormat
 from engine.kernels.gpu.kernels_plain import plain_by_group, plain_by_visit
 from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
+from engine.kernels.gpu.products import constants_of
 
 AMPERE, ADA, HOPPER, BLACKWELL = (GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 120))
 RDNA3, CDNA3 = GPUTarget("hip", "gfx1100", 32), GPUTarget("hip", "gfx942", 64)
@@ -29,6 +31,7 @@ TYPES = {
     **dict.fromkeys(("x", "out"), "*bf16"),
     **dict.fromkeys(("ids", "table", "order", "block_expert", "block_begin", "group_end"), "*i64"),
 }
+TILED = [each for each in FORMATS.values() if isinstance(each, TiledFormat) and each.on_card]
 SILU = {"PAIRING": 1, "HAS_BIAS": False, "KIND": 0, "HAS_LIMIT": False}
 GPT_OSS = {"PAIRING": 2, "HAS_BIAS": True, "KIND": 5, "HAS_LIMIT": True}
 DOWN = {"PAIRING": 0, "HAS_BIAS": True, "KIND": -1, "HAS_LIMIT": False}
@@ -48,8 +51,8 @@ def compiled(kernel: Any, target: GPUTarget, **constants: Any) -> Any:
 def test_one_by_one(target: GPUTarget) -> None:
     for after in (SILU, GPT_OSS, DOWN):
         compiled(plain_by_visit, target, **after, N=8, K=256)
-        for int4 in (False, True):
-            made = compiled(tiled_by_visit, target, **after, INT4=int4, WORDS=32)
+        for of_weights in TILED:
+            made = compiled(tiled_by_visit, target, **after, **constants_of(of_weights), WORDS=32)
             if target.backend == "cuda":
                 # Weights are read 16 bytes at a time, and nothing spills.
                 assert "ld.global.v4" in made.asm["ptx"]
@@ -62,9 +65,10 @@ def test_in_blocks(m: int, target: GPUTarget) -> None:
     after = GPT_OSS if m == 64 else DOWN
     made = [
         compiled(plain_by_group, target, **after, DOT=tl.bfloat16, M=m, N=64, K=64),
-        compiled(tiled_by_group, target, **after, DOT=tl.bfloat16, M=m, INT4=False, BLOCKS=4, WORDS=32),
-        compiled(tiled_by_group, target, **after, DOT=tl.bfloat16, M=m, INT4=True, BLOCKS=4, WORDS=16),
     ]
+    for of_weights in TILED:
+        constants = constants_of(of_weights) | {"WORDS": 4 * of_weights.code_bits}
+        made.append(compiled(tiled_by_group, target, **after, **constants, DOT=tl.bfloat16, M=m, BLOCKS=4))
     for kernel in made:
         assert kernel.metadata.shared <= SHARED_BYTES[target.arch] * 1024
         if target.backend == "cuda":

@@ -22,7 +22,7 @@ from engine.kernels.reference import reference_experts
 
 CPU = torch.device("cpu")
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2 without gate", "silu without gate", "gpt-oss", "clamped")
-PRECISIONS = ("fp32", "bf16", "int8", "int4")
+PRECISIONS = ("fp32", "bf16", "int8", "int4", "lut4")
 
 
 class GptOssExperts(StandardExperts):

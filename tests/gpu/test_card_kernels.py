@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from engine.formats import FORMATS
+from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import dequantise
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
@@ -50,17 +52,18 @@ def test_shapes_of_real_models(precision: str, experts: int, hidden: int, inner:
         check(CARD, "silu", precision, tokens=tokens, width=width, experts=experts, hidden=hidden, inner=inner)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
 def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
     check_not_numbers(CARD, precision)
     check_nobody(CARD, precision)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
 def test_linear_layers(precision: str) -> None:
     torch.manual_seed(4)
     weight, bias = torch.randn(500, 700).bfloat16(), torch.randn(500).bfloat16()
-    matrix = quantise(weight, precision)
+    matrix = quantise(weight, FORMATS[precision])
+    matrix.set_table(MXFP4_TABLE)  # a matrix has its own, if any
     for with_kernels in (True, False):
         forward = CardLinear(matrix, bias, CARD, with_kernels=with_kernels)
         for tokens in (1, 7, 40):
@@ -70,7 +73,7 @@ def test_linear_layers(precision: str) -> None:
 
 
 @pytest.mark.parametrize("config", [{}, {"cache_slots": 4}, {"cache_slots": 4, "misses": "fetch"}], ids=str)
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
 def test_a_model_on_the_card_is_near_the_same_on_the_cpu(
     precision: str, config: dict[str, object], tmp_path: Path
 ) -> None:

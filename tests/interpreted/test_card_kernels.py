@@ -10,6 +10,8 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("only under Triton's interpreter", allow_module_level=True)
 
+from engine.formats import FORMATS
+from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import dequantise
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
@@ -18,7 +20,7 @@ from engine.kernels.quantise import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers
 
 CPU = torch.device("cpu")
-EVERY_KIND = [(kind, PRECISIONS[number % 4]) for number, kind in enumerate(KINDS)]
+EVERY_KIND = [(kind, PRECISIONS[number % len(PRECISIONS)]) for number, kind in enumerate(KINDS)]
 EVERY_PRECISION = [(kind, precision) for kind in ("gpt-oss", "relu2 without gate") for precision in PRECISIONS]
 
 
@@ -39,7 +41,7 @@ def test_shapes_that_are_no_multiples(precision: str) -> None:
         check(CPU, "silu", precision, tokens=33, width=1, experts=2, hidden=hidden, inner=inner, seed=inner)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int4"])
+@pytest.mark.parametrize("precision", ["bf16", "int4", "lut4"])
 def test_prompts_in_big_blocks_and_in_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.kernels.gpu.experts._MANY_VISITS", 40)
     check(CPU, "silu", precision, tokens=70, width=1, experts=2)
@@ -54,7 +56,7 @@ def test_norms_and_gates_that_only_the_module_knows(tokens: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
-@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
 def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
     check_not_numbers(CPU, precision)
     check_nobody(CPU, precision)
@@ -69,12 +71,13 @@ def test_groups() -> None:
     assert [groups.ends.tolist()[expert] for expert in (0, 2, 4)] == [1, 4, 6]
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
+@pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
 @pytest.mark.parametrize("with_kernels", [True, False])
 def test_linear_layers(precision: str, with_kernels: bool) -> None:
     torch.manual_seed(4)
     weight, bias = torch.randn(50, 70).bfloat16(), torch.randn(50).bfloat16()
-    matrix = quantise(weight, precision)
+    matrix = quantise(weight, FORMATS[precision])
+    matrix.set_table(MXFP4_TABLE)  # a matrix has its own, if any
     for of_layer in (bias, None):
         forward = CardLinear(matrix, of_layer, CPU, with_kernels=with_kernels)
         for shape in ((1, 1, 70), (3, 70), (2, 40, 70), (0, 70)):

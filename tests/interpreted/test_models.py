@@ -31,7 +31,13 @@ def logits(model: LoadedModel, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "precision", "slots"),
-    [("qwen3_moe", "int4", 3), ("gpt_oss", "int8", 3), ("mixtral", "bf16", None), ("qwen3_moe", "fp32", 2)],
+    [
+        ("qwen3_moe", "int4", 3),
+        ("gpt_oss", "int8", 3),
+        ("mixtral", "bf16", None),
+        ("gpt_oss", "lut4", 3),
+        ("qwen3_moe", "fp32", 2),
+    ],
 )
 def test_logits_are_those_of_torch(
     family: str, precision: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

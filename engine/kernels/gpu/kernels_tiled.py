@@ -1,7 +1,11 @@
 """Products with tiled matrices (`engine.formats.tiles`), read directly from records.
 
 The 4 bytes of a row within a vector of a tile form one 32-bit word, and the words of 16 rows are adjacent: a warp reads
-whole lines, and each word covers 4 (int4: 8) consecutive columns, without moving bytes within the card.
+whole lines, and each word covers 4 columns (8 of 4-bit codes), without moving bytes within the card.
+
+What a format is: NIBBLES, codes of 4 bits rather than of 8; ZEROS, a zero point beside each scale; TABLE, codes that
+are indices of 16 int8 values at `values_at` of the record. These stay in the L1 cache: one load per code is cheaper
+than selecting among registers.
 
 A record is addressed by its distance in bytes from `base`, so that one launch serves slots in any number of memory
 segments. A visit is a pair of a row of `x` and an expert; ids that are no expert give zeros.
@@ -19,28 +23,38 @@ from engine.kernels.gpu.kernels_activation import activate
 
 
 @triton.jit
-def _columns_of(word, c: tl.constexpr, INT4: tl.constexpr):
+def _columns_of(word, c: tl.constexpr, NIBBLES: tl.constexpr):
     """Of byte `c` of the words of vectors [n]: its (low nibble's) column."""
-    if INT4:
+    if NIBBLES:
         return (word // 4) * 32 + (word % 4) * 4 + c
     return word * 4 + c
 
 
 @triton.jit
-def _vector(x, x_row, word, c: tl.constexpr, columns, INT4: tl.constexpr, HIGH: tl.constexpr):
+def _vector(x, x_row, word, c: tl.constexpr, columns, NIBBLES: tl.constexpr, HIGH: tl.constexpr):
     """Elements of one row of x that are multiplied with byte `c` of each word, in fp32."""
-    column = _columns_of(word, c, INT4) + (16 if HIGH else 0)
+    column = _columns_of(word, c, NIBBLES) + (16 if HIGH else 0)
     return tl.load(x + x_row * columns + column, mask=column < columns, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _dot_words(words, xs_low, xs_high, c: tl.constexpr, INT4: tl.constexpr):
+def _meant(words, c: tl.constexpr, HIGH: tl.constexpr, values, NIBBLES: tl.constexpr, TABLE: tl.constexpr):
+    """What byte `c` (its high or low nibble) of words stands for, without scale and zero point, in fp32."""
+    if not NIBBLES:
+        return ((words << (24 - 8 * c)) >> 24).to(tl.float32)
+    codes = (words >> (8 * c + (4 if HIGH else 0))) & 15
+    if TABLE:
+        return tl.load(values + codes).to(tl.float32)
+    return codes.to(tl.float32)
+
+
+@triton.jit
+def _dot_words(words, low, high, c: tl.constexpr, values, NIBBLES: tl.constexpr, TABLE: tl.constexpr):
     """Byte `c` of [n, 16] words times [n] elements of x."""
-    if INT4:
-        low = ((words >> (8 * c)) & 15).to(tl.float32)
-        high = ((words >> (8 * c + 4)) & 15).to(tl.float32)
-        return low * xs_low[:, None] + high * xs_high[:, None]
-    return ((words << (24 - 8 * c)) >> 24).to(tl.float32) * xs_low[:, None]
+    dot = _meant(words, c, False, values, NIBBLES, TABLE) * low[:, None]
+    if NIBBLES:
+        dot += _meant(words, c, True, values, NIBBLES, TABLE) * high[:, None]
+    return dot
 
 
 @triton.jit
@@ -54,6 +68,7 @@ def tiled_by_visit(
     scales_at,
     zeros_at,
     bias_at,
+    values_at,
     experts,
     groups,
     columns,
@@ -61,7 +76,9 @@ def tiled_by_visit(
     width,
     limit,
     alpha,
-    INT4: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    TABLE: tl.constexpr,
     PAIRING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -88,12 +105,13 @@ def tiled_by_visit(
     lower = tl.zeros([16], dtype=tl.float32)
     is_expert = (slot >= 0) & (slot < experts)
     if is_expert:
-        per_group: tl.constexpr = 4 if INT4 else 8
+        per_group: tl.constexpr = 4 if NIBBLES else 8
         record = base + tl.multiple_of(tl.load(table + slot), 64)
         words = (record + weights_at).to(tl.pointer_type(tl.int32), bitcast=True)
         scales = (record + scales_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         zeros = record + zeros_at
         biases = (record + bias_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        values = (record + values_at).to(tl.pointer_type(tl.int8), bitcast=True)
         x_row = visit // width
         # Accumulate per vector of words; reduce over them at the end.
         upper_sums = tl.zeros([WORDS, 16], dtype=tl.float32)
@@ -113,14 +131,15 @@ def tiled_by_visit(
             lower_part = tl.zeros([WORDS, 16], dtype=tl.float32)
             x_sum = tl.zeros([WORDS], dtype=tl.float32)
             for c in tl.static_range(4):
-                low = _vector(x, x_row, vector, c, columns, INT4, False)
+                low = _vector(x, x_row, vector, c, columns, NIBBLES, False)
                 high = low
-                if INT4:
-                    high = _vector(x, x_row, vector, c, columns, INT4, True)
+                if NIBBLES:
+                    high = _vector(x, x_row, vector, c, columns, NIBBLES, True)
+                if ZEROS:
                     x_sum += low + high
-                upper_part += _dot_words(upper_words, low, high, c, INT4)
-                lower_part += _dot_words(lower_words, low, high, c, INT4)
-            if INT4:
+                upper_part += _dot_words(upper_words, low, high, c, values, NIBBLES, TABLE)
+                lower_part += _dot_words(lower_words, low, high, c, values, NIBBLES, TABLE)
+            if ZEROS:
                 upper_zero = tl.load(zeros + scale_at, mask=is_there, other=0).to(tl.float32) * 0.0625
                 lower_zero = tl.load(zeros + scale_at + 16, mask=is_there, other=0).to(tl.float32) * 0.0625
                 upper_part -= upper_zero * x_sum[:, None]
@@ -157,16 +176,6 @@ def tiled_by_visit(
 
 
 @triton.jit
-def _dequantised(words, scale, zero, c: tl.constexpr, INT4: tl.constexpr, HIGH: tl.constexpr):
-    """Byte `c` (and nibble) of words, dequantised to bf16."""
-    if INT4:
-        q = ((words >> (8 * c + (4 if HIGH else 0))) & 15).to(tl.float32) - zero
-    else:
-        q = ((words << (24 - 8 * c)) >> 24).to(tl.float32)
-    return (q * scale).to(tl.bfloat16)
-
-
-@triton.jit
 def tiled_by_group(
     x,
     order,
@@ -180,6 +189,7 @@ def tiled_by_group(
     scales_at,
     zeros_at,
     bias_at,
+    values_at,
     experts,
     groups,
     columns,
@@ -187,7 +197,9 @@ def tiled_by_group(
     width,
     limit,
     alpha,
-    INT4: tl.constexpr,
+    NIBBLES: tl.constexpr,
+    ZEROS: tl.constexpr,
+    TABLE: tl.constexpr,
     PAIRING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -211,7 +223,7 @@ def tiled_by_group(
     slot = tl.load(block_expert + program)
     if slot < experts:
         is_paired: tl.constexpr = PAIRING != 0
-        per_group: tl.constexpr = 4 if INT4 else 8
+        per_group: tl.constexpr = 4 if NIBBLES else 8
         n: tl.constexpr = BLOCKS * 16
         place = tl.load(block_begin + program) + tl.arange(0, M)
         is_visit = place < tl.load(group_end + slot)
@@ -222,6 +234,7 @@ def tiled_by_group(
         scales = (record + scales_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         zeros = record + zeros_at
         biases = (record + bias_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        values = (record + values_at).to(tl.pointer_type(tl.int8), bitcast=True)
         column16 = tl.arange(0, n)
         block = tl.program_id(1) * BLOCKS + column16 // 16
         is_block = block < tl.cdiv(rows, 32)
@@ -238,20 +251,23 @@ def tiled_by_group(
             lower_words = tl.load(words + at + per_group * 16, mask=is_there, other=0)
             upper_scale = tl.load(scales + scale_at, mask=is_there, other=0.0).to(tl.float32)
             lower_scale = tl.load(scales + scale_at + 16, mask=is_there, other=0.0).to(tl.float32)
-            upper_zero = upper_scale
-            lower_zero = lower_scale
-            if INT4:
+            upper_zero = tl.zeros([WORDS, n], dtype=tl.float32)
+            lower_zero = upper_zero
+            if ZEROS:
                 upper_zero = tl.load(zeros + scale_at, mask=is_there, other=0).to(tl.float32) * 0.0625
                 lower_zero = tl.load(zeros + scale_at + 16, mask=is_there, other=0).to(tl.float32) * 0.0625
             for c in tl.static_range(4):
-                for half in tl.static_range(2 if INT4 else 1):
-                    column = _columns_of(vector, c, INT4) + 16 * half
+                for half in tl.static_range(2 if NIBBLES else 1):
+                    column = _columns_of(vector, c, NIBBLES) + 16 * half
                     x_mask = is_visit[:, None] & (column < columns)[None, :]
                     xs = tl.load(x_rows + column[None, :], mask=x_mask, other=0.0).to(DOT)
-                    up_w = _dequantised(upper_words, upper_scale, upper_zero, c, INT4, half == 1).to(DOT)
-                    low_w = _dequantised(lower_words, lower_scale, lower_zero, c, INT4, half == 1).to(DOT)
-                    upper = tl.dot(xs, up_w, upper)
-                    lower = tl.dot(xs, low_w, lower)
+                    up_w = _meant(upper_words, c, half == 1, values, NIBBLES, TABLE)
+                    low_w = _meant(lower_words, c, half == 1, values, NIBBLES, TABLE)
+                    if ZEROS:
+                        up_w -= upper_zero
+                        low_w -= lower_zero
+                    upper = tl.dot(xs, (up_w * upper_scale).to(tl.bfloat16).to(DOT), upper)
+                    lower = tl.dot(xs, (low_w * lower_scale).to(tl.bfloat16).to(DOT), lower)
         if is_paired:
             pair = block * 16 + row16
             is_pair = pair < rows // 2

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from engine.formats import TiledFormat
 from engine.kernels.activation import Activation
 from engine.kernels.gpu.kernels_plain import plain_by_group, plain_by_visit
 from engine.kernels.gpu.kernels_tiled import tiled_by_group, tiled_by_visit
@@ -50,7 +51,7 @@ def multiply_visits(
     grid = (visits, triton.cdiv(matrix.rows, 32))
     _launch(
         tiled_by_visit, grid, (x, ids, table.offsets, table.base, out, *_tiles(matrix, table, width)), after,
-        INT4=matrix.format.code_bits == 4, WORDS=_WORDS,
+        **constants_of(matrix.format), WORDS=_WORDS,
     )  # fmt: skip
     return out
 
@@ -82,11 +83,10 @@ def multiply_groups(
             plain_by_group, grid, (*places, *args), after, N=_GROUP_OUTPUTS, K=64 if matrix.dtype.itemsize == 2 else 32
         )
         return out
-    int4 = matrix.format.code_bits == 4
     grid = (programs, triton.cdiv(triton.cdiv(matrix.rows, 32), _GROUP_OUTPUTS // 16))
     _launch(
         tiled_by_group, grid, (*places, *_tiles(matrix, table, width)), after,
-        INT4=int4, BLOCKS=_GROUP_OUTPUTS // 16, WORDS=16 if int4 else 32,
+        **constants_of(matrix.format), BLOCKS=_GROUP_OUTPUTS // 16, WORDS=4 * matrix.format.code_bits,
     )  # fmt: skip
     return out
 
@@ -98,8 +98,17 @@ def operand_type(dtype: torch.dtype) -> Any:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
+def constants_of(of_weights: TiledFormat) -> dict[str, bool]:
+    """What the kernels of tiled matrices are compiled for."""
+    return {
+        "NIBBLES": of_weights.code_bits == 4,
+        "ZEROS": of_weights.has_zeros,
+        "TABLE": of_weights.table is not None,
+    }
+
+
 def _tiles(matrix: StoredMatrix, table: RecordTable, width: int) -> tuple[int, ...]:
-    at = (matrix.weights_at, matrix.scales_at, matrix.zeros_at, matrix.bias_at)
+    at = (matrix.weights_at, matrix.scales_at, matrix.zeros_at, matrix.bias_at, matrix.table_at)
     return (*at, len(table), triton.cdiv(matrix.columns, 32), matrix.columns, matrix.rows, width)
 
 

@@ -127,7 +127,6 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
     bias_at = parts[bias].offset if bias is not None else -1
     if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
         shape = layout.tiled_shape(name)
-        zeros = parts.get(f"{name}_zeros")
         return StoredMatrix(
             shape.rows,
             shape.columns,
@@ -136,8 +135,9 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
             shape.pairing,
             parts[name].offset,
             parts[f"{name}_scales"].offset,
-            zeros.offset if zeros is not None else -1,
+            parts[f"{name}_zeros"].offset if shape.format.has_zeros else -1,
             bias_at,
+            parts[f"{name}_table"].offset if shape.format.table is not None else -1,
         )
     rows, columns = parts[name].shape
     return StoredMatrix(rows, columns, parts[name].dtype, None, pairing, parts[name].offset, bias_at=bias_at)
