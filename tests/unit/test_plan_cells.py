@@ -18,7 +18,7 @@ _CELLS = [(machine, model, work) for machine in machine_names() for model in mod
 _SHUFFLED = random.Random(5).sample(_CELLS, len(_CELLS))
 _NOT_HERE = 1.3
 """How many times as fast a schedule may be that the engine has for many prompts only, given a single one: for a long
-prompt it copies whole layers during attention, where a chat waits for the router.  The most found is 1.263."""
+prompt it copies whole layers during attention, where a chat waits for the router (1.263 for GLM-4.5 on an RTX 3090)."""
 
 
 @pytest.mark.parametrize("cell", _SHUFFLED[:8], ids="/".join)
