@@ -15,7 +15,7 @@ _LARGEST = 62
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = ("sliding_attention", "full_attention")
     window = file.value(Key("attention.sliding_window", 0))
-    layers = by_layer(file, "attention.sliding_window_pattern", config, 6 if window else 1, kinds)
+    layers = by_layer(file, "attention.sliding_window_pattern", config, kinds, 6 if window else 1)
     heads, width = config["num_attention_heads"], config["head_dim"]
     return {
         "layer_types": layers,

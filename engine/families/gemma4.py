@@ -18,6 +18,7 @@ from engine.families.gguf import (
     Made,
     by_layer,
     of_one_value,
+    per_layer,
 )
 
 
@@ -26,9 +27,8 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
         if file.value(Key(name, 0)):  # the smallest models, which are dense
             raise file.unsupported(name, file.value(Key(name)))
     kinds = ("sliding_attention", "full_attention")
-    layers = by_layer(file, "attention.sliding_window_pattern", config, 0, kinds)
-    heads = file.value(Key("attention.head_count_kv"))
-    heads = heads if isinstance(heads, list) else [heads] * len(layers)
+    layers = by_layer(file, "attention.sliding_window_pattern", config, kinds)
+    heads = per_layer(file, "attention.head_count_kv", config)
     of_kind = {
         kind: of_one_value(
             file,
@@ -45,7 +45,8 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": of_kind["sliding_attention"],
         "num_global_key_value_heads": of_kind["full_attention"],
         "attention_k_eq_v": not file.has(f"blk.{full}.attn_v.weight"),
-        "final_logit_softcapping": file.value(Key("final_logit_softcapping", 0.0)) or None,
+        # llama.cpp's default, and what all published models have.
+        "final_logit_softcapping": file.value(Key("final_logit_softcapping", 30.0)) or None,
         "enable_moe_block": bool(experts),
         "num_experts": experts or None,
         "top_k_experts": file.value(Key("expert_used_count", 0)) or None,

@@ -17,7 +17,7 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     kinds = ("sliding_attention", "full_attention")
     return {
         "rope_parameters": rope,
-        "layer_types": by_layer(file, "attention.sliding_window_pattern", config, 2, kinds),
+        "layer_types": by_layer(file, "attention.sliding_window_pattern", config, kinds, 2),
     }
 
 

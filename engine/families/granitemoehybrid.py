@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.families.family import Family
-from engine.families.gguf import LAYER, File, Gguf, Key, Made, of_one_value
+from engine.families.gguf import LAYER, File, Gguf, Key, Made, of_one_value, per_layer
 from engine.families.gguf.granite import CONFIG, FIXED, SHARED, TENSORS, multipliers
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = file.value(Key("attention.head_count_kv"))
-    heads = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
+    heads = per_layer(file, "attention.head_count_kv", config)
     inner, mamba_heads = file.value(Key("ssm.inner_size")), file.value(Key("ssm.time_step_rank"))
     dense = not config["num_local_experts"]
     return {

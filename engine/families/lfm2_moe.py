@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.families.family import Family
-from engine.families.gguf import LAYER, SIGMOID, File, Gguf, Key, Made, attention, experts, of_one_value, routing
+from engine.families.gguf import (
+    LAYER,
+    SIGMOID,
+    File,
+    Gguf,
+    Key,
+    Made,
+    attention,
+    experts,
+    of_one_value,
+    per_layer,
+    routing,
+)
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = file.value(Key("attention.head_count_kv"))
-    heads = heads if isinstance(heads, list) else [heads] * config["num_hidden_layers"]
+    heads = per_layer(file, "attention.head_count_kv", config)
     return {
         "num_key_value_heads": of_one_value(file, "attention.head_count_kv", heads),
         "layer_types": ["full_attention" if count else "conv" for count in heads],

@@ -12,6 +12,8 @@ from engine.families.gguf.delta import CONFIG, TENSORS, delta
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     sections = file.value(Key("rope.dimension_sections"))
+    if not isinstance(sections, list) or len(sections) < 3:
+        raise file.unsupported("rope.dimension_sections", sections)
     # Of text alone, the three sections have the same positions.
     rope = {**config["rope_parameters"], "mrope_section": sections[:3], "mrope_interleaved": True}
     return {**delta(file, config), "rope_parameters": rope}

@@ -118,7 +118,8 @@ CASES: dict[str, Case] = {
         {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "enable_moe_block": True,
          "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "global_head_dim": 32,
          "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0,
-         "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY, "tie_word_embeddings": True},
+         "num_kv_shared_layers": 0, "final_logit_softcapping": 30.0,
+         "vocab_size_per_layer_input": VOCABULARY, "tie_word_embeddings": True},
     ),
     "glm4-moe": Case(
         "glm4_moe",

@@ -137,12 +137,13 @@ def _delta(part: str) -> Arrangement:
     def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
         width = config["linear_value_head_dim"]
-        order = _value_heads(config, width if part in ("qkv", "rows", "columns", "convolution") else 1)
+        width = width if part in ("qkv", "rows", "columns", "convolution") else 1
         before = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
-        if part in ("qkv", "convolution"):
-            order = np.concatenate((np.arange(before), before + order))
-        if source.shape[-1 if part == "columns" else 0] != len(order) and part not in ("numbers", "logarithm"):
+        before = before if part in ("qkv", "convolution") else 0
+        rows = _flat(source.shape) if part in ("numbers", "logarithm") else source.shape[-1 if part == "columns" else 0]
+        if rows != before + config["linear_num_value_heads"] * width:
             raise damaged(source, "does not fit the number of heads")
+        order = np.concatenate((np.arange(before), before + _value_heads(config, width)))
         if part == "logarithm":
             return packed((_flat(source.shape),), sources, Changed("logarithm", order))
         if part == "numbers":

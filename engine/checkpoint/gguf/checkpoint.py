@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     for name, key in family.config.items():
         config[name] = keys.value(key if isinstance(key, Key) else Key(key))
     if family.computed is not None:
-        config.update(family.computed(keys, config))
+        with _sensible(file):
+            config.update(family.computed(keys, config))
     _check_fixed(keys, family)
     return config
 
@@ -80,12 +82,13 @@ def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
             left.pop(source, None)
         arrange = ARRANGEMENTS[made.how]
         sources = [file.tensors[source] for source in made.sources]
-        if "{e}" not in name:
-            tensors[name] = replace(arrange(sources, config), key=name)
-            continue
-        for expert, rows in enumerate(zip(*map(expert_rows, sources), strict=True)):
-            own = name.replace("{e}", str(expert))
-            tensors[own] = replace(arrange(rows, config), key=own)
+        with _sensible(file):
+            if "{e}" not in name:
+                tensors[name] = replace(arrange(sources, config), key=name)
+                continue
+            for expert, rows in enumerate(zip(*map(expert_rows, sources), strict=True)):
+                own = name.replace("{e}", str(expert))
+                tensors[own] = replace(arrange(rows, config), key=own)
     strange = next((name for name in left if name not in (*family.unused, *_ROPE)), None)
     if strange is not None:
         raise EngineError(
@@ -93,6 +96,19 @@ def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
             f"{file.path.name} holds {strange}, which Switchyard does not know how to use: its answers would be wrong.",
         )
     return tensors
+
+
+@contextmanager
+def _sensible(file: GgufFile) -> Iterator[None]:
+    """Metadata of wrong types, or numbers that do not fit together, break a family's arithmetic: that is an error."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The metadata of {file.path.name} do not fit together ({type(error).__name__}): "
+            "get another version of the file.",
+        ) from error
 
 
 def _predicts_further(name: str, layers: int) -> bool:

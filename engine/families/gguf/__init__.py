@@ -173,17 +173,26 @@ def shared_expert(name: str) -> Tensors:
     }
 
 
-def by_layer(
-    file: File, key: str, config: Mapping[str, Any], period: int, kinds: tuple[str, str], *, per_layer: bool = True
-) -> list[str]:
-    """The kinds of layers, from a list of truths or the period of the second kind; `period` is llama.cpp's default."""
-    found = file.value(Key(key, period)) if per_layer else period
-    layers = range(config["num_hidden_layers"])
-    if isinstance(found, list):
-        return [kinds[0] if found[layer] else kinds[1] for layer in layers]
-    if isinstance(found, bool):
-        return [kinds[0] if found else kinds[1] for _ in layers]
-    return [kinds[0] if not found or (layer + 1) % found else kinds[1] for layer in layers]
+def per_layer(file: File, key: str, config: Mapping[str, Any], default: Any = REQUIRED) -> list[Any]:
+    """A value for each layer; in the file there may be one for all, and some for layers that predict further."""
+    found, layers = file.value(Key(key, default)), config["num_hidden_layers"]
+    if not isinstance(found, list):
+        return [found] * layers
+    if len(found) < layers:
+        raise file.unsupported(key, found)
+    return found[:layers]
+
+
+def by_layer(file: File, key: str, config: Mapping[str, Any], kinds: tuple[str, str], period: int = 0) -> list[str]:
+    """The kinds of layers: a list of truths says which are of the first, a number when the second comes round.
+
+    Args:
+        period: llama.cpp's number for files without the key.
+    """
+    return [
+        kinds[0] if found is True or (found is not False and (not found or (layer + 1) % found)) else kinds[1]
+        for layer, found in enumerate(per_layer(file, key, config, period))
+    ]
 
 
 def scale_of_weights(file: File) -> float:

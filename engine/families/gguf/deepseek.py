@@ -28,8 +28,8 @@ def gating(metadata: Mapping[str, Any]) -> int:
     """How experts are scored; older files do not say, and llama.cpp knows GLM-4.7-Flash among them by its size."""
     found = metadata.get("deepseek2.expert_gating_func")
     if found:
-        return int(found)
-    tokens = metadata.get("deepseek2.vocab_size") or len(metadata.get("tokenizer.ggml.tokens", ()))
+        return found if type(found) is int else SOFTMAX
+    tokens = metadata.get("deepseek2.vocab_size")
     is_glm = metadata.get("deepseek2.block_count") in (47, 48) and tokens == _GLM_FLASH_TOKENS
     return SIGMOID if is_glm else SOFTMAX
 
@@ -51,7 +51,7 @@ CONFIG: dict[str, str | Key] = {
 def latent(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths of heads, and YaRN, whose factor of the logits llama.cpp keeps as a tenth."""
     # Files from before llama.cpp computed in the latent space have one matrix, and the widths of whole heads.
-    suffix = "" if file.has("blk.0.attn_kv_b.weight") else "_mla"
+    suffix = "" if file.value(Key("attention.key_length_mla", None)) is None else "_mla"
     whole = file.value(Key(f"attention.key_length{suffix}"))
     rope = dict(config["rope_parameters"])
     if rope["rope_type"] == "yarn":

@@ -22,13 +22,11 @@ CONFIG: dict[str, str | Key] = {
 def delta(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     """The widths of heads, and which layers are of which kind."""
     kinds = ("linear_attention", "full_attention")
-    if file.value(Key("attention.recurrent_layers", None)) is not None:
-        layers = by_layer(file, "attention.recurrent_layers", config, 0, kinds)
-    else:
-        layers = by_layer(file, "", config, file.value(Key("full_attention_interval", 4)), kinds, per_layer=False)
+    listed = file.value(Key("attention.recurrent_layers", None)) is not None
+    key = "attention.recurrent_layers" if listed else "full_attention_interval"
     return {
         "linear_value_head_dim": file.value(Key("ssm.inner_size")) // config["linear_num_value_heads"],
-        "layer_types": layers,
+        "layer_types": by_layer(file, key, config, kinds, 4),
     }
 
 
