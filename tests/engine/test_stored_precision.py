@@ -16,9 +16,10 @@ from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
+from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.load import fill_bank
 from tests.engine.test_disk_backed import on_disk
-from tests.engine.test_family_parity import greedy, loaded, logits
+from tests.engine.test_family_parity import decoded_logits, greedy, loaded, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.k_quants import quantise_k
 from tests.tiny_gguf import write_model
@@ -94,7 +95,7 @@ def test_each_matrix_is_in_the_format_that_keeps_it(file: Path) -> None:
 
 
 def test_dense_layers_keep_their_codes(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "head_dim": 64}
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "head_dim": 64, "num_key_value_heads": 4}
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)  # rows of queries and keys in another order
     file = write_model(folder, tmp_path / "model.gguf", "llama", quantised=type_of)
     with loaded(file, "fp32") as exact, loaded(file, "auto") as model, torch.no_grad():
@@ -107,6 +108,10 @@ def test_dense_layers_keep_their_codes(tmp_path: Path) -> None:
             close = {"int4": 0.03, "int8": 0.01}[linear.matrix.shape.format.name]
             assert (dequantise(linear.matrix, torch.float32) - own).abs().max() <= close * own.abs().max()
         assert near(logits(model.model), logits(exact.model))
+        # Queries and keys in 4 bits, values in 8: one kernel computes all of the attention.
+        assert GroupedAttention.can_step(model.model.model.layers[0])
+        for step, wanted in zip(decoded_logits(model.model), decoded_logits(exact.model), strict=True):
+            assert near(step, wanted)
 
 
 def test_experts_are_the_same_from_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

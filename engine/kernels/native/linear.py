@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.formats import TiledFormat, head_format, tiled_format
+from engine.formats import BF16, TiledFormat, head_format, tiled_format
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_struct
@@ -100,6 +100,11 @@ def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
 def is_readable(linear: torch.nn.Linear) -> bool:
     """Whether the kernels can read the weights and the bias of a linear layer in place."""
     return linear_struct(linear) is not None and (linear.bias is None or is_plain(linear.bias))
+
+
+def read_alike(structs: Iterable[MatrixStruct | None]) -> bool:
+    """Whether the kernels read a vector in the same form for all these matrices: all of them are tiled, or none."""
+    return len({struct.format == BF16.native for struct in structs if struct is not None}) == 1
 
 
 def is_plain(weight: torch.Tensor | None) -> bool:

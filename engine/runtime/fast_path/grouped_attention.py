@@ -10,7 +10,7 @@ import torch
 from engine.families import fast_path_of
 from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
 from engine.kernels.native.structs import AttentionStruct
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
@@ -38,8 +38,7 @@ class GroupedAttention:
         norms = [norm for norm in _head_norms(attention) if norm is not None]
         inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return (
-            # They read the same vector, in the form that a precision demands.
-            len({struct.format for struct in inputs if struct is not None}) == 1
+            read_alike(inputs)  # the same vector
             and all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
             and all(is_plain(norm.weight) for norm in (*norms, layer.input_layernorm))
             and all(norm.variance_epsilon == layer.input_layernorm.variance_epsilon for norm in norms)

@@ -13,7 +13,7 @@ import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
@@ -43,8 +43,7 @@ class LatentAttention:
         return (
             all(is_readable(p) for p in _projections(attention) if p is not None)
             and all(is_plain(norm.weight) for norm in _norms(layer) if norm is not None)
-            # They read the same vector.
-            and len({struct.format for struct in structs if struct is not None}) == 1
+            and read_alike(structs)  # the same vector
             and attention.qk_rope_head_dim % 2 == 0
         )
 

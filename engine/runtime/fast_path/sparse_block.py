@@ -13,7 +13,7 @@ from engine.families import fast_path_of
 from engine.families.family import Router
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
 
 _SCORING = {"softmax": 0, "sigmoid": 1}
@@ -89,7 +89,7 @@ def _is_plain_mlp(mlp: Any) -> bool:
     return (
         mlp.config.hidden_act == "silu"
         and all(part.bias is None and is_readable(part) for part in parts)
-        and len({struct.format for struct in structs[:2] if struct is not None}) == 1  # they read the same vector
+        and read_alike(structs[:2])  # the same vector
     )
 
 

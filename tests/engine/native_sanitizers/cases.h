@@ -262,6 +262,30 @@ void try_paged(SwitchyardPool *pool, Random &random) {
     }
 }
 
+// Any bytes are blocks; gate and up rows lie apart, one of them in another order.
+void try_repack(SwitchyardPool *pool, Random &random, int32_t format) {
+    static const struct { int32_t number; int64_t elements, bytes; } types[] = {
+        {0, 1, 4},    {1, 1, 2},     {30, 1, 2},    {2, 32, 18},   {3, 32, 20},   {6, 32, 22},   {7, 32, 24},   {8, 32, 34},
+        {10, 256, 84}, {11, 256, 110}, {12, 256, 144}, {13, 256, 176}, {14, 256, 210}, {20, 32, 18}, {23, 256, 136}, {39, 32, 17},
+    };
+    for (const auto &type : types) {
+        const int64_t pairs = draw(random, 1, 40), columns = 256 * draw(random, 1, 3);
+        OwnMatrix own(pool, random, 2 * pairs, columns, format, SWITCHYARD_HALVES);
+        std::vector<uint8_t> gate(static_cast<size_t>(pairs * columns / type.elements * type.bytes)), up(gate);
+        for (auto *bytes : {&gate, &up})
+            for (auto &byte : *bytes) byte = static_cast<uint8_t>(draw(random, 0, 255));
+        std::vector<int64_t> order(static_cast<size_t>(pairs));
+        for (auto &row : order) row = draw(random, 0, pairs - 1);
+        const SwitchyardRepack job = {own.matrix, {gate.data(), nullptr, type.number}, {up.data(), order.data(), type.number}};
+        require(switchyard_repack(pool, &job, 1, 8) == 0, "not repacked");
+        std::vector<uint16_t> out(static_cast<size_t>(pairs * columns));
+        require(switchyard_unpack(pool, &job.second, pairs, columns, 0, out.data()) == 0, "not unpacked");
+        record("unpacked", out);
+        std::vector<float> floats(out.size());
+        require(switchyard_unpack(pool, &job.first, pairs, columns, 1, floats.data()) == 0, "not unpacked");
+    }
+}
+
 // A matrix so large that the pool wakes its workers for long work.
 void try_large(SwitchyardPool *pool, Random &random) {
     for (const int32_t format : {SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4}) {
@@ -276,6 +300,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
     for (int round = 0; round < rounds; ++round)
         for (const int32_t format : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4}) {
             try_linear(pool, random, format);
+            if (format != SWITCHYARD_BF16) try_repack(pool, random, format);
             try_experts(pool, random, format);
             try_sparse(pool, random, format);
             try_attention(pool, random, format);

@@ -104,7 +104,7 @@ typedef struct {
 } SwitchyardAttention;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
-// RMS norms that round twice; q_a, kv_a and q (if there is no q_a) share a format.
+// RMS norms that round twice; q_a, kv_a and q (if there is no q_a) are all in tiles, or none is.
 typedef struct {
     const uint16_t *norm, *q_a_norm, *kv_norm;            // bf16 [hidden], [q_a rows] or null, [rank]
     const uint16_t *q_a_bias, *kv_a_bias, *o_bias;        // bf16, or null
