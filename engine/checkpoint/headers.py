@@ -51,6 +51,11 @@ class TensorEntry:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that holds some of it."""
+        return (self.file,)
+
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name.

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_config, read_json
 from engine.checkpoint.headers import DTYPE_BITS, MAX_HEADER, TensorEntry
+from engine.checkpoint.quantised.declared import LIBRARY_METHODS, declared_quantisation
 from engine.checkpoint.shards import INDEX_NAME, MAX_INDEX_BYTES, SINGLE_NAME, files_named
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import parse_json
@@ -125,7 +126,13 @@ def _read(
             raise _damaged(hub_id) from None
 
     entries = _all_in_time([functools.partial(header, name) for name in files], cancelled)
-    return config, [entry for some in entries for entry in some]
+    tensors = {entry.key: entry for some in entries for entry in some}
+    stored = declared_quantisation(scratch, config, hub_id)
+    if stored and stored["quant_method"] not in LIBRARY_METHODS:
+        from engine.checkpoint.quantised.tensors import quantised_tensors  # imports numpy, which others do not need
+
+        tensors = quantised_tensors(hub_id, str(config["model_type"]), stored, tensors)
+    return config, list(tensors.values())
 
 
 def _about(endpoint: str, hub_id: str, revision: str | None) -> str:

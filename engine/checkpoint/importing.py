@@ -93,7 +93,7 @@ def weights_of(source: Path) -> list[Path]:
     tensors = read_tensors(source)
     gguf = gguf_at(source)
     if gguf is None:
-        return sorted({tensor.file for tensor in tensors.values()})
+        return sorted({file for tensor in tensors.values() for file in tensor.files})
     from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
     from engine.checkpoint.gguf.tokenizer import tokenizer_files
 

@@ -186,7 +186,7 @@ def verify(
         return Verification(name, path, "sha256", len(manifest.files), damage)
     try:
         read_config(path)
-        files = {tensor.file for tensor in read_tensors(path).values()}
+        files = {file for tensor in read_tensors(path).values() for file in tensor.files}
     except EngineError as error:
         return Verification(name, path, "headers", 0, {str(path): error.message})
     return Verification(name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from engine.checkpoint.headers import TensorEntry
 
 _NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
-    "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8",
+    "U64": "<u8", "F16": "<f2", "F32": "<f4", "F64": "<f8", "F8_E4M3": "u1",
 }  # fmt: skip
 _AT_ONCE = 2**24
 """Numbers that are unpacked at once: 64 MiB of float32."""
@@ -26,11 +27,31 @@ Array = NDArray[Any]
 Floats = NDArray[np.float32]
 
 
+def _e4m3() -> Floats:
+    """The value of every byte as F8_E4M3 (OCP's "fn": no infinities): sign, 4 bits of exponent + 7, 3 of fraction."""
+    byte = np.arange(128)
+    exponent, fraction = byte >> 3, (byte & 7) / 8
+    positive = np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (exponent - 7))
+    positive[127] = np.nan
+    return np.concatenate((positive, -positive)).astype(np.float32)
+
+
+_E4M3 = _e4m3()
+
+
 class Packing(Protocol):
     """How the tensors that are stored make the tensor that is meant."""
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         """The tensor, from its sources as `as_array` gives them; of one expert if they all hold one row of stacks."""
+
+
+@runtime_checkable
+class Piecewise(Packing, Protocol):
+    """A packing that need not make the whole at once."""
+
+    def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
+        """The same as `unpack`, some rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +67,11 @@ class PackedEntry(TensorEntry):
 
     sources: tuple[TensorEntry, ...]
     packing: Packing
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """See `TensorEntry`."""
+        return tuple(file for source in self.sources for file in source.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +178,18 @@ def numbers(dtype: str, array: Array) -> Floats:
         return BY_NAME[dtype].dequantise(array)
     if dtype == "BF16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype == "F8_E4M3":
+        return _E4M3[array]
     return array.astype(np.float32, copy=False)
 
 
 def unpacked(entry: TensorEntry, arrays: Sequence[Array]) -> Iterator[Floats]:
     """The tensor's numbers, from its sources as `as_array` gives them: pieces of its first dimension, one by one."""
     if isinstance(entry, PackedEntry):
-        yield entry.packing.unpack(entry.sources, arrays)
+        if isinstance(entry.packing, Piecewise):
+            yield from entry.packing.pieces(entry.sources, arrays)
+        else:
+            yield entry.packing.unpack(entry.sources, arrays)
         return
     (array,) = arrays
     rows = max(1, _AT_ONCE * len(array) // max(entry.numel, 1))

@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
+from engine.checkpoint.quantised.declared import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.families import family_of
 from engine.families.family import KvNumbers
@@ -133,7 +134,7 @@ class ModelProfile:
         trained_tokens: context length of the training, if the rotary embedding extends it.
         kv_elements_per_token: cache elements per token of context.
         dtype: from config.json, e.g. `bfloat16`; empty if unknown.
-        quantization: `fp8`, `mxfp4`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
+        quantization: `fp8`, `gptq`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
     """
 
     family: str
@@ -169,7 +170,6 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     count = number_of(text, _EXPERTS)
     per_token = number_of(text, _PER_TOKEN) or family_of(str(config["model_type"])).experts_per_token
     trained = number_of(text, _CONTEXT)
-    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     return ModelProfile(
         family=str(config["model_type"]),
         layers=_layers(text),
@@ -186,9 +186,7 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
         dtype=str(
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
         ),
-        quantization=_blocks(tensors) or str(quantization.get("quant_method", ""))
-        if isinstance(quantization, dict)
-        else "",
+        quantization=_blocks(tensors) or str(quantisation_of(config).get("quant_method", "")),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
+from engine.checkpoint.quantised.declared import LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign, reason
 from engine.common.plain_text import plain
@@ -28,7 +29,6 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _ASIDE = re.compile(r"^(adapter_model|consolidated|optimizer|.*\.fp32\b)")
-_PACKED = re.compile(r"\.(qweight|qzeros|weight_packed|g_idx)$")
 
 
 def read_tensors(directory: Path) -> dict[str, TensorEntry]:
@@ -36,7 +36,8 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` (a shard or tensor is missing, cut short or inconsistent), `CHECKPOINT_UNSAFE`
-            (pickle), `MODEL_UNSUPPORTED` (GPTQ, AWQ, a GGUF file of an architecture that is not read).
+            (pickle), `MODEL_UNSUPPORTED` (weights quantised in a way, or a GGUF file of an architecture, that is not
+            read).
     """
     gguf = gguf_at(directory)
     if gguf is not None:
@@ -44,15 +45,16 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
         from engine.checkpoint.gguf.file import read_gguf
 
         return gguf_tensors(read_gguf(gguf))
-    index = directory / INDEX_NAME
+    index, file = directory / INDEX_NAME, directory / CONFIG_NAME
     tensors = _from_index(directory, index) if index.exists() else _from_files(directory)
-    for key in tensors:
-        if _PACKED.search(key):
-            raise EngineError(
-                ErrorCode.MODEL_UNSUPPORTED,
-                f"{directory.name} holds GPTQ or AWQ weights ({key}), which Switchyard cannot run: "
-                "use the model's original, FP8 or MXFP4 version.",
-            )
+    config = read_json(file, MAX_CONFIG_BYTES) if file.exists() else {}
+    stored = declared_quantisation(directory, config)
+    if not stored:
+        check_none_is_packed(directory.name, tensors)
+    elif stored["quant_method"] not in LIBRARY_METHODS:
+        from engine.checkpoint.quantised.tensors import quantised_tensors  # imports numpy
+
+        return quantised_tensors(directory.name, str(config.get("model_type")), stored, tensors)
     return tensors
 
 
@@ -154,7 +156,7 @@ def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, An
     """
     digest = hashlib.sha256()
     described = []
-    files = sorted({entry.file for entry in tensors})
+    files = sorted({file for entry in tensors for file in entry.files})
     for file in files if gguf_at(directory) is not None else [directory / CONFIG_NAME, *files]:
         try:
             with open_foreign(file) as stream:

@@ -236,10 +236,10 @@ def test_tensors_of_parts_that_are_not_run(mixtral: Path) -> None:
 
 
 def test_unreadable_quantization(mixtral: Path) -> None:
-    change_config(mixtral, quantization_config={"quant_method": "gptq", "bits": 4})
+    change_config(mixtral, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     error = refusal(mixtral)
     assert error.code is ErrorCode.MODEL_UNSUPPORTED
-    assert "gptq" in error.message
+    assert "bitsandbytes" in error.message
 
 
 def test_shard_cut_short(mixtral: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.names import name_of
 from engine.checkpoint.profile import ModelProfile, profile_of
+from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
@@ -41,6 +42,7 @@ class OpenedCheckpoint:
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
+        left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
     """
 
     directory: Path
@@ -52,6 +54,7 @@ class OpenedCheckpoint:
     dtype: torch.dtype
     weights: int
     unread: str
+    left_out: str
 
     @property
     def name(self) -> str:
@@ -100,9 +103,10 @@ def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
     model_class, part = model_class_for(library_config, adapter)
     tensors = read_tensors(directory)
     profile = profile_of(raw, tensors.values())
-    quantizer = quantizer_for(part, name_of(directory))
+    quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
-    return OpenedCheckpoint(directory, profile, None, model, sites, plan, dtype, weights, unread_inputs(raw))
+    left_out = left_out_note(directory, raw)
+    return OpenedCheckpoint(directory, profile, None, model, sites, plan, dtype, weights, unread_inputs(raw), left_out)

@@ -32,6 +32,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from engine.checkpoint.expert_index import ExpertIndex, PartSources
 from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import PackedEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
@@ -55,6 +56,7 @@ class LoadingPlan:
         converters: first target name -> the library's converter that makes it (`None`: the tensor as it is).
         rest: tensors for the library's normal loading, by checkpoint name.
         renamed: those of `rest` that become parameters unchanged, by the parameters' names.
+        surplus: biases of modules that have none: GPTQ's tools store them for every module, all of them zeros.
     """
 
     index: ExpertIndex
@@ -64,6 +66,7 @@ class LoadingPlan:
     adapter: FamilyAdapter | None
     dtype: torch.dtype
     renamed: dict[str, TensorEntry] = field(default_factory=dict)
+    surplus: dict[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +111,9 @@ def plan_loading(
             name, pattern = rename_source_key(key, [], [], prefix, state)
         site = owners.get(name)
         if site is None:
-            plan.rest[key] = tensors[key]
+            beside = tensors.get(f"{key.removesuffix('.bias')}.weight") if key.endswith(".bias") else None
+            surplus = name not in state and isinstance(beside, PackedEntry)
+            (plan.surplus if surplus else plan.rest)[key] = tensors[key]
             if pattern is None and name in state:
                 plan.renamed[name] = tensors[key]
             continue
@@ -250,6 +255,9 @@ def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device_map: M
         EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
             checkpoint holds weights for modules that would be ignored.
     """
+    for key, entry in plan.surplus.items():
+        if reader.read(entry).any():
+            raise _unknown_use(key)
     config = LoadStateDictConfig(
         device_map=dict(device_map),
         dtype=plan.dtype,
@@ -309,10 +317,14 @@ def _check_unexpected(model: Any, keys: set[str]) -> None:
         if key.endswith(_HARMLESS):
             continue
         if key.rpartition(".")[0] in modules:
-            raise EngineError(
-                ErrorCode.MODEL_UNSUPPORTED,
-                f"The checkpoint holds {key}, which Switchyard does not know how to use: its answers would be wrong.",
-            )
+            raise _unknown_use(key)
         ignored.append(key)
     if ignored:
         _log.info("%d tensors belong to parts of the model that are not used (%s, ...)", len(ignored), ignored[0])
+
+
+def _unknown_use(key: str) -> EngineError:
+    return EngineError(
+        ErrorCode.MODEL_UNSUPPORTED,
+        f"The checkpoint holds {key}, which Switchyard does not know how to use: its answers would be wrong.",
+    )

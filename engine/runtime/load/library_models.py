@@ -30,11 +30,11 @@ from engine.checkpoint.gguf.checkpoint import gguf_generation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.tokenizer import end_token_ids
+from engine.checkpoint.quantised.declared import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.runtime.adapters import FamilyAdapter
 
-_READABLE_QUANTIZATION = ("fp8", "mxfp8", "mxfp4")
 _MAX_CONFIG_BYTES = 16 * 2**20
 
 
@@ -112,23 +112,17 @@ def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, A
     return chosen, config
 
 
-def quantizer_for(config: Any, name: str) -> Any | None:
-    """What turns quantised weights of the checkpoint into plain ones while it is read; `None` if they are plain.
+def quantizer_for(config: Any) -> Any | None:
+    """What turns quantised weights of the checkpoint into plain ones while it is loaded.
 
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` for a format that cannot be read without a GPU or another package.
+    `None` if they are plain, or unpacked as they are read (see `engine.checkpoint.quantised`).
     """
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
     values = stored if isinstance(stored, dict) else stored.to_dict()
-    method = values.get("quant_method")
-    if method not in _READABLE_QUANTIZATION:
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED,
-            f"{name} is quantised with {str(method)!r}, which Switchyard cannot read: "
-            "use the model's original, FP8 or MXFP4 version.",
-        )
+    if values.get("quant_method") not in LIBRARY_METHODS:
+        return None
     quantization = AutoQuantizationConfig.from_dict(dict(values))
     quantization.dequantize = True
     return AutoHfQuantizer.from_config(quantization, pre_quantized=True)

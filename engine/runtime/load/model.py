@@ -176,6 +176,7 @@ def _hand_over(
         *context_notes(opened.model, opened.profile.trained_tokens, context),
         devices_note(devices, sum(site.nbytes for site in decision.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
+        opened.left_out,
         f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",
         _card_note(decision),

@@ -1,0 +1,305 @@
+"""How the tensors of quantised safetensors checkpoints make weights, row by row.
+
+A word of 32 bits holds 32 / bits codes, the first in the lowest bits. With codes c [rows, columns] and, for each group
+of columns, a scale s and a zero z: w = s * (c - z). Sources:
+- GPTQ: https://github.com/ModelCloud/GPTQModel (`nn_modules/qlinear`), AWQ: https://github.com/casper-hansen/AutoAWQ
+  (`modules/linear/gemm.py`), compressed-tensors: https://github.com/vllm-project/compressed-tensors (`compressors`),
+  NVFP4: the same and https://github.com/NVIDIA/Model-Optimizer, MLX: `mlx.core.quantize`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import Array, Floats, numbers
+from engine.common.errors import EngineError, ErrorCode
+from engine.formats.coded import CodedMatrix
+from engine.formats.int4 import INT4
+from engine.formats.int8 import INT8
+from engine.formats.weight_format import GROUP
+
+_AT_ONCE = 2**22
+"""Weights that are unpacked at once."""
+_AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+"""Where in its word each of 8 neighbouring columns is: they are stored in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_MOST_CODES = 2**4
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Some rows of a quantised matrix, apart.
+
+    Attributes:
+        codes: [rows, columns], of any type.
+        scales: [rows, groups].
+        zeros: [rows, groups] in units of the scale; `None`: 0.
+        added: [rows, groups], added in the end; `None`: 0.
+        group_of: for each column its group; `None`: groups are equally many neighbouring columns.
+    """
+
+    codes: Array
+    scales: Floats
+    zeros: Floats | None = None
+    added: Floats | None = None
+    group_of: NDArray[np.intp] | None = None
+
+    def values(self) -> Floats:
+        """The weights, [rows, columns]."""
+        rows, columns = self.codes.shape
+
+        def spread(of_groups: Floats) -> Floats:
+            return of_groups[..., None] if self.group_of is None else of_groups[:, self.group_of]
+
+        shape = (rows, self.scales.shape[1], -1) if self.group_of is None else (rows, columns)
+        values = self.codes.astype(np.float32).reshape(shape)
+        with np.errstate(all="ignore"):  # a broken file may hold anything
+            if self.zeros is not None:
+                values -= spread(self.zeros)
+            values *= spread(self.scales)
+            if self.added is not None:
+                values += spread(self.added)
+        return values.reshape(rows, columns)
+
+
+class ByRows(ABC):
+    """A packing whose rows can be unpacked some at a time, so that the whole is never in memory in float32."""
+
+    @abstractmethod
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """The codes of some rows of the result, whose first is a multiple of 32.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`.
+        """
+
+    @abstractmethod
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """Rows and columns of the result."""
+
+    def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
+        """See `engine.checkpoint.packed.Piecewise`."""
+        rows, columns = self.shape(arrays)
+        step = max(_AT_ONCE // max(columns, 1) // 32, 1) * 32
+        for begin in range(0, rows, step):
+            yield self.codes_of(entries, arrays, slice(begin, min(begin + step, rows))).values()
+
+    def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
+        """See `engine.checkpoint.packed.Packing`."""
+        return np.concatenate(list(self.pieces(entries, arrays)))
+
+    def codes(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> CodedMatrix | None:
+        """The codes themselves, if a record can hold them; else `None`."""
+        rows, _ = self.shape(arrays)
+        return _coded(self.codes_of(entries, arrays, slice(0, rows)))
+
+
+def _coded(found: Codes) -> CodedMatrix | None:
+    """Groups are of 32 columns or several times that; codes have four bits, or eight around 128 or 0."""
+    codes, columns, groups, zeros = found.codes, found.codes.shape[1], found.scales.shape[1], found.zeros
+    if found.group_of is not None or columns % groups or columns // groups % GROUP:
+        return None
+    if found.added is not None:
+        if not found.scales.all():
+            return None  # constant groups
+        zeros = -found.added / found.scales
+    scales = np.repeat(found.scales, columns // groups // GROUP, axis=1)
+    zeros = None if zeros is None else np.repeat(zeros, columns // groups // GROUP, axis=1)
+    if codes.dtype == np.uint8 and zeros is not None and codes.max(initial=0) < _MOST_CODES:
+        return CodedMatrix(INT4, codes, scales, zeros)
+    if codes.dtype == np.uint8 and zeros is not None and np.all(zeros == 128):
+        return CodedMatrix(INT8, (codes ^ np.uint8(128)).view(np.int8), scales)
+    if codes.dtype == np.int8 and zeros is None:
+        return CodedMatrix(INT8, codes, scales)
+    return None
+
+
+def fields(words: Array, bits: int) -> NDArray[np.uint8]:
+    """The codes in words of 32 bits: [..., n] -> [..., n * 32 / bits]."""
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return raw
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    return ((raw[..., None] >> shifts) & np.uint8(2**bits - 1)).reshape(*raw.shape[:-1], -1)
+
+
+def _group_of(entry: TensorEntry, index: Array, groups: int) -> NDArray[np.intp] | None:
+    """A column's group by `g_idx`; `None` if groups are of neighbouring columns, all of the same size."""
+    if len(index) and (index.min() < 0 or index.max() >= groups):
+        raise damaged(entry, f"names a group beyond the {groups} that there are")
+    if len(index) % groups == 0 and np.array_equal(index, np.arange(len(index)) // (len(index) // groups)):
+        return None
+    return index.astype(np.intp)
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq(ByRows):
+    """qweight [in * bits / 32, out], qzeros [groups, out * bits / 32], scales [groups, out], and g_idx [in] if there.
+
+    Attributes:
+        lowered: whether zeros are stored less one: the first version of the format does so, on whole words.
+    """
+
+    bits: int
+    lowered: bool
+
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """See `ByRows`."""
+        return arrays[0].shape[1], arrays[0].shape[0] * 32 // self.bits
+
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """See `ByRows`."""
+        scales = numbers(entries[2].dtype, arrays[2][:, rows]).T
+        words = slice(rows.start * self.bits // 32, rows.stop * self.bits // 32)
+        zeros = arrays[1].view(np.uint32)[:, words]
+        if self.lowered:
+            zeros = zeros + np.uint32(0xFFFFFFFF // (2**self.bits - 1))
+        group_of = _group_of(entries[3], arrays[3], scales.shape[1]) if len(arrays) > 3 else None
+        codes, unpacked = fields(arrays[0][:, rows].T, self.bits), fields(zeros, self.bits)
+        return Codes(codes, scales, unpacked.T.astype(np.float32), None, group_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Awq(ByRows):
+    """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], all with four bits."""
+
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """See `ByRows`."""
+        return arrays[0].shape[1] * 8, arrays[0].shape[0]
+
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """See `ByRows`."""
+        words = slice(rows.start // 8, rows.stop // 8)
+
+        def in_order(array: Array) -> Array:
+            found = fields(array[:, words], 4)
+            return found.reshape(len(found), -1, 8)[..., _AWQ_ORDER].reshape(len(found), -1).T
+
+        codes, zeros = in_order(arrays[0]), in_order(arrays[1]).astype(np.float32)
+        return Codes(np.ascontiguousarray(codes), numbers(entries[2].dtype, arrays[2][:, rows]).T, zeros)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(ByRows):
+    """compressed-tensors' pack-quantized.
+
+    weight_packed [out, in * bits / 32], weight_scale [out, groups] or one in all, weight_shape [2], and, if there,
+    weight_zero_point, packed [out * bits / 32, groups] or signed [out, groups], and weight_g_idx [in].
+    """
+
+    bits: int
+    columns: int
+    has_zeros: bool
+
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """See `ByRows`."""
+        return len(arrays[0]), self.columns
+
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """See `ByRows`."""
+        if tuple(arrays[2].reshape(-1)) != self.shape(arrays):
+            raise damaged(entries[2], f"says {tuple(arrays[2].reshape(-1))} of a matrix that is {self.shape(arrays)}")
+        scales = _scales(entries[1], arrays[1], rows)
+        half = 2 ** (self.bits - 1)
+        zeros: Floats = np.full_like(scales, half)
+        if self.has_zeros and entries[3].dtype == "I8":
+            zeros = arrays[3].reshape(len(arrays[0]), -1)[rows].astype(np.float32) + half
+        elif self.has_zeros:
+            words = slice(rows.start * self.bits // 32, -(-rows.stop * self.bits // 32))
+            packed = fields(arrays[3][words].T, self.bits)[:, : rows.stop - rows.start]
+            zeros = packed.T.astype(np.float32)
+        at = 3 + self.has_zeros
+        group_of = None
+        if len(arrays) > at and not np.all(arrays[at] == -1):  # never filled in: there is no order
+            group_of = _group_of(entries[at], arrays[at], scales.shape[1])
+        return Codes(fields(arrays[0][rows], self.bits)[:, : self.columns], scales, zeros, None, group_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(ByRows):
+    """Numbers of 8 bits, weight [out, in], with weight_scale: one in all, [out, groups], or one per block.
+
+    And weight_zero_point like weight_scale, if there.
+
+    Attributes:
+        block: rows and columns that share a scale, if several rows do.
+    """
+
+    block: tuple[int, int] | None = None
+
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """See `ByRows`."""
+        return arrays[0].shape
+
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """See `ByRows`."""
+        codes = arrays[0][rows]
+        if entries[0].dtype != "I8":
+            codes = numbers(entries[0].dtype, codes)
+        more = zip(entries[1:], arrays[1:], strict=True)
+        if self.block is None:
+            scales, *zeros = (_scales(entry, array, rows) for entry, array in more)
+            return Codes(codes, scales, zeros[0] if zeros else None)
+        of_row = np.arange(rows.start, rows.stop) // self.block[0]
+        of_column = np.arange(codes.shape[1]) // self.block[1]
+        scales, *zeros = (numbers(entry.dtype, array)[of_row] for entry, array in more)
+        return Codes(codes, scales, zeros[0] if zeros else None, None, of_column)
+
+
+@dataclass(frozen=True, slots=True)
+class Nvfp4(ByRows):
+    """Two E2M1 numbers a byte, the first in the low half: [out, in / 2]; a scale for 16, [out, in / 16]; one in all.
+
+    Attributes:
+        divides: whether the scale in all divides, as in compressed-tensors, or multiplies, as in ModelOpt.
+    """
+
+    divides: bool
+
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """See `ByRows`."""
+        return arrays[0].shape[0], arrays[0].shape[1] * 2
+
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """See `ByRows`."""
+        codes = _E2M1[fields(arrays[0][rows], 4)]
+        scales, whole = numbers(entries[1].dtype, arrays[1][rows]), numbers(entries[2].dtype, arrays[2]).reshape(-1)[0]
+        with np.errstate(all="ignore"):
+            return Codes(codes, scales / whole if self.divides else scales * whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Affine(ByRows):
+    """MLX: weight [out, in * bits / 32], scales and biases [out, groups]; w = scale * code + bias."""
+
+    bits: int
+
+    def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
+        """See `ByRows`."""
+        return len(arrays[0]), arrays[0].shape[1] * 32 // self.bits
+
+    def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
+        """See `ByRows`."""
+        scales, biases = (numbers(entries[at].dtype, arrays[at][rows]) for at in (1, 2))
+        return Codes(fields(arrays[0][rows], self.bits), scales, None, biases)
+
+
+def _scales(entry: TensorEntry, array: Array, rows: slice) -> Floats:
+    """Scales as [rows, groups]."""
+    found = numbers(entry.dtype, array)
+    if found.size == 1:
+        return np.full((rows.stop - rows.start, 1), found.reshape(-1)[0])
+    return found.reshape(len(found), -1)[rows]
+
+
+def damaged(entry: TensorEntry, what: str) -> EngineError:
+    """The error for a tensor that cannot be what it should be."""
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: download or copy the model again."
+    )

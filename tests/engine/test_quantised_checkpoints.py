@@ -1,0 +1,339 @@
+"""Checkpoints that other tools quantised say the same as their values do when they are stored plainly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from engine.checkpoint.packed import PackedEntry
+from engine.checkpoint.profile import read_profile
+from engine.checkpoint.quantised.packings import fields
+from engine.checkpoint.shards import read_tensors
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.load.tensor_reader import TensorReader
+from tests.engine.quantised_checkpoints import (
+    Kind,
+    awq,
+    float_quantized,
+    gptq,
+    int_quantized,
+    into_words,
+    mlx,
+    nvfp4,
+    pack_quantized,
+    quantised_pair,
+    say,
+)
+from tests.engine.test_family_parity import greedy, loaded, logits
+
+KINDS: dict[str, Kind] = {
+    "gptq": gptq(4, 32),
+    "gptq without g_idx": gptq(4, 64, order="none", symmetric=True),
+    "gptq desc_act": gptq(4, 32, order="random"),
+    "gptq v2, 8 bits": gptq(8, 32, version=2),
+    "gptq, a group per row": gptq(8, -1, bias=True),
+    "gptq, 2 bits": gptq(2, 32, version=2),
+    "awq": awq(32),
+    "pack-quantized": pack_quantized(4, 32),
+    "pack-quantized, asymmetric": pack_quantized(4, 32, symmetric=False),
+    "pack-quantized, 8 bits per row": pack_quantized(8, 0, symmetric=False),
+    "pack-quantized with order": pack_quantized(4, 16, order=True, activations=True),
+    "int-quantized": int_quantized(),
+    "int-quantized, asymmetric": int_quantized(symmetric=False),
+    "float-quantized": float_quantized(),
+    "float-quantized in blocks": float_quantized(48),
+    "nvfp4": nvfp4("compressed-tensors"),
+    "nvfp4 by modelopt": nvfp4("modelopt"),
+    "mlx": mlx(4, 64),
+    "mlx, 8 bits": mlx(8, 32),
+    "mlx, 2 bits": mlx(2, 32),
+}
+ALIKE = ("gptq without g_idx", "gptq, 2 bits", "pack-quantized", "int-quantized", "awq", "mlx, 8 bits", "mlx, 2 bits")
+"""What is unpacked like another, and so is not run in every family."""
+CASES = [
+    *((kind, "qwen3_moe") for kind in KINDS if kind not in ALIKE),
+    *((kind, "mixtral") for kind in ("gptq desc_act", "awq", "nvfp4", "mlx")),
+    *((kind, "llama") for kind in ("gptq, a group per row", "awq", "mlx")),
+    *((kind, "qwen2") for kind in ("gptq, a group per row", "pack-quantized", "mlx, 8 bits")),
+    ("awq", "qwen2_moe"),
+    ("mlx", "olmoe"),
+    ("mlx", "qwen3"),
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), CASES)
+def test_says_the_same_as_its_values(kind: str, family: str, tmp_path: Path) -> None:
+    packed, plain = quantised_pair(KINDS[kind], family, tmp_path)
+    with loaded(packed, "fp32") as ours, torch.no_grad():
+        reference = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+        torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
+        assert greedy(ours.model).tolist() == greedy(reference).tolist()
+        if ours.bank is not None:
+            assert_has_experts(ours.bank, reference)
+        assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
+
+
+def assert_has_experts(bank: Any, reference: Any) -> None:
+    """Every expert has its own weights: none has been left as it was made, or got another's."""
+    for name, layer in bank.layers.items():
+        for part, stack in layer.stacked.items():
+            expected = reference.get_parameter(f"{name}.{part}")
+            torch.testing.assert_close(stack, expected, rtol=1e-6, atol=1e-7)
+            first = stack.flatten(1)
+            assert len({tuple(row[:8].tolist()) for row in first}) == len(first)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
+def test_in_other_precisions(precision: str, tmp_path: Path) -> None:
+    packed, plain = quantised_pair(KINDS["awq"], "qwen3_moe", tmp_path)
+    with loaded(packed, precision) as ours, loaded(plain, precision) as same:
+        torch.testing.assert_close(logits(ours.model).float(), logits(same.model).float(), rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_mean_the_values(kind: str, tmp_path: Path) -> None:
+    """Where a record can hold the codes; and rows unpacked some at a time are those unpacked at once."""
+    packed, plain = quantised_pair(KINDS[kind], "qwen3_moe", tmp_path, num_hidden_layers=1)
+    expected = load_file(plain / "model.safetensors")
+    kept = set()
+    for name, entry in read_tensors(packed).items():
+        if isinstance(entry, PackedEntry):
+            with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
+                arrays = reader.read_arrays(entry)
+            np.testing.assert_allclose(entry.packing.unpack(entry.sources, arrays), expected[name], rtol=1e-6)
+            coded = entry.packing.codes(entry.sources, arrays)  # type: ignore[attr-defined]
+            kept.add(None if coded is None else coded.format.name)
+            if coded is not None:
+                np.testing.assert_allclose(coded.values(), expected[name], rtol=1e-4, atol=1e-5)
+    if kind in ("gptq", "awq", "pack-quantized", "pack-quantized, asymmetric", "mlx"):
+        assert kept == {"int4"}
+    if kind in ("int-quantized",):
+        assert kept == {"int8"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_fields_of_words(bits: int, rows: int, words: int, data: st.DataObject) -> None:
+    size = words * 32 // bits
+    codes = [data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=size, max_size=size)) for _ in range(rows)]
+    assert fields(into_words(torch.tensor(codes), bits).numpy(), bits).tolist() == codes
+
+
+def test_zeros_of_the_first_version_that_carry(tmp_path: Path) -> None:
+    """A zero of 0 is stored by taking 1 from each of a word's fields at once, which borrows from the next."""
+    packed, _ = quantised_pair(gptq(4, 64, version=2, order="none"), "llama", tmp_path)
+    expected = _weights(packed)
+
+    def lower(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith("qzeros")]:
+            lowered = (tensors[name].long() - 0x11111111) & 0xFFFFFFFF
+            tensors[name] = torch.where(lowered >= 2**31, lowered - 2**32, lowered).int()
+
+    change(packed, lower)
+    say(packed, quantization_config=KINDS["gptq"].config)
+    for name, values in _weights(packed).items():
+        assert np.array_equal(values, expected[name])
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    found = {}
+    with TensorReader(lambda _done, _total: None, lambda: False, 0, dtype=torch.float32) as reader:
+        for name, entry in read_tensors(folder).items():
+            if isinstance(entry, PackedEntry):
+                found[name] = reader.read(entry).numpy()
+    return found
+
+
+def change(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def test_what_is_known_without_reading_weights(tmp_path: Path) -> None:
+    packed, plain = quantised_pair(KINDS["mlx"], "qwen3_moe", tmp_path)
+    ours, same = read_profile(packed), read_profile(plain)
+    assert (ours.parameters, ours.expert_parameters) == (same.parameters, same.expert_parameters)
+    assert ours.quantization == "mlx"
+    assert ours.bytes < same.bytes
+
+
+def test_mixed_bits(tmp_path: Path) -> None:
+    """Modules of the same checkpoint by several groups of the configuration, and some left plain."""
+    coarse, fine = pack_quantized(4, 32), pack_quantized(8, 0)
+
+    def pack(weight: torch.Tensor, generator: torch.Generator) -> Any:
+        return (coarse if weight.shape[0] == 64 else fine).pack(weight, generator)
+
+    groups = {f"group_{number}": kind.config["config_groups"]["group_0"] for number, kind in enumerate((coarse, fine))}
+    packed, plain = quantised_pair(Kind({**coarse.config, "config_groups": groups}, pack), "qwen3_moe", tmp_path)
+    with loaded(packed, "fp32") as ours, loaded(plain, "fp32") as same:
+        torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=1e-5)
+
+
+def test_mlx_with_more_bits_for_some_modules(tmp_path: Path) -> None:
+    packed, plain = quantised_pair(KINDS["mlx"], "qwen3_moe", tmp_path)
+    weight = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    parts, values = KINDS["mlx, 8 bits"].pack(weight, torch.Generator().manual_seed(1))
+    module = "model.embed_tokens"
+    change(packed, lambda tensors: tensors.update({f"{module}.{part}": each for part, each in parts.items()}))
+    change(plain, lambda tensors: tensors.update({f"{module}.weight": values}))
+    own = {module: KINDS["mlx, 8 bits"].config}
+    say(packed, quantization={**KINDS["mlx"].config, **own}, quantization_config={**KINDS["mlx"].config, **own})
+    with loaded(packed, "fp32") as ours, loaded(plain, "fp32") as same:
+        torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=1e-5)
+
+
+def test_configuration_in_a_file_beside(tmp_path: Path) -> None:
+    packed, _ = quantised_pair(KINDS["gptq"], "llama", tmp_path)
+    say(packed, quantization_config=None)
+    assert refusal(packed).code is ErrorCode.MODEL_UNSUPPORTED
+    (packed / "quantize_config.json").write_text(json.dumps(KINDS["gptq"].config))
+    loaded_ones = [entry for entry in read_tensors(packed).values() if isinstance(entry, PackedEntry)]
+    assert loaded_ones
+
+
+def test_over_several_files(tmp_path: Path) -> None:
+    """The parts of one weight may be in different files; all of them count as the model's."""
+    packed, _ = quantised_pair(KINDS["awq"], "llama", tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    scales = {name: tensor for name, tensor in tensors.items() if name.endswith("scales")}
+    rest = {name: tensor for name, tensor in tensors.items() if name not in scales}
+    (packed / "model.safetensors").unlink()
+    for number, part in enumerate((rest, scales), 1):
+        save_file(part, packed / f"model-{number:05}-of-00002.safetensors")
+    assert {file.name for entry in read_tensors(packed).values() for file in entry.files} == {
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }
+
+
+def refusal(folder: Path) -> EngineError:
+    """Why it is not loaded; what is seen in the headers alone is not looked for in the whole model."""
+    with pytest.raises(EngineError) as error, _of_headers_or_all(folder):
+        pass
+    assert "\n" not in error.value.message
+    return error.value
+
+
+@contextmanager
+def _of_headers_or_all(folder: Path) -> Iterator[None]:
+    read_tensors(folder)
+    with loaded(folder, "fp32"):
+        yield
+
+
+def _set(
+    suffix: str, value: Callable[[torch.Tensor], torch.Tensor | None]
+) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Changes the tensor of the last such name, or removes it."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        name = max(name for name in tensors if name.endswith(suffix))
+        changed = value(tensors.pop(name))
+        if changed is not None:
+            tensors[name] = changed
+
+    return edit
+
+
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], None]]] = {
+    "no scales": ("gptq", _set("mlp.experts.3.up_proj.scales", lambda _: None)),
+    "no zeros": ("awq", _set("qzeros", lambda _: None)),
+    "scales of another shape": ("awq", _set("scales", lambda scales: scales[:, :-8])),
+    "groups that do not divide": ("gptq without g_idx", _set("self_attn.o_proj.qweight", lambda codes: codes[:-1])),
+    "no such group": ("gptq desc_act", _set("g_idx", lambda index: index + 7)),
+    "negative group": ("gptq desc_act", _set("g_idx", lambda index: index - 1)),
+    "a short g_idx": ("gptq desc_act", _set("g_idx", lambda index: index[:-1])),
+    "another shape said": ("pack-quantized", _set("weight_shape", lambda shape: shape * 2)),
+    "no zero point": ("pack-quantized, asymmetric", _set("weight_zero_point", lambda _: None)),
+    "no scale in all": ("nvfp4", _set("weight_global_scale", lambda _: None)),
+    "scales for 32": ("nvfp4", _set("weight_scale", lambda scales: scales[:, : scales.shape[1] // 2])),
+    "no biases": ("mlx", _set("biases", lambda _: None)),
+    "a short stack": ("mlx", _set("switch_mlp.up_proj.scales", lambda scales: scales[:-1])),
+    "an expert too few": ("awq", lambda tensors: [tensors.pop(key) for key in list(tensors) if "experts.5.up" in key]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged(damage: str, tmp_path: Path) -> None:
+    kind, edit = DAMAGE[damage]
+    packed, _ = quantised_pair(KINDS[kind], "qwen3_moe", tmp_path, num_hidden_layers=1)
+    change(packed, edit)
+    assert refusal(packed).code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+CONFIGURATIONS: dict[str, tuple[str, dict[str, Any], ErrorCode]] = {
+    "other bits": ("gptq", {"bits": 8}, ErrorCode.CHECKPOINT_DAMAGED),
+    "nothing quantised": ("plain", {"quant_method": "gptq", "bits": 4}, ErrorCode.CHECKPOINT_DAMAGED),
+    "another size of groups": ("mlx", {"group_size": 32}, ErrorCode.CHECKPOINT_DAMAGED),
+    "group size of none": ("mlx", {"group_size": 0}, ErrorCode.CHECKPOINT_DAMAGED),
+    "marlin": ("gptq", {"checkpoint_format": "marlin"}, ErrorCode.MODEL_UNSUPPORTED),
+    "gemv": ("awq", {"version": "gemv"}, ErrorCode.MODEL_UNSUPPORTED),
+    "bitsandbytes": ("gptq", {"quant_method": "bitsandbytes"}, ErrorCode.MODEL_UNSUPPORTED),
+    "auto-round of its own": ("gptq", {"quant_method": "auto-round"}, ErrorCode.MODEL_UNSUPPORTED),
+    "no method": ("gptq", {"quant_method": None, "bits": None}, ErrorCode.MODEL_UNSUPPORTED),
+    "sparse": ("pack-quantized", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ErrorCode.MODEL_UNSUPPORTED),
+    "marlin-24": ("pack-quantized", {"format": "marlin-24"}, ErrorCode.MODEL_UNSUPPORTED),
+    "no groups": ("pack-quantized", {"config_groups": {}}, ErrorCode.MODEL_UNSUPPORTED),
+    "groups of nonsense": ("pack-quantized", {"config_groups": {"a": {"weights": {"num_bits": "4", "group_size": []}}}},
+                           ErrorCode.MODEL_UNSUPPORTED),
+    "mxfp4 by MLX": ("mlx", {"mode": "mxfp4"}, ErrorCode.MODEL_UNSUPPORTED),
+    "3 bits by MLX": ("mlx", {"bits": 3}, ErrorCode.MODEL_UNSUPPORTED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_configuration_that_is_not_read(case: str, tmp_path: Path) -> None:
+    kind, values, code = CONFIGURATIONS[case]
+    packed, plain = quantised_pair(KINDS.get(kind, KINDS["gptq"]), "llama", tmp_path, num_hidden_layers=1)
+    folder = plain if kind == "plain" else packed
+    key = KINDS[kind].key if kind != "plain" else "quantization_config"
+    own = {} if kind == "plain" else KINDS[kind].config
+    say(folder, **{key: {**own, **values}})
+    assert refusal(folder).code is code
+
+
+def test_gptq_with_three_bits(tmp_path: Path) -> None:
+    packed, _ = quantised_pair(KINDS["gptq without g_idx"], "llama", tmp_path)
+    change(packed, _set("q_proj.qzeros", lambda zeros: zeros[:, : zeros.shape[1] * 3 // 4]))
+    assert refusal(packed).code is ErrorCode.MODEL_UNSUPPORTED
+
+
+def test_tensors_with_no_known_use(tmp_path: Path) -> None:
+    packed, _ = quantised_pair(KINDS["nvfp4 by modelopt"], "llama", tmp_path)
+    extra = {"model.layers.0.self_attn.q_proj.pre_quant_scale": torch.ones(64)}
+    change(packed, lambda tensors: tensors.update(extra))
+    assert refusal(packed).code is ErrorCode.MODEL_UNSUPPORTED
+
+
+def test_a_bias_that_is_not_zero(tmp_path: Path) -> None:
+    """GPTQ's tools store one for every module: it may stand for nothing only if it is nothing."""
+    packed, _ = quantised_pair(KINDS["gptq, a group per row"], "llama", tmp_path)
+    change(packed, _set("o_proj.bias", lambda bias: bias + 1))
+    assert refusal(packed).code is ErrorCode.MODEL_UNSUPPORTED
+
+
+def test_a_family_that_mlx_stores_otherwise(tmp_path: Path) -> None:
+    packed, _ = quantised_pair(KINDS["mlx"], "phimoe", tmp_path)
+    assert refusal(packed).code is ErrorCode.MODEL_UNSUPPORTED
+
+
+def test_activations_are_not_quantised_and_it_says_so(tmp_path: Path) -> None:
+    notes = []
+    for number, kind in enumerate(("pack-quantized", "pack-quantized with order")):
+        packed, _ = quantised_pair(KINDS[kind], "llama", tmp_path / str(number))
+        with loaded(packed, "fp32") as ours:
+            notes.append(ours.info.device_note)
+    assert len(notes[1]) > len(notes[0])
