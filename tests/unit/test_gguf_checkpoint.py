@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import lzma
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from gguf import GGUFValueType, GGUFWriter
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.gguf.checkpoint import gguf_tensors
+from engine.checkpoint.gguf.file import Strings, read_gguf
 from engine.checkpoint.profile import read_profile
 from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.suggested_sampling import suggested_sampling
@@ -20,6 +24,7 @@ from engine.common.errors import EngineError, ErrorCode
 from tests.refusals import refused
 from tests.tiny_gguf import write_gguf
 
+FILES = Path(__file__).parents[1] / "data" / "gguf"
 HIDDEN, WIDTH, EXPERTS = 16, 12, 4
 KEYS: dict[str, Any] = {
     "block_count": 1,
@@ -154,3 +159,19 @@ def test_nonsense_is_refused_or_harmless(value: object, write: Callable[..., Pat
                 call(file if call is not find_shape else str(file))  # type: ignore[operator]
             except EngineError as error:
                 assert error.code.is_users  # noqa: PT017
+
+
+@pytest.mark.parametrize("packed", sorted(FILES.glob("*.gguf.xz")), ids=lambda packed: packed.name)
+def test_nonsense_of_every_architecture_is_refused_or_harmless(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(lzma.decompress(packed.read_bytes()))
+    file = read_gguf(tmp_path / "model.gguf")
+    gguf_tensors(file)
+    for key in file.metadata:
+        if not key.startswith(file.architecture):
+            continue
+        for value in ("text", 0, -1, float("nan"), np.array([3, 1]), np.array([1.5] * 3), Strings(0, b"")):
+            changed = replace(file, metadata={**file.metadata, key: value})
+            try:
+                gguf_tensors(changed)
+            except EngineError as error:
+                assert error.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)  # noqa: PT017

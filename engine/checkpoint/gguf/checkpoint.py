@@ -253,7 +253,9 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
         "num_key_value_heads": heads if family.layered else keys.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
         # A file may lack it where no layer is dense.
-        "intermediate_size": keys.whole("feed_forward_length", file.value("expert_feed_forward_length") or REQUIRED),
+        "intermediate_size": keys.whole(
+            "feed_forward_length", keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
+        ),
         "rms_norm_eps": keys.real(family.eps),
         "max_position_embeddings": keys.whole("context_length"),
         "rope_parameters": rope,
