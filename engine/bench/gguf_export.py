@@ -184,7 +184,7 @@ def gguf_family_of(config: Mapping[str, Any]) -> GgufFamily:
 
 
 def add_hyperparameters(writer: GGUFWriter, family: GgufFamily, config: Mapping[str, Any]) -> None:
-    """Writes the architecture's keys, and a vocabulary of bare ids: the benches use ids only."""
+    """Writes the architecture's keys."""
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope_theta = (config.get("rope_parameters") or {}).get("rope_theta") or config.get("rope_theta", 10000.0)
@@ -200,11 +200,15 @@ def add_hyperparameters(writer: GGUFWriter, family: GgufFamily, config: Mapping[
     writer.add_rope_freq_base(rope_theta)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
     if family.block:
         writer.add_expert_count(expert_count(config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config[family.expert_width])
+
+
+def add_bare_ids(writer: GGUFWriter) -> None:
+    """Writes a vocabulary of ids without texts, which is all that the benches' peers need."""
+    writer.add_tokenizer_model("no_vocab")
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
@@ -271,12 +275,14 @@ def write_gguf(
     target: Path,
     quantisation: Quantisation,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+    add_vocabulary: Callable[[GGUFWriter], None] = add_bare_ids,
 ) -> None:
     """Writes the checkpoint directory's weights to `target`, not atomic, but flushed: the caller renames it.
 
     All matrices have the same type, including embedding and head; norms and routers are float32.
 
     Args:
+        add_vocabulary: writes the tokenizer's keys.
         on_progress: called with bytes written and total bytes.
 
     Raises:
@@ -292,6 +298,7 @@ def write_gguf(
         writer.add_file_type(quantisation.file_type)
         writer.add_quantization_version(2)
         add_hyperparameters(writer, family, config)
+        add_vocabulary(writer)
         total = 0
         for tensor, kind in zip(tensors, types, strict=True):
             shape = byte_shape(tensor.shape, kind)

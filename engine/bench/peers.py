@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.checkpoint.gguf.names import gguf_at
 from engine.runtime.load.library_models import quiet_library
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class TransformersPeer:
         placement: extra arguments for `from_pretrained`.
 
     Raises:
-        OSError, ValueError, KeyError, RuntimeError, ImportError: any error of the library while loading.
+        OSError, ValueError, KeyError, RuntimeError, ImportError: any error of the library while loading; a GGUF file,
+            which it would unpack first, is a ValueError as well.
     """
 
     def __init__(
@@ -39,6 +41,8 @@ class TransformersPeer:
         placement: dict[str, Any] | None = None,
     ) -> None:
         self.name = name
+        if gguf_at(path) is not None:
+            raise ValueError("it does not run GGUF files as they are")
         options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, **(placement or {})}
         if experts_implementation:
             options["experts_implementation"] = experts_implementation

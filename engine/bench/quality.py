@@ -18,7 +18,9 @@ from engine.bench.gguf_export import Quantisation, gguf_of
 from engine.bench.llama_cpp import HOW_TO_BUILD, LlamaCppPeer, PeerError, peer_python
 from engine.bench.opened import opened
 from engine.bench.report import Report, ReportRow
+from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
+from engine.formats import AUTO
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig
@@ -102,11 +104,13 @@ def _surprise(log_probabilities: torch.Tensor, window: Window) -> torch.Tensor:
 
 
 _REFERENCE = "bf16"
-_PEERS: dict[str, tuple[Quantisation, ...]] = {
+_PEERS: dict[str, tuple[Quantisation | None, ...]] = {
     "int8": (Quantisation.Q8_0,),
     "int4": (Quantisation.Q4_0, Quantisation.Q4_1),
 }
 """llama.cpp's types with similar bits; all use groups of 32."""
+_OF_GGUF: dict[str, tuple[Quantisation | None, ...]] = {AUTO: (None,)}
+"""A GGUF file as it is, by us and by llama.cpp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
     Raises:
         EngineError: the text cannot be read or is too short, the model reads no text of this kind, or as `load_model`.
     """
-    text = _read(plan.text)
+    text, checkpoint = _read(plan.text), Path(config.model)
     with tempfile.TemporaryDirectory(prefix="switchyard-quality-") as scratch:
         say(_REFERENCE)
         with opened(replace(config, precision="bf16")) as loaded:
@@ -136,15 +140,16 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
             reference = Reference(_contestant(loaded), windows, Path(scratch))
             threads = loaded.info.threads
         _describe_reference(reference.score, report)
-        for precision, types in _PEERS.items():
+        for precision, types in (_PEERS if gguf_at(checkpoint) is None else _OF_GGUF).items():
             say(precision)
             with opened(replace(config, precision=precision)) as loaded:
-                score = reference.compare(_contestant(loaded))
+                score, precision = reference.compare(_contestant(loaded)), loaded.info.precision
             _describe(precision, score, reference.score, report)
             for quantisation in types if plan.peers else ():
-                name = f"llama.cpp, {quantisation.value}"
+                name = f"llama.cpp, {quantisation.value if quantisation else 'same file'}"
                 try:
-                    file = _file_for_peer(Path(config.model), quantisation, say)
+                    say(name)
+                    file = _file_for_peer(checkpoint, quantisation, say)
                     with LlamaCppPeer(name, file, threads, plan.window) as peer:
                         theirs = reference.compare(_contestant_in_llama_cpp(peer))
                 except (PeerError, EngineError, ValueError) as failure:
@@ -154,12 +159,11 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
                 report.rows.append(_perplexity(precision, score, name, theirs))
 
 
-def _file_for_peer(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None]) -> Path:
-    """Written only if llama.cpp can run it."""
+def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Callable[[str], None]) -> Path:
+    """Written only if llama.cpp can run it; without `quantisation` the checkpoint is one."""
     if peer_python() is None:
         raise PeerError(f"its binding is not built: run {HOW_TO_BUILD}")
-    say(f"llama.cpp, {quantisation.value}")
-    return gguf_of(checkpoint, quantisation, say)
+    return gguf_of(checkpoint, quantisation or Quantisation.BF16, say)
 
 
 def _describe_reference(score: TextScore, report: Report) -> None:

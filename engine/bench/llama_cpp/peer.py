@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from gguf import LlamaFileType
 from numpy.typing import NDArray
 
 from engine.bench.gguf_export import Quantisation, gguf_of
@@ -91,25 +92,14 @@ class PeerError(Exception):
     """The peer cannot run, or died; the message is one sentence."""
 
 
-class LlamaCppPeer:
-    """One GGUF file run by llama.cpp on the CPU, greedy, at batch 1.  Close it, or use it as a context manager.
-
-    Args:
-        name: its name in the report.
-        gguf: the file.
-        threads: of prefill and decode.
-        context: total tokens of prompts and answers of all sequences.
-        sequences: number decoded in parallel.
-        python: an interpreter that can import `llama_cpp`; by default that of our build.
+class _Child:
+    """The process that runs the binding.  Close it, or use it as a context manager.
 
     Raises:
-        PeerError: there is no such interpreter, or the file cannot be loaded.
+        PeerError: no interpreter has the binding, or it cannot be started.
     """
 
-    def __init__(
-        self, name: str, gguf: Path, threads: int, context: int, *, sequences: int = 1, python: Path | None = None
-    ) -> None:
-        self.name = name
+    def __init__(self, python: Path | None = None) -> None:
         python = python or peer_python()
         if python is None:
             raise PeerError(f"its binding is not built: run {how_to_build()}")
@@ -128,40 +118,6 @@ class LlamaCppPeer:
         except OSError as error:
             self._words.close()
             raise PeerError(f"{python} cannot be started ({error.strerror})") from error
-        try:
-            self._ask(do="load", path=str(gguf), threads=threads, context=context, sequences=sequences)
-        except BaseException:
-            self.close()
-            raise
-
-    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
-        """Tokens per second of `tokens` greedy steps after the prompt.
-
-        Raises:
-            PeerError: if it dies or refuses; also raised by the methods below.
-        """
-        return tokens / float(self._ask(do="decode", ids=list(prompt), tokens=tokens)["seconds"])
-
-    def prefill_rate(self, prompt: Sequence[int]) -> float:
-        """Prompt tokens per second, from an empty context; after a short warm-up prompt."""
-        self._ask(do="prefill", ids=list(prompt[:80]))
-        return len(prompt) / float(self._ask(do="prefill", ids=list(prompt))["seconds"])
-
-    def parallel_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-        """Tokens per second of all prompts together, each continued greedily by `tokens`, including prompt time."""
-        ids = [list(prompt) for prompt in prompts]
-        return len(ids) * tokens / float(self._ask(do="parallel", prompts=ids, tokens=tokens)["seconds"])
-
-    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The `tokens` most probable ids after the prompt, one after the other."""
-        return list(self._ask(do="decode", ids=list(prompt), tokens=tokens - 1)["ids"])
-
-    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
-        """[len(ids), vocabulary]: logits after each token, from an empty context."""
-        with tempfile.TemporaryDirectory(prefix="switchyard-logits-") as scratch:
-            path = Path(scratch) / "logits"
-            vocabulary = int(self._ask(do="logits", ids=list(ids), path=str(path))["vocabulary"])
-            return np.fromfile(path, np.float32).reshape(len(ids), vocabulary)
 
     def close(self) -> None:
         """Ends the process."""
@@ -214,6 +170,79 @@ class LlamaCppPeer:
         lines = self._words.read().decode("utf-8", "replace").splitlines()
         telling = [line.strip() for line in lines if "error" in line.lower() or "failed" in line.lower()]
         return f" ({telling[-1][:200]})" if telling else ""
+
+
+class LlamaCppPeer(_Child):
+    """One GGUF file run by llama.cpp on the CPU, greedy, at batch 1.  Close it, or use it as a context manager.
+
+    Args:
+        name: its name in the report.
+        gguf: the file.
+        threads: of prefill and decode.
+        context: total tokens of prompts and answers of all sequences.
+        sequences: number decoded in parallel.
+        python: an interpreter that can import `llama_cpp`; by default that of our build.
+
+    Raises:
+        PeerError: there is no such interpreter, or the file cannot be loaded.
+    """
+
+    def __init__(
+        self, name: str, gguf: Path, threads: int, context: int, *, sequences: int = 1, python: Path | None = None
+    ) -> None:
+        super().__init__(python)
+        self.name = name
+        try:
+            self._ask(do="load", path=str(gguf), threads=threads, context=context, sequences=sequences)
+        except BaseException:
+            self.close()
+            raise
+
+    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
+        """Tokens per second of `tokens` greedy steps after the prompt.
+
+        Raises:
+            PeerError: if it dies or refuses; also raised by the methods below.
+        """
+        return tokens / float(self._ask(do="decode", ids=list(prompt), tokens=tokens)["seconds"])
+
+    def prefill_rate(self, prompt: Sequence[int]) -> float:
+        """Prompt tokens per second, from an empty context; after a short warm-up prompt."""
+        self._ask(do="prefill", ids=list(prompt[:80]))
+        return len(prompt) / float(self._ask(do="prefill", ids=list(prompt))["seconds"])
+
+    def parallel_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
+        """Tokens per second of all prompts together, each continued greedily by `tokens`, including prompt time."""
+        ids = [list(prompt) for prompt in prompts]
+        return len(ids) * tokens / float(self._ask(do="parallel", prompts=ids, tokens=tokens)["seconds"])
+
+    def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
+        """The `tokens` most probable ids after the prompt, one after the other."""
+        return list(self._ask(do="decode", ids=list(prompt), tokens=tokens - 1)["ids"])
+
+    def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """[len(ids), vocabulary]: logits after each token, from an empty context."""
+        with tempfile.TemporaryDirectory(prefix="switchyard-logits-") as scratch:
+            path = Path(scratch) / "logits"
+            vocabulary = int(self._ask(do="logits", ids=list(ids), path=str(path))["vocabulary"])
+            return np.fromfile(path, np.float32).reshape(len(ids), vocabulary)
+
+
+def quantise(source: Path, target: Path, kind: str, threads: int = 0) -> None:
+    """Writes a GGUF file of plain numbers again, with the types that llama.cpp chooses for `kind` ("Q4_K_M").
+
+    Args:
+        threads: 0: all cores.
+
+    Raises:
+        PeerError: the binding is not built, or it cannot quantise the file.
+    """
+    with _Child() as child:
+        child._ask(do="quantise", path=str(source), target=str(target), type=FILE_TYPES[kind], threads=threads)
+
+
+FILE_TYPES = {kind.name.removeprefix("MOSTLY_"): int(kind) for kind in LlamaFileType}
+"""llama.cpp's numbers for the types of whole files."""
 
 
 _SAME_BITS = {"int8": Quantisation.Q8_0, "int4": Quantisation.Q4_0}

@@ -126,6 +126,7 @@ def _common(hidden: int) -> slice:
 _PREFIX = "synthetic:"
 _FORMAT = 2
 """Part of the folder's name: increase it when the weights of a shape change."""
+_FILE_TYPE = "gguf="
 _SMALLEST = {"layers": 1, "vocab": 259, "experts": 1}
 _LARGEST = {"layers": 1000, "vocab": 2**20, "experts": 4096}
 
@@ -136,12 +137,28 @@ def is_synthetic(model: str) -> bool:
 
 
 def resolve_model(model: str, say: Callable[[str], None]) -> Path:
-    """The checkpoint directory of a bench's model: as elsewhere, or a synthetic one.
+    """The checkpoint of a bench's model: as elsewhere, or a synthetic one; with `gguf=Q4_K_M`, as such a GGUF file.
 
     Raises:
-        EngineError: as `engine.checkpoint.library.resolve` and `make_synthetic`.
+        EngineError: as `engine.checkpoint.library.resolve`, `make_synthetic` and `make_synthetic_gguf`.
     """
-    return make_synthetic(model, say) if is_synthetic(model) else resolve(model)
+    if not is_synthetic(model):
+        return resolve(model)
+    plain, kind = _without_file_type(model)
+    if not kind:
+        return make_synthetic(model, say)
+    from engine.bench.synthetic.gguf_file import make_synthetic_gguf
+
+    return make_synthetic_gguf(plain, kind, say)
+
+
+def _without_file_type(model: str) -> tuple[str, str]:
+    """The same without `gguf=TYPE`, and that type, or ""."""
+    name, _, query = model.partition("?")
+    parts = query.split("&") if query else []
+    kinds = [part.removeprefix(_FILE_TYPE) for part in parts if part.startswith(_FILE_TYPE)]
+    rest = "&".join(part for part in parts if not part.startswith(_FILE_TYPE))
+    return (f"{name}?{rest}" if rest else name), kinds[-1] if kinds else ""
 
 
 def make_synthetic(model: str, say: Callable[[str], None] = lambda _text: None) -> Path:
@@ -155,22 +172,26 @@ def make_synthetic(model: str, say: Callable[[str], None] = lambda _text: None) 
         EngineError: `MODEL_NOT_FOUND` if no such shape is known, `INVALID_REQUEST` for an option that makes no sense,
             `DISK_FULL`.
     """
-    name, shape = _parse(model)
+    name, shape = parse(model)
     folder = cache_dir() / "synthetic" / f"{name}-v{_FORMAT}"
     if (folder / "config.json").is_file():
         return folder
-    nbytes = 2 * _parameters(shape)
+    nbytes = plain_nbytes(shape)
     say(f"making {name} with random weights in {folder.parent}: {nbytes / 1e9:.1f} GB, cached")
     with disk_errors_explained(folder.parent), staging_folder(folder.parent) as staged:
         require_space(folder.parent, nbytes)
-        _write(staged, shape)
+        write_checkpoint(staged, shape)
         if not folder.exists():  # another process may have created it meanwhile
             put_in_place(staged, folder)
     return folder
 
 
-def _parse(model: str) -> tuple[str, Shape]:
-    """The folder's name and the shape."""
+def parse(model: str) -> tuple[str, Shape]:
+    """The folder's name, and the shape.
+
+    Raises:
+        EngineError: as `make_synthetic`.
+    """
     name, _, query = model.removeprefix(_PREFIX).partition("?")
     shape = SHAPES.get(name)
     if shape is None:
@@ -195,11 +216,13 @@ def _parse(model: str) -> tuple[str, Shape]:
     return "-".join([name, *(f"{key}{value}" for key, value in sorted(options.items()))]), shape
 
 
-def _parameters(shape: Shape) -> int:
-    return sum(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
+def plain_nbytes(shape: Shape) -> int:
+    """Bytes of the weights in bfloat16."""
+    return 2 * sum(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
 
 
-def _write(folder: Path, shape: Shape) -> None:
+def write_checkpoint(folder: Path, shape: Shape) -> None:
+    """Writes the checkpoint into an empty folder."""
     largest = max(math.prod(spec.shape) for specs in tensors_of(shape) for spec in specs)
     weights, files = RandomWeights(largest), shape.layers + 2
     weight_map: dict[str, str] = {}
@@ -207,7 +230,7 @@ def _write(folder: Path, shape: Shape) -> None:
         file = f"model-{number:05}-of-{files:05}.safetensors"
         write_safetensors(folder / file, {spec.name: weights.fill(spec) for spec in specs})
         weight_map |= dict.fromkeys((spec.name for spec in specs), file)
-    index = {"metadata": {"total_size": 2 * _parameters(shape)}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": plain_nbytes(shape)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     write_tokenizer(folder, shape.vocab)
     (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2) + "\n", encoding="utf-8")
