@@ -251,9 +251,7 @@ def _make(name: str, case: Case, folder: Path) -> None:
     _run(sys.executable, _CONVERT, folder, file, ["--no-mtp"] if "linear_conv_kernel_dim" in case.config else [])
     theirs = _theirs(model)
     try:
-        _run(str(peer_python()), _REFERENCE, folder, file, [])
-        read = np.load(folder / "reference.npz")
-        peer = {key: read[key] for key in ("rows", "tokens", "found")}
+        peer = _peers(file, folder)
     except subprocess.CalledProcessError:
         if case.judge == "llama.cpp":
             raise
@@ -261,20 +259,38 @@ def _make(name: str, case: Case, folder: Path) -> None:
     away = float(np.abs(peer["rows"] - theirs["rows"]).max() / np.abs(theirs["rows"]).max())
     same = int((peer["tokens"] == theirs["tokens"]).sum())
     kept = peer if case.judge == "llama.cpp" else theirs
-    ends = np.sort(kept["found"])[:, -2:]
-    content = {
-        "judge": case.judge,
-        "prompt": PROMPT,
-        "tokens": kept["tokens"].tolist(),
-        "margins": np.round(ends[:, 1] - ends[:, 0], 5).tolist(),
-        "rows": {place: np.round(kept["rows"][place].astype(float), 5).tolist() for place in (3, len(PROMPT) - 1)},
-    }
+    content = {"judge": case.judge, **_described(kept)}
     (DATA / f"{name}.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
     (DATA / f"{name}.gguf.xz").write_bytes(lzma.compress(file.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
     size = (DATA / f"{name}.gguf.xz").stat().st_size
     report = f"{name:15} {size:7,} bytes; llama.cpp and transformers: {away:.1e} apart, {same}/{NEW_TOKENS} tokens"
     sys.stdout.write(f"{report}, least margin {min(content['margins']):.4f}\n")
     sys.stdout.flush()
+
+
+def as_llama_cpp_computes(file: Path, folder: Path) -> dict[str, Any]:
+    """The prompt, llama.cpp's greedy tokens after it with their margins, and rows of its logits.
+
+    Args:
+        folder: for what it writes meanwhile.
+    """
+    return _described(_peers(file, folder))
+
+
+def _peers(file: Path, folder: Path) -> dict[str, Any]:
+    _run(str(peer_python()), _REFERENCE, folder, file, [])
+    with np.load(folder / "reference.npz") as read:
+        return {key: read[key] for key in ("rows", "tokens", "found")}
+
+
+def _described(found: dict[str, Any]) -> dict[str, Any]:
+    ends = np.sort(found["found"])[:, -2:].astype(float)
+    return {
+        "prompt": PROMPT,
+        "tokens": found["tokens"].tolist(),
+        "margins": np.round(ends[:, 1] - ends[:, 0], 5).tolist(),
+        "rows": {place: np.round(found["rows"][place].astype(float), 5).tolist() for place in (3, len(PROMPT) - 1)},
+    }
 
 
 def _run(python: str, program: str, folder: Path, file: Path, options: list[str]) -> None:
@@ -325,7 +341,7 @@ def _build(name: str, case: Case, folder: Path) -> Any:
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps({**written, **case.written}), encoding="utf-8")
-    _save_tokenizer(folder)
+    save_tokenizer(folder)
     if case.judge != "llama.cpp" or case.written:
         (folder / "config.json").write_text(json.dumps(written), encoding="utf-8")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -345,7 +361,7 @@ def _theirs(model: Any) -> dict[str, Any]:
     return {"rows": rows, "tokens": np.array(ids[len(PROMPT) :]), "found": np.array(found)}
 
 
-def _save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder: Path) -> None:
     """Bytes, and a few words of two letters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
