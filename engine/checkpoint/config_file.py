@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import parse_json, read_foreign, reason
+from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
+from engine.common.plain_text import quoted
 from engine.families import family_of
 
 CONFIG_NAME = "config.json"
@@ -32,7 +34,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         from engine.checkpoint.gguf.file import read_gguf
 
         config = gguf_config(read_gguf(gguf))
-        _check_counts(gguf, config)
+        _check_numbers(gguf, config)
         return config
     if not directory.exists():
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no model at {directory}: check the path.")
@@ -53,7 +55,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             ErrorCode.MODEL_UNSUPPORTED,
             f"{file} does not name a model_type, so Switchyard does not know how to run this model.",
         )
-    _check_counts(file, config)
+    _check_numbers(file, config)
     why = family_of(config["model_type"]).refused
     if why:
         raise EngineError(
@@ -63,19 +65,22 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _check_counts(file: Path, config: dict[str, Any]) -> None:
-    """Rejects absurd counts, which we and the library would loop over."""
-    holders = [config]
-    while holders:
-        holder = holders.pop()
-        for key, value in holder.items():
-            if isinstance(value, dict):
-                holders.append(value)
-            most = next((most for names, most in _MOST if names.search(key)), None)
-            if most is not None and isinstance(value, int | float) and abs(value) > most:
+def _check_numbers(file: Path, config: dict[str, Any]) -> None:
+    """Rejects absurd counts, which we and the library would loop over, and numbers too large to compute with."""
+    held = list(config.items())
+    while held:
+        key, value = held.pop()
+        if isinstance(value, dict):
+            held += value.items()
+        elif isinstance(value, list):
+            held += ((key, item) for item in value)
+        elif isinstance(value, int | float):
+            most = next((most for names, most in _MOST if names.search(key)), math.inf)
+            if abs(value) > most or (isinstance(value, int) and abs(value) >= 2**63):
+                shown = f"{value:,}" if abs(value) < 2**63 else "a number of more than 63 bits"
                 raise EngineError(
                     ErrorCode.CHECKPOINT_DAMAGED,
-                    f"{file} gives {key} as {value:,}, which is not plausible: download or copy the model again.",
+                    f"{file} gives {quoted(key)} as {shown}, which is not plausible: download or copy the model again.",
                 )
 
 
@@ -86,7 +91,7 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
         EngineError: `CHECKPOINT_DAMAGED` if it cannot be read or is not a JSON object.
     """
     try:
-        content = parse_json(read_foreign(file, max_bytes))
+        content = parse_json(read_foreign(file, max_bytes), deepest=DEEPEST)
     except (OSError, ValueError) as error:
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,

@@ -16,7 +16,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.hub import read_hub_model
 from engine.checkpoint.model_shape import AttentionShape, ModelShape, model_names, read_model
 from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, name_of, resolve
-from engine.checkpoint.profile import is_expert_key, profile_of
+from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
@@ -58,7 +58,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
         dense_layers=layers - moe_layers if moe_layers else 0,
         full_attention_layers=_full_attention(text, layers),
         hidden=hidden,
-        vocabulary=max(int(text.get("vocab_size") or 1), 1),
+        vocabulary=max(number_of(text, ("vocab_size",)), 1),
         experts=max(profile.experts, 1),
         experts_per_token=max(min(profile.experts_per_token, profile.experts), 1),
         expert_width=max(round(each / (matrices * hidden)), 1),

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign, parse_json, reason
+from engine.common.plain_text import quoted
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -111,15 +112,15 @@ def _entry(file: Path, key: str, value: Any, start: int, size: int) -> TensorEnt
     try:
         dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
         numbers = [*shape, begin, end]
-        if any(type(number) is not int or number < 0 for number in numbers):
+        if any(type(number) is not int or not 0 <= number < 2**63 for number in numbers):
             raise ValueError("numbers")
         bits = DTYPE_BITS[dtype] * math.prod(shape)
     except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(file, f"has a broken header (at tensor {key!r})") from error
+        raise _damaged(file, f"has a broken header (at tensor {quoted(key)})") from error
     if (end - begin) * 8 != bits:
-        raise _damaged(file, f"has a broken header (tensor {key!r} has a size that does not match its shape)")
+        raise _damaged(file, f"has a broken header (tensor {quoted(key)} has a size that does not match its shape)")
     if start + end > size:
-        raise _damaged(file, f"is cut short: tensor {key!r} ends at byte {start + end} of {size}")
+        raise _damaged(file, f"is cut short: tensor {quoted(key)} ends at byte {start + end} of {size}")
     return TensorEntry(file, key, dtype, tuple(shape), start + begin, end - begin)
 
 
@@ -128,7 +129,7 @@ def _check_layout(file: Path, entries: list[TensorEntry], start: int, size: int)
     position = start
     for entry in entries:
         if entry.offset != position:
-            raise _damaged(file, f"has a broken header (tensor {entry.key!r} overlaps another or leaves a gap)")
+            raise _damaged(file, f"has a broken header (tensor {quoted(entry.key)} overlaps another or leaves a gap)")
         position += entry.nbytes
     if position != size:
         raise _damaged(file, f"is {size - position} bytes longer than its header says")

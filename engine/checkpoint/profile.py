@@ -39,9 +39,9 @@ def kv_elements_per_token(text: dict[str, Any]) -> int:
     kinds = kinds[: len(kinds) - number_of(text, ("num_kv_shared_layers",))]
     growing = [(index, kind) for index, kind in enumerate(kinds) if _grows(kind)] or list(enumerate(kinds))
     by_layer = text.get("per_layer_config")
-    of_its_own = by_layer if isinstance(by_layer, dict) else {}
+    own = {key: of for key, of in by_layer.items() if isinstance(of, dict)} if isinstance(by_layer, dict) else {}
     family = family_of(str(text.get("model_type"))).kv
-    count = sum(_of_layer({**text, **(of_its_own.get(str(index)) or {})}, kind, family) for index, kind in growing)
+    count = sum(_of_layer({**text, **own.get(str(index), {})}, kind, family) for index, kind in growing)
     return count * family.attentions
 
 
@@ -216,7 +216,7 @@ def stretched_context(text: dict[str, Any], trained: int) -> int:
 
 def _stretched(rope: dict[str, Any], trained: int, own: object) -> int:
     kind, factor = rope.get("rope_type") or rope.get("type"), rope.get("factor")
-    if not isinstance(factor, int | float) or isinstance(factor, bool):
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 0 < factor < 2**31:
         return trained
     if kind == "dynamic":
         start: object = None if rope.get("alpha") else trained  # HunYuan's has a fixed base and gives its length
@@ -233,7 +233,8 @@ def _layers(text: dict[str, Any]) -> int:
     """Number of layers, including an encoder's."""
     if text.get("is_encoder_decoder"):
         return number_of(text, ("encoder_layers", *LAYERS)) + number_of(text, DECODER_LAYERS)
-    return number_of(text, LAYERS) or len(text.get("layers_block_type") or text.get("layer_types") or ())
+    types = text.get("layers_block_type") or text.get("layer_types")
+    return number_of(text, LAYERS) or (len(types) if isinstance(types, list) else 0)
 
 
 def is_expert_key(key: str) -> bool:

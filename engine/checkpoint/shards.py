@@ -19,12 +19,13 @@ from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
 from engine.checkpoint.quantised.declared import LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign, reason
-from engine.common.plain_text import plain
+from engine.common.plain_text import plain_line, quoted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
+_LONGEST_NAME = 255
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -73,7 +74,7 @@ def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
     headers: dict[str, dict[str, TensorEntry]] = {}
     for name in names:
         if Path(name).name != name:
-            raise _damaged(f"{index} lists a file outside the model's folder ({name})")
+            raise _damaged(f"{index} lists a file outside the model's folder ({quoted(name)})")
         if name.lower().endswith(_PICKLE_SUFFIXES):
             raise _unsafe(directory, name)
         headers[name] = read_header(directory / name)
@@ -81,7 +82,7 @@ def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
     for key, name in weight_map.items():
         entry = headers[name].get(key)
         if entry is None:
-            raise _damaged(f"{index.name} lists {key} in {directory / name}, which does not contain it")
+            raise _damaged(f"{index.name} lists {quoted(key)} in {directory / name}, which does not contain it")
         tensors[key] = entry
     return tensors
 
@@ -90,7 +91,7 @@ def files_named(weight_map: dict[str, Any]) -> list[str] | None:
     """The files in an index, sorted; None if one has an invalid name, or there are too many."""
     names = set()
     for name in weight_map.values():
-        if not isinstance(name, str) or "\0" in name or plain(name) != name:
+        if not isinstance(name, str) or plain_line(name) != name or len(name) > _LONGEST_NAME:
             return None
         names.add(name)
         if len(names) > MOST_FILES:
@@ -110,7 +111,7 @@ def _from_files(directory: Path) -> dict[str, TensorEntry]:
         header = read_header(file)
         twice = tensors.keys() & header.keys()
         if twice:
-            raise _damaged(f"{min(twice)} is in both {file} and {tensors[min(twice)].file.name}")
+            raise _damaged(f"{quoted(min(twice))} is in both {file} and {tensors[min(twice)].file.name}")
         tensors.update(header)
     return tensors
 

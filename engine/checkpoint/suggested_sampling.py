@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +63,6 @@ def _as(kind: type, value: object) -> Any:
     """A JSON value as a field's type; `None` if it is of another."""
     if kind is tuple:
         return tuple(value) if isinstance(value, list) and all(isinstance(text, str) for text in value) else None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
         return None
     return kind(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 INSTEAD = "\ufffd"
+_LONGEST_QUOTE = 100
 
 _OBEYED = re.compile(
     "["
@@ -31,3 +32,8 @@ def plain(text: str) -> str:
 def plain_line(text: str) -> str:
     """The same on one line: every kind of white space becomes a space."""
     return plain(" ".join(text.split()))
+
+
+def quoted(text: str) -> str:
+    """The beginning of a name in somebody's file, for a message: in quotation marks, on one line."""
+    return repr(plain_line(text[:_LONGEST_QUOTE]))

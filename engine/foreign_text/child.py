@@ -8,16 +8,19 @@
     {"do": "encode_marked", "text": T, "tokens": [...]}   see `marks`
     {"do": "render", "template": T, "values": {...}}      the text; with "control" and "maybe_control" marks in it
 
-Every request has `seconds`: one that takes longer ends the whole process. An answer is {"result": ...} or {"problem":
-why, "kind": "refused" | "memory" | "broken"}. Memory is limited where the system allows it.
+Every request has `seconds`: one that takes longer ends the whole process; and `most_bytes`, which rendering may take.
+An answer is {"result": ...} or {"problem": why, "kind": "refused" | "memory" | "broken"}. Memory is limited where the
+system allows it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -128,11 +131,30 @@ def _read(folder: str) -> _BackendEncoder:
 
 def _rendered(request: dict[str, Any]) -> str:
     template, values = request["template"], request["values"]
-    if "control" in request:
-        text = literal_text(template)
-        maybe = [token for token in request["maybe_control"] if token in text and not token.isspace()]
-        values = marked(values, [*request["control"], *maybe])
-    return render(template, values)
+    with _at_most(request["most_bytes"]):
+        if "control" in request:
+            text = literal_text(template)
+            maybe = [token for token in request["maybe_control"] if token in text and not token.isspace()]
+            values = marked(values, [*request["control"], *maybe])
+        return render(template, values)
+
+
+@contextlib.contextmanager
+def _at_most(nbytes: int) -> Iterator[None]:
+    """Limits what the block may allocate, where the system allows it: `MemoryError` is raised for more."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(Path("/proc/self/status").read_text(encoding="ascii").partition("VmData:")[2].split()[0]) * 1024
+    limits = [used + nbytes, *(limit for limit in (before, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
 def _not_too_many(ids: list[int]) -> list[int]:
@@ -174,7 +196,6 @@ def _reply(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
 def limit_memory() -> None:
     """Limits this process to `MEMORY_BYTES` where the system allows it; the parent watches it too."""
     if sys.platform != "win32":
-        import contextlib
         import resource
 
         with contextlib.suppress(OSError, ValueError):

@@ -47,11 +47,14 @@ class RequestLimits:
     Attributes:
         seconds: plus one for every `characters_per_s` characters of its text.
         memory_bytes: of the whole process.
+        template_bytes: that rendering a template may take, plus sixteen for every character of its text; only where
+            the system can limit it.
     """
 
     seconds: float = 20.0
     characters_per_s: int = 50_000
     memory_bytes: int = MEMORY_BYTES
+    template_bytes: int = 256 * 2**20
 
 
 class ForeignText:
@@ -208,7 +211,7 @@ class ForeignText:
             self._end()  # it may still hold most of the memory
             if about:
                 self._stopped[about] += 1
-            raise _too_big(self.limits.memory_bytes)
+            raise _too_big(self.limits.template_bytes if request["do"] == "render" else self.limits.memory_bytes)
         raise ForeignTextError(f"fails ({plain_line(answer['problem']).rstrip('.')})")
 
     def _begin(
@@ -228,7 +231,9 @@ class ForeignText:
         assert self._process is not None
         line = json.dumps(request)
         seconds = self.limits.seconds + (len(line) + len(body)) / self.limits.characters_per_s
-        head = json.dumps({**request, "seconds": seconds, "bytes": len(body)}).encode("ascii") + b"\n"
+        most_bytes = self.limits.template_bytes + 16 * len(line)
+        limited = {**request, "seconds": seconds, "bytes": len(body), "most_bytes": most_bytes}
+        head = json.dumps(limited).encode("ascii") + b"\n"
         self._exchange = _Exchange(self._process, head + body, seconds)
         return self._exchange
 
@@ -320,7 +325,7 @@ def _too_slow(seconds: float) -> ForeignTextError:
 
 
 def _too_big(memory_bytes: int) -> ForeignTextError:
-    return ForeignTextError(f"was stopped: it used more than {memory_bytes / 2**30:.2g} GiB of memory")
+    return ForeignTextError(f"was stopped: it used more than {memory_bytes / 2**20:,.0f} MiB of memory")
 
 
 def _mark(template: str) -> str:

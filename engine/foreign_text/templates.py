@@ -15,11 +15,14 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MOST_CHARACTERS = 2**25
 """Longest output of a template: millions of tokens more than any model's context."""
+_MOST_BITS = 2**16
+"""Of a power."""
 
 
 class TemplateRefusedError(Exception):
@@ -127,11 +130,20 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """Without powers of so many digits that they take hours in which nothing interrupts them."""
+
+    intercepted_binops = frozenset({"**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MOST_BITS:
+            raise OverflowError("it raises a number to a power of thousands of digits")
+        return super().call_binop(context, operator, left, right)
+
+
 @lru_cache(1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
+def _environment() -> _Environment:
+    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-_BYTES = {"F32": 4, "BF16": 2, "U8": 1, "F8_E4M3": 1, "I32": 4}
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1, "I32": 4, "U32": 4, "I64": 8}
 
 
 def header_of(tensors: dict[str, tuple[str, list[int]]]) -> dict[str, Any]:

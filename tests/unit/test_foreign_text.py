@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_memory_is_watched_where_no_system_limits_it(text: ForeignText) -> None:
     text.limits = RequestLimits(memory_bytes=1)
     with pytest.raises(ForeignTextError, match="of memory"):
         text.render(ENDLESS, {}, never)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a part of a process allocates")
+def test_a_template_has_less_memory_than_a_tokenizer(text: ForeignText) -> None:
+    text.limits = RequestLimits(template_bytes=2**26)
+    with pytest.raises(ForeignTextError, match="64 MiB"):
+        text.render("{{ 'a' * 99999999 }}", {}, never)
+    assert text.render("{{ 'a' * 9999999 }}", {}, never) == "a" * 9999999
+
+
+@pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ messages ** messages }}"])
+def test_a_power_that_nothing_could_interrupt_is_refused(template: str) -> None:
+    with pytest.raises(TemplateRefusedError):
+        render(template, {"messages": 10**9})
+    assert render("{{ 2 ** 10 }}", {}) == "1024"
 
 
 def test_a_template_that_writes_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +21,20 @@ Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
 
 
 def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
-    """A tensor of this shape that is made of these."""
+    """A tensor of this shape that is made of these.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if they have another number of elements.
+    """
     first = sources[0]
+    _check_size(shape, sources)
     nbytes = sum(source.nbytes for source in sources)
     return PackedEntry(first.file, first.key, first.dtype, shape, first.offset, nbytes, tuple(sources), packing)
+
+
+def _check_size(shape: tuple[int, ...], sources: Sequence[TensorEntry]) -> None:
+    if math.prod(shape) != sum(source.numel for source in sources):
+        raise damaged(sources[0], f"has the shape {sources[0].shape}, which does not fit the model")
 
 
 def damaged(entry: TensorEntry, what: str) -> EngineError:
@@ -58,7 +69,9 @@ def _shaped(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
 
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
-        return replace(source, shape=shape(source.shape))
+        made = shape(source.shape)
+        _check_size(made, sources)
+        return replace(source, shape=made)
 
     return arrange
 
@@ -81,13 +94,19 @@ def _half(which: int) -> Arrangement:
     return arrange
 
 
+def _but(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    """A shape without one of its dimensions, counted from the end."""
+    at = len(shape) + axis
+    return shape if at < 0 else (*shape[:at], *shape[at + 1 :])
+
+
 def _joined(*, axis: int = -2, transposed: bool = False, alternating: bool = False) -> Arrangement:
     """One below the other, or row by row in turn; of each expert of a stack."""
 
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         shape = list(sources[0].shape)
         each = [source.shape[axis] for source in sources if len(source.shape) >= -axis]
-        fits = all(len(source.shape) == len(shape) for source in sources) and len(each) == len(sources)
+        fits = len({_but(source.shape, axis) for source in sources}) == 1 and len(each) == len(sources)
         if not fits or (alternating and len(set(each)) > 1):
             raise damaged(sources[0], "does not fit the tensors beside it")
         shape[axis] = sum(each)
@@ -162,7 +181,7 @@ def _by_key_head(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> T
     heads, key_width = config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // heads * config["linear_value_head_dim"]
     counts = (key_width, key_width, values, values)
-    if both.shape[0] + gate.shape[0] != heads * sum(counts):
+    if both.shape[0] + gate.shape[0] != heads * sum(counts) or both.shape[1:] != gate.shape[1:]:
         raise damaged(both, "does not fit the number of heads")
     begins = np.cumsum([0, *(heads * count for count in counts[:-1])])
     order = np.concatenate(

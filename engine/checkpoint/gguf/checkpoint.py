@@ -163,7 +163,7 @@ class _Keys:
                 raise self._lacks(key.name)
             return key.default
         if isinstance(found, Strings):
-            return list(found)
+            raise self._senseless(key.name, "texts")
         if isinstance(found, np.ndarray):
             numbers = found.tolist()
             return numbers[0] if numbers and numbers.count(numbers[0]) == len(numbers) else numbers
@@ -209,17 +209,18 @@ class _Keys:
     def _senseless(self, name: str, value: object) -> EngineError:
         return EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{self.file.path.name} gives {self.file.architecture}.{name} as {str(value)[:60]}, which makes no sense: "
-            "get another version of the file.",
+            f"{self._says(name, value)}, which makes no sense: get another version of the file.",
         )
 
     def unsupported(self, name: str, value: object) -> EngineError:
         """The error for a value that the library's code cannot compute with."""
         return EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{self.file.path.name} gives {self.file.architecture}.{name} as {str(value)[:60]}, which Switchyard "
-            "cannot run: use the model's safetensors version.",
+            f"{self._says(name, value)}, which Switchyard cannot run: use the model's safetensors version.",
         )
+
+    def _says(self, name: str, value: object) -> str:
+        return f"{self.file.path.name} gives {self.file.architecture}.{name} as {plain_line(str(value))[:60]}"
 
 
 def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:

@@ -7,10 +7,11 @@ becomes tokens. What those mean was read from llama.cpp (src/llama-vocab.cpp, MI
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, SupportsIndex
@@ -19,7 +20,7 @@ import numpy as np
 
 from engine.checkpoint.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.plain_text import plain_line
+from engine.common.plain_text import quoted
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -93,7 +94,7 @@ def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
         EngineError: `MODEL_UNSUPPORTED` for a kind of tokenizer or a pre-tokenizer that is unknown here,
             `CHECKPOINT_DAMAGED` for metadata that contradict themselves.
     """
-    try:
+    with _explained(path):
         vocabulary = _Vocabulary.of(metadata)
         backend = _BUILDERS[vocabulary.kind](vocabulary, metadata)
         added = _added_tokens(vocabulary, metadata)
@@ -105,13 +106,6 @@ def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
         }
         for text in files.values():
             text.encode("utf-8")  # half a surrogate pair cannot be written
-    except _UnsupportedError as error:
-        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path} {error}.") from error
-    except (_DamagedError, UnicodeError) as error:
-        what = "has a text that is not UTF-8" if isinstance(error, UnicodeError) else str(error)
-        raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {what}: download or copy the file again."
-        ) from error
     return files
 
 
@@ -121,13 +115,21 @@ def end_token_ids(metadata: Metadata, path: Path) -> tuple[int, ...]:
     Raises:
         EngineError: as `tokenizer_files`.
     """
-    try:
+    with _explained(path):
         return _Vocabulary.of(metadata).end_ids()
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Makes an `EngineError` that names the file of what is found in its metadata."""
+    try:
+        yield
     except _UnsupportedError as error:
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path} {error}.") from error
-    except _DamagedError as error:
+    except (_DamagedError, UnicodeError) as error:
+        what = "has a text that is not UTF-8" if isinstance(error, UnicodeError) else str(error)
         raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {error}: download or copy the file again."
+            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {what}: download or copy the file again."
         ) from error
 
 
@@ -163,7 +165,7 @@ class _Vocabulary:
             raise _DamagedError("does not say of which kind it is (tokenizer.ggml.model)")
         if kind not in _BUILDERS:
             raise _UnsupportedError(
-                f"has a tokenizer of the kind {plain_line(kind[:64])!r}, which Switchyard does not know: "
+                f"has a tokenizer of the kind {quoted(kind)}, which Switchyard does not know: "
                 "use the model's safetensors files instead"
             )
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
@@ -172,7 +174,7 @@ class _Vocabulary:
         index = {token: number for number, token in enumerate(tokens)}
         if len(index) != len(tokens):
             twice = next(token for number, token in enumerate(tokens) if index[token] != number)
-            raise _DamagedError(f"has the token {plain_line(twice[:64])!r} twice")
+            raise _DamagedError(f"has the token {quoted(twice)} twice")
         vocabulary = cls(kind, tokens, _types(metadata, tokens), index, {})
         defaults = _ROLE_DEFAULTS.get(kind, {})
         for role in (*_ROLES.values(), "eot", "eom", *_BETWEEN_FILES):
@@ -185,7 +187,7 @@ class _Vocabulary:
         key = f"tokenizer.ggml.{role}_token_id"
         number = metadata.get(key)
         if number is not None:
-            if not isinstance(number, SupportsIndex) or isinstance(number, bool):
+            if not isinstance(number, SupportsIndex) or isinstance(number, bool | np.ndarray):
                 raise _DamagedError(f"has no number as {key}")
             if 0 <= operator.index(number) < len(self.tokens):
                 return operator.index(number)
@@ -283,7 +285,7 @@ def _templates(metadata: Metadata) -> str | list[dict[str, str]]:
     }
     for name, text in found.items():
         if not isinstance(text, str) or len(text) > _MOST_BYTES:
-            raise _DamagedError(f"has no text as chat template {plain_line(name[:64])!r}")
+            raise _DamagedError(f"has no text as chat template {quoted(name)}")
     texts = {name: str(text) for name, text in found.items()}
     if texts.keys() == {"default"}:
         return texts["default"]
@@ -344,7 +346,7 @@ def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:
         return DEFAULT
     if name not in PRE_TOKENIZERS:
         raise _UnsupportedError(
-            f"splits text by the pre-tokenizer {plain_line(name[:64])!r}, which Switchyard does not know: "
+            f"splits text by the pre-tokenizer {quoted(name)}, which Switchyard does not know: "
             "update Switchyard, or use the model's safetensors files instead"
         )
     return PRE_TOKENIZERS[name]
@@ -406,7 +408,7 @@ def _merges(vocabulary: _Vocabulary, metadata: Metadata) -> list[str]:
     for merge in merges:
         left, _, right = merge.partition(" ")
         if left not in index or right not in index or left + right not in index or " " in right:
-            raise _DamagedError(f"merges {plain_line(merge[:64])!r}, which is not in its vocabulary")
+            raise _DamagedError(f"merges {quoted(merge)}, which is not in its vocabulary")
     if not merges:
         raise _DamagedError("has no merges (tokenizer.ggml.merges)")
     return merges

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_json, text_part
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.plain_text import plain_line
+from engine.common.plain_text import quoted
 
 LIBRARY_METHODS = ("fp8", "mxfp8", "mxfp4")
 """Values of `quant_method` whose weights transformers unpacks while it loads."""
@@ -60,7 +60,7 @@ def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str
     if method not in _METHODS:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{model or directory.name} is quantised with {plain_line(method)[:60]!r}, which Switchyard cannot "
+            f"{model or directory.name} is quantised with {quoted(method)}, which Switchyard cannot "
             "read: use the model's original, FP8, MXFP4, GPTQ, AWQ or compressed-tensors version.",
         )
     return {**stored, "quant_method": method}
@@ -94,6 +94,6 @@ def check_none_is_packed(model: str, names: Iterable[str]) -> None:
         if key.rpartition(".")[2] in packed:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED,
-                f"{model} holds quantised weights ({key}), but its config.json does not say how they are: use another "
-                "version of the model.",
+                f"{model} holds quantised weights ({quoted(key)}), but its config.json does not say how they are: use "
+                "another version of the model.",
             )

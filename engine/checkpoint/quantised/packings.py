@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import Array, Floats, numbers
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.plain_text import quoted
 from engine.formats.coded import CodedMatrix
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
@@ -203,8 +204,9 @@ class PackedIntegers(ByRows):
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
         """See `ByRows`."""
-        if tuple(arrays[2].reshape(-1)) != self.shape(arrays):
-            raise damaged(entries[2], f"says {tuple(arrays[2].reshape(-1))} of a matrix that is {self.shape(arrays)}")
+        said = tuple(arrays[2].reshape(-1).tolist())
+        if said != self.shape(arrays):
+            raise damaged(entries[2], f"says {said} of a matrix that is {self.shape(arrays)}")
         scales = _scales(entries[1], arrays[1], rows)
         half = 2 ** (self.bits - 1)
         zeros: Floats = np.full_like(scales, half)
@@ -301,5 +303,5 @@ def _scales(entry: TensorEntry, array: Array, rows: slice) -> Floats:
 def damaged(entry: TensorEntry, what: str) -> EngineError:
     """The error for a tensor that cannot be what it should be."""
     return EngineError(
-        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: download or copy the model again."
+        ErrorCode.CHECKPOINT_DAMAGED, f"{quoted(entry.key)} in {entry.file} {what}: download or copy the model again."
     )

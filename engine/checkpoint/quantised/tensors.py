@@ -17,7 +17,7 @@ from engine.checkpoint.packed import PackedEntry, Packing
 from engine.checkpoint.quantised.declared import MLX
 from engine.checkpoint.quantised.packings import Affine, Awq, Gptq, Nvfp4, PackedIntegers, Scaled, damaged
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.plain_text import plain_line
+from engine.common.plain_text import plain_line, quoted
 
 _BITS = (2, 4, 8)
 _NUMBERS = ("F16", "BF16", "F32")
@@ -72,11 +72,13 @@ class _Checkpoint:
         if entry is None:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
-                f"{self.name} lacks {module}.{suffix}, without which {module} cannot be unpacked: download or copy the "
-                "model again.",
+                f"{self.name} lacks {quoted(f'{module}.{suffix}')}, without which a weight cannot be unpacked: "
+                "download or copy the model again.",
             )
         if entry.dtype not in dtypes:
             raise self.unsupported(f"{entry.key} is stored as {entry.dtype}")
+        if 0 in entry.shape:
+            raise damaged(entry, f"has the shape {entry.shape}, so it is empty")
         self.used.add(entry.key)
         return entry
 
@@ -349,7 +351,7 @@ def _read_modelopt(checkpoint: _Checkpoint) -> None:
 def _read_mlx(checkpoint: _Checkpoint, model_type: str) -> None:
     stored = checkpoint.stored
     if model_type not in _MLX_FAMILIES:
-        raise checkpoint.unsupported(f"MLX with a model of the kind {model_type!r}")
+        raise checkpoint.unsupported(f"MLX with a model of the kind {quoted(model_type)}")
     names = _MLX_FAMILIES[model_type]
     for module in checkpoint.modules("scales"):
         own = stored.get(module)
