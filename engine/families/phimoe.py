@@ -33,8 +33,9 @@ FAMILY = Family(
         own_rope=True,
         config={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
         constants={"router_jitter_noise": 0.01, "input_jitter_noise": 0.0},
-        # llama.cpp scales two experts' weights to a sum of 1; the model's makers, and the library, mix them as in
-        # "SparseMixer" (Liu, Gao and Chen 2023), in which each is nearly 1.
+        # llama.cpp scales two experts' weights to a sum of 1, and its norms do not subtract the mean. The model's
+        # makers, and the library, mix experts as in "SparseMixer" (Liu, Gao and Chen 2023), in which each weight is
+        # nearly 1, and have layer norms. With both changed, the library computes what llama.cpp does.
         fixed=routing(norm=True),
         computed=_computed,
         tensors={**ENDS, **NORMS, **ATTENTION, **experts("block_sparse_moe", gate="w1", up="w3", down="w2")},

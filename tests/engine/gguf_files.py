@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
             },
         },
     ),
-    # llama.cpp normalises two experts' weights where the model's makers wrote the sparse mixer.
+    # llama.cpp has other norms and weights of experts than the model's makers: see its family.
     "phimoe": Case(
         "phimoe",
         {**_OWN_EXPERTS, "attention_bias": True, "lm_head_bias": True,
