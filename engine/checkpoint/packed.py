@@ -102,17 +102,22 @@ class Rows:
         order: for each row of the result, its place among the sources' rows; `None`: as they are.
         axis: of the rows, of a single expert if the sources are stacks: -2 of matrices, -1 of vectors or for columns.
         transposed: whether the result has the last two dimensions swapped.
+        alternating: whether there is a row of each source in turn instead; then there is no `order`.
     """
 
     order: NDArray[np.intp] | None = None
     axis: int = -2
     transposed: bool = False
+    alternating: bool = False
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         """See `Packing`."""
         values = [numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True)]
         whole = values[0] if len(values) == 1 else np.concatenate(values, self.axis)
-        if self.order is not None:
+        if self.alternating:
+            rows = np.arange(whole.shape[self.axis]).reshape(len(values), -1).T.reshape(-1)
+            whole = whole.take(rows, self.axis)
+        elif self.order is not None:
             whole = whole.take(self.order, self.axis)
         return np.ascontiguousarray(whole.swapaxes(-1, -2) if self.transposed else whole)
 

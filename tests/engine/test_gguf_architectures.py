@@ -17,6 +17,9 @@ from gguf.quants import dequantize, quantize
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
 from engine.common.errors import EngineError, ErrorCode
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.formats import STORED
+from engine.formats.tiles import dequantise
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.gguf_files import CASES, DATA
 from tests.engine.test_family_parity import loaded
@@ -172,3 +175,38 @@ def test_quantised_tensors_are_rearranged_alike(name: str, tmp_path: Path) -> No
         for key in plain:
             wanted, found = (reader.read(gguf_tensors(read_gguf(each))[key]) for each in (rounded, smaller))
             torch.testing.assert_close(found.float(), wanted.float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "kept_in"),
+    [
+        ("gpt-oss", "MXFP4", "lut4"),
+        ("llama4", "Q4_0", "int4"),
+        ("granitemoe", "Q8_0", "int8"),
+        ("gemma4", "Q4_0", "int4"),
+        ("qwen35moe", "Q4_0", "int4"),
+    ],
+)
+def test_experts_keep_their_codes(name: str, kind: str, kept_in: str, tmp_path: Path) -> None:
+    """Also where gates and ups are joined, alternate, or are transposed in the library's parameters."""
+    read = read_gguf(unpacked(name, tmp_path)[0])
+    tensors = {key: dequantised(entry) for key, entry in read.tensors.items()}
+    kinds = {
+        key: kind
+        for key, values in tensors.items()
+        if values.ndim > 1 and values.shape[-1] % 32 == 0 and "ffn_gate_inp" not in key and ".ssm_" not in key
+    }
+    file = write_gguf(tmp_path / "q.gguf", tensors, architecture=read.architecture, types=kinds, keys=_keys_of(read))
+    with loaded(file, "fp32") as exact, loaded(file, "auto") as model:
+        assert model.info.precision == STORED
+        assert model.bank is not None
+        assert exact.bank is not None
+        for module, layer in model.bank.layers.items():
+            layout = layer.layout
+            assert isinstance(layout, QuantisedLayout)
+            assert {each.name for _, each in layout.formats} == {kept_in}
+            for part, _ in layout.formats:
+                for expert in (0, layer.num_experts - 1):
+                    own = exact.bank.layers[module].stacked[part][expert].float()
+                    ours = dequantise(layout.matrix(layer.rows, part, expert), torch.float32)
+                    assert (ours - own).abs().max() <= 0.005 * own.abs().max()

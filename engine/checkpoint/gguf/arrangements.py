@@ -112,8 +112,7 @@ def _joined(*, axis: int = -2, transposed: bool = False, alternating: bool = Fal
         shape[axis] = sum(each)
         if transposed:
             shape[-1], shape[-2] = shape[-2], shape[-1]
-        order = np.arange(sum(each)).reshape(len(each), -1).T.reshape(-1) if alternating else None
-        return packed(tuple(shape), sources, Rows(order, axis, transposed))
+        return packed(tuple(shape), sources, Rows(None, axis, transposed, alternating))
 
     return arrange
 

@@ -11,7 +11,7 @@ import torch
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry, RotaryRows, is_blocks
+from engine.checkpoint.packed import PackedEntry, RotaryRows, Rows, is_blocks
 from engine.kernels.repack import Blocks
 
 if TYPE_CHECKING:
@@ -57,18 +57,39 @@ def blocks_of(source: TensorEntry | ExpertSource) -> StoredBlocks | None:
     entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
     order = None
     if isinstance(entry, PackedEntry):
-        if not isinstance(entry.packing, RotaryRows) or len(entry.sources) != 1 or row is not None:
+        places = _order_of(entry)
+        if places is None or row is not None:
             return None
-        (entry,) = entry.sources
-        order = torch.from_numpy(_reordered(entry, source))
-        source = entry
+        (source,) = entry.sources
+        entry, order = source, torch.from_numpy(places)
     shape = entry.shape if row is None else entry.shape[1:]
     if not is_blocks(entry.dtype) or len(shape) != 2:
         return None
     return StoredBlocks(BY_NAME[entry.dtype], source, shape[0], order)
 
 
-def _reordered(entry: TensorEntry, source: TensorEntry | ExpertSource) -> np.ndarray[Any, Any]:
-    assert isinstance(source, PackedEntry)
-    assert isinstance(source.packing, RotaryRows)
-    return source.packing.reorder(np.arange(entry.shape[0], dtype=np.int64))
+def pieces_of(source: TensorEntry | ExpertSource) -> list[TensorEntry | ExpertSource]:
+    """The matrices that one is made of: those whose rows lie below one another, or alternate; else it alone."""
+    entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
+    packing = rows_of(source)
+    if packing is None or packing.order is not None or packing.axis != -2:
+        return [source]
+    assert isinstance(entry, PackedEntry)
+    return [each if row is None else ExpertSource(each, each.key, row) for each in entry.sources]
+
+
+def rows_of(source: TensorEntry | ExpertSource) -> Rows | None:
+    """How the rows of other tensors make this one, if they do."""
+    entry = source if isinstance(source, TensorEntry) else source.entry
+    return entry.packing if isinstance(entry, PackedEntry) and isinstance(entry.packing, Rows) else None
+
+
+def _order_of(entry: PackedEntry) -> np.ndarray[Any, Any] | None:
+    """Which rows of its only source a matrix has one after the other; `None` if that is not what it is made of."""
+    if len(entry.sources) != 1:
+        return None
+    if isinstance(entry.packing, RotaryRows):
+        return entry.packing.reorder(np.arange(entry.sources[0].shape[0], dtype=np.int64))
+    if isinstance(entry.packing, Rows) and entry.packing.axis == -2 and not entry.packing.transposed:
+        return None if entry.packing.order is None else entry.packing.order.astype(np.int64)
+    return None

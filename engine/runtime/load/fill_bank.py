@@ -18,7 +18,7 @@ from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import StoredBlocks, blocks_of
+from engine.runtime.load.blocks import StoredBlocks, blocks_of, pieces_of, rows_of
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
@@ -89,12 +89,18 @@ def _blocks_of_part(
     """What one matrix of an expert is made of: its rows, or gate and then up rows; nothing if it takes more."""
     order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
     spec = next(spec for spec in layout.plain.parts if spec.name == name)
-    if order is None or spec.transposed or not (part.is_fused or part.is_per_expert):
+    if order is None or not (part.is_fused or part.is_per_expert):
         return []
     sources = {source.pattern: source for source in part.of_expert(expert)}
-    found = [blocks for pattern in order if (blocks := blocks_of(sources[pattern])) is not None]
-    pairs = len(order) == 2 and layout.tiled_shape(name).pairing is Pairing.HALVES
-    whole = len(found) == len(order) and (len(order) == 1 or pairs)
+    packings = [rows_of(sources[pattern]) for pattern in order]
+    if any(spec.transposed != (packing is not None and packing.transposed) for packing in packings):
+        return []
+    pieces = [piece for pattern in order for piece in pieces_of(sources[pattern])]
+    found = [blocks for piece in pieces if (blocks := blocks_of(piece)) is not None]
+    alternating = any(packing is not None and packing.alternating for packing in packings)
+    pairing = Pairing.ALTERNATING if alternating else Pairing.HALVES
+    pairs = len(pieces) == 2 and layout.tiled_shape(name).pairing is pairing
+    whole = len(found) == len(pieces) and (len(pieces) == 1 or pairs)
     fits = sum(blocks.rows for blocks in found) == spec.shape[0]
     return found if whole and fits and all(blocks.columns == spec.shape[1] for blocks in found) else []
 

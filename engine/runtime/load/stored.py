@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.codes import KEPT_IN, format_for
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
@@ -18,7 +19,7 @@ from engine.formats.int8 import INT8
 from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import StoredBlocks, blocks_of
+from engine.runtime.load.blocks import StoredBlocks, blocks_of, pieces_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.tensor_reader import TensorReader
@@ -27,7 +28,7 @@ from engine.runtime.load.tensor_reader import TensorReader
 def is_stored_quantised(plan: LoadingPlan) -> bool:
     """Whether most of what a checkpoint holds is in blocks, so that `auto` tries to keep them."""
     entries = [*plan.rest.values(), *_expert_entries(plan)]
-    blocks = sum(entry.nbytes for entry in entries if _type_of(entry) is not None)
+    blocks = sum(entry.nbytes for entry in entries if _type_of(pieces_of(entry)[0]) is not None)
     return 2 * blocks > sum(entry.nbytes for entry in entries)
 
 
@@ -42,7 +43,8 @@ def _as_stored(site: ExpertsSite, plan: LoadingPlan) -> ExpertsSite:
     if not hasattr(site.module, "has_gate") or {part.dtype for part in site.layout.parts} != {torch.bfloat16}:
         return site
     formats = {
-        name: common_format(map(_type_of, part.entries())) for name, part in plan.index.modules[site.name].items()
+        name: common_format(_type_of(piece) for entry in part.entries() for piece in pieces_of(entry))
+        for name, part in plan.index.modules[site.name].items()
     }
     if not any(formats.values()):
         return site
@@ -66,7 +68,8 @@ def common_format(types: Iterable[str | None]) -> TiledFormat | None:
     return formats.pop()[0] if len(formats) == 1 else INT8
 
 
-def _type_of(entry: TensorEntry) -> str | None:
+def _type_of(entry: TensorEntry | ExpertSource) -> str | None:
+    entry = entry if isinstance(entry, TensorEntry) else entry.entry
     if isinstance(entry, PackedEntry):
         return _type_of(entry.sources[0]) if len(entry.sources) == 1 else None
     return entry.dtype if is_blocks(entry.dtype) else None
@@ -129,7 +132,8 @@ class StoredLinears:
 
 def stored_note(plan: LoadingPlan) -> str:
     """A sentence for people: what became of which type."""
-    types = {_type_of(entry) for entry in (*plan.rest.values(), *_expert_entries(plan))}
+    entries = (*plan.rest.values(), *_expert_entries(plan))
+    types = {_type_of(piece) for entry in entries for piece in pieces_of(entry)}
     phrases = []
     for name in sorted(name for name in types if name is not None):
         target = format_for(name)
