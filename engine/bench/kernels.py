@@ -16,6 +16,7 @@ from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
 from engine.formats import FORMATS
+from engine.formats.lut4 import LUT4, MXFP4_TABLE
 from engine.formats.tiles import Pairing
 from engine.kernels.interface import ExpertKernel, ExpertMath
 from engine.kernels.native.build import build
@@ -24,7 +25,27 @@ from engine.kernels.native.library import Isa, NativeKernels, load_kernels, prov
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.load.model import set_threads
 
-PRECISIONS = tuple(each.name for each in FORMATS.values() if each.native is not None)
+
+@dataclass(frozen=True)
+class Weights:
+    """What experts hold.
+
+    Attributes:
+        precision: name of the format.
+        table: of the matrices; `None`: the format's own, if it has one.
+    """
+
+    name: str
+    precision: str
+    table: tuple[int, ...] | None = None
+
+
+WEIGHTS = (
+    *(Weights(each.name, each.name) for each in FORMATS.values() if each.native is not None),
+    Weights("lut4 (MXFP4)", LUT4.name, MXFP4_TABLE),
+)
+_BESIDE = {"lut4": "int4"}
+"""Precision -> the one whose weights per second in the same run its own are divided by."""
 _COLD_BYTES = 3 * 2**29
 """Bytes of weights that a run cycles through: more than any cache holds."""
 _LIMIT = "read"
@@ -58,38 +79,40 @@ def bench_kernels(
     threads: int | None,
     repeats: int,
     *,
-    precisions: tuple[str, ...] = PRECISIONS,
+    weights: tuple[Weights, ...] = WEIGHTS,
     shapes: tuple[KernelShape, ...] = SHAPES,
     tokens: int = 1,
     on_progress: Callable[[str], None] = lambda _what: None,
 ) -> Report:
     """GB of weights per second for a layer's experts with `tokens` tokens, by our kernels and torch's operators.
 
-    Needs about 2 GB of RAM.  Without native kernels, only torch's operators are measured.
+    Needs about 4 GB of RAM.  Without native kernels, only torch's operators are measured.
     """
     count = set_threads(threads)
     report = Report({"threads": count})
     isas = proven(build())
     limits: list[float] = []
     for shape in shapes:
-        for precision in precisions:
-            on_progress(f"{shape.name} {precision}")
-            limits += _bench_shape(report, shape, precision, isas, count, repeats, tokens)
+        for each in weights:
+            on_progress(f"{shape.name} {each.name}")
+            limits += _bench_shape(report, shape, each, isas, count, repeats, tokens)
     report.machine["read_bandwidth_gb_per_s"] = statistics.median(limits)
     return report
 
 
 def _bench_shape(
-    report: Report, shape: KernelShape, precision: str, isas: list[Isa], threads: int, repeats: int, tokens: int
+    report: Report, shape: KernelShape, weights: Weights, isas: list[Isa], threads: int, repeats: int, tokens: int
 ) -> list[float]:
     """Adds the rows of one shape; returns the read bandwidths that were measured in turn with them, GB/s."""
     module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
-    layer = _layer(module, shape, precision)
+    layer = _layer(module, shape, weights)
+    beside = _BESIDE.get(weights.precision)
+    other = None if beside is None else _layer(module, shape, Weights(beside, beside))
     math = ExpertMath.of(module)
     # The limit is measured in turn too: memory speed varies, on virtual machines by several times.
     runs: dict[str, Callable[[], float]] = {_LIMIT: _Read(layer.records)}
     pools: list[NativeKernels] = []
-    if precision == "bf16":
+    if weights.precision == "bf16":
         runs["torch"] = _Run(TorchExperts(layer, math), layer, shape, tokens)
     best = load_kernels(threads)
     if best is not None:
@@ -97,9 +120,11 @@ def _bench_shape(
         for isa in isas:
             kernels = NativeKernels(best._library, isa, threads)
             pools.append(kernels)
-            kernel = NativeExperts(layer, math, kernels, many_tokens=TorchExperts(layer, math, kernels))
-            run = _Run(kernel, layer, shape, tokens)
-            runs[isa.name] = _With(best, isa, run)
+            for each in (layer, other):
+                if each is not None:
+                    kernel = NativeExperts(each, math, kernels, many_tokens=TorchExperts(each, math, kernels))
+                    name = isa.name if each is layer else _peer_of(isa)
+                    runs[name] = _With(best, isa, _Run(kernel, each, shape, tokens))
     values: dict[str, list[float]] = {name: [] for name in runs}
     try:
         for repeat in range(repeats + 1):
@@ -111,19 +136,27 @@ def _bench_shape(
         for pool in pools:
             pool.close()
     limits = values.pop(_LIMIT)
-    for name, rates in values.items():
-        if name != "torch":
-            report.rows.append(
-                row(
-                    f"{shape.name} top-{shape.top_k} {precision} {name}",
-                    rates,
-                    "GB/s",
-                    peer="torch" if "torch" in values else None,
-                    peer_values=values.get("torch"),
-                    limit=max(limits),  # a limit is a maximum, not an average
-                )
+    for isa in isas if best is not None else ():
+        peer, peer_values = ("torch", values.get("torch"))
+        if other is not None:
+            # As many weights have fewer bytes in one than in the other.
+            share = layer.layout.nbytes / other.layout.nbytes
+            peer, peer_values = f"{beside}, as many weights", [rate * share for rate in values[_peer_of(isa)]]
+        report.rows.append(
+            row(
+                f"{shape.name} top-{shape.top_k} {weights.name} {isa.name}",
+                values[isa.name],
+                "GB/s",
+                peer=peer if peer_values else None,
+                peer_values=peer_values,
+                limit=max(limits),  # a limit is a maximum, not an average
             )
+        )
     return limits
+
+
+def _peer_of(isa: Isa) -> str:
+    return f"{isa.name} of the other format"
 
 
 class _Read:
@@ -182,15 +215,19 @@ def _ever_other(experts: int, top_k: int) -> Iterator[list[int]]:
             yield order[begin : begin + top_k]
 
 
-def _layer(module: StandardExperts, shape: KernelShape, precision: str) -> BankLayer:
+def _layer(module: StandardExperts, shape: KernelShape, weights: Weights) -> BankLayer:
     """Copies of one random expert, so many that none is cached when it is used again."""
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
     layout: RecordLayout = plain
-    if precision != "bf16":
-        layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[precision], Pairing.HALVES)
+    if weights.precision != "bf16":
+        layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[weights.precision], Pairing.HALVES)
     count = max(2 * shape.top_k, _COLD_BYTES // layout.nbytes)
     layer = BankLayer(shape.name, layout, allocate_records(count, layout, torch.device("cpu")))
     layer.records.fill_(60)  # as scales and weights in bf16: small numbers
+    if isinstance(layout, QuantisedLayout):
+        for expert in range(count):
+            for name in ("gate_up_proj", "down_proj"):
+                layout.matrix(layer.rows, name, expert).set_table(weights.table)
     return layer

@@ -19,10 +19,11 @@ def test_every_row_has_a_limit_measured_in_turn(monkeypatch: pytest.MonkeyPatch)
     finally:
         torch.set_num_threads(before)
     names = {row.name for row in report.rows}
-    assert names == {f"small top-2 {p} {isa.name}" for p in kernels.PRECISIONS for isa in found}
+    assert names == {f"small top-2 {each.name} {isa.name}" for each in kernels.WEIGHTS for isa in found}
     assert report.machine["read_bandwidth_gb_per_s"] > 0
     for row in report.rows:
         assert row.value > 0
         assert row.limit is not None
         assert row.limit > 0
         assert (row.peer == "torch") == ("bf16" in row.name)
+        assert (row.ratio is not None) == ("bf16" in row.name or "lut4" in row.name)

@@ -1,7 +1,7 @@
 // lut4: a weight is scale * table[q], with a scale for each 32 of a row and a table of 16 whole numbers from -127 to 127 for
 // the matrix.  MXFP4, IQ4_NL and the like are such tables.  Codes are laid out as in int4.
 #pragma once
-#include "quantise_group.h"
+#include "format_int8.h"
 
 namespace {
 
@@ -13,18 +13,17 @@ struct Lut4 {
         return {look_up(table, low_nibbles(pairs)), look_up(table, high_nibbles(pairs))};
     }
 
+    // Looked up, the codes are a tile of int8.
     static void expand(const HalfTile &half, uint16_t *out) {
-        for (int r = 0; r < kHalfRows; ++r) {
-            const float scale = from_bf16(half.scales[r]);
-            float of_code[16];
-            for (int code = 0; code < 16; ++code) of_code[code] = scale * static_cast<float>(half.table[code]);
-            for (int j = 0; j < 4; ++j)
-                for (int c = 0; c < 4; ++c) {
-                    const uint8_t pair = half.weights[j * 64 + r * 4 + c];
-                    out[r * kGroup + 4 * j + c] = narrow_finite(of_code[pair & 15]);
-                    out[r * kGroup + 16 + 4 * j + c] = narrow_finite(of_code[pair >> 4]);
-                }
+        alignas(64) uint8_t values[kHalfRows * kGroup];
+        const Bytes table = load_table(half.table);
+        for (size_t at = 0; at < sizeof values / 2; at += sizeof(Bytes)) {
+            const Bytes pairs = load(half.weights + at);
+            const Bytes first = look_up(table, low_nibbles(pairs)), second = look_up(table, high_nibbles(pairs));
+            std::memcpy(values + at, &first, sizeof first);
+            std::memcpy(values + sizeof values / 2 + at, &second, sizeof second);
         }
+        Int8::expand({values, half.scales, nullptr, nullptr}, out);
     }
 
     // Tries scales around those at which the largest weight meets either end of the table, refits each by least

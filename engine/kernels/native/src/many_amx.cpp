@@ -67,15 +67,11 @@ static inline void widen_int8(const uint8_t *half, __m512 scale, uint8_t *out) {
     }
 }
 
-static inline void widen_int4(const uint8_t *half, __m512 scale, __m512 zero, uint8_t *out) {
-    const __m512i low = _mm512_set1_epi32(15);
-    const __m512 offset = _mm512_mul_ps(scale, zero);
+// The same of codes of 4 bits; `value` gets the codes of 16 rows in the lowest bits of 32, anything above them.
+template <class Value> static inline void widen_nibbles(const uint8_t *half, Value value, uint8_t *out) {
     for (int j = 0; j < 4; ++j) {
         const __m512i q = _mm512_loadu_si512(half + 64 * j);
-        const auto column = [&](__m512i shifted) {
-            return _mm512_fmsub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(shifted, low)), scale, offset);
-        };
-        const auto at = [&](int bits) { return column(_mm512_srli_epi32(q, static_cast<unsigned>(bits))); };
+        const auto at = [&](int bits) { return value(_mm512_srli_epi32(q, static_cast<unsigned>(bits))); };
         _mm512_store_si512(out + 128 * j, pairs_of(at(0), at(8)));
         _mm512_store_si512(out + 128 * j + 64, pairs_of(at(16), at(24)));
         _mm512_store_si512(out + 512 + 128 * j, pairs_of(at(4), at(12)));
@@ -83,14 +79,22 @@ static inline void widen_int4(const uint8_t *half, __m512 scale, __m512 zero, ui
     }
 }
 
-// Half a tile in any other format.
-static inline void widen(const HalfTile &half, int32_t format, uint8_t *out) {
-    alignas(64) uint16_t values[kHalfRows * kGroup];
-    kAvx512VnniTiles.formats[format].expand(half, values);
-    __m512i rows[kHalfRows];  // each of 16 pairs of columns
-    for (int64_t i = 0; i < kHalfRows; ++i) rows[i] = _mm512_load_si512(values + i * kGroup);
-    transpose(rows);
-    for (int64_t pair = 0; pair < 16; ++pair) _mm512_store_si512(out + 64 * pair, rows[pair]);
+static inline void widen_int4(const HalfTile &half, __m512 scale, uint8_t *out) {
+    const __m512i zeros = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(half.zeros)));
+    const __m512 zero = _mm512_mul_ps(_mm512_cvtepi32_ps(zeros), _mm512_set1_ps(0.0625f));
+    const __m512i low = _mm512_set1_epi32(15);
+    const __m512 offset = _mm512_mul_ps(scale, zero);
+    const auto value = [&](__m512i q) {
+        return _mm512_fmsub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(q, low)), scale, offset);
+    };
+    widen_nibbles(half.weights, value, out);
+}
+
+static inline void widen_lut4(const HalfTile &half, __m512 scale, uint8_t *out) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(half.table));
+    const __m512 table = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    const auto value = [&](__m512i q) { return _mm512_mul_ps(_mm512_permutexvar_ps(q, table), scale); };
+    widen_nibbles(half.weights, value, out);
 }
 
 Panel prepare(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
@@ -104,16 +108,13 @@ Panel prepare(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
             uint8_t *out = room + (2 * group + half) * kTileBytes;
             for (int64_t line = 0; line < format.half_bytes(); line += 64)
                 _mm_prefetch(reinterpret_cast<const char *>(tile.weights) + line + ahead, _MM_HINT_T0);
-            if (matrix.format == SWITCHYARD_INT8) {
-                widen_int8(tile.weights, scales_of(tile.scales), out);
-            } else if (matrix.format == SWITCHYARD_INT4) {
-                const __m512i zeros =
-                    _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(tile.zeros)));
-                const __m512 zero = _mm512_mul_ps(_mm512_cvtepi32_ps(zeros), _mm512_set1_ps(0.0625f));
-                widen_int4(tile.weights, scales_of(tile.scales), zero, out);
-            } else {
-                widen(tile, matrix.format, out);
-            }
+            const __m512 scale = scales_of(tile.scales);
+            if (matrix.format == SWITCHYARD_INT8)
+                widen_int8(tile.weights, scale, out);
+            else if (matrix.format == SWITCHYARD_INT4)
+                widen_int4(tile, scale, out);
+            else
+                widen_lut4(tile, scale, out);
         }
     return {room, room + kTileBytes, 0};
 }

@@ -6,7 +6,7 @@
 //   fetch     prefetches weights
 // and the Math of an instruction set how bytes are multiplied:
 //   none(sum of x), prepared(weights), add(Products, prepared weights, x)  for signed bytes
-//   add_unsigned(Products, nibbles, x), whole_sums(Products)               for numbers from 0 to 15, from none(0)
+//   Nibbles, add_unsigned(Nibbles, nibbles, x), whole_sums(Nibbles)        for numbers from 0 to 15
 #pragma once
 #include "kernel_set.h"
 
@@ -16,6 +16,13 @@ namespace {
 struct Weights {
     Bytes first, second;
 };
+
+template <class Math, bool nibbles> static inline auto no_products(int32_t sum_of_x) {
+    if constexpr (nibbles)
+        return typename Math::Nibbles{};
+    else
+        return Math::none(sum_of_x);
+}
 
 template <class Codes, class Math, int count>
 void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
@@ -31,8 +38,8 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
         for (int part = 0; part < parts; ++part) {
             const uint8_t *at = w + part * 2 / parts * format.half_bytes() + part % (parts / 2) * sizeof(Bytes);
             if (part % (parts / 2) == 0) fetch(at, format.half_bytes());
-            Products products[count];
-            for (int v = 0; v < count; ++v) products[v] = Math::none(format.has_zeros ? 0 : x[v].sums[group]);
+            decltype(no_products<Math, format.has_zeros>(0)) products[count];
+            for (int v = 0; v < count; ++v) products[v] = no_products<Math, format.has_zeros>(x[v].sums[group]);
             for (int j = 0; j < 4; ++j) {
                 const Weights weights = Codes::template unpack<Math>(at + 64 * j, table);
                 for (int v = 0; v < count; ++v) {
@@ -48,10 +55,13 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
             }
             const Floats scale = scales_of(scales + part_rows * part);
             for (int v = 0; v < count; ++v) {
-                Floats value = to_floats(format.has_zeros ? Math::whole_sums(products[v]) : products[v]);
+                Floats value;
                 if constexpr (format.has_zeros) {
                     const float sixteenths = static_cast<float>(x[v].sums[group]) * 0.0625f;
+                    value = to_floats(Math::whole_sums(products[v]));
                     value = multiply_subtract(zeros_of(zeros + part_rows * part), every(sixteenths), value);
+                } else {
+                    value = to_floats(products[v]);
                 }
                 sums[v][part] = multiply_add(value, multiply(scale, every(x[v].scales[group])), sums[v][part]);
             }

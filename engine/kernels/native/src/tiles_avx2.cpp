@@ -4,6 +4,7 @@
 namespace {
 
 struct Avx2Math {
+    using Nibbles = Products;
     static Products none(int32_t) { return _mm256_setzero_si256(); }
     static __m256i prepared(__m256i weights) { return weights; }
     // The instruction multiplies unsigned by signed bytes: the weight's sign goes to the other operand.
@@ -12,10 +13,10 @@ struct Avx2Math {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
     // 8 times 2 products of 15 * 127 fit 16 bits.
-    static Products add_unsigned(Products sum, __m256i nibbles, __m256i x) {
+    static Nibbles add_unsigned(Nibbles sum, __m256i nibbles, __m256i x) {
         return _mm256_add_epi16(sum, _mm256_maddubs_epi16(nibbles, x));
     }
-    static __m256i whole_sums(Products sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+    static Products whole_sums(Nibbles sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 namespace {
 
 struct Avx512Math {
+    using Nibbles = Products;
     static __m512i none(int32_t) { return _mm512_setzero_si512(); }
     static __m512i prepared(__m512i weights) { return weights; }
     // As in AVX2, with a mask for the sign.
@@ -13,10 +14,10 @@ struct Avx512Math {
         const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(weights), signed_x);
         return _mm512_add_epi32(sum, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
     }
-    static __m512i add_unsigned(__m512i sum, __m512i nibbles, __m512i x) {
+    static Nibbles add_unsigned(Nibbles sum, __m512i nibbles, __m512i x) {
         return _mm512_add_epi16(sum, _mm512_maddubs_epi16(nibbles, x));
     }
-    static __m512i whole_sums(__m512i sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+    static Products whole_sums(Nibbles sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
 };
 
 }  // namespace

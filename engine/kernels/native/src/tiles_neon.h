@@ -26,6 +26,8 @@ static inline Bytes low_nibbles(Bytes pairs) { return vandq_s8(pairs, vdupq_n_s8
 static inline Bytes high_nibbles(Bytes pairs) { return vreinterpretq_s8_u8(vshrq_n_u8(vreinterpretq_u8_s8(pairs), 4)); }
 static inline Bytes look_up(Bytes table, Bytes codes) { return vqtbl1q_s8(table, vreinterpretq_u8_s8(codes)); }
 
+static inline Bytes load_table(const int8_t *table) { return vld1q_s8(table); }
+
 static inline void fetch(const uint8_t *from, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at + kAhead);
 }
@@ -62,7 +64,7 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
     constexpr Format format = kFormats[Codes::kFormat];
     constexpr int parts = Math::parts(count);
     using Products = std::conditional_t<format.has_zeros, typename Math::Nibbles, int32x4_t>;
-    const Bytes table = format.has_table ? vld1q_s8(row.table) : Bytes{};
+    const Bytes table = format.has_table ? load_table(row.table) : Bytes{};
     float32x4_t sums[count][8] = {};
     const uint8_t *w = row.weights;
     for (int64_t group = 0; group < row.groups; ++group) {

@@ -67,6 +67,10 @@ static inline void store(float *to, const Floats &values) { std::memcpy(to, valu
 static inline void fetch(const uint8_t *, int64_t) {}
 
 struct PlainMath {
+    // Of each column: 8 products of 15 * 127 fit 16 bits.
+    struct Nibbles {
+        int16_t at[4 * kHalfRows];
+    };
     static Products none(int32_t) { return {}; }
     static const Bytes &prepared(const Bytes &weights) { return weights; }
     static Products add(Products sum, const Bytes &weights, const int8_t *x) {
@@ -74,8 +78,20 @@ struct PlainMath {
             for (int c = 0; c < 4; ++c) sum.at[r] += weights.at[4 * r + c] * x[c];
         return sum;
     }
-    static Products add_unsigned(const Products &sum, const Bytes &nibbles, const int8_t *x) { return add(sum, nibbles, x); }
-    static const Products &whole_sums(const Products &sum) { return sum; }
+    static Nibbles add_unsigned(Nibbles sum, const Bytes &nibbles, const int8_t *x) {
+        const int16_t four[4] = {x[0], x[1], x[2], x[3]};
+        for (int r = 0; r < kHalfRows; ++r)
+            for (int c = 0; c < 4; ++c) sum.at[4 * r + c] += static_cast<int16_t>(nibbles.at[4 * r + c] * four[c]);
+        return sum;
+    }
+    static Products whole_sums(const Nibbles &sum) {
+        Products sums;
+        for (int r = 0; r < kHalfRows; ++r) {
+            const int16_t *of_row = sum.at + 4 * r;
+            sums.at[r] = of_row[0] + of_row[1] + of_row[2] + of_row[3];
+        }
+        return sums;
+    }
 };
 
 }  // namespace
