@@ -18,7 +18,7 @@ from engine.kernels.native.structs import BlocksStruct, RepackStruct, matrix_str
 if TYPE_CHECKING:
     from engine.kernels.native.library import NativeKernels
 
-_ROUNDS = 8
+ROUNDS = 8
 """Of fits: half of what full precision is worth, for values that have been rounded once already."""
 
 
@@ -84,7 +84,7 @@ def repack(matrices: Sequence[tuple[tuple[Blocks, ...], TiledMatrix]], kernels: 
     for call, (sources, target) in zip(calls, matrices, strict=True):
         second = sources[1].struct if len(sources) > 1 else BlocksStruct()
         call.target, call.first, call.second = matrix_struct(target), sources[0].struct, second
-    if kernels.repack(kernels.pool, calls, len(matrices), _ROUNDS):
+    if kernels.repack(kernels.pool, calls, len(matrices), ROUNDS):
         raise ValueError("blocks of an unknown type")
 
 
@@ -138,8 +138,8 @@ def _repack_in_torch(sources: Sequence[Blocks], target: TiledMatrix) -> None:
     for source in sources:
         coded = codes_of(source.kind, source.in_order) if _keeps(source, target) else None
         if coded is not None:
-            found.append(keep_codes(coded, _ROUNDS))
+            found.append(keep_codes(coded, ROUNDS))
         else:
             values = torch.from_numpy(source.kind.dequantise(source.in_order))
-            found.append(fit_codes(values, target.shape.format, _ROUNDS))
+            found.append(fit_codes(values, target.shape.format, ROUNDS))
     store_codes(found, target)

@@ -16,11 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry
 from engine.checkpoint.profile import read_profile
-from engine.checkpoint.quantised.packings import fields
+from engine.checkpoint.quantised.packings import Affine, fields
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.formats import STORED
+from engine.formats.tiles import dequantise
+from engine.kernels.native.linear import QuantisedLinear
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.quantised_checkpoints import (
     Kind,
@@ -122,12 +127,59 @@ def test_codes_mean_the_values(kind: str, tmp_path: Path) -> None:
         assert kept == {"int8"}
 
 
+@pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized, asymmetric", "int-quantized", "mlx"])
+def test_codes_are_kept(kind: str, tmp_path: Path) -> None:
+    """By default, in experts and in dense layers: only the scales are rounded, to bf16."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts_per_tok": 8}
+    packed, plain = quantised_pair(KINDS[kind], "qwen3_moe", tmp_path, **sizes)
+    with loaded(plain, "fp32") as exact, loaded(packed, "auto") as ours, torch.no_grad():
+        assert ours.info.precision == STORED
+        assert ours.bank is not None
+        assert exact.bank is not None
+        for name, layer in ours.bank.layers.items():
+            layout = layer.layout
+            assert isinstance(layout, QuantisedLayout)
+            for part, target in layout.formats:
+                assert target.name == ("int8" if kind == "int-quantized" else "int4")
+                for expert in range(layer.num_experts):
+                    own = dequantise(layout.matrix(layer.rows, part, expert), torch.float32)
+                    assert_scales_are_rounded(own, exact.bank.layers[name].stacked[part][expert])
+        linear = ours.model.get_submodule("model.layers.1.self_attn.o_proj").__dict__["forward"]
+        assert isinstance(linear, QuantisedLinear)
+        weight = exact.model.get_submodule("model.layers.1.self_attn.o_proj").weight
+        assert_scales_are_rounded(dequantise(linear.matrix, torch.float32), weight)
+        wanted = logits(exact.model)
+        assert (logits(ours.model).float() - wanted).norm() < 0.05 * wanted.norm()
+
+
+def assert_scales_are_rounded(ours: torch.Tensor, exact: torch.Tensor) -> None:
+    assert (ours - exact).norm() <= 2**-8 * exact.norm()
+
+
+def test_codes_in_another_order_are_not_kept(tmp_path: Path) -> None:
+    packed, _ = quantised_pair(KINDS["gptq desc_act"], "qwen3_moe", tmp_path, moe_intermediate_size=256)
+    with loaded(packed, "auto") as ours:
+        assert ours.info.precision != STORED
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([2, 4, 8]), st.integers(1, 5), st.integers(1, 4), st.data())
 def test_fields_of_words(bits: int, rows: int, words: int, data: st.DataObject) -> None:
     size = words * 32 // bits
     codes = [data.draw(st.lists(st.integers(0, 2**bits - 1), min_size=size, max_size=size)) for _ in range(rows)]
     assert fields(into_words(torch.tensor(codes), bits).numpy(), bits).tolist() == codes
+
+
+def test_constant_groups_of_mlx() -> None:
+    """Their scale is 0: the bias is all there is."""
+    codes = np.arange(128, dtype=np.uint8).reshape(2, 64) % 16
+    scales, biases = np.array([[0, 0.5], [0.25, 0]], np.float32), np.array([[3, -2], [1, -5]], np.float32)
+    words = into_words(torch.from_numpy(codes), 4).view(torch.uint32).numpy()
+    entries = [TensorEntry(Path(), "", dtype, (), 0, 0) for dtype in ("U32", "F32", "F32")]
+    packing, arrays = Affine(4), [words, scales, biases]
+    coded = packing.codes(entries, arrays)
+    assert coded is not None
+    np.testing.assert_allclose(coded.values(), packing.unpack(entries, arrays))
 
 
 def test_zeros_of_the_first_version_that_carry(tmp_path: Path) -> None:

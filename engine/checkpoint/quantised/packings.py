@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from engine.common.plain_text import quoted
 from engine.formats.coded import CodedMatrix
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
-from engine.formats.weight_format import GROUP
+from engine.formats.weight_format import GROUP, TiledFormat
 
 _AT_ONCE = 2**22
 """Weights that are unpacked at once."""
@@ -70,7 +71,13 @@ class Codes:
 
 
 class ByRows(ABC):
-    """A packing whose rows can be unpacked some at a time, so that the whole is never in memory in float32."""
+    """A packing whose rows can be unpacked some at a time, so that the whole is never in memory in float32.
+
+    Attributes:
+        words: what such weights are called.
+    """
+
+    words: ClassVar[str]
 
     @abstractmethod
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
@@ -83,6 +90,11 @@ class ByRows(ABC):
     @abstractmethod
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """Rows and columns of the result."""
+
+    def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
+        """The format of a record that keeps these codes, as far as the tensors' shapes tell."""
+        del entries, columns
+        return None
 
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
         """See `engine.checkpoint.packed.Piecewise`."""
@@ -103,14 +115,13 @@ class ByRows(ABC):
 
 def _coded(found: Codes) -> CodedMatrix | None:
     """Groups are of 32 columns or several times that; codes have four bits, or eight around 128 or 0."""
-    codes, columns, groups, zeros = found.codes, found.codes.shape[1], found.scales.shape[1], found.zeros
+    codes, columns, groups = found.codes, found.codes.shape[1], found.scales.shape[1]
+    of_groups, zeros = found.scales, found.zeros
     if found.group_of is not None or columns % groups or columns // groups % GROUP:
         return None
     if found.added is not None:
-        if not found.scales.all():
-            return None  # constant groups
-        zeros = -found.added / found.scales
-    scales = np.repeat(found.scales, columns // groups // GROUP, axis=1)
+        codes, of_groups, zeros = _with_zeros(codes, of_groups, found.added)
+    scales = np.repeat(of_groups, columns // groups // GROUP, axis=1)
     zeros = None if zeros is None else np.repeat(zeros, columns // groups // GROUP, axis=1)
     if codes.dtype == np.uint8 and zeros is not None and codes.max(initial=0) < _MOST_CODES:
         return CodedMatrix(INT4, codes, scales, zeros)
@@ -119,6 +130,26 @@ def _coded(found: Codes) -> CodedMatrix | None:
     if codes.dtype == np.int8 and zeros is None:
         return CodedMatrix(INT8, codes, scales)
     return None
+
+
+def _with_zeros(codes: Array, scales: Floats, added: Floats) -> tuple[Array, Floats, Floats]:
+    """Codes, scales and zeros of w = scale * code + added.
+
+    A constant group, whose scale is 0, becomes 8 or -8 times an eighth of it.
+    """
+    flat = scales == 0
+    with np.errstate(all="ignore"):
+        zeros = np.where(flat, np.where(added > 0, 0, 8), -added / scales).astype(np.float32)
+    instead = np.where(added > 0, 8, 0).astype(codes.dtype)[..., None]
+    by_group = np.where(flat[..., None], instead, codes.reshape(*scales.shape, -1))
+    return by_group.reshape(codes.shape), np.where(flat, np.abs(added) / 8, scales).astype(np.float32), zeros
+
+
+def _kept(bits: int, columns: int, groups: int) -> TiledFormat | None:
+    """The format for codes of so many bits in so many groups of neighbouring columns."""
+    if columns % groups or columns // groups % GROUP:
+        return None
+    return INT4 if bits <= 4 else INT8
 
 
 def fields(words: Array, bits: int) -> NDArray[np.uint8]:
@@ -145,10 +176,17 @@ class Gptq(ByRows):
 
     Attributes:
         lowered: whether zeros are stored less one: the first version of the format does so, on whole words.
+        regular: whether groups are said to be of neighbouring columns, and codes of 8 bits to be around 128.
     """
 
+    words: ClassVar[str] = "GPTQ"
     bits: int
     lowered: bool
+    regular: bool = True
+
+    def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
+        """See `ByRows`."""
+        return _kept(self.bits, columns, entries[2].shape[0]) if self.regular else None
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """See `ByRows`."""
@@ -169,6 +207,12 @@ class Gptq(ByRows):
 @dataclass(frozen=True, slots=True)
 class Awq(ByRows):
     """qweight [in, out / 8], qzeros [groups, out / 8], scales [groups, out], all with four bits."""
+
+    words: ClassVar[str] = "AWQ"
+
+    def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
+        """See `ByRows`."""
+        return _kept(4, columns, entries[2].shape[0])
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """See `ByRows`."""
@@ -194,9 +238,16 @@ class PackedIntegers(ByRows):
     weight_zero_point, packed [out * bits / 32, groups] or signed [out, groups], and weight_g_idx [in].
     """
 
+    words: ClassVar[str] = "packed integers"
     bits: int
     columns: int
     has_zeros: bool
+
+    def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
+        """See `ByRows`."""
+        if len(entries) > 3 + self.has_zeros or (self.bits == 8 and self.has_zeros):
+            return None
+        return _kept(self.bits, columns, max(entries[1].numel // entries[0].shape[0], 1))
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """See `ByRows`."""
@@ -233,7 +284,14 @@ class Scaled(ByRows):
         block: rows and columns that share a scale, if several rows do.
     """
 
+    words: ClassVar[str] = "int8"
     block: tuple[int, int] | None = None
+
+    def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
+        """See `ByRows`."""
+        if self.block is not None or len(entries) > 2 or entries[0].dtype != "I8":
+            return None
+        return _kept(8, columns, max(entries[1].numel // entries[0].shape[0], 1))
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """See `ByRows`."""
@@ -262,6 +320,7 @@ class Nvfp4(ByRows):
         divides: whether the scale in all divides, as in compressed-tensors, or multiplies, as in ModelOpt.
     """
 
+    words: ClassVar[str] = "NVFP4"
     divides: bool
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
@@ -280,7 +339,12 @@ class Nvfp4(ByRows):
 class Affine(ByRows):
     """MLX: weight [out, in * bits / 32], scales and biases [out, groups]; w = scale * code + bias."""
 
+    words: ClassVar[str] = "MLX"
     bits: int
+
+    def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
+        """See `ByRows`."""
+        return _kept(self.bits, columns, entries[1].shape[-1]) if self.bits <= 4 else None
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
         """See `ByRows`."""

@@ -190,7 +190,8 @@ def _read_gptq(checkpoint: _Checkpoint) -> None:
             _fit(sources[-1], sources[-1].shape == (columns,))
         else:
             _fit(scales, columns % groups == 0)
-        checkpoint.make(module, (rows, columns), sources, Gptq(bits, lowered=kind == "gptq"))
+        regular = not stored.get("desc_act") and (bits < 8 or stored.get("sym") is True)
+        checkpoint.make(module, (rows, columns), sources, Gptq(bits, kind == "gptq", regular))
 
 
 def _known_bits(checkpoint: _Checkpoint, entry: TensorEntry, bits: int) -> int:

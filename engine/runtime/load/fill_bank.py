@@ -18,7 +18,16 @@ from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import StoredBlocks, blocks_of, pieces_of, rows_of
+from engine.runtime.load.blocks import (
+    Stored,
+    StoredBlocks,
+    StoredCodes,
+    format_of_codes,
+    pieces_of,
+    rows_of,
+    store_coded,
+    stored_of,
+)
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
@@ -85,7 +94,7 @@ def _is_repacked(site: ExpertsSite, plan: LoadingPlan) -> bool:
 
 def _blocks_of_part(
     layout: QuantisedLayout, name: str, part: PartSources, plan: LoadingPlan, expert: int
-) -> list[StoredBlocks]:
+) -> list[Stored]:
     """What one matrix of an expert is made of: its rows, or gate and then up rows; nothing if it takes more."""
     order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
     spec = next(spec for spec in layout.plain.parts if spec.name == name)
@@ -96,7 +105,10 @@ def _blocks_of_part(
     if any(spec.transposed != (packing is not None and packing.transposed) for packing in packings):
         return []
     pieces = [piece for pattern in order for piece in pieces_of(sources[pattern])]
-    found = [blocks for piece in pieces if (blocks := blocks_of(piece)) is not None]
+    found = [stored for piece in pieces if (stored := stored_of(piece)) is not None]
+    target = layout.tiled_shape(name).format
+    if any(isinstance(stored, StoredCodes) and format_of_codes(stored.source) is not target for stored in found):
+        return []  # fitting them natively by way of their numbers is faster
     alternating = any(packing is not None and packing.alternating for packing in packings)
     pairing = Pairing.ALTERNATING if alternating else Pairing.HALVES
     pairs = len(pieces) == 2 and layout.tiled_shape(name).pairing is pairing
@@ -124,10 +136,14 @@ def _repack_layer(
     jobs: list[tuple[list[StoredBlocks], TiledMatrix]] = []
     for name, part in parts.items():
         if layout.is_tiled(name):
-            jobs += (
-                (_blocks_of_part(layout, name, part, plan, expert), layout.matrix(target.rows, name, expert))
-                for expert in range(part.experts)
-            )
+            for expert in range(part.experts):
+                matrix = layout.matrix(target.rows, name, expert)
+                sources = _blocks_of_part(layout, name, part, plan, expert)
+                coded = [source for source in sources if isinstance(source, StoredCodes)]
+                if coded:
+                    store_coded(coded, matrix, reader)
+                else:
+                    jobs.append(([source for source in sources if isinstance(source, StoredBlocks)], matrix))
             filled.add(part.target)
         else:
             converter = PartConverter(model, {site.name: site}, plan.converters[part.target])
@@ -199,7 +215,8 @@ def _for_conversion(plan: LoadingPlan) -> int:
     for parts in plan.index.modules.values():
         for part in parts.values():
             whole = not (part.is_fused or part.is_per_expert)
-            most = max(most, part.nbytes * 3 if whole else part.nbytes * 6 // max(part.experts, 1))
+            nbytes = sum(max(entry.nbytes, 2 * entry.numel) for entry in part.entries())  # unpacked, if they are packed
+            most = max(most, nbytes * 3 if whole else nbytes * 6 // max(part.experts, 1))
     return most
 
 

@@ -12,17 +12,21 @@ from engine.checkpoint.gguf.codes import KEPT_IN, format_for
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, is_blocks
+from engine.checkpoint.quantised.packings import ByRows
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.sites import ExpertsSite, pairing_of, quantised
 from engine.formats import STORED, TiledFormat, WeightFormat, format_of
+from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import StoredBlocks, blocks_of, pieces_of
+from engine.runtime.load.blocks import Stored, StoredCodes, format_of_codes, pieces_of, store_coded, stored_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.tensor_reader import TensorReader
+
+_CODES: dict[str, TiledFormat] = {f"{each.code_bits}-bit": each for each in (INT4, INT8)}
 
 
 def is_stored_quantised(plan: LoadingPlan) -> bool:
@@ -64,12 +68,22 @@ def common_format(types: Iterable[str | None]) -> TiledFormat | None:
     named = [name for name in found if name is not None]
     if not named or len(named) < len(found):
         return None
-    formats = {(format_for(name), BY_NAME[name].table) for name in named}
+    formats = {(target_of(name), BY_NAME[name].table if name in BY_NAME else None) for name in named}
     return formats.pop()[0] if len(formats) == 1 else INT8
+
+
+def target_of(name: str) -> TiledFormat | None:
+    """The format for a type, of blocks or as `_type_of` calls codes that are kept."""
+    return format_for(name) if name in BY_NAME else _CODES[name.partition(" ")[0]]
 
 
 def _type_of(entry: TensorEntry | ExpertSource) -> str | None:
     entry = entry if isinstance(entry, TensorEntry) else entry.entry
+    kept = format_of_codes(entry)
+    if kept is not None:
+        assert isinstance(entry, PackedEntry)
+        assert isinstance(entry.packing, ByRows)
+        return f"{kept.code_bits}-bit {entry.packing.words}"
     if isinstance(entry, PackedEntry):
         return _type_of(entry.sources[0]) if len(entry.sources) == 1 else None
     return entry.dtype if is_blocks(entry.dtype) else None
@@ -96,17 +110,17 @@ class StoredLinears:
         """The format of each."""
         found = {}
         for name in [*(key.removesuffix(".weight") for key in self._plan.renamed), *self._tied]:
-            blocks = self._blocks(name)
-            target = format_for(blocks.kind.name) if blocks is not None else None
+            stored = self._stored(name)
+            target = self.format_of(stored) if stored is not None else None
             if target is not None:
                 found[name] = target
         return found
 
-    def _blocks(self, name: str) -> StoredBlocks | None:
+    def _stored(self, name: str) -> Stored | None:
         entry = self._plan.renamed.get(f"{name}.weight")
         if entry is None and name in self._tied:
             entry = self._plan.renamed.get(f"{self._tied[name]}.weight")
-        return None if entry is None else blocks_of(entry)
+        return None if entry is None else stored_of(entry)
 
     def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix:
         """Reads the weight of the module of this name, one of `formats`.
@@ -114,20 +128,22 @@ class StoredLinears:
         Raises:
             EngineError: as `TensorReader.read`.
         """
-        stored = self._blocks(name)
+        stored = self._stored(name)
         assert stored is not None
+        target_format = self.format_of(stored)
+        assert target_format is not None
+        matrix = TiledMatrix.empty(TiledShape(stored.rows, stored.columns, target_format))
         with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
-            blocks = stored.read(reader)
-        matrix = TiledMatrix.empty(TiledShape(blocks.rows, blocks.columns, self.formats_of(stored)))
-        repack([((blocks,), matrix)], kernels)
+            if isinstance(stored, StoredCodes):
+                store_coded([stored], matrix, reader)
+            else:
+                repack([((stored.read(reader),), matrix)], kernels)
         return matrix
 
     @staticmethod
-    def formats_of(stored: StoredBlocks) -> TiledFormat:
-        """The format that loses least of these blocks."""
-        found = format_for(stored.kind.name)
-        assert found is not None
-        return found
+    def format_of(stored: Stored) -> TiledFormat | None:
+        """The format that loses least of a matrix."""
+        return format_of_codes(stored.source) if isinstance(stored, StoredCodes) else format_for(stored.kind.name)
 
 
 def stored_note(plan: LoadingPlan) -> str:
@@ -136,7 +152,7 @@ def stored_note(plan: LoadingPlan) -> str:
     types = {_type_of(piece) for entry in entries for piece in pieces_of(entry)}
     phrases = []
     for name in sorted(name for name in types if name is not None):
-        target = format_for(name)
+        target = target_of(name)
         assert target is not None
-        phrases.append(f"{name} {'is kept as' if name in KEPT_IN else 'became'} {target.words}")
+        phrases.append(f"{name} {'is kept as' if name in KEPT_IN or name not in BY_NAME else 'became'} {target.words}")
     return f"The file's {', '.join(phrases)}." if phrases else ""
