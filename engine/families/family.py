@@ -119,6 +119,8 @@ class Family:
         gate: the experts' custom gate, if any.
         fast_path: for single tokens, if the native kernels implement it.
         gguf: how its models are written in GGUF files, if those are read.
+        mlx_experts: how checkpoints name the matrices that MLX calls `gate_proj`, `up_proj` and `down_proj`, where it
+            differs; `None` if its models are not read as MLX stores them.
     """
 
     refused: str = ""
@@ -132,3 +134,4 @@ class Family:
     gate: ClampedGate | None = None
     fast_path: FastPath | None = None
     gguf: Gguf | None = None
+    mlx_experts: Mapping[str, str] | None = None

@@ -17,4 +17,5 @@ FAMILY = Family(
         when=lambda metadata: not metadata.get("llama.expert_count"),
         tensors={**ENDS, **NORMS, **ROTATED_ATTENTION, **FEED_FORWARD},
     ),
+    mlx_experts={},
 )

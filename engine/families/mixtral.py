@@ -30,4 +30,5 @@ FAMILY = Family(
             **experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         },
     ),
+    mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 )

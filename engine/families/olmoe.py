@@ -26,4 +26,5 @@ FAMILY = Family(
         fixed=routing(norm=False),
         tensors={**ENDS, **NORMS, **ATTENTION, **experts()},
     ),
+    mlx_experts={},
 )

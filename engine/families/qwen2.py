@@ -5,4 +5,7 @@ from __future__ import annotations
 from engine.families.family import Family
 from engine.families.gguf import DENSE, Gguf
 
-FAMILY = Family(gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE))
+FAMILY = Family(
+    gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE),
+    mlx_experts={},
+)

@@ -41,4 +41,5 @@ FAMILY = Family(
             "model.layers.{n}.mlp.shared_expert.down_proj.weight": "blk.{n}.ffn_down_shexp.weight",
         },
     ),
+    mlx_experts={},
 )

@@ -13,4 +13,5 @@ FAMILY = Family(
         attention="Qwen3Attention",
     ),
     gguf=Gguf(architecture="qwen3", constants={"use_sliding_window": False}, tensors=DENSE),
+    mlx_experts={},
 )

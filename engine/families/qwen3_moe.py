@@ -30,4 +30,5 @@ FAMILY = Family(
         fixed=routing(norm=True),
         tensors={**ENDS, **NORMS, **ATTENTION, **experts()},
     ),
+    mlx_experts={},
 )

@@ -18,6 +18,7 @@ from engine.checkpoint.quantised.declared import MLX
 from engine.checkpoint.quantised.packings import Affine, Awq, Gptq, Nvfp4, PackedIntegers, Scaled, damaged
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line, quoted
+from engine.families import family_of
 
 _BITS = (2, 4, 8)
 _NUMBERS = ("F16", "BF16", "F32")
@@ -28,12 +29,6 @@ _PARTS = ("qweight", "qzeros", "g_idx", "weight_packed", "weight_scale", "weight
 """Last parts of names that nothing but a quantised weight has."""
 _MOST_EXPERTS = 4096
 _MLX_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_NUMBERED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_MLX_FAMILIES: dict[str, Mapping[str, str]] = {
-    **{kind: {} for kind in ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "olmoe")},
-    "mixtral": _NUMBERED,
-}
-"""Families that MLX stores by the names that others use, but for experts; and what those are called here."""
 
 
 @dataclass
@@ -351,9 +346,9 @@ def _read_modelopt(checkpoint: _Checkpoint) -> None:
 
 def _read_mlx(checkpoint: _Checkpoint, model_type: str) -> None:
     stored = checkpoint.stored
-    if model_type not in _MLX_FAMILIES:
+    names = family_of(model_type).mlx_experts
+    if names is None:
         raise checkpoint.unsupported(f"MLX with a model of the kind {quoted(model_type)}")
-    names = _MLX_FAMILIES[model_type]
     for module in checkpoint.modules("scales"):
         own = stored.get(module)
         settings = own if isinstance(own, dict) else stored
