@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,19 @@ from engine.checkpoint.model_shape import AttentionShape, ModelShape, model_name
 from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, name_of, resolve
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.stored import (
+    StoredWeights,
+    beside,
+    common_format,
+    linear_format,
+    pieces_of,
+    precisions_of,
+    type_of,
+)
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 from engine.common.profile_file import near_names
+from engine.formats import BF16, ROUTERS, SMALLEST, STORED, TiledFormat
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
 _NOT_TEXT = re.compile(
@@ -30,6 +42,7 @@ _NOT_TEXT = re.compile(
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _BIAS = re.compile(r"(\.|_)bias$")
 _GATE = re.compile(r"gate_up|gate_proj|\.w3\.|\.w3$|\.v1$|linear_v|input_linear|wi_1")
+_DOWN = re.compile(r"down_proj|\.w2(\.|$)|output_linear")
 _UNKNOWN_CONTEXT = 32_768
 
 
@@ -49,7 +62,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
     biases = sum(entry.numel for entry in kept if _BIAS.search(entry.key))
     matrices = 3 if any(_GATE.search(entry.key) for entry in kept) or not kept else 2
     each = (profile.expert_parameters - biases) / max(moe_layers * profile.experts, 1)
-    return ModelShape(
+    shape = ModelShape(
         name=name,
         hub_id=hub_id,
         licence="",
@@ -73,6 +86,55 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
         other_weights=max(profile.parameters - profile.expert_parameters, 1),
         kv_numbers=profile.kv_elements_per_token,
     )
+    return replace(shape, stored=_stored(shape, mine, kept))
+
+
+def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntry]) -> StoredWeights | None:
+    """What a model's tensors, those of routed experts among them, become; `None` if `auto` will not keep them."""
+    precisions = precisions_of(mine, round(shape.parameters))
+    if STORED not in precisions:
+        return None
+    of_experts, formats = set(map(id, experts)), Counter[str]()
+    layers = head = embeddings = 0
+    for entry in (entry for entry in mine if id(entry) not in of_experts):
+        plain, kept = 2 * entry.numel, _kept_linear(entry)
+        tiled = plain if kept is None else sum(kept.part_bytes(*entry.shape))
+        if _HEAD.search(entry.key):
+            head += tiled
+        elif _layer(entry.key) < 0 and len(entry.shape) == 2:  # an embedding is quantised only as a tied head
+            embeddings += plain
+            head += tiled if shape.tied_embeddings and kept is not None and entry.shape[1] == shape.hidden else 0
+        else:
+            layers += tiled
+        formats[kept.name if kept is not None else BF16.name] += entry.numel
+    matrices = [entry for entry in experts if not _BIAS.search(entry.key)]
+    usual = formats.most_common(1)[0][0]
+    by_layer = _expert_formats(matrices) or [(usual, usual)] * shape.moe_layers
+    used = {*(name for name in formats if name != BF16.name), *(name for pair in by_layer for name in pair)}
+    return StoredWeights(
+        precisions=precisions,
+        formats=tuple(sorted(used)),
+        experts=tuple(by_layer),
+        dense_bytes=layers + head + embeddings,
+        layer_bytes_per_weight=layers / max(shape.non_expert_weights - shape.embedding_weights, 1),
+        head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
+        is_repacked=all(type_of(piece) is not None for entry in matrices for piece in pieces_of(entry)),
+    )
+
+
+def _kept_linear(entry: TensorEntry) -> TiledFormat | None:
+    """The format that keeps a tensor if it is the weight of a linear layer that is quantised."""
+    is_small = entry.numel < SMALLEST or entry.key.removesuffix(".weight").rpartition(".")[2] in ROUTERS
+    return None if is_small else linear_format(entry)
+
+
+def _expert_formats(matrices: list[TensorEntry]) -> list[tuple[str, str]]:
+    """Formats of the matrices of each MoE layer's experts: gate and up, down."""
+    layers: dict[int, tuple[list[TensorEntry], list[TensorEntry]]] = {}
+    for entry in matrices:
+        layers.setdefault(_layer(entry.key), ([], []))[bool(_DOWN.search(entry.key))].append(entry)
+    found = (beside(map(common_format, layers[layer])) for layer in sorted(layers))
+    return [((most or BF16).name, (down or BF16).name) for most, down in found]
 
 
 def _is_mine(key: str, layers: int) -> bool:

@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.stored import StoredWeights
 from engine.common.paths import resources_dir
 from engine.common.profile_file import ProfileFile, find_profile, refused
-from engine.formats import careful, format_of
+from engine.formats import LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class ModelShape:
         kv_numbers: cache elements per token over all layers, counted; 0 to derive them.
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
+        stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
     """
 
     name: str
@@ -96,6 +98,7 @@ class ModelShape:
     other_weights: int = 0
     kv_numbers: int = 0
     left_out_weights: int = 0
+    stored: StoredWeights | None = None
 
     @property
     def moe_layers(self) -> int:
@@ -145,10 +148,40 @@ class ModelShape:
     def total_weights(self) -> int:
         return self.non_expert_weights + self.all_expert_weights
 
+    @property
+    def precisions(self) -> tuple[str, ...]:
+        """The precisions that `auto` chooses from, best quality first."""
+        return self.stored.precisions if self.stored is not None else LADDER
+
+    def measured_as(self, precision: str) -> str:
+        """The precision whose measured speeds hold for this one: see `engine.formats.measured_as`."""
+        return measured_as(precision, 8 * self.expert_bytes(precision) / self.expert_weights if self.stored else 0.0)
+
+    def words(self, precision: str) -> str:
+        """A precision for people: its name, or what is stored."""
+        return self.stored.words if self.stored is not None and precision == STORED else precision
+
+    def expert_formats(self, precision: str) -> list[tuple[WeightFormat, WeightFormat]]:
+        """Formats of an expert's gate and up matrices, and of its down matrix: of each MoE layer, or one for all."""
+        if precision == STORED and self.stored is not None:
+            return [(format_of(most), format_of(down)) for most, down in self.stored.experts]
+        return [(format_of(precision), format_of(careful(precision, self.total_weights)))]
+
     def expert_bytes(self, precision: str) -> float:
-        most, of_down = format_of(precision), format_of(careful(precision, self.total_weights))
-        down = self.expert_weights / self.expert_matrices
-        return (self.expert_weights - down) * most.bytes_per_weight + down * of_down.bytes_per_weight
+        """Bytes of one routed expert's matrices, on average over the layers."""
+        formats, down = self.expert_formats(precision), self.expert_weights / self.expert_matrices
+        up = self.expert_weights - down
+        return sum(up * most.bytes_per_weight + down * of.bytes_per_weight for most, of in formats) / len(formats)
+
+    def layer_bytes_per_weight(self, precision: str) -> float:
+        """Of what is neither expert nor embedding nor head."""
+        kept = self.stored if precision == STORED else None
+        return kept.layer_bytes_per_weight if kept is not None else format_of(precision).bytes_per_weight
+
+    def head_bytes_per_weight(self, precision: str) -> float:
+        """Of the head, if layers are in this precision."""
+        kept = self.stored if precision == STORED else None
+        return kept.head_bytes_per_weight if kept is not None else format_of(head_format(precision)).bytes_per_weight
 
     def all_expert_bytes(self, precision: str) -> float:
         return self.moe_layers * self.experts * self.expert_bytes(precision)

@@ -33,6 +33,8 @@ SHORT_TOKENS = 256
 """Tokens of a prompt chunk where all weights are resident: bounds the memory of activations."""
 LONG_TOKENS = 2048
 """The same where experts come over a link or from disk: each chunk brings them once."""
+REPACKED_BYTES = 32 * 2**20
+"""Bytes of a quantised checkpoint that are read while as many are repacked."""
 _TOKENS_PER_EXPERT = 64
 """From about this many tokens, a matrix product is bound by compute instead of reading the weights."""
 _SHORTEST = 32

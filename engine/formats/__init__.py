@@ -22,6 +22,8 @@ __all__ = [
     "GROUP",
     "LADDER",
     "PRECISIONS",
+    "ROUTERS",
+    "SMALLEST",
     "STORED",
     "TILE_ROWS",
     "PlainFormat",
@@ -46,9 +48,16 @@ LADDER: tuple[str, ...] = tuple(each.name for each in _ALL if each.worth)
 AUTO = "auto"
 STORED = AS_IN_FILE.name
 """What `auto` tries first for checkpoints that are quantised already."""
-PRECISIONS: tuple[str, ...] = (AUTO, *(each.name for each in _ALL if each.native is not None or each is FP32))
+PRECISIONS: tuple[str, ...] = (
+    AUTO,
+    *(each.name for each in _ALL if each.native is not None or each in (FP32, AS_IN_FILE)),
+)
 """Precisions that a user may choose."""
 
+SMALLEST = 64 * 1024
+"""Weights of a linear layer below which it stays plain: the product costs less than handing it to threads."""
+ROUTERS = ("gate", "router", "wg", "classifier")
+"""Last name components of routers: too small to matter, and rounding would change the routing."""
 SMALL_MODEL = 10**9
 """Weights including all experts: smaller models keep their sensitive matrices in a finer format."""
 
@@ -79,11 +88,15 @@ def is_precision(name: str) -> bool:
     return name in PRECISIONS and name != AUTO
 
 
-def measured_as(name: str) -> str:
-    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (for `auto`: the first)."""
+def measured_as(name: str, bits: float = 0.0) -> str:
+    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (for `auto`: the first).
+
+    Args:
+        bits: per weight, if known better than from the name.
+    """
     if name in LADDER or name not in FORMATS:
         return name if name in LADDER else LADDER[0]
-    bits = FORMATS[name].bits
+    bits = bits or FORMATS[name].bits
     return min(LADDER, key=lambda each: abs(FORMATS[each].bits - bits))
 
 

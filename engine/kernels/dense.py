@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from engine.formats import TiledFormat, head_format, tiled_format
+from engine.formats import ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
 from engine.formats.tiles import TiledShape
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import ROUTERS, SMALLEST, StoredMatrices
+from engine.kernels.native.linear import StoredMatrices
 from engine.kernels.quantise import quantise
 
 

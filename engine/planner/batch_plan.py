@@ -21,7 +21,7 @@ from engine.planner.engine_memory import (
     card_usable,
     headroom_bytes,
     ram_usable,
-    record_nbytes,
+    records_nbytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
@@ -84,7 +84,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     gpu, policy = costs.machine.gpu, outcome.batch
     assert gpu is not None
     assert policy is not None
-    layer = model.experts * record_nbytes(model, precision) + 2 * model.layer_weights
+    layer = model.experts * max(records_nbytes(model, precision)) + 2 * model.layer_weights
     resident = round(policy.resident * model.layers * layer)
     embedding = 2 * model.embedding_weights
     staging = round(2 * layer * (1 - policy.resident))

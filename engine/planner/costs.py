@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.formats import format_of, head_format
+from engine.formats import format_of
 from engine.hardware.machine import HardwareProfile
 
 LAYER_OPERATORS = 12
@@ -104,13 +104,11 @@ class Costs:
     def host_dense_bytes(self) -> float:
         """Bytes of all weights but the routed experts, as the CPU uses them; the embedding is never quantised."""
         model, head = self.model, self.model.vocabulary * self.model.hidden
-        layers = format_of(self.dense_precision).bytes_per_weight * (model.non_expert_weights - model.embedding_weights)
-        untied = format_of(self.dense_precision).is_tiled or not model.tied_embeddings
-        return (
-            layers
-            + 2.0 * head
-            + (format_of(head_format(self.dense_precision)).bytes_per_weight * head if untied else 0.0)
+        layers = model.layer_bytes_per_weight(self.dense_precision) * (
+            model.non_expert_weights - model.embedding_weights
         )
+        untied = format_of(self.dense_precision).is_tiled or not model.tied_embeddings
+        return layers + 2.0 * head + (model.head_bytes_per_weight(self.dense_precision) * head if untied else 0.0)
 
     @cached_property
     def card_bytes_per_s(self) -> float:
@@ -179,7 +177,7 @@ class Costs:
         """
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = format_of(self.card_dense_precision).bytes_per_weight * weights
+        reading = model.layer_bytes_per_weight(self.card_dense_precision) * weights
         flops = 2.0 * tokens * weights
         if cached:
             reading += self._attention_bytes(tokens, context, prompts)
@@ -205,7 +203,7 @@ class Costs:
     def gpu_head(self, rows: float) -> float:
         """Embedding and head for `rows` tokens that need logits."""
         weights = self.model.vocabulary * self.model.hidden
-        reading = format_of(head_format(self.card_dense_precision)).bytes_per_weight * weights
+        reading = self.model.head_bytes_per_weight(self.card_dense_precision) * weights
         return max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
 
     # On the CPU
@@ -238,16 +236,15 @@ class Costs:
         """`gpu_layer` on the CPU."""
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
-        reading = format_of(self.dense_precision).bytes_per_weight * weights + self._attention_bytes(
-            tokens, context, prompts
-        )
+        reading = model.layer_bytes_per_weight(self.dense_precision) * weights
+        reading += self._attention_bytes(tokens, context, prompts)
         flops = 2.0 * tokens * weights + 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         return max(reading / self.cpu_bytes_per_s, flops / self.cpu_flops) + self.host_layer_s
 
     def cpu_head(self, rows: float) -> float:
         """`gpu_head` on the CPU."""
         weights = self.model.vocabulary * self.model.hidden
-        reading = format_of(head_format(self.dense_precision)).bytes_per_weight * weights
+        reading = self.model.head_bytes_per_weight(self.dense_precision) * weights
         return max(reading / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops)
 
     def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:

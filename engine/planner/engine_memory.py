@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from engine.checkpoint.model_shape import ModelShape
 from engine.common import footprint
 from engine.common.config import EngineConfig, Misses
-from engine.formats import as_stored, careful, format_of, head_format
+from engine.formats import STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Costs
 from engine.planner.memory import MemoryRule
@@ -44,20 +44,22 @@ class EngineMemory:
     all_experts: bool = False
 
 
-def record_nbytes(model: ModelShape, precision: str) -> int:
-    """Bytes of one expert's record, including scales and padding."""
-    most, down = format_of(precision), format_of(careful(precision, model.total_weights))
-    up = (model.expert_matrices - 1) * model.expert_width
-    parts = [*most.part_bytes(up, model.hidden), *down.part_bytes(model.hidden, model.expert_width)]
-    if model.expert_biases:
-        width = as_stored(precision).width
-        parts += [width * up, width * model.hidden]
-    return footprint.record_bytes(parts)
+def records_nbytes(model: ModelShape, precision: str) -> tuple[int, ...]:
+    """Bytes of one expert's record in each MoE layer, including scales and padding."""
+    up, width = (model.expert_matrices - 1) * model.expert_width, as_stored(precision).width
+    biases = [width * up, width * model.hidden] if model.expert_biases else []
+    sizes = [
+        footprint.record_bytes(
+            [*most.part_bytes(up, model.hidden), *down.part_bytes(model.hidden, model.expert_width), *biases]
+        )
+        for most, down in model.expert_formats(precision)
+    ]
+    return tuple(sizes) if len(sizes) == model.moe_layers else (max(sizes),) * model.moe_layers
 
 
 def all_records_nbytes(model: ModelShape, precision: str) -> int:
     """Bytes of all routed experts' records."""
-    return model.moe_layers * model.experts * record_nbytes(model, precision)
+    return model.experts * sum(records_nbytes(model, precision))
 
 
 def dense_in_ram(model: ModelShape, precision: str) -> int:
@@ -66,6 +68,8 @@ def dense_in_ram(model: ModelShape, precision: str) -> int:
     Embeddings, routers and norms are never quantised, and the head has a format of its own.  A head that is tied to the
     embedding takes memory of its own once it is quantised.
     """
+    if precision == STORED and model.stored is not None:
+        return model.stored.dense_bytes
     if not format_of(precision).is_tiled:
         return as_stored(precision).width * model.non_expert_weights
     layers, of_head = format_of(careful(precision, model.total_weights)), format_of(head_format(precision))
@@ -241,13 +245,16 @@ def _weights(costs: Costs) -> Weights:
     is_quantised = format_of(precision).is_tiled and gpu is not None and not _is_emulated(gpu)
     in_ram = dense_in_ram(model, plain)
     layers, elsewhere = _spread(model, dense_on_card(costs), as_stored(precision).width)
-    record = record_nbytes(model, precision)
+    records = records_nbytes(model, precision)
     return Weights(
         precision,
         layers,
         elsewhere,
         in_ram,
-        tuple(Experts(record, model.experts, layer) for layer in range(model.dense_layers, model.layers))
+        tuple(
+            Experts(record, model.experts, layer, records.index(record))
+            for layer, record in enumerate(records, model.dense_layers)
+        )
         if model.experts
         else (),
         _working_bytes(model, precision),
@@ -269,7 +276,9 @@ def _working_bytes(model: ModelShape, precision: str) -> int:
         return 0
     plain = as_stored(precision)
     converting = 6 * plain.width * (model.expert_matrices - 1) * model.expert_width * model.hidden
-    return converting + (model.experts * record_nbytes(model, plain.name) if format_of(precision).is_tiled else 0)
+    if precision == STORED and model.stored is not None and model.stored.is_repacked:
+        return max(converting, 2 * footprint.REPACKED_BYTES)
+    return converting + (model.experts * max(records_nbytes(model, plain.name)) if format_of(precision).is_tiled else 0)
 
 
 def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False) -> TierBytes:

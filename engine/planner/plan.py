@@ -8,7 +8,7 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
-from engine.formats import LADDER
+from engine.formats import STORED
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_plan import batch_memory, plan_batch
 from engine.planner.costs import Costs
@@ -61,7 +61,7 @@ def make_plan(
         EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
     """
     limits = limits or Limits()
-    question = Question(machine, model, workload, limits, LADDER[-1])
+    question = Question(machine, model, workload, limits, model.precisions[-1])
     precision = choose_precision(question) if limits.precision == "auto" else limits.precision
     question = replace(question, precision=precision)
     outcomes = search(question)
@@ -78,6 +78,7 @@ def make_plan(
         workload=workload,
         policy=best.policy,
         precision=precision,
+        stored=model.words(STORED),
         threads=limits.threads or machine.cpu.cores,
         context_tokens=min(model.context_tokens, limits.context_tokens or model.context_tokens),
         card=memory.card,
@@ -142,7 +143,7 @@ def _alternatives(
         for one in outcomes
         if one is not best
     ]
-    for precision in LADDER:
+    for precision in question.model.precisions:
         if precision == question.precision:
             continue
         other = quick_best(replace(question, precision=precision))
@@ -155,23 +156,28 @@ def _does_not_fit(question: Question) -> EngineError:
     """`NOT_ENOUGH_MEMORY`, with the precision that fits, or with the memory that would be needed."""
     model, limits = question.model, question.limits
     here = f"{model.name} does not fit on {question.machine.name}"
-    asked = LADDER.index(question.precision) if question.precision in LADDER else 0
-    for precision in LADDER[asked + 1 :]:
+    asked = model.expert_bytes(question.precision)
+    for precision in (each for each in model.precisions if model.expert_bytes(each) < asked):
         costs = question.setting().costs
         lower = Costs(costs.machine, model, precision)
         if engine_memory(lower, limits, on_card=False) is not None:
-            return _error(f"{here} at {question.precision}: the nearest precision that fits is {precision}.")
-    lowest = LADDER[-1] if limits.precision == "auto" else question.precision
+            words = _at(model, question.precision)
+            return _error(f"{here} {words}: the nearest precision that fits is {model.words(precision)}.")
+    lowest = model.precisions[-1] if limits.precision == "auto" else question.precision
     costs = Costs(question.machine, model, lowest)
     least = least_ram(sizes_of(costs, limits, [lowest]))
     usable = ram_usable(costs, limits)
     needed = _ram_for(question, least)
     on_card = dense_in_ram(model, lowest) + footprint.CARD_HEADROOM_BYTES
     return _error(
-        f"{here}, even at {lowest} with its experts read from disk. It needs {rounded_up(least)} of RAM, and only "
-        f"{rounded_down(usable)} can be used: {rounded_up(needed)} of RAM in total would be enough, or a graphics card "
-        f"with {rounded_up(on_card)} for everything but the experts."
+        f"{here}, even {_at(model, lowest)} with its experts read from disk. It needs {rounded_up(least)} of RAM, and "
+        f"only {rounded_down(usable)} can be used: {rounded_up(needed)} of RAM in total would be enough, or a graphics "
+        f"card with {rounded_up(on_card)} for everything but the experts."
     )
+
+
+def _at(model: ModelShape, precision: str) -> str:
+    return model.words(precision) if precision == STORED else f"at {precision}"
 
 
 def _ram_for(question: Question, least: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import cast
 
 from engine.common.config import CachePolicy, EngineConfig, Misses, Prefetch
+from engine.formats import STORED
 from engine.planner.workload import Workload
 
 
@@ -230,6 +231,7 @@ class Plan:
         machine, model, workload: names of what was planned for.
         policy: name of the mechanism; see `engine.planner.simulator.plans`.
         precision: of the experts.
+        stored: what people call the precision `stored` of this model.
         threads: CPU threads.
         context_tokens: longest context.
         card: bytes on the card(s); None if the CPU computes everything.
@@ -249,6 +251,7 @@ class Plan:
     workload: Workload
     policy: str
     precision: str
+    stored: str
     threads: int
     context_tokens: int
     card: TierBytes | None
@@ -288,6 +291,10 @@ class Plan:
             misses=cast("Misses", cache.misses),
             prefetch=cast("Prefetch", cache.prefetch),
         )
+
+    def words(self, precision: str) -> str:
+        """A precision of this model, or of an alternative, for people."""
+        return self.stored if precision == STORED else precision
 
     @property
     def _without_cache(self) -> bool:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.formats import LADDER
 from engine.hardware.machine import HardwareProfile
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import engine_memory, memory_rule
@@ -107,12 +106,12 @@ def quick_best(question: Question) -> Outcome | None:
 def choose_precision(question: Question) -> str:
     """The best quality that is not much slower than a lower one and that can be loaded; the lowest if nothing fits."""
     speeds = {}
-    for precision in LADDER:
+    for precision in question.model.precisions:
         asked = replace(question, precision=precision)
         outcome = quick_best(asked) if _can_be_loaded(asked) else None
         if outcome is not None:
             speeds[precision] = outcome.tokens_per_s
-    return worthwhile(speeds) or LADDER[-1]
+    return worthwhile(speeds) or question.model.precisions[-1]
 
 
 def _can_be_loaded(question: Question) -> bool:

@@ -13,7 +13,7 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.formats import AUTO, LADDER, is_precision
+from engine.formats import AUTO, is_precision
 from engine.hardware.machine import HardwareProfile, Origin
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, memory_of, memory_rule, sizes_of
@@ -103,7 +103,7 @@ def simulate_decode(
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits_of(config)
-    precisions = LADDER if config.precision == AUTO else (config.precision,)
+    precisions = model.precisions if config.precision == AUTO else (config.precision,)
     costs = engine_costs(machine, model, precisions[0], config.threads)
     budgets = budgets_of(costs, limits, on_card=limits.use_card)
     try:

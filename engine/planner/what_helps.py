@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.formats import next_smaller
 from engine.hardware.machine import HardwareProfile
 from engine.planner.plan_parts import Help
 from engine.planner.plan_search import Question, quick_best
@@ -100,9 +99,13 @@ def _candidates(question: Question) -> list[tuple[str, Question]]:
     measured = {threads: 2 * rate for threads, rate in machine.cpu.weights_bytes_per_s.items()}
     twice = replace(twice, weights_bytes_per_s=measured)
     tries.append(("RAM that is twice as fast", replace(question, machine=replace(machine, cpu=twice))))
-    lower = next_smaller(question.precision)
+    model = question.model
+    asked = model.expert_bytes(question.precision)
+    lower = next((each for each in model.precisions if model.expert_bytes(each) < asked), None)
     if lower is not None:
-        tries.append((f"{lower} instead of {question.precision}", replace(question, precision=lower)))
+        tries.append(
+            (f"{model.words(lower)} instead of {model.words(question.precision)}", replace(question, precision=lower))
+        )
     return tries
 
 

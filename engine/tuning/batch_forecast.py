@@ -15,7 +15,6 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
-from engine.formats import measured_as
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
@@ -26,6 +25,7 @@ from engine.planner.batch_prediction import (
     predict_on_cpu,
     predicted_on_card,
 )
+from engine.planner.costs import Costs
 from engine.planner.engine_costs import engine_costs
 from engine.tuning.machine_look import MachineLook, look_at_machine
 
@@ -82,13 +82,13 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     if rows is None:
         return None
     off = LOOKED_UP_OFF if look.measurements is None else MEASURED_OFF
-    precision = measured_as(model.precision)
+    machine = look.machine(shape.measured_as(model.precision))
     if model.device == "cpu":
-        return _on_cpu(look, shape, rows, precision, model.threads, off)
-    machine = look.machine(precision)
+        costs = engine_costs(machine, shape, model.precision, model.threads)
+        return _on_cpu(look, costs, rows, off)
     if machine.gpu is None or config is None:
         return None
-    best = best_batch(machine, shape, look.limits(config), precision, rows)
+    best = best_batch(machine, shape, look.limits(config), model.precision, rows)
     if best is None:
         return None
     plan, lane = best
@@ -96,9 +96,8 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     return Forecast(BatchPlanned.of("", prediction))
 
 
-def _on_cpu(look: MachineLook, shape: ModelShape, rows: JobRows, precision: str, threads: int, off: float) -> Forecast:
-    costs = engine_costs(look.machine(precision), shape, precision, threads)
-    each = shape.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
+def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forecast:
+    each = costs.model.kv_bytes_per_token() * (rows.prompt_tokens + rows.generated_tokens)
     room = max(1, int(_KV_SHARE * look.probe.ram_available_bytes // max(each, 1.0)))
     prediction = predict_on_cpu(costs, rows, min(ROWS_TOGETHER, room), sweep_tokens=SWEEP_TOKENS, off=off)
     alone = predict_on_cpu(costs, rows, 1, sweep_tokens=round(rows.prompt_tokens) or 1, off=off)

@@ -10,7 +10,7 @@ from typing import Any
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.formats import AUTO, FORMATS, LADDER, measured_as
+from engine.formats import AUTO, FORMATS, LADDER
 from engine.hardware.cpu import compute_threads
 from engine.hardware.machine import HardwareProfile
 from engine.planner.plan import make_plan
@@ -126,7 +126,7 @@ def choose_contestants(situation: Situation) -> Field:
 def every_config(situation: Situation) -> list[tuple[str, EngineConfig]]:
     """(name, settings) of every allowed configuration; explicit settings stay unchanged."""
     asked, found = situation.asked, []
-    precisions = LADDER if asked.precision == AUTO else (asked.precision,)
+    precisions = situation.model.precisions if asked.precision == AUTO else (asked.precision,)
     for precision in precisions:
         base = replace(asked, precision=precision)
         for threads in situation.threads if asked.threads is None else (asked.threads,):
@@ -151,7 +151,7 @@ def _on_card(asked: EngineConfig) -> Sequence[str]:
 def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidate | None:
     on_cpu = replace(config, device="cpu") if not situation.has_card else config
     try:
-        known = config.precision if config.precision != AUTO else LADDER[0]
+        known = config.precision if config.precision != AUTO else situation.model.precisions[0]
         found = predict_decode(situation.machine(known), situation.model, on_cpu)
         if found.precision != known:
             found = predict_decode(situation.machine(found.precision), situation.model, on_cpu)
@@ -174,7 +174,8 @@ def _plan(situation: Situation, precision: str) -> Plan:
         precision=precision,
         use_card=situation.has_card,
     )
-    return make_plan(situation.machine(measured_as(precision)), situation.model, CHAT, limits, measured=True)
+    machine = situation.machine(precision if precision != AUTO else situation.model.precisions[0])
+    return make_plan(machine, situation.model, CHAT, limits, measured=True)
 
 
 def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:

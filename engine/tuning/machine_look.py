@@ -122,8 +122,7 @@ def plan_here(
         limits = replace(limits, use_card=True, vram_of_others=0)
 
     def machine_with(precision: str) -> HardwareProfile:
-        known = measured_as(precision)
-        machine = look.machine(known, model.expert_bytes(known))
+        machine = look.machine(model.measured_as(precision), model.expert_bytes(precision))
         return machine if change is None else what_if(machine, change)
 
     return best_settled(

@@ -247,7 +247,7 @@ class _Tuning:
                 machine=lambda precision: machine_profile(
                     probe,
                     measured.measurements,
-                    precision=precision,
+                    precision=self._shape.measured_as(precision),
                     expert_bytes=self._shape.expert_bytes(precision),
                 ),
                 model=self._shape,

@@ -10,7 +10,7 @@ from typing import Any
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.formats import AUTO, LADDER
+from engine.formats import AUTO
 from engine.hardware.cpu import compute_threads
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import described
@@ -160,7 +160,7 @@ def best_settled(
         return settled(limits.precision)
     plans: dict[str, Plan] = {}
     problem: EngineError | None = None
-    for precision in LADDER:
+    for precision in model.precisions:
         try:
             plans[precision] = settled(precision)
         except EngineError as error:

@@ -123,8 +123,8 @@ def _fit(args: argparse.Namespace) -> int:
         document,
         as_json=args.json,
         human=lambda: (
-            f"Yes: about {speed.decode_tokens_per_s:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g}) at "
-            f"{plan.precision}, first token after {speed.ttft_s:.2g} s.\n"
+            f"Yes: about {speed.decode_tokens_per_s:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g}), "
+            f"{plan.words(plan.precision)}, first token after {speed.ttft_s:.2g} s.\n"
             + "".join(f"{line}\n" for line in [timing_text(speed)] if line)
             + f"{plan.bottleneck}\n{plan.what_helps}"
         ),
@@ -218,8 +218,12 @@ def _verdict(found: Verification) -> str:
         lines = [f"{file}: {what}" for file, what in found.damaged.items()]
         return "\n".join([f"{found.name} is damaged:", *lines, repair])
     if found.checked == "sha256":
-        return f"{found.name}: all {found.files} files are unchanged (SHA-256)."
-    return f"{found.name}: {found.files} files are complete and well-formed; there are no checksums."
+        return f"{found.name}: {_files(found.files)} unchanged (SHA-256)."
+    return f"{found.name}: {_files(found.files)} complete and well-formed; there are no checksums."
+
+
+def _files(count: int) -> str:
+    return "its one file is" if count == 1 else f"all {count} files are"
 
 
 def _count(parameters: int) -> str:

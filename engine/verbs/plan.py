@@ -133,7 +133,7 @@ def plan_text(plan: Plan) -> str:
     lines = [
         f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
         f"{work.generated_tokens} written" + (f", {work.beams} beams" if work.beams > 1 else ""),
-        f"{plan.policy}, {plan.precision}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
+        f"{plan.policy}, {plan.words(plan.precision)}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
         f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
         f"{speed.tokens_per_s:.3g} tokens/s in all",
         *filter(None, [timing_text(speed)]),
@@ -167,7 +167,7 @@ def plan_text(plan: Plan) -> str:
     lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]
     lines += [
         f"{other.speed.tokens_per_s:>10.3g} {other.speed.decode_tokens_per_s:>9.3g} {other.speed.ttft_s:>9.3g}  "
-        f"{other.policy}, {other.precision}"
+        f"{other.policy}, {plan.words(other.precision)}"
         + ("" if other.runs_here else " (simulated only, to compare with)")
         + (f" (measured; {other.speed.predicted:.3g} steps/s had been predicted)" if other.speed.timed_at else "")
         for other in plan.alternatives[:12]

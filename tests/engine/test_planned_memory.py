@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,18 +15,22 @@ from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.find_shape import find_shape
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
-from engine.formats import LADDER, careful
+from engine.formats import LADDER, STORED, careful
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.kernels.dense import quantised_sizes
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, decide
+from engine.planner.plan import make_plan
 from engine.planner.predict import limits_of
 from engine.runtime.decoder_layers import layer_names
 from engine.runtime.load import decision
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.model import load_model, open_compute_devices
 from tests.engine.on_devices import memory_use
+from tests.engine.test_stored_precision import type_of
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.tiny_gguf import write_model
 
 MODEL = "synthetic:qwen3-moe-small?layers=2&experts=32&vocab=2048"
 MIB = 2**20
@@ -155,3 +161,62 @@ def test_dense_weights_on_a_real_card(folder: Path, precision: str, tied: bool) 
     gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
     costs = engine_costs(replace(machine(64), gpu=gpu), shape, precision, 1)
     assert dense_on_card(costs) == pytest.approx(sum(held.values()), rel=0.05)
+
+
+def stored_model(folder: Path, family: str, *, tied: bool = False) -> Path:
+    """A small model in a GGUF file, of several types."""
+    sizes = {
+        "hidden_size": 256,
+        "head_dim": 64,
+        "vocab_size": 512,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": tied,
+    }
+    own = {"intermediate_size": 512} if family == "llama" else {"moe_intermediate_size": 256, "norm_topk_prob": True}
+    made = tiny_checkpoint(family, folder / family, **sizes, **own)
+    return write_model(made, folder / f"{family}.gguf", family.replace("_", ""), quantised=type_of)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_moe", False), ("llama", False), ("llama", True)])
+def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, tied: bool) -> None:
+    """Every precision that `auto` chooses from, and of each the bytes that a card would hold; none is needed."""
+    file = stored_model(tmp_path, family, tied=tied)
+    config, shape = EngineConfig(str(file)), find_shape(str(file))
+    opened = open_checkpoint(config)
+    card: Any = SimpleNamespace(torch_device=torch.device("cuda:0"))
+    counted = decision.sizes_of(opened, config, [card], layer_names(opened.model))
+    gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
+    costs = engine_costs(replace(machine(64), gpu=gpu), shape, shape.precisions[0], 1)
+    planned = sizes_of(costs, limits_of(config), shape.precisions)
+
+    assert [weights.precision for weights in planned.weights] == [weights.precision for weights in counted.weights]
+    ours, theirs = planned.weights[0], counted.weights[0]
+    assert ours.precision == STORED
+    if family == "qwen3_moe":
+        assert [(each.record, each.count, each.layer) for each in ours.experts] == [
+            (each.record, each.count, each.layer) for each in theirs.experts
+        ]
+        assert len({each.record for each in ours.experts}) == len({each.layout for each in theirs.experts}) == 2
+        assert shape.expert_bytes(STORED) == pytest.approx(
+            sum(each.record for each in theirs.experts) / len(theirs.experts), rel=0.02
+        )
+    dense = [sum(weights.dense_layers) + weights.dense_elsewhere for weights in (ours, theirs)]
+    assert dense[0] == pytest.approx(dense[1], rel=0.001)
+    assert ours.dense_in_ram == pytest.approx(theirs.dense_in_ram, rel=0.001)
+    assert planned.kv_per_token == counted.kv_per_token
+    on_cpu = engine_costs(machine(0), shape, STORED, 1)
+    assert on_cpu.host_dense_bytes == pytest.approx(dense[1], rel=0.01)
+
+
+def test_the_plan_of_what_is_stored_loads(tmp_path: Path) -> None:
+    file = stored_model(tmp_path, "qwen3_moe")
+    plan = make_plan(machine(0), find_shape(str(file)))
+    assert plan.precision == STORED
+    assert plan.words(plan.precision) == "as stored (4-bit and 8-bit)"
+    loaded = load_model(plan.engine_config(str(file)), on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    try:
+        assert loaded.info.precision == STORED
+        assert plan.ram.experts == loaded.info.experts_bytes
+        assert plan.ram.weights == pytest.approx(loaded.info.weights_bytes, rel=0.01)
+    finally:
+        loaded.close()

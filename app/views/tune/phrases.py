@@ -96,7 +96,7 @@ def _timed_words(speed: Speed) -> str:
 
 def plan_summary(plan: Plan) -> str:
     """Precision, policy, threads and cache in one line."""
-    parts = [plan.precision, plan.policy]
+    parts = [plan.words(plan.precision), plan.policy]
     parts.append(
         translate("Tune", "1 thread") if plan.threads == 1 else translate("Tune", "{0} threads").format(plan.threads)
     )

@@ -59,7 +59,9 @@ class PlanCard(Card):
         here = [one for one in plan.alternatives if one.runs_here][:3]
         if here:
             said = ", ".join(
-                self.tr("{0} {1}: {2}").format(one.precision, one.policy, figures(one.speed.decode_tokens_per_s))
+                self.tr("{0} {1}: {2}").format(
+                    plan.words(one.precision), one.policy, figures(one.speed.decode_tokens_per_s)
+                )
                 for one in here
             )
             self.others.setText(self.tr("Alternatives, in tokens/s: {0}.").format(said))

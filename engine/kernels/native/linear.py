@@ -10,14 +10,11 @@ from typing import Protocol
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.formats import BF16, TiledFormat, head_format, tiled_format
+from engine.formats import BF16, ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_struct
 from engine.kernels.quantise import quantise
-
-SMALLEST = 64 * 1024
-"""Number of weights below which the product costs less than handing it to threads."""
 
 _FEW_TOKENS = 8
 """Up to this many tokens, weights are multiplied while streaming; more tokens are packed into tiles."""
@@ -25,9 +22,6 @@ _FEW_TOKENS = 8
 _MOST_TOKENS = 128
 """Most tokens for a bf16 layer on CPUs with matrix instructions: beyond, oneDNN is faster. Without matrix instructions
 it is several times slower than our vectors at any number of tokens."""
-
-ROUTERS = ("gate", "router", "wg", "classifier")
-"""Last name components of routers: too small to matter, and rounding would change the routing."""
 
 
 def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:

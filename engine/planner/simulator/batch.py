@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from engine.formats import format_of
 from engine.planner import schedules
 from engine.planner.costs import Costs
 from engine.planner.klotski import block_times, fewest_batches
@@ -52,7 +51,7 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
     machine, model = costs.machine, costs.model
     if machine.gpu is None:
         return
-    performance = PerformanceModel(machine, model, work, format_of(costs.precision).bytes_per_weight, setting.rule)
+    performance = PerformanceModel(machine, model, work, costs.expert_bytes / model.expert_weights, setting.rule)
     rule = setting.rule or usual_rule(machine)
     for policy in policies_to_try(name, performance, setting):
         kv = performance.kv_bytes() * policy.sequences

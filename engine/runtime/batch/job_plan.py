@@ -14,7 +14,6 @@ from engine.batch_files.rows import Answer
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.errors import EngineError
-from engine.formats import measured_as
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
@@ -181,8 +180,8 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     card = loaded.devices.devices[0] if loaded.devices is not None and len(loaded.devices.devices) == 1 else None
     name = "" if card is None else card.name.partition("#")[0]
     measured = load_measurements(found, name)
-    precision = measured_as(loaded.info.precision)
-    machine = machine_profile(found, measured, precision=precision)
+    precision = loaded.info.precision
+    machine = machine_profile(found, measured, precision=shape.measured_as(precision))
     off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
     if loaded.devices is None:
         policy = policy_for(loaded)

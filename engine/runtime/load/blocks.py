@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry, RotaryRows, Rows, is_blocks
+from engine.checkpoint.packed import PackedEntry
 from engine.checkpoint.quantised.packings import ByRows
+from engine.checkpoint.stored import format_of_codes, in_blocks, order_of
 from engine.formats.tiles import RecordCodes, TiledMatrix, fit_codes, keep_codes, store_codes
 from engine.formats.weight_format import TiledFormat
 from engine.kernels.repack import ROUNDS, Blocks
@@ -98,13 +98,6 @@ def stored_of(source: TensorEntry | ExpertSource) -> Stored | None:
     return blocks_of(source)
 
 
-def format_of_codes(entry: TensorEntry) -> TiledFormat | None:
-    """The format that keeps the codes of a tensor that is made of several."""
-    if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
-        return entry.packing.kept_in(entry.sources, entry.shape[1])
-    return None
-
-
 def store_coded(sources: Sequence[StoredCodes], target: TiledMatrix, reader: TensorReader) -> None:
     """Fills a matrix of all rows of one source, or first of gate and then of up rows.
 
@@ -118,41 +111,11 @@ def store_coded(sources: Sequence[StoredCodes], target: TiledMatrix, reader: Ten
 def blocks_of(source: TensorEntry | ExpertSource) -> StoredBlocks | None:
     """The blocks of a matrix, or of a row of a stack of them; `None` if it is stored otherwise."""
     entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
-    order = None
-    if isinstance(entry, PackedEntry):
-        places = _order_of(entry)
-        if places is None or row is not None:
-            return None
-        (source,) = entry.sources
-        entry, order = source, torch.from_numpy(places)
-    shape = entry.shape if row is None else entry.shape[1:]
-    if not is_blocks(entry.dtype) or len(shape) != 2:
+    stored, order = in_blocks(entry), None
+    if stored is None or (stored is not entry and row is not None):
         return None
-    return StoredBlocks(BY_NAME[entry.dtype], source, shape[0], order)
-
-
-def pieces_of(source: TensorEntry | ExpertSource) -> list[TensorEntry | ExpertSource]:
-    """The matrices that one is made of: those whose rows lie below one another, or alternate; else it alone."""
-    entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
-    packing = rows_of(source)
-    if packing is None or packing.order is not None or packing.axis != -2:
-        return [source]
-    assert isinstance(entry, PackedEntry)
-    return [each if row is None else ExpertSource(each, each.key, row) for each in entry.sources]
-
-
-def rows_of(source: TensorEntry | ExpertSource) -> Rows | None:
-    """How the rows of other tensors make this one, if they do."""
-    entry = source if isinstance(source, TensorEntry) else source.entry
-    return entry.packing if isinstance(entry, PackedEntry) and isinstance(entry.packing, Rows) else None
-
-
-def _order_of(entry: PackedEntry) -> np.ndarray[Any, Any] | None:
-    """Which rows of its only source a matrix has one after the other; `None` if that is not what it is made of."""
-    if len(entry.sources) != 1:
-        return None
-    if isinstance(entry.packing, RotaryRows):
-        return entry.packing.reorder(np.arange(entry.sources[0].shape[0], dtype=np.int64))
-    if isinstance(entry.packing, Rows) and entry.packing.axis == -2 and not entry.packing.transposed:
-        return None if entry.packing.order is None else entry.packing.order.astype(np.int64)
-    return None
+    if stored is not entry:
+        assert isinstance(entry, PackedEntry)
+        source, order = stored, torch.from_numpy(order_of(entry))
+    shape = stored.shape if row is None else stored.shape[1:]
+    return StoredBlocks(BY_NAME[stored.dtype], source, shape[0], order) if len(shape) == 2 else None

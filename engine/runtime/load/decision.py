@@ -11,20 +11,21 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.stored import precisions_of
 from engine.common.config import EngineConfig
 from engine.common.footprint import activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.sites import ExpertsSite
-from engine.formats import AUTO, FORMATS, LADDER, STORED, careful, format_of
+from engine.formats import AUTO, LADDER, STORED, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
 from engine.planner.placement import Budgets, DeviceBudget, Experts, Placement, Sizes, Weights
 from engine.planner.placement import decide as decide_placement
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.fill_bank import working_bytes
-from engine.runtime.load.stored import StoredLinears, is_stored_quantised, sites_in
+from engine.runtime.load.stored import StoredLinears, sites_in
 
 _CPU = torch.device("cpu")
 
@@ -128,22 +129,14 @@ def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[D
     )
 
 
-_COARSER = 0.8
-"""A format has to have so many times the bits of what is stored for `auto` to refit to it."""
-
-
 def candidates(opened: OpenedCheckpoint) -> tuple[str, ...]:
-    """The precisions that `auto` chooses from: of a checkpoint that is quantised, its own, and what is much smaller."""
-    if opened.dtype != torch.bfloat16 or not is_stored_quantised(opened.plan):
-        return LADDER
-    bits = 8 * opened.plan.nbytes / max(opened.weights, 1)
-    return (STORED, *(name for name in LADDER if FORMATS[name].bits < _COARSER * bits))
+    """The precisions that `auto` chooses from."""
+    return precisions_of(opened.plan.entries, opened.weights) if opened.dtype == torch.bfloat16 else LADDER
 
 
 def dense_on_cards(opened: OpenedCheckpoint, places: Sequence[torch.device], precision: str) -> str | None:
     """The precision of linear layers on these devices, if they are to be quantised there."""
-    keeps = precision == STORED or format_of(precision).is_tiled
-    if not keeps or not places or not all(is_held_quantised(place) for place in places):
+    if not format_of(precision).is_tiled or not places or not all(is_held_quantised(place) for place in places):
         return None
     return careful(precision, opened.weights)
 

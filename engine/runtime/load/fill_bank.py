@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource, PartSources
+from engine.checkpoint.stored import format_of_codes, pieces_of, rows_of
+from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
@@ -22,17 +24,13 @@ from engine.runtime.load.blocks import (
     Stored,
     StoredBlocks,
     StoredCodes,
-    format_of_codes,
-    pieces_of,
-    rows_of,
     store_coded,
     stored_of,
 )
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
-_BATCH = 32 * 2**20
-"""Bytes of blocks that are read while as many are repacked."""
+_BATCH = footprint.REPACKED_BYTES
 
 
 def fill_bank(

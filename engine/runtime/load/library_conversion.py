@@ -73,6 +73,12 @@ class LoadingPlan:
         """Bytes to read."""
         return self.index.nbytes + sum(entry.nbytes for entry in self.rest.values())
 
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """Every tensor that is read."""
+        parts = (part for module in self.index.modules.values() for part in module.values())
+        return [*self.rest.values(), *(entry for part in parts for entry in part.entries())]
+
 
 def parameter_dtypes(model: Any, dtype: torch.dtype) -> Any:
     """`f(name, parameter) -> torch.dtype`: the type a parameter is kept in (the library keeps some in fp32)."""

@@ -30,7 +30,7 @@ from engine.experts.bank_writer import BankWriter, preparing
 from engine.experts.checksums import BEST_CHECKSUM
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
-from engine.formats import GROUP, STORED, format_of
+from engine.formats import GROUP, format_of
 from engine.kernels.native.library import NativeKernels
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import read_headers
@@ -107,7 +107,7 @@ class BankSource:
         )
         source = {**fingerprint(self.directory, tensors), "converter": _CONVERTER}
         layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in self.sites)
-        group = GROUP if self.precision == STORED or format_of(self.precision).is_tiled else None
+        group = GROUP if format_of(self.precision).is_tiled else None
         return BankHeader(self.precision, group, BEST_CHECKSUM, source, layers)
 
     def require_unchanged(self, header: BankHeader) -> None:

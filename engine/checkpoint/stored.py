@@ -1,0 +1,158 @@
+"""Checkpoints that are quantised already: which format keeps what each tensor holds.
+
+Loading and the planner go by the same rules, from the table of tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.checkpoint.expert_index import ExpertSource
+from engine.checkpoint.gguf.codes import format_for
+from engine.checkpoint.gguf.types import BY_NAME
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import PackedEntry, RotaryRows, Rows, is_blocks
+from engine.checkpoint.quantised.packings import ByRows
+from engine.formats import FORMATS, LADDER, STORED, TiledFormat, format_of
+from engine.formats.int4 import INT4
+from engine.formats.int8 import INT8
+
+_CODES: dict[str, TiledFormat] = {f"{each.code_bits}-bit": each for each in (INT4, INT8)}
+_COARSER = 0.8
+"""A format has to have so many times the bits of what is stored for `auto` to refit to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """What a checkpoint becomes in memory if it runs as it is stored.
+
+    Attributes:
+        precisions: that `auto` chooses from.
+        formats: names of all formats that something is kept in.
+        experts: of each MoE layer, names of the formats of an expert's gate and up matrices, and of its down matrix.
+        dense_bytes: everything but the experts, on a card.
+        layer_bytes_per_weight: of what is neither expert nor embedding nor head.
+        head_bytes_per_weight: of the head.
+        is_repacked: whether experts' records are made of what is stored, without their numbers in between.
+    """
+
+    precisions: tuple[str, ...]
+    formats: tuple[str, ...]
+    experts: tuple[tuple[str, str], ...]
+    dense_bytes: int
+    layer_bytes_per_weight: float
+    head_bytes_per_weight: float
+    is_repacked: bool
+
+    @property
+    def words(self) -> str:
+        """For people, such as `as stored (4-bit and 8-bit)`."""
+        found = sorted(map(format_of, self.formats), key=lambda each: each.bits)
+        sizes = list(dict.fromkeys(each.words.partition(",")[0] for each in found))
+        return f"as stored ({' and '.join(sizes)})"
+
+
+def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ...]:
+    """The precisions that `auto` chooses from: if most is in codes, as they are stored, and what is much smaller.
+
+    Args:
+        weights: that the tensors hold.
+    """
+    entries = list(entries)
+    nbytes = sum(entry.nbytes for entry in entries)
+    if 2 * sum(entry.nbytes for entry in entries if type_of(pieces_of(entry)[0]) is not None) <= nbytes:
+        return LADDER
+    bits = 8 * nbytes / max(weights, 1)
+    return (STORED, *(name for name in LADDER if FORMATS[name].bits < _COARSER * bits))
+
+
+def type_of(source: TensorEntry | ExpertSource) -> str | None:
+    """The type of a tensor's blocks, or what codes that are kept are called; `None` for anything else."""
+    entry = source if isinstance(source, TensorEntry) else source.entry
+    kept = format_of_codes(entry)
+    if kept is not None:
+        assert isinstance(entry, PackedEntry)
+        assert isinstance(entry.packing, ByRows)
+        return f"{kept.code_bits}-bit {entry.packing.words}"
+    if isinstance(entry, PackedEntry):
+        return type_of(entry.sources[0]) if len(entry.sources) == 1 else None
+    return entry.dtype if is_blocks(entry.dtype) else None
+
+
+def target_of(name: str) -> TiledFormat | None:
+    """The format for a type, as `type_of` calls it."""
+    return format_for(name) if name in BY_NAME else _CODES[name.partition(" ")[0]]
+
+
+def common_format(entries: Iterable[TensorEntry]) -> TiledFormat | None:
+    """The format of a matrix made of these tensors: int8 if no other holds the codes of all of them.
+
+    `None` stands for plain numbers.
+    """
+    found = {type_of(piece) for entry in entries for piece in pieces_of(entry)}
+    named = [name for name in found if name is not None]
+    if not named or len(named) < len(found):
+        return None
+    formats = {(target_of(name), BY_NAME[name].table if name in BY_NAME else None) for name in named}
+    return formats.pop()[0] if len(formats) == 1 else INT8
+
+
+def beside(formats: Iterable[TiledFormat | None]) -> list[TiledFormat | None]:
+    """The formats of an expert's matrices, given those of each: kernels take plain and tiled ones together nowhere."""
+    formats = list(formats)
+    return [each or INT8 for each in formats] if any(formats) else formats
+
+
+def linear_format(entry: TensorEntry) -> TiledFormat | None:
+    """The format that loses least of the weight of a linear layer; `None` for plain numbers."""
+    stored = in_blocks(entry)
+    if stored is not None and len(stored.shape) == 2:
+        return format_for(stored.dtype)
+    return format_of_codes(entry)
+
+
+def format_of_codes(entry: TensorEntry) -> TiledFormat | None:
+    """The format that keeps the codes of a tensor that is made of several."""
+    if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
+        return entry.packing.kept_in(entry.sources, entry.shape[1])
+    return None
+
+
+def in_blocks(entry: TensorEntry) -> TensorEntry | None:
+    """The stored tensor that has a tensor's rows as blocks, perhaps in another order; `None` if there is none."""
+    if isinstance(entry, PackedEntry):
+        if order_of(entry) is None:
+            return None
+        (entry,) = entry.sources
+    return entry if is_blocks(entry.dtype) else None
+
+
+def pieces_of(source: TensorEntry | ExpertSource) -> list[TensorEntry | ExpertSource]:
+    """The matrices that one is made of: those whose rows lie below one another, or alternate; else it alone."""
+    entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
+    packing = rows_of(source)
+    if packing is None or packing.order is not None or packing.axis != -2:
+        return [source]
+    assert isinstance(entry, PackedEntry)
+    return [each if row is None else ExpertSource(each, each.key, row) for each in entry.sources]
+
+
+def rows_of(source: TensorEntry | ExpertSource) -> Rows | None:
+    """How the rows of other tensors make this one, if they do."""
+    entry = source if isinstance(source, TensorEntry) else source.entry
+    return entry.packing if isinstance(entry, PackedEntry) and isinstance(entry.packing, Rows) else None
+
+
+def order_of(entry: PackedEntry) -> NDArray[np.int64] | None:
+    """Which rows of its only source a matrix has one after the other; `None` if that is not what it is made of."""
+    if len(entry.sources) != 1:
+        return None
+    if isinstance(entry.packing, RotaryRows):
+        return entry.packing.reorder(np.arange(entry.sources[0].shape[0], dtype=np.int64))
+    if isinstance(entry.packing, Rows) and entry.packing.axis == -2 and not entry.packing.transposed:
+        return None if entry.packing.order is None else entry.packing.order.astype(np.int64)
+    return None
