@@ -69,6 +69,16 @@ class RecordLayout:
         """The layout of the same expert before quantisation, as converted from the checkpoint."""
         return self
 
+    @property
+    def padding(self) -> list[tuple[int, int]]:
+        """Begin and end of each run of bytes that no part has."""
+        ends = [0, *(part.offset + part.nbytes for part in self.parts)]
+        return [
+            (end, begin)
+            for end, begin in zip(ends, [*(part.offset for part in self.parts), self.nbytes], strict=True)
+            if begin > end
+        ]
+
     def stacked_view(self, records: torch.Tensor, part: PartSpec) -> torch.Tensor:
         """A part of all experts, [E, *shape], as a view of their records [E, nbytes] (uint8)."""
         typed = records.view(part.dtype)

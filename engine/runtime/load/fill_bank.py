@@ -128,7 +128,8 @@ def _repack_layer(
     assert isinstance(layout, QuantisedLayout)
     here = layer.device.type == "cpu"
     records = layer.records if here else allocate_records(site.num_experts, layout, torch.device("cpu"))
-    records.zero_()  # padding too, so that equal experts have equal bytes
+    for begin, end in layout.padding:
+        records[:, begin:end].zero_()  # so that equal experts have equal bytes
     made = ExpertBank(torch.device("cpu"))
     made.layers[site.name] = target = BankLayer(site.name, layout, records)
     jobs: list[tuple[list[StoredBlocks], TiledMatrix]] = []
