@@ -165,15 +165,19 @@ def _fit(entry: TensorEntry, fits: bool) -> None:
         raise damaged(entry, f"has the shape {entry.shape}, which does not fit the tensors beside it")
 
 
+def _codes_zeros_scales(checkpoint: _Checkpoint, module: str) -> tuple[TensorEntry, TensorEntry, TensorEntry]:
+    """What GPTQ and AWQ both store."""
+    codes, zeros = (checkpoint.part(module, name, "I32") for name in ("qweight", "qzeros"))
+    return codes, zeros, checkpoint.part(module, "scales", *_NUMBERS)
+
+
 def _read_gptq(checkpoint: _Checkpoint) -> None:
     stored = checkpoint.stored
     kind = stored.get("checkpoint_format") or stored.get("format") or "gptq"
     if kind not in ("gptq", "gptq_v2") or stored.get("is_marlin_format"):
         raise checkpoint.unsupported(f"GPTQ as {kind if kind != 'gptq' else 'marlin'}")
     for module in checkpoint.modules("qweight"):
-        codes = checkpoint.part(module, "qweight", "I32")
-        zeros = checkpoint.part(module, "qzeros", "I32")
-        scales = checkpoint.part(module, "scales", *_NUMBERS)
+        codes, zeros, scales = _codes_zeros_scales(checkpoint, module)
         (words, rows), (groups, zero_words) = _matrix(codes), _matrix(zeros)
         _fit(scales, scales.shape == (groups, rows))
         if zero_words * 32 % rows or zero_words * 32 // rows not in range(1, 9):
@@ -207,9 +211,7 @@ def _read_awq(checkpoint: _Checkpoint) -> None:
     if bits != 4:
         raise checkpoint.unsupported(f"AWQ with {bits} bits")
     for module in checkpoint.modules("qweight"):
-        codes = checkpoint.part(module, "qweight", "I32")
-        zeros = checkpoint.part(module, "qzeros", "I32")
-        scales = checkpoint.part(module, "scales", *_NUMBERS)
+        codes, zeros, scales = _codes_zeros_scales(checkpoint, module)
         (columns, words), (groups, _) = _matrix(codes), _matrix(zeros)
         _fit(zeros, zeros.shape == (groups, words) and columns % groups == 0)
         _fit(scales, scales.shape == (groups, words * 8))
