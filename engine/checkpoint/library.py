@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,21 +22,22 @@ from engine.checkpoint.names import (
     resolve,
     starter_folder,
 )
-from engine.checkpoint.profile import read_profile
+from engine.checkpoint.profile import ModelProfile, read_profile
 from engine.checkpoint.shards import read_tensors
 from engine.checkpoint.staging import discard
+from engine.checkpoint.usage import read_usage, where
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
 
 
 def bank_path(directory: Path, precision: str) -> Path:
     """The bank file of a checkpoint directory: in the data folder, as it is as large as the model."""
-    return _banks_dir() / f"{directory.name}-{precision}-{_where(directory)}.bank"
+    return _banks_dir() / f"{directory.name}-{precision}-{where(directory)}.bank"
 
 
 def banks_of(directory: Path) -> list[Path]:
     """The existing bank files of a checkpoint directory, finished or not, in all precisions."""
-    middle = f"-{_where(directory)}.bank"
+    middle = f"-{where(directory)}.bank"
     try:
         return [file for file in _banks_dir().iterdir() if middle in file.name and file.is_file()]
     except OSError:
@@ -59,11 +59,19 @@ def _banks_dir() -> Path:
     return data_dir() / "banks"
 
 
-def _where(directory: Path) -> str:
-    return hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
+OWN = "switchyard"
 
-
-__all__ = ["LibraryEntry", "Verification", "list_models", "remove", "resolve", "show", "starter_is_built", "verify"]
+__all__ = [
+    "OWN",
+    "LibraryEntry",
+    "Verification",
+    "list_models",
+    "remove",
+    "resolve",
+    "show",
+    "starter_is_built",
+    "verify",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,12 @@ class LibraryEntry:
         context_tokens: the model's own limit; 0 if unknown.
         source: where it was built or imported from; empty if it has no manifest.
         problem: one sentence if it is unusable, otherwise empty.
+        origin: whose it is: `switchyard` (in the library), `folder` (the user's own, in one of the model folders or at
+            a path), or the program in whose store it lies: `hub cache`, `LM Studio`, `Ollama`, `Jan`, `GPT4All`.
+        bank_bytes: of its prepared experts, in all precisions.
+        last_used: when it was last loaded or answered on this machine, in seconds since the epoch.
+        measured_tokens_per_s: the median decode speed of its last answers on this machine.
+        precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
     """
 
     name: str
@@ -93,6 +107,24 @@ class LibraryEntry:
     context_tokens: int = 0
     source: str = ""
     problem: str = ""
+    origin: str = "switchyard"
+    bank_bytes: int = 0
+    last_used: float | None = None
+    measured_tokens_per_s: float | None = None
+    precision_words: str = ""
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is used where it lies and does not belong to the library."""
+        return self.origin != OWN
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The models that were found; `problems` are sentences about folders that could not be read, or not in time."""
+
+    entries: tuple[LibraryEntry, ...]
+    problems: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +147,14 @@ def starter_is_built() -> bool:
     """Whether the starter exists; `verify` checks whether it is intact."""
     folder = starter_folder()
     return (folder / MANIFEST_NAME).is_file() and (folder / CONFIG_NAME).is_file()
+
+
+def look_around(*, within_s: float = 10.0, cancelled: Callable[[], bool] = lambda: False) -> Listing:  # noqa: ARG001
+    """All models of this machine: the library's, those in other model folders, those of other programs.
+
+    Folders on a slow network may take as long as `within_s`: not for the thread that draws a window.
+    """
+    return Listing(tuple(list_models()))
 
 
 def list_models() -> list[LibraryEntry]:
@@ -145,6 +185,7 @@ def describe(path: Path, name: str) -> LibraryEntry:
     """The entry of the model at `path`; reads its configuration and the headers of its weights only."""
     manifest = read_manifest(path)
     source = manifest.source if manifest else ""
+    usage = read_usage(path)
     size = _bytes_on_disk(path)
     try:
         profile = read_profile(path)
@@ -161,7 +202,17 @@ def describe(path: Path, name: str) -> LibraryEntry:
         experts_per_token=profile.experts_per_token,
         context_tokens=profile.context_tokens,
         source=source,
+        bank_bytes=sum(file.stat().st_size for file in banks_of(path)),
+        last_used=usage.last_used,
+        measured_tokens_per_s=usage.measured_tokens_per_s,
+        precision_words=_precision_words(profile),
     )
+
+
+def _precision_words(profile: ModelProfile) -> str:
+    stored = profile.quantization or profile.dtype
+    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "compressed-tensors": "compressed tensors"}
+    return short.get(stored, stored if stored == "fp8" else stored.upper())
 
 
 def verify(

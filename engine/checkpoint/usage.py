@@ -1,0 +1,76 @@
+"""When a model was last used on this machine, and how fast it answered: a small file per model in the data folder.
+
+A file per model, replaced as a whole: several processes may write at once, and the last one wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from engine.common.files import write_private
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.paths import data_dir
+
+LEAST_TOKENS = 16
+"""An answer of fewer tokens says nothing about speed."""
+_ANSWERS = 9
+_MOST_BYTES = 2**16
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What is remembered of one model.
+
+    Attributes:
+        last_used: seconds since the epoch; None if never.
+        tokens_per_s: decode speeds of the last answers, oldest first.
+    """
+
+    last_used: float | None = None
+    tokens_per_s: tuple[float, ...] = ()
+
+    @property
+    def measured_tokens_per_s(self) -> float | None:
+        """The median of the last answers; None before the first."""
+        return median(self.tokens_per_s) if self.tokens_per_s else None
+
+
+def where(model: Path) -> str:
+    """Twelve hex digits that stand for a checkpoint's place: in the names of what is kept about it elsewhere."""
+    return hashlib.sha256(str(model.resolve()).encode(errors="surrogateescape")).hexdigest()[:12]
+
+
+def read_usage(model: Path) -> Usage:
+    """What is remembered of the checkpoint at a path; nothing if there is no readable record."""
+    try:
+        found = parse_json(read_foreign(_file(model), _MOST_BYTES))
+        used, speeds = found["last_used"], found["tokens_per_s"]
+        return Usage(float(used), tuple(float(speed) for speed in speeds if 0 < speed < 1e6)[-_ANSWERS:])
+    except (OSError, ValueError, LookupError, TypeError, OverflowError):
+        return Usage()
+
+
+def note_use(model: Path, tokens_per_s: float = 0.0, tokens: int = 0) -> None:
+    """Notes that a model was loaded, or answered at this speed.  Never fails: it is not worth an answer."""
+    speeds = read_usage(model).tokens_per_s
+    if tokens >= LEAST_TOKENS and tokens_per_s > 0:
+        speeds = (*speeds, tokens_per_s)[-_ANSWERS:]
+    record = {"model": str(model), "last_used": time.time(), "tokens_per_s": speeds}
+    with contextlib.suppress(OSError, ValueError):
+        write_private(_file(model), json.dumps(record) + "\n")
+
+
+def move_usage(model: Path, to: Path) -> None:
+    """Takes the record of a model along to its new place."""
+    with contextlib.suppress(OSError):
+        _file(model).replace(_file(to))
+
+
+def _file(model: Path) -> Path:
+    return data_dir() / "usage" / f"{where(model)}.json"
