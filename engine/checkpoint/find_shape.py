@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import read_config, text_part
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.hub import read_hub_model
+from engine.checkpoint.hub.metadata import read_hub_model
 from engine.checkpoint.model_shape import AttentionShape, ModelShape, model_names, read_model
 from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, name_of, resolve
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of

@@ -14,9 +14,9 @@ from typing import ClassVar
 import pytest
 
 from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
-from engine.checkpoint import hub as hub_of
 from engine.checkpoint.find_shape import find_shape
-from engine.checkpoint.hub import read_hub_model
+from engine.checkpoint.hub import metadata as hub_of
+from engine.checkpoint.hub.metadata import read_hub_model
 from engine.common.errors import EngineError, ErrorCode
 
 SHAPE = SHAPES["qwen3-moe-tiny"]
