@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview
-from app.views.batch.text_table import TextTable
+from app.widgets.text_table import TextTable
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow

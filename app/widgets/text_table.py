@@ -20,6 +20,7 @@ class TextTable(QTableView):
 
     def __init__(self, model: QAbstractTableModel, name: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
+        self.setProperty("table", "text")
         self.setAccessibleName(name)
         self.setModel(model)
         self.setShowGrid(False)

@@ -1,0 +1,226 @@
+"""What the hub has and how it would run here: searched, read and judged off the GUI thread; the latest question wins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import QObject, Signal
+
+from app.services.background import LatestTask
+from engine.common.config import EngineConfig
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
+
+if TYPE_CHECKING:
+    from engine.checkpoint.hub import Candidate, Found
+    from engine.checkpoint.model_shape import ModelShape
+    from engine.planner.plan_parts import Limits
+    from engine.tuning.fit import FitCard, Recommendation
+    from engine.tuning.machine_look import MachineLook
+
+_JUDGE_MS = 60
+
+Shaped = tuple["Candidate", "ModelShape | None"]
+"""A candidate and what it is; None if it cannot run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why there is no answer: a sentence, and whether it is the network's fault and not the question's."""
+
+    sentence: str
+    is_network: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SearchAnswer:
+    """What a search for `text` found."""
+
+    text: str
+    results: tuple[Found, ...] = ()
+    trouble: Trouble | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryAnswer:
+    """What a repository holds, as far as it has been read.
+
+    Attributes:
+        reference: as asked for.
+        shaped: the candidates that were read.
+        total: how many candidates there are.
+    """
+
+    reference: str
+    shaped: tuple[Shaped, ...] = ()
+    total: int = 0
+    trouble: Trouble | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.shaped) >= self.total
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context of its models; 0 if nothing can run."""
+        return max((shape.context_tokens for _candidate, shape in self.shaped if shape is not None), default=0)
+
+
+class Hub(QObject):
+    """Signals:
+    found(SearchAnswer); opened(RepositoryAnswer), again whenever another candidate was read.
+    judged(FitCard); looked: `look` and `recommendations` are new.
+    """
+
+    found = Signal(object)
+    opened = Signal(object)
+    judged = Signal(object)
+    looked = Signal()
+    _read = Signal(object, object)
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._searching, self._opening = _Question(self), _Question(self)
+        self._judging = LatestTask(self, after_ms=_JUDGE_MS)
+        self._looking = LatestTask(self)
+        self._look: MachineLook | None = None
+        self._recommendations: tuple[Recommendation, ...] = ()
+        self._read.connect(self._on_read)
+
+    @property
+    def look(self) -> MachineLook | None:
+        """This machine when it was last looked at; None before."""
+        return self._look
+
+    @property
+    def recommendations(self) -> tuple[Recommendation, ...]:
+        """Models of the catalogue for this machine."""
+        return self._recommendations
+
+    def look_at_machine(self, device: str = "auto") -> None:
+        """Looks at the machine, and what of the catalogue suits it; `looked` follows.
+
+        Args:
+            device: `EngineConfig.device`.
+        """
+        self._looking.ask(lambda: recommended_here(device), self._on_looked)
+
+    def search(self, text: str) -> None:
+        """Searches the hub; `found` follows."""
+        self._searching.ask(
+            lambda cancelled: SearchAnswer(text, search_hub(text, cancelled)),
+            self.found.emit,
+            lambda trouble: self.found.emit(SearchAnswer(text, trouble=trouble)),
+        )
+
+    def open(self, reference: str) -> None:
+        """Reads what a repository holds; `opened` follows."""
+        token = object()
+        self._opened_last = token
+        self._opening.ask(
+            lambda cancelled: read_candidates(reference, cancelled, lambda so_far: self._read.emit(token, so_far)),
+            self.opened.emit,
+            lambda trouble: self.opened.emit(RepositoryAnswer(reference, trouble=trouble)),
+        )
+
+    def judge(self, shaped: Sequence[Shaped], limits: Limits) -> None:
+        """How these would run on this machine; `judged` follows, for the latest question only."""
+        look = self._look
+        if look is not None:
+            self._judging.ask(lambda: judge_candidates(tuple(shaped), look, limits), self.judged.emit)
+
+    def limits(self) -> Limits | None:
+        """What other programs leave; None before the machine was looked at."""
+        return self._look.limits(EngineConfig("")) if self._look is not None else None
+
+    def close(self) -> None:
+        """Cancels everything, and waits for what runs."""
+        for task in (self._searching, self._opening, self._judging, self._looking):
+            task.close()
+
+    def _on_read(self, token: object, so_far: RepositoryAnswer) -> None:
+        if token is self._opened_last:
+            self.opened.emit(so_far)
+
+    def _on_looked(self, found: tuple[MachineLook, tuple[Recommendation, ...]]) -> None:
+        self._look, self._recommendations = found
+        self.looked.emit()
+
+
+class _Question(QObject):
+    """A question to the hub; the next one cancels it."""
+
+    def __init__(self, parent: QObject) -> None:
+        super().__init__(parent)
+        self._task = LatestTask(self)
+        self._cancelled = threading.Event()
+
+    def ask(
+        self,
+        function: Callable[[CancelCheck], object],
+        done: Callable[[object], object],
+        failed: Callable[[Trouble], object],
+    ) -> None:
+        self._cancelled.set()
+        self._cancelled = cancelled = threading.Event()
+        self._task.ask(lambda: function(cancelled.is_set), done, lambda error: failed(_trouble(error)))
+
+    def close(self) -> None:
+        self._cancelled.set()
+        self._task.close()
+
+
+def _trouble(error: Exception) -> Trouble:
+    if not isinstance(error, EngineError):
+        raise error
+    return Trouble(error.message, error.code is ErrorCode.DOWNLOAD_FAILED)
+
+
+# --- what runs in the background; the engine's modules are imported late, as they take a while to load ---------------
+
+
+def search_hub(text: str, cancelled: CancelCheck) -> tuple[Found, ...]:
+    """What the hub finds for these words."""
+    from engine.checkpoint.hub import search
+
+    return search(text, cancelled=cancelled)
+
+
+def read_candidates(
+    reference: str, cancelled: CancelCheck, say: Callable[[RepositoryAnswer], object]
+) -> RepositoryAnswer:
+    """All candidates of a repository; `say` is given those read so far."""
+    from engine.checkpoint.hub import candidates, read_repository
+
+    found = candidates(read_repository(reference, cancelled=cancelled), cancelled=cancelled)
+    shaped: list[Shaped] = []
+    for candidate in found:
+        shaped.append((candidate, _shape_of(candidate, cancelled)))
+        if len(shaped) < len(found):
+            say(RepositoryAnswer(reference, tuple(shaped), len(found)))
+    return RepositoryAnswer(reference, tuple(shaped), len(found))
+
+
+def _shape_of(candidate: Candidate, cancelled: CancelCheck) -> ModelShape | None:
+    from engine.checkpoint.hub import candidate_shape
+
+    return None if candidate.problem else candidate_shape(candidate, cancelled=cancelled)
+
+
+def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limits) -> FitCard:
+    """The fit card of these candidates on a machine."""
+    from engine.tuning.fit import fit_card
+
+    return fit_card(shaped, look, limits)
+
+
+def recommended_here(device: str) -> tuple[MachineLook, tuple[Recommendation, ...]]:
+    """This machine, and what of the catalogue suits it."""
+    from engine.checkpoint.catalogue import read_catalogue
+    from engine.tuning.fit import recommend
+    from engine.tuning.machine_look import look_at_machine
+
+    look = look_at_machine(device)
+    return look, recommend(read_catalogue(), look, look.limits(EngineConfig("")))

@@ -1,0 +1,220 @@
+"""The models on this PC: listed, and worked on (verify, move, export, import, remove) off the GUI thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from PySide6.QtCore import QObject, QTimer, Signal
+
+from app.services.background import LatestTask
+from engine.common.errors import EngineError, RequestCancelled
+
+if TYPE_CHECKING:
+    from engine.checkpoint.library import LibraryEntry, Listing
+
+PROGRESS_MS = 200
+
+WorkKind = Literal["verify", "move", "export", "import", "remove", "banks", "folders"]
+OnProgress = Callable[[int, int], None]
+Doing = Callable[[OnProgress, Callable[[], bool]], object]
+"""Runs in the background; it gets a function for (done, total) bytes, and one that says whether it was cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work on one model.
+
+    Attributes:
+        name: of the model, or of the file or folder that is imported.
+        done, total: bytes; a total of 0 is unknown.
+        result: what the work returned; None while it runs.
+        problem: a sentence if it failed; empty while it runs, if it went well, or if it was cancelled.
+        was_cancelled: by the user, or because the window closed.
+    """
+
+    kind: WorkKind
+    name: str
+    done: int = 0
+    total: int = 0
+    result: object = None
+    problem: str = ""
+    was_cancelled: bool = False
+
+
+class Library(QObject):
+    """One of them for the window; work is done in the order in which it is asked for.
+
+    Signals:
+        listed: `entries` and `problems` are new.
+        work_changed: `work` is another, or has got on.
+        ended(Work): work has come to its end.
+    """
+
+    listed = Signal()
+    work_changed = Signal()
+    ended = Signal(object)
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._entries: tuple[LibraryEntry, ...] | None = None
+        self._problems: tuple[str, ...] = ()
+        self._closing = threading.Event()
+        self._listing = LatestTask(self)
+        self._working = LatestTask(self)  # given its next function only when it is idle
+        self._waiting: deque[tuple[Work, Doing]] = deque()
+        self._work: Work | None = None
+        self._so_far = (0, 0)
+        self._cancelled = threading.Event()
+        self._timer = QTimer(self, interval=PROGRESS_MS)
+        self._timer.timeout.connect(self._on_timer)
+
+    @property
+    def entries(self) -> tuple[LibraryEntry, ...]:
+        """The models as last listed: our own first, then those of other programs."""
+        return self._entries or ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Sentences about folders that could not be read."""
+        return self._problems
+
+    @property
+    def was_listed(self) -> bool:
+        """Whether `entries` says anything yet."""
+        return self._entries is not None
+
+    @property
+    def work(self) -> Work | None:
+        """What is being done now."""
+        return self._work
+
+    def entry(self, name: str) -> LibraryEntry | None:
+        """The model of this name, or at this path."""
+        return next((one for one in self.entries if name in (one.name, str(one.path))), None)
+
+    def look(self) -> None:
+        """Lists the models; `listed` follows."""
+        self._listing.ask(lambda: _look_around(self._closing.is_set), self._on_listed, self._on_not_listed)
+
+    # --- work ---------------------------------------------------------------------------------------
+
+    def verify(self, model: LibraryEntry) -> None:
+        """Compares every file with what it should be; the result is a `Verification`."""
+
+        def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
+            from engine.checkpoint.library import verify
+
+            return verify(str(model.path), said, cancelled)
+
+        self._ask("verify", model.name, doing)
+
+    def bring_in(self, path: Path) -> None:
+        """Imports a file or a folder; the result is its `LibraryEntry`."""
+
+        def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
+            from engine.checkpoint.importing import import_model
+
+            return import_model(path, None, said, cancelled)
+
+        self._ask("import", path.name, doing)
+
+    def remove(self, model: LibraryEntry) -> None:
+        """Moves a model to the trash; the result is the bytes freed."""
+
+        def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
+            from engine.checkpoint.library import remove
+
+            return remove(model.name)
+
+        self._ask("remove", model.name, doing)
+
+    def remove_banks(self, model: LibraryEntry) -> None:
+        """Deletes a model's prepared experts, which are made again when it is next loaded; the result is the bytes."""
+
+        def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
+            from engine.checkpoint.library import banks_of, remove_banks
+
+            return remove_banks(banks_of(model.path))
+
+        self._ask("banks", model.name, doing)
+
+    def cancel(self) -> None:
+        """Cancels what is being done now."""
+        self._cancelled.set()
+
+    def close(self) -> None:
+        """Cancels everything, and waits for it."""
+        self._waiting.clear()
+        self._closing.set()
+        self._cancelled.set()
+        self._timer.stop()
+        self._listing.close()
+        self._working.close()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _ask(self, kind: WorkKind, name: str, doing: Doing) -> None:
+        self._waiting.append((Work(kind, name), doing))
+        if self._work is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        self._work, doing = self._waiting.popleft()
+        work = self._work
+        self._so_far = (0, 0)
+        self._cancelled = cancelled = threading.Event()
+
+        def on_progress(done: int, total: int) -> None:
+            self._so_far = (done, total)  # shown by the timer: a signal for each chunk would flood the window
+
+        self._working.ask(
+            lambda: doing(on_progress, cancelled.is_set),
+            lambda result: self._end(replace(work, result=result)),
+            lambda error: self._on_failed(work, error),
+        )
+        self._timer.start()
+        self.work_changed.emit()
+
+    def _on_failed(self, work: Work, error: Exception) -> None:
+        was_cancelled = isinstance(error, RequestCancelled)
+        problem = "" if was_cancelled else error.message if isinstance(error, EngineError) else str(error)
+        self._end(replace(work, problem=problem, was_cancelled=was_cancelled))
+        if not isinstance(error, RequestCancelled | EngineError):
+            raise error
+
+    def _end(self, work: Work) -> None:
+        self._work = None
+        self._timer.stop()
+        if self._waiting:
+            self._begin()
+        else:
+            self.work_changed.emit()
+        self.ended.emit(work)
+        self.look()
+
+    def _on_timer(self) -> None:
+        done, total = self._so_far
+        if self._work is not None and (done, total) != (self._work.done, self._work.total):
+            self._work = replace(self._work, done=done, total=total)
+            self.work_changed.emit()
+
+    def _on_listed(self, listing: Listing) -> None:
+        self._entries, self._problems = listing.entries, listing.problems
+        self.listed.emit()
+
+    def _on_not_listed(self, error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            raise error
+        self._entries, self._problems = (), (error.message,)
+        self.listed.emit()
+
+
+def _look_around(cancelled: Callable[[], bool]) -> Listing:
+    from engine.checkpoint.library import look_around  # imported late: it is slow to load
+
+    return look_around(cancelled=cancelled)
