@@ -1,4 +1,4 @@
-"""What the hub has and how it would run here: searched, read and judged off the GUI thread; the latest question wins."""
+"""What the hub has, and how it would run here: asked off the GUI thread; the latest question wins."""
 
 from __future__ import annotations
 
@@ -87,6 +87,7 @@ class Hub(QObject):
         self._looking = LatestTask(self)
         self._look: MachineLook | None = None
         self._recommendations: tuple[Recommendation, ...] = ()
+        self._opened_last: object = None
         self._read.connect(self._on_read)
 
     @property

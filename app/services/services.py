@@ -22,6 +22,8 @@ from app.theme import ThemeController
 if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs
     from app.services.batch_sample import BatchSample
+    from app.services.hub import Hub
+    from app.services.library import Library
     from app.services.tuning import Tuning
 
 
@@ -89,6 +91,20 @@ class Services:
 
         return Tuning(self.client, self.settings)
 
+    @cached_property
+    def library(self) -> Library:
+        """The models on this PC."""
+        from app.services.library import Library
+
+        return Library()
+
+    @cached_property
+    def hub(self) -> Hub:
+        """What can be downloaded, and how it would run here."""
+        from app.services.hub import Hub
+
+        return Hub()
+
     def close(self) -> None:
         """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
@@ -96,6 +112,10 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
+        if "library" in made:
+            self.library.close()
+        if "hub" in made:
+            self.hub.close()
         self.telemetry.close()
         for service in (self.token_counter, self.download, self.hardware_change, self.tuning_outrun, self.model_start):
             service.close()

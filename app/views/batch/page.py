@@ -55,7 +55,6 @@ class BatchPage(Page):
     ) -> None:
         super().__init__(parent)
         self._client, self._jobs = client, jobs
-        self.setObjectName("batchPage")
         self._shown = ""
         self._more: list[Path] = []
         self.setAcceptDrops(True)

@@ -14,9 +14,9 @@ from app.services.batch_answers import PAGE_ROWS, JobAnswers
 from app.services.batch_job import UNDER_WAY, JobEntry
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
-from app.widgets.text_table import TextTable
 from app.widgets.card import Card
 from app.widgets.quantities import count
+from app.widgets.text_table import TextTable
 from engine.batch_files.messages import BatchRow
 
 LATEST, ALL, FAILED = range(3)
