@@ -31,6 +31,7 @@ ALLOWED = frozenset(
         "ISC",
         "LGPL-3.0-only",
         "MIT",
+        "MIT-0",
         "MPL-2.0",
         "PSF-2.0",
         "Zlib",
@@ -52,7 +53,7 @@ _OTHER_NAMES = {
     "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
     "python software foundation license": "PSF-2.0",
 }
-_NOT_INSTALLED_EVERYWHERE = {"colorama": "BSD-3-Clause", "hf-xet": "Apache-2.0"}
+_NOT_INSTALLED_EVERYWHERE = {"colorama": "BSD-3-Clause", "hf-xet": "Apache-2.0", "pywin32-ctypes": "BSD-3-Clause"}
 """Licences of packages for other systems, from PyPI."""
 
 

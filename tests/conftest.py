@@ -17,6 +17,7 @@ from typing import Any
 os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["PYTHON_KEYRING_BACKEND"] = "keyring.backends.null.Keyring"  # the user's own is none of a test's business
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: handing over to a second thread costs more than it gives
 

@@ -1,0 +1,354 @@
+"""The downloads of models: add, watch, pause, go on, cancel, put in order, and run them.
+
+Everything but `run` and `run_queue` only reads and writes small files, so a window may call it at any time. One process
+runs a download at a time; it sees what others want of it within a third of a second. A killed one leaves a download
+that waits, and the next run goes on where that one was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path, PurePosixPath
+
+from engine.checkpoint.downloads import records
+from engine.checkpoint.downloads.records import Lock, Plan, PlannedFile, Wanted
+from engine.checkpoint.hub.repository import Candidate
+from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from engine.checkpoint.names import check_new_name
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.common.files import disk_errors_explained, new_folder, require_space
+from engine.common.paths import models_dir
+
+__all__ = [
+    "WAITING_FOR_NETWORK", "Download", "DownloadState", "add", "cancel", "downloads", "line_speed", "pause", "reorder",
+    "resume", "run", "run_queue", "set_limit",
+]  # fmt: skip
+
+WAITING_FOR_NETWORK = "waiting_for_network"
+"""The `error_code` of a download that runs but reaches nobody; it goes on by itself."""
+_FRESH_S = 5.0
+_PATIENCE_S = 2.0
+"""How long to wait for a lock that somebody may only have looked at."""
+_ABANDONED_S = 10.0
+_MOST_NAME_BYTES = 255
+
+
+class DownloadState(StrEnum):
+    """`waiting` will be run in its turn; `failed` needs people first, as its problem says."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    FAILED = "failed"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Download:
+    """One download, as it is now.
+
+    Attributes:
+        key: names it everywhere; the same thing added twice has the same.
+        title, reference: the model's name with its precision, and what `find_candidate` finds it by.
+        done_bytes: received and not found wrong, of `total_bytes`.
+        bytes_per_s: of the last seconds; 0 when nothing arrives.
+        eta_s: None while nobody can tell.
+        problem: one sentence if it failed, or runs and waits for something.
+        error_code: an `ErrorCode`, or `WAITING_FOR_NETWORK`; empty without a problem.
+        folder: where the model is when done.
+        order: its place among all, from 0.
+        limit_bytes_per_s: 0 for none.
+        is_mine: whether a live process, this one or another, runs it.
+    """
+
+    key: str
+    title: str
+    reference: str
+    state: DownloadState
+    done_bytes: int
+    total_bytes: int
+    bytes_per_s: float
+    eta_s: float | None
+    problem: str
+    error_code: str
+    folder: Path
+    order: int
+    limit_bytes_per_s: int
+    is_mine: bool
+
+
+OnProgress = Callable[[Download], None]
+
+
+def add(candidate: Candidate, *, name: str = "", folder: Path | None = None) -> Download:
+    """Adds a download as the last one; no byte of it is fetched yet.  Adding the same again returns the one there is.
+
+    Args:
+        name: what to call the model; by default the repository's name and the precision.
+        folder: the folder of models that it goes into; by default the library's own.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED` (it cannot run), `CHECKPOINT_UNSAFE` (file names that lead elsewhere),
+            `DISK_FULL`, `INVALID_REQUEST` (the name is taken, the folder cannot be written).
+    """
+    if candidate.problem:
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, candidate.problem)
+    folder = (folder or models_dir()).absolute()
+    files = _planned_files(candidate)
+    repository = candidate.repository
+    identity = [
+        repository.hub,
+        repository.endpoint,
+        repository.id,
+        repository.commit,
+        candidate.label,
+        str(folder),
+        name,
+    ]
+    digest = hashlib.sha256("\n".join(identity).encode("utf-8", "replace")).hexdigest()[:10]
+    key = f"{_plain(repository.id.rpartition('/')[2])[:40]}-{digest}"
+    with disk_errors_explained(folder), records.changing():
+        plan = records.read_plan(key)
+        if plan is None or (_describe(plan, 0).state is DownloadState.DONE and not plan.target.exists()):
+            title = f"{repository.id.rpartition('/')[2]} {candidate.label}".strip()
+            new_folder(folder)
+            name = name or _free_name(candidate, folder)
+            _check_name(name, folder)
+            plan = Plan(
+                key, title, candidate.reference, repository.hub, repository.id, repository.commit, repository.endpoint,
+                repository.gated, str(folder), name, time.time(), files,
+            )  # fmt: skip
+            require_space(folder, plan.total_bytes)
+            plan.work.mkdir(exist_ok=True)
+            records.write_plan(plan)
+            records.write_wanted(key, Wanted())
+            (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
+            records.write_order([*(each for each in records.all_keys() if each != key), key])
+    return _download(key)
+
+
+def downloads() -> list[Download]:
+    """All of them in their order, finished ones with them until they are cancelled."""
+    plans = [plan for key in records.all_keys() if (plan := records.read_plan(key)) is not None]
+    return [_describe(plan, place) for place, plan in enumerate(plans)]
+
+
+def pause(key: str) -> None:
+    """Lets it rest until `resume`; what it has stays.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND` (there is no such download), `BUSY`.
+    """
+    _want(key, action=records.PAUSE)
+
+
+def resume(key: str) -> None:
+    """Lets a paused or failed one wait for its turn again.  Raises as `pause`."""
+    _want(key, action=records.RUN)
+    lock = Lock(records.folder_of(key) / "lock")
+    with disk_errors_explained(lock.path.parent):
+        if lock.take():
+            try:
+                now = records.read_progress(key)
+                if now.state == DownloadState.FAILED:
+                    waiting = replace(now, state=str(DownloadState.WAITING), problem="", error_code="")
+                    records.write_progress(key, waiting)
+            finally:
+                lock.release()
+
+
+def cancel(key: str) -> None:
+    """Drops it with all that it has fetched; of a finished one only the record, the model stays.  Raises as `pause`.
+
+    One that is being run is dropped by whoever runs it, in a moment.
+    """
+    _want(key, action=records.CANCEL)
+    plan = records.read_plan(key)
+    lock = Lock(records.folder_of(key) / "lock")
+    with disk_errors_explained(lock.path.parent):
+        if plan is not None and lock.take():
+            records.forget(plan)
+            lock.release()
+            records.sweep(key)
+
+
+def reorder(key: str, place: int) -> None:
+    """Moves it to a place among all downloads, from 0.  What runs already goes on.  Raises as `pause`."""
+    _plan(key)
+    with disk_errors_explained(records.downloads_dir()), records.changing():
+        order = [each for each in records.all_keys() if each != key]
+        order.insert(max(0, place), key)
+        records.write_order(order)
+
+
+def set_limit(key: str, bytes_per_s: int) -> None:
+    """Limits its speed, at once; 0 lifts the limit.  Raises as `pause`."""
+    _want(key, limit=max(0, bytes_per_s))
+
+
+def line_speed() -> float | None:
+    """Bytes per second of the last download that ran long enough to tell; None before the first."""
+    return records.read_line_speed()
+
+
+def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> Download:
+    """Fetches it, in this thread and others, until it is done, paused, cancelled or needs people.
+
+    It waits for a network that is away and for a server that is busy; it does not give up by itself.
+
+    Args:
+        on_progress: called about twice a second.
+        cancelled: stop here as after a kill: it stays a waiting download.
+
+    Returns:
+        The download as it is then.  A cancelled one is `PAUSED` with nothing done, and gone.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND` (there is no such download), `BUSY` (another process runs it).
+    """
+    raise NotImplementedError
+
+
+def run_queue(*, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> list[Download]:
+    """Runs all that wait, in their order and one at a time, also those that are added meanwhile; returns what it ran.
+
+    One that fails is left for people, one that another process runs to that process.
+    """
+    ran: list[Download] = []
+    while not cancelled():
+        waiting = [each for each in downloads() if each.state is DownloadState.WAITING]
+        if not waiting:
+            break
+        with contextlib.suppress(EngineError):  # taken by another process, or cancelled, just now
+            ran.append(run(waiting[0].key, on_progress=on_progress, cancelled=cancelled))
+    return ran
+
+
+def _plan(key: str) -> Plan:
+    plan = records.read_plan(key)
+    if plan is None:
+        raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no download {key!r}: it was finished or cancelled.")
+    return plan
+
+
+def _download(key: str) -> Download:
+    order = records.all_keys()
+    return _describe(_plan(key), order.index(key) if key in order else len(order))
+
+
+def _want(key: str, *, action: str | None = None, limit: int | None = None) -> None:
+    _plan(key)
+    with disk_errors_explained(records.downloads_dir()), records.changing():
+        now = records.read_wanted(key)
+        records.write_wanted(
+            key, Wanted(now.action if action is None else action, now.limit_bytes_per_s if limit is None else limit)
+        )
+
+
+def _describe(plan: Plan, place: int) -> Download:
+    wanted, progress, live = records.read_wanted(plan.key), records.read_progress(plan.key), records.is_run(plan.key)
+    if live:
+        state = DownloadState.RUNNING
+    elif progress.state in (DownloadState.DONE, DownloadState.FAILED):
+        state = DownloadState(progress.state)
+    else:
+        state = DownloadState.WAITING if wanted.action == records.RUN else DownloadState.PAUSED
+    moves = live and time.time() - progress.updated < _FRESH_S
+    has_problem = live or state is DownloadState.FAILED
+    return Download(
+        key=plan.key,
+        title=plan.title,
+        reference=plan.reference,
+        state=state,
+        done_bytes=min(progress.done_bytes, plan.total_bytes),
+        total_bytes=plan.total_bytes,
+        bytes_per_s=progress.bytes_per_s if moves else 0.0,
+        eta_s=progress.eta_s if moves else None,
+        problem=progress.problem if has_problem else "",
+        error_code=progress.error_code if has_problem else "",
+        folder=plan.target,
+        order=place,
+        limit_bytes_per_s=wanted.limit_bytes_per_s,
+        is_mine=live,
+    )
+
+
+def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
+    """Where each file goes: as in the repository, but a folder that holds all weights becomes the model's own.
+
+    Raises:
+        EngineError: `CHECKPOINT_UNSAFE`.
+    """
+    weights = [PurePosixPath(file.path).parent for file in candidate.files if _is_weights(file.path)]
+    shared = weights[0] if weights and all(parent == weights[0] for parent in weights) else PurePosixPath()
+    planned: dict[str, PlannedFile] = {}
+    for file in candidate.files:
+        path = PurePosixPath(file.path)
+        place = path.relative_to(shared) if path.is_relative_to(shared) else path
+        if not _is_safe(file.path) or file.size < 0:
+            raise EngineError(
+                ErrorCode.CHECKPOINT_UNSAFE,
+                f"{candidate.repository.id} holds a file with an unusable name ({file.path[:80]!r}): choose another "
+                "repository.",
+            )
+        if str(place).casefold() in planned:
+            raise EngineError(
+                ErrorCode.CHECKPOINT_UNSAFE,
+                f"{candidate.repository.id} holds two files called {str(place)[:80]!r} where capitals do not count: "
+                "choose another repository.",
+            )
+        planned[str(place).casefold()] = PlannedFile(file.path, str(place), file.size, file.sha256.lower())
+    return tuple(planned.values())
+
+
+def _is_weights(path: str) -> bool:
+    return path.lower().endswith((".gguf", ".safetensors"))
+
+
+def _is_safe(path: str) -> bool:
+    """Whether it is a relative path that stays inside its folder on every system."""
+    parts = path.split("/")
+    return not (
+        re.search(r'[\x00-\x1f\\:*?"<>|]', path)
+        or any(part in ("", ".", "..") or part != part.rstrip(". ") for part in parts)
+        or any(len(part.encode("utf-8", "replace")) > _MOST_NAME_BYTES for part in parts)
+        or parts[0].startswith(".download-")
+        or parts[-1] == MANIFEST_NAME
+    )
+
+
+def _free_name(candidate: Candidate, folder: Path) -> str:
+    label = _plain(candidate.label)
+    name = _plain(candidate.repository.id.rpartition("/")[2])[: 90 - len(label)].rstrip("-.") or "model"
+    if label and not name.casefold().endswith(label.casefold()):
+        name = f"{name}-{label}"
+    source = f"{candidate.reference}@{candidate.repository.commit}"
+    number, free = 1, name
+    while (folder / free).exists():
+        manifest = read_manifest(folder / free)
+        if manifest is not None and manifest.source == source:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{candidate.reference} is on this PC already, as {free}.")
+        number += 1
+        free = f"{name}-{number}"
+    return free
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")
+
+
+def _check_name(name: str, folder: Path) -> None:
+    check_new_name(name)
+    if (folder / name).exists():
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder / name} exists already: choose another name.")
+    others = [
+        plan for each in records.all_keys() if (plan := records.read_plan(each)) is not None and plan.work.exists()
+    ]
+    if any(plan.target == folder / name for plan in others):
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"Another download will be called {name!r}: choose another name.")

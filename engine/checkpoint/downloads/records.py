@@ -1,0 +1,318 @@
+"""What lies on disk of each download, so that a window, a terminal and whoever comes after a crash share it.
+
+downloads/order.json      keys, first to last
+downloads/line.json       how fast the line was at last
+downloads/KEY/download.json   what is fetched, from where, to where; never changes
+downloads/KEY/wanted.json     what people want of it; whoever runs it looks several times a second
+downloads/KEY/progress.json   how far it is; written by whoever runs it
+downloads/KEY/journal         its verified parts
+downloads/KEY/lock            held by the process that runs it, and gone with that process
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.checkpoint.hub.repository import RepoFile, Repository
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import NewFile, new_folder, private_folder, try_lock, unlock
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.json_fields import from_fields
+from engine.common.paths import data_dir
+
+_MAX_JSON_BYTES = 32 * 2**20
+_LOOK_S = 0.02
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file to fetch: `path` in the repository, `place` in the model's folder, both with `/`."""
+
+    path: str
+    place: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a download fetches.  It is decided once: a repository that changes later changes nothing.
+
+    Attributes:
+        folder: the folder of models; the model becomes `folder/name`.
+        created: seconds since the epoch.
+    """
+
+    key: str
+    title: str
+    reference: str
+    hub: str
+    id: str
+    commit: str
+    endpoint: str
+    gated: bool
+    folder: str
+    name: str
+    created: float
+    files: tuple[PlannedFile, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def target(self) -> Path:
+        """Where the finished model is."""
+        return Path(self.folder) / self.name
+
+    @property
+    def work(self) -> Path:
+        """Where its files are until all are verified: on the same disk, so that the end is one rename."""
+        return Path(self.folder) / f".download-{self.key}"
+
+    @property
+    def source(self) -> str:
+        """Its origin, for the manifest."""
+        return f"{self.reference}@{self.commit}" if self.commit else self.reference
+
+    @property
+    def repository(self) -> Repository:
+        """Enough of the repository to ask for its files."""
+        files = tuple(RepoFile(file.path, file.size, file.sha256) for file in self.files)
+        return Repository(self.hub, self.id, self.commit, files, "", "", self.gated, endpoint=self.endpoint)
+
+
+RUN, PAUSE, CANCEL = "run", "pause", "cancel"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What people want of a download: `run`, `pause` or `cancel`, and its limit in bytes per second (0: none)."""
+
+    action: str = RUN
+    limit_bytes_per_s: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a download is.
+
+    Attributes:
+        state: a `DownloadState`.
+        done_bytes: received and not found wrong.
+        eta_s: None while nobody can tell.
+        problem, error_code: a sentence and an `ErrorCode`, or what it is waiting for; empty if all is well.
+        updated: seconds since the epoch.
+    """
+
+    state: str = "waiting"
+    done_bytes: int = 0
+    bytes_per_s: float = 0.0
+    eta_s: float | None = None
+    problem: str = ""
+    error_code: str = ""
+    connections: int = 0
+    updated: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _LineSpeed:
+    bytes_per_s: float = 0.0
+    measured: float = 0.0
+
+
+@dataclass(slots=True)
+class Lock:
+    """A lock file that dies with its process."""
+
+    path: Path
+    _descriptor: int = field(default=-1, init=False)
+
+    def take(self, patience_s: float = 0.0) -> bool:
+        """Takes the lock, if it becomes free in time.
+
+        Raises:
+            OSError: the file cannot be created.
+        """
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        deadline = time.monotonic() + patience_s
+        while not try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return False
+            time.sleep(_LOOK_S)
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        unlock(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def downloads_dir() -> Path:
+    """The folder of all downloads."""
+    return data_dir() / "downloads"
+
+
+def folder_of(key: str) -> Path:
+    """The folder of one download, which may not exist."""
+    return downloads_dir() / key
+
+
+@contextlib.contextmanager
+def changing() -> Iterator[None]:
+    """The right to change the list of downloads or what people want of one: for moments only.
+
+    Raises:
+        EngineError: `BUSY`.
+        OSError: the data folder cannot be written.
+    """
+    private_folder(downloads_dir())
+    lock = Lock(downloads_dir() / "lock")
+    if not lock.take(10.0):
+        raise EngineError(ErrorCode.BUSY, "Another Switchyard is changing the downloads: try again in a moment.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def all_keys() -> list[str]:
+    """All downloads, first to last; those that the list does not know, oldest first, behind the others."""
+    try:
+        found = [entry.name for entry in downloads_dir().iterdir() if (entry / "download.json").is_file()]
+    except OSError:
+        return []
+    known = {key: place for place, key in enumerate(_read(downloads_dir() / "order.json", _Order()).keys)}
+
+    def place(key: str) -> tuple[int, float]:
+        plan = read_plan(key) if key not in known else None
+        return known.get(key, len(known)), plan.created if plan is not None else 0.0
+
+    return sorted(found, key=place)
+
+
+def write_order(order: list[str]) -> None:
+    """Replaces the order of all downloads."""
+    write_record(downloads_dir() / "order.json", _Order(tuple(order)))
+
+
+def read_plan(key: str) -> Plan | None:
+    """What a download fetches; None if there is no such download, or its file is damaged."""
+    try:
+        found: Plan = from_fields(Plan, parse_json(read_foreign(folder_of(key) / "download.json", _MAX_JSON_BYTES)))
+    except (EngineError, OSError, LookupError, TypeError, ValueError):
+        return None
+    return found if found.key == key else None
+
+
+def write_plan(plan: Plan) -> None:
+    """Writes it for good."""
+    private_folder(folder_of(plan.key))
+    write_record(folder_of(plan.key) / "download.json", plan)
+
+
+def read_wanted(key: str) -> Wanted:
+    """What people want of a download."""
+    return _read(folder_of(key) / "wanted.json", Wanted())
+
+
+def write_wanted(key: str, wanted: Wanted) -> None:
+    """Says what people want of a download."""
+    write_record(folder_of(key) / "wanted.json", wanted)
+
+
+def read_progress(key: str) -> Progress:
+    """How far a download is."""
+    return _read(folder_of(key) / "progress.json", Progress())
+
+
+def write_progress(key: str, progress: Progress) -> None:
+    """Says how far a download is.  Only who holds its lock may.
+
+    Without waiting for the disk: this is written all the time, and a lost one does not matter.
+    """
+    file = folder_of(key) / "progress.json"
+    new = file.with_suffix(".new")
+    with contextlib.suppress(OSError):  # a full disk must not stop what has its space already
+        new.write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        new.replace(file)
+
+
+def read_line_speed() -> float | None:
+    """Bytes per second of the last download that ran long enough to tell; None before."""
+    return _read(downloads_dir() / "line.json", _LineSpeed()).bytes_per_s or None
+
+
+def write_line_speed(bytes_per_s: float) -> None:
+    """Keeps a measured speed."""
+    with contextlib.suppress(OSError):
+        write_record(downloads_dir() / "line.json", _LineSpeed(bytes_per_s, time.time()))
+
+
+def is_run(key: str) -> bool:
+    """Whether a process runs it."""
+    lock = Lock(folder_of(key) / "lock")
+    try:
+        if not lock.path.exists():
+            return False
+        if lock.take():
+            lock.release()
+            return False
+    except OSError:
+        return False
+    return True
+
+
+def forget(plan: Plan) -> None:
+    """Deletes a download and what it has fetched; the finished model stays.  The caller holds its lock."""
+    shutil.rmtree(plan.work, ignore_errors=True)
+    folder = folder_of(plan.key)
+    (folder / "download.json").unlink(missing_ok=True)  # first: without it the rest is nothing
+    for file in folder.iterdir():
+        if file.name != "lock":
+            with contextlib.suppress(OSError):
+                file.unlink()
+
+
+def sweep(key: str) -> None:
+    """Deletes the folder of a forgotten download."""
+    if not (folder_of(key) / "download.json").exists():
+        shutil.rmtree(folder_of(key), ignore_errors=True)
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Writes a dataclass as JSON.
+
+    Raises:
+        OSError: the old file is unchanged.
+    """
+    new_folder(path.parent)
+    with NewFile(path, private=True) as new:
+        new.path.write_text(json.dumps(asdict(record)), encoding="utf-8")
+        new.take_place()
+
+
+def _read(path: Path, otherwise: _Record) -> _Record:
+    try:
+        found: _Record = from_fields(type(otherwise), parse_json(read_foreign(path, _MAX_JSON_BYTES)))
+    except (EngineError, OSError, LookupError, TypeError, ValueError, AttributeError):
+        return otherwise
+    return found

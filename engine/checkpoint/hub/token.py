@@ -1,0 +1,91 @@
+"""Tokens of hubs, each for one host: in the system's keyring where there is one, else for this run alone.
+
+A token is for the host it was saved for. It goes into no log, no file of Switchyard's and no other host's requests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from urllib.parse import urlsplit
+
+from engine.common.errors import EngineError, ErrorCode
+
+_SERVICE = "Switchyard"
+_VARIABLE = "SWITCHYARD_HUB_TOKENS"
+_TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
+_HUGGINGFACE, _MODELSCOPE = "huggingface.co", ("modelscope.cn", "www.modelscope.cn")
+
+_this_run: dict[str, str] = {}
+
+
+def read_token(host: str) -> str:
+    """The token for a host such as `huggingface.co`, or an empty string.
+
+    What was saved here comes first, then what the hub's own programs would use.
+    """
+    host = host.lower()
+    return _this_run.get(host) or _inherited().get(host) or _in_keyring(host) or _of_other_programs(host)
+
+
+def save_token(host: str, token: str) -> bool:
+    """Keeps a token for a host; returns whether it stays after this run.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` (this cannot be a token).
+    """
+    host, token = host.lower(), token.strip()
+    if not _TOKEN.fullmatch(token):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, "This is not a token: copy it again from the hub's settings page, in one piece."
+        )
+    _this_run[host] = token
+    with contextlib.suppress(Exception):  # a keyring is the system's: what its backends raise is not documented
+        import keyring
+
+        keyring.set_password(_SERVICE, host, token)
+    return _in_keyring(host) == token  # a backend may accept and keep nothing
+
+
+def forget_token(host: str) -> None:
+    """Removes what `save_token` kept."""
+    host = host.lower()
+    _this_run.pop(host, None)
+    with contextlib.suppress(Exception):  # there may be none, or no keyring
+        import keyring
+
+        keyring.delete_password(_SERVICE, host)
+
+
+def for_child() -> dict[str, str]:
+    """Environment variables that hand this run's tokens to a process started by this one."""
+    tokens = {**_inherited(), **_this_run}
+    return {_VARIABLE: json.dumps(tokens)} if tokens else {}
+
+
+def _inherited() -> dict[str, str]:
+    with contextlib.suppress(ValueError, AttributeError):
+        return {str(host): str(token) for host, token in json.loads(os.environ.get(_VARIABLE) or "{}").items()}
+    return {}
+
+
+def _in_keyring(host: str) -> str:
+    with contextlib.suppress(Exception):  # as above: none, locked, or without a session to ask in
+        import keyring
+
+        return keyring.get_password(_SERVICE, host) or ""
+    return ""
+
+
+def _of_other_programs(host: str) -> str:
+    """What `hf auth login` stored for the hub itself; for a mirror only what stands beside it in the environment."""
+    if host in _MODELSCOPE:
+        return os.environ.get("MODELSCOPE_API_TOKEN", "").strip()
+    if host == _HUGGINGFACE:
+        from huggingface_hub import get_token
+
+        return get_token() or ""
+    mirror = urlsplit(os.environ.get("HF_ENDPOINT", "")).hostname or ""
+    return os.environ.get("HF_TOKEN", "").strip() if host == mirror else ""
