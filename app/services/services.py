@@ -22,6 +22,7 @@ from app.theme import ThemeController
 if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs
     from app.services.batch_sample import BatchSample
+    from app.services.downloads import Downloads
     from app.services.hub import Hub
     from app.services.library import Library
     from app.services.tuning import Tuning
@@ -105,6 +106,13 @@ class Services:
 
         return Hub()
 
+    @cached_property
+    def downloads(self) -> Downloads:
+        """The queue of downloads."""
+        from app.services.downloads import Downloads
+
+        return Downloads()
+
     def close(self) -> None:
         """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
@@ -112,10 +120,9 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        if "library" in made:
-            self.library.close()
-        if "hub" in made:
-            self.hub.close()
+        for name in ("downloads", "library", "hub"):
+            if name in made:
+                made[name].close()
         self.telemetry.close()
         for service in (self.token_counter, self.download, self.hardware_change, self.tuning_outrun, self.model_start):
             service.close()

@@ -1,0 +1,311 @@
+"""Downloads of models: done by a process of their own, and followed through the small files that it writes.
+
+They belong to no page and to no process: the window starts one that works through the queue whenever something waits,
+stops it when it closes, and shows downloads that a terminal runs as well.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+
+from app.services.background import LatestTask, TaskQueue
+from engine.common.errors import EngineError
+from engine.common.paths import python_module
+
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.queue import Download
+    from engine.checkpoint.hub import Candidate
+
+LOOK_MS = 500
+IDLE_LOOK_MS = 3000
+"""While nothing is to be done: a terminal may begin a download at any time."""
+START_AGAIN_MS = 5000
+MOST_STARTS = 5
+"""In a row, of a process that ends with something left to do."""
+TERMINATE_MS = 3000
+
+
+class Downloads(QObject):
+    """Signals:
+    changed: `entries` are new.
+    finished(Download): one is complete.
+    problem(str): something that was asked for could not be done, or the process does not run.
+    """
+
+    changed = Signal()
+    finished = Signal(object)
+    problem = Signal(str)
+
+    def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
+        """`command` replaces the installed command line."""
+        super().__init__(parent)
+        own, self._variables = python_module("engine.cli")
+        self._command = command or [*own, "models", "pull", "--queue", "--json"]
+        self._entries: tuple[Download, ...] | None = None
+        self._looking, self._asking = LatestTask(self), TaskQueue(self)
+        self._process: QProcess | None = None
+        self._starts = 0
+        self._forgotten: set[str] = set()
+        self._limit = 0
+        self._is_watched = False
+        self._closing = threading.Event()
+        self._timer = QTimer(self, interval=IDLE_LOOK_MS)
+        self._timer.timeout.connect(self._look)
+        self._again = QTimer(self, singleShot=True)
+        self._again.timeout.connect(self._look)
+
+    @property
+    def entries(self) -> tuple[Download, ...]:
+        """All downloads that are not done, in their order."""
+        return self._entries or ()
+
+    @property
+    def limit(self) -> int:
+        """Bytes a second for each download; 0 for no limit."""
+        return self._limit
+
+    @property
+    def is_running(self) -> bool:
+        """Whether our process runs."""
+        return self._process is not None
+
+    def begin(self) -> None:
+        """Goes on with the downloads that an earlier window left."""
+        self._look()
+
+    def watch(self, *, on: bool) -> None:
+        """Looks for downloads that others begin, such as a terminal, as long as somebody sees them."""
+        self._is_watched = on
+        if on:
+            self._look()
+
+    def entry(self, key: str) -> Download | None:
+        """The download of this key."""
+        return next((one for one in self.entries if one.key == key), None)
+
+    # --- what people want -----------------------------------------------------------------------------
+
+    def add(self, candidate: Candidate, then: Callable[[Download], object] = lambda _download: None) -> None:
+        """Puts a candidate into the queue; `then` gets its download."""
+
+        def doing() -> Download:
+            from engine.checkpoint.downloads.queue import add
+
+            return self._limited(add(candidate))
+
+        self._starts = 0
+        self._ask(doing, then)
+
+    def add_reference(self, reference: str, then: Callable[[Download], object] = lambda _download: None) -> None:
+        """As `add`, for what a reference such as `ORG/NAME:Q4_K_M` means; asks the hub first."""
+
+        def doing() -> Download:
+            from engine.checkpoint.downloads.queue import add
+            from engine.checkpoint.hub import find_candidate
+
+            return self._limited(add(find_candidate(reference, cancelled=self._closing.is_set)))
+
+        self._starts = 0
+        self._ask(doing, then)
+
+    def pause(self, key: str) -> None:
+        """Stops a download, which keeps what it has."""
+
+        def doing() -> None:
+            from engine.checkpoint.downloads.queue import pause
+
+            pause(key)
+
+        self._ask(doing)
+
+    def resume(self, key: str) -> None:
+        """Goes on with a download that was paused or has failed."""
+
+        def doing() -> None:
+            from engine.checkpoint.downloads.queue import resume
+
+            resume(key)
+
+        self._starts = 0
+        self._ask(doing)
+
+    def cancel(self, key: str) -> None:
+        """Gives a download up, with everything that was fetched of it."""
+
+        def doing() -> None:
+            from engine.checkpoint.downloads.queue import cancel
+
+            cancel(key)
+
+        self._ask(doing)
+
+    def forget(self, key: str) -> None:
+        """Drops the record of a download that is done; its model stays."""
+        if key not in self._forgotten:
+            self._forgotten.add(key)
+            self.cancel(key)
+
+    def move(self, key: str, place: int) -> None:
+        """Puts a download at this place of `entries`."""
+        if not 0 <= place < len(self.entries):
+            return
+        among_all = self.entries[place].order
+
+        def doing() -> None:
+            from engine.checkpoint.downloads.queue import reorder
+
+            reorder(key, among_all)
+
+        self._ask(doing)
+
+    def set_limit(self, bytes_per_s: int) -> None:
+        """Limits every download, also those that are added later, to so many bytes a second; 0 for no limit."""
+        self._limit = bytes_per_s
+        keys = [one.key for one in self.entries]
+
+        def doing() -> None:
+            from engine.checkpoint.downloads.queue import set_limit
+
+            for key in keys:
+                set_limit(key, bytes_per_s)
+
+        self._ask(doing)
+
+    def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
+        """Keeps a hub's token, with which all downloads go on; `then` gets whether it stays after this run."""
+
+        def doing() -> bool:
+            from engine.checkpoint.hub.token import save_token
+
+            return save_token(host, token)
+
+        def done(stays: bool) -> None:
+            if self._process is not None:
+                self._starts = 0
+                self._process.terminate()  # it has the old tokens; another is started
+            then(stays)
+
+        self._ask(doing, done)
+
+    def close(self) -> None:
+        """Stops our process; the downloads go on at the next start."""
+        self._closing.set()
+        self._timer.stop()
+        self._again.stop()
+        self._looking.close()
+        self._asking.close()
+        process = self._process
+        if process is not None:
+            process.terminate()
+            if not process.waitForFinished(TERMINATE_MS):
+                process.kill()
+                process.waitForFinished(TERMINATE_MS)
+
+    def _limited(self, download: Download) -> Download:
+        """With the limit that holds for all; runs in the background."""
+        from engine.checkpoint.downloads.queue import set_limit
+
+        if self._limit:
+            set_limit(download.key, self._limit)
+        return download
+
+    # --- following --------------------------------------------------------------------------------------
+
+    def _ask(self, doing: Callable[[], object], then: Callable[..., object] = lambda _result: None) -> None:
+        def done(result: object) -> None:
+            self._look()
+            then(result)
+
+        self._asking.add(doing, done, self._on_failed)
+
+    def _on_failed(self, error: Exception) -> None:
+        if not isinstance(error, EngineError):
+            raise error
+        self.problem.emit(error.message)
+        self._look()
+
+    def _look(self) -> None:
+        if not self._looking.is_busy and not self._closing.is_set():
+            self._looking.ask(read_downloads, self._on_read, self._on_failed_look)
+
+    def _on_failed_look(self, error: Exception) -> None:
+        if not isinstance(error, EngineError | OSError):
+            raise error  # a folder that cannot be read now is looked at again
+
+    def _on_read(self, found: tuple[Download, ...]) -> None:
+        from engine.checkpoint.downloads.queue import DownloadState
+
+        before = {one.key: one for one in self.entries}
+        known = self._entries is not None
+        unfinished = tuple(one for one in found if one.state is not DownloadState.DONE)
+        if unfinished != self._entries:
+            self._entries = unfinished
+            self.changed.emit()
+        for one in found:
+            if one.state is DownloadState.DONE:
+                self.forget(one.key)
+                if known and one.key in before:
+                    self.finished.emit(one)
+        waits = any(one.state in (DownloadState.WAITING, DownloadState.RUNNING) for one in unfinished)
+        if waits and not any(one.is_mine for one in unfinished):
+            self._start()
+        if waits or self._is_watched or self._process is not None:
+            self._timer.start(LOOK_MS if waits else IDLE_LOOK_MS)
+        else:
+            self._timer.stop()
+
+    # --- the process --------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._process is not None or self._again.isActive() or self._closing.is_set():
+            return
+        if self._starts >= MOST_STARTS:
+            return
+        from engine.checkpoint.hub.token import for_child
+
+        self._starts += 1
+        process = QProcess(self)
+        environment = QProcessEnvironment.systemEnvironment()
+        for name, value in (self._variables | for_child()).items():
+            environment.insert(name, value)
+        process.setProcessEnvironment(environment)
+        process.setStandardOutputFile(QProcess.nullDevice())  # its files say everything
+        process.setStandardErrorFile(QProcess.nullDevice())
+        process.finished.connect(self._on_ended)
+        process.errorOccurred.connect(self._on_error)
+        self._process = process
+        process.start(self._command[0], self._command[1:])
+
+    def _on_error(self, error: QProcess.ProcessError) -> None:
+        if error == QProcess.ProcessError.FailedToStart:
+            self._forget()
+            self._timer.stop()
+            self.problem.emit(self.tr("Downloads could not be started: reinstall Switchyard."))
+
+    def _on_ended(self, code: int, _status: QProcess.ExitStatus) -> None:
+        self._forget()
+        if self._closing.is_set():
+            return
+        if code == 0 or not self._starts:
+            self._starts = 0
+            self._again.start(LOOK_MS)
+        elif self._starts < MOST_STARTS:
+            self._again.start(START_AGAIN_MS)
+        else:
+            self.problem.emit(self.tr("The downloads stopped and could not be started again; try Resume."))
+
+    def _forget(self) -> None:
+        if self._process is not None:
+            self._process.deleteLater()
+            self._process = None
+
+
+def read_downloads() -> tuple[Download, ...]:
+    """All downloads, from the files on disk."""
+    from engine.checkpoint.downloads.queue import downloads
+
+    return tuple(downloads())
