@@ -33,6 +33,7 @@ from engine.common.paths import data_dir, log_dir, own_dirs
 
 if TYPE_CHECKING:
     from app.services.services import Services
+    from app.views.chat.model_picker import ModelPicker
 
 _log = logging.getLogger("switchyard.window")
 translate = QCoreApplication.translate
@@ -123,10 +124,26 @@ def _chat(services: Services) -> Page:
     from app.views.chat.chat_view import ChatView
 
     the = services
-    page = ChatView(the.client, the.store, the.settings, the.answers, the.token_counter)
+    page = ChatView(the.client, the.store, the.settings, the.answers, the.token_counter, the.library, the.speeds)
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)
+    _connect_picker(page.picker, page, services)
     return page
+
+
+def _connect_picker(picker: ModelPicker, page: Page, services: Services) -> None:
+    from app.widgets.asking import before_loading
+    from app.widgets.model_dialog import ask_model
+
+    start = services.model_start
+
+    def load(model: object) -> None:
+        before_loading(services.jobs, page, lambda: start.open(str(model)))
+
+    picker.load_wanted.connect(load)
+    picker.file_wanted.connect(lambda: ask_model(page, load))
+    picker.cancel_wanted.connect(start.cancel)
+    picker.unload_wanted.connect(lambda: before_loading(services.jobs, page, start.unload))
 
 
 def _batch(services: Services) -> Page:

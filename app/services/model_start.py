@@ -8,10 +8,11 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
+from app.services.engine_request import Request
 from app.services.settings import STARTER, Settings
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.protocol import Failed
+from engine.protocol import Failed, TerminalEvent
 
 
 class ModelStart(QObject):
@@ -28,31 +29,46 @@ class ModelStart(QObject):
         self._client = client
         self._settings = settings
         self._looking = LatestTask(self)
+        self._load: Request | None = None
 
     def begin(self) -> None:
         """Starts the engine and loads the default model; the latest choice wins."""
         self._client.start()
         model = self._settings.default_model
-        self._looking.ask(lambda: _resolve(model), self._load, lambda error: self._on_not_found(model, error))
+        self._looking.ask(lambda: _resolve(model), self._begin_load, lambda error: self._on_not_found(model, error))
 
     def open(self, model: str) -> None:
         """Loads the model at a path for now, if it is one: else the one that is loaded stays."""
-        self._looking.ask(lambda: _checked(model), self._load, lambda error: self._on_not_found(model, error))
+        self._looking.ask(lambda: _checked(model), self._begin_load, lambda error: self._on_not_found(model, error))
+
+    def cancel(self) -> None:
+        """Stops loading; no model is loaded then, as the one before has made room."""
+        self._looking.forget()
+        if self._load is not None:
+            self._load.cancel()
+
+    def unload(self) -> None:
+        """Frees the memory of the model, once the answer that is being written has ended."""
+        self._looking.forget()
+        self._client.unload()
 
     def restart(self) -> None:
         """Restarts the engine with the model requested last, or else the default one."""
         load = self._client.restart()
         if load is not None:
-            load.finished.connect(self._on_finished)
-        else:  # it died before any model was requested
+            self._follow(load)
+        else:  # it died before any model was requested, or after it was unloaded
             self.begin()
 
     def close(self) -> None:
         """Waits for a running search."""
         self._looking.close()
 
-    def _load(self, path: Path) -> None:
-        load = self._client.load(wanted_config(self._settings, str(path)))
+    def _begin_load(self, path: Path) -> None:
+        self._follow(self._client.load(wanted_config(self._settings, str(path))))
+
+    def _follow(self, load: Request) -> None:
+        self._load = load
         load.finished.connect(self._on_finished)
 
     def _on_not_found(self, model: str, error: Exception) -> None:
@@ -63,7 +79,9 @@ class ModelStart(QObject):
         else:
             raise error
 
-    def _on_finished(self, event: object) -> None:
+    def _on_finished(self, event: TerminalEvent) -> None:
+        if self._load is not None and self._load.id == event.request_id:  # else another was requested meanwhile
+            self._load = None
         # The end of the engine is reported once, by the banner that offers to restart it.
         if isinstance(event, Failed) and event.code is not ErrorCode.ENGINE_DIED:
             self.problem.emit(event.message)

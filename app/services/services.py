@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from app.services.downloads import Downloads
     from app.services.hub import Hub
     from app.services.library import Library
+    from app.services.model_speeds import ModelSpeeds
     from app.services.tuning import Tuning
 
 
@@ -113,6 +114,13 @@ class Services:
 
         return Downloads()
 
+    @cached_property
+    def speeds(self) -> ModelSpeeds:
+        """How fast the models on this PC would answer."""
+        from app.services.model_speeds import ModelSpeeds
+
+        return ModelSpeeds(self.settings)
+
     def close(self) -> None:
         """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
@@ -120,7 +128,7 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        for name in ("downloads", "library", "hub"):
+        for name in ("downloads", "library", "hub", "speeds"):
             if name in made:
                 made[name].close()
         self.telemetry.close()

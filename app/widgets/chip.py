@@ -1,15 +1,16 @@
-"""A pill with a short text, such as the model's name, and a dot or warning sign before it."""
+"""A pill with a short text, such as the model's name, and a dot or warning sign before it; one can be pressed."""
 
 from __future__ import annotations
 
 from PySide6.QtCore import QSize, Qt
 from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QWidget
 
 from app.icons import IconMark
 from app.theme import ColourName, themed
 
 SIGN_PX = 14
+WIDEST_PX = 340
 
 
 class Dot(QWidget):
@@ -97,7 +98,7 @@ class Chip(QFrame):
         self._dot.hide()
         self._sign.hide()
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
-        self.setMaximumWidth(340)
+        self.setMaximumWidth(WIDEST_PX)
 
     @property
     def text(self) -> str:
@@ -112,3 +113,44 @@ class Chip(QFrame):
         self._sign.setVisible(warns)
         self.setToolTip(tip)
         self.setAccessibleName(f"{text}. {tip}" if tip else text)
+
+
+class ChipButton(QPushButton):
+    """The same as a button that opens something: a dot, a text, a chevron."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.setProperty("kind", "chip")
+        self._dot = Dot(self)
+        self._label = ElidedLabel(self)
+        self._label.setProperty("role", "secondary")
+        self._row = row = QHBoxLayout(self)
+        row.setContentsMargins(12, 0, 10, 0)
+        row.setSpacing(7)
+        for widget in (self._dot, self._label, IconMark("chevron-down", "muted", SIGN_PX, self)):
+            widget.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)
+            row.addWidget(widget)
+        self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
+        self.setMaximumWidth(WIDEST_PX)
+
+    @property
+    def words(self) -> str:
+        return self._label.full_text
+
+    def show_text(self, text: str, *, dot: ColourName, tip: str = "") -> None:
+        """Change the contents."""
+        self._label.set_full_text(text)
+        self._dot.set_colour(dot)
+        self.setToolTip("\n".join(filter(None, (text, tip))))
+        self.setAccessibleName(text)
+        self.setAccessibleDescription(tip)
+        self.updateGeometry()
+
+    def sizeHint(self) -> QSize:
+        return self._with_own_height(self._row.sizeHint())
+
+    def minimumSizeHint(self) -> QSize:
+        return self._with_own_height(self._row.minimumSize())
+
+    def _with_own_height(self, inside: QSize) -> QSize:
+        return QSize(inside.width(), max(super().sizeHint().height(), inside.height() + 8))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QMimeData
 
-_SUFFIX = ".gguf"
+SUFFIX = ".gguf"
 _CONFIG = "config.json"
 
 
@@ -16,4 +16,4 @@ def dropped_model(data: QMimeData) -> Path | None:
     if len(urls) != 1 or not urls[0].isLocalFile():
         return None
     path = Path(urls[0].toLocalFile())
-    return path if path.suffix.lower() == _SUFFIX or (path / _CONFIG).is_file() else None
+    return path if path.suffix.lower() == SUFFIX or (path / _CONFIG).is_file() else None

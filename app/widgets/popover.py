@@ -1,4 +1,4 @@
-"""A small card inside the window that opens above a button and closes with Esc or a click elsewhere."""
+"""A small card inside the window that opens at a button and closes with Esc or a click elsewhere."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Popover(QFrame):
     def __init__(self, title: str, page: QWidget) -> None:
         super().__init__(page)
         self._button: QWidget | None = None
+        self.least_width = 0
+        """Where the page has room for it."""
         self.setObjectName("popover")
         self.setAccessibleName(title)
         self._content = QWidget(self)
@@ -35,8 +37,8 @@ class Popover(QFrame):
         self.column.addWidget(heading)
         self.hide()
 
-    def open_above(self, button: QWidget) -> None:
-        """Show it above `button`, within the page."""
+    def open_at(self, button: QWidget) -> None:
+        """Show it above `button`, or below one that is near the top, within the page."""
         page = self.parentWidget()
         if page is None:
             return
@@ -50,18 +52,21 @@ class Popover(QFrame):
             application.installEventFilter(self)
 
     def _place(self) -> None:
-        """Above its button, within the page; it scrolls if the page is too small."""
+        """Beside its button, within the page; it scrolls if there is too little room."""
         page = self.parentWidget()
         if page is None or self._button is None:
             return
         frame = 2 * max(1, self.frameWidth())
-        wanted = self._content.sizeHint() + QSize(frame, frame)
-        size = wanted.boundedTo(page.size() - QSize(2 * GAP, 2 * GAP))
+        wanted = self._content.sizeHint().expandedTo(QSize(self.least_width, 0)) + QSize(frame, frame)
+        top = self._button.mapTo(page, QPoint(0, 0))
+        is_below = top.y() < page.height() - top.y() - self._button.height()
+        under = top.y() + self._button.height() + GAP
+        size = wanted.boundedTo(page.size() - QSize(2 * GAP, GAP + (under if is_below else GAP)))
         bar = self._scroll.verticalScrollBar().sizeHint().width()
         if size.height() < wanted.height():
             size.setWidth(min(wanted.width() + bar, page.width() - 2 * GAP))
         self.resize(size)
-        at = self._button.mapTo(page, QPoint(0, -size.height() - GAP))
+        at = QPoint(top.x(), under if is_below else top.y() - size.height() - GAP)
         at.setX(max(GAP, min(at.x(), page.width() - size.width() - GAP)))
         at.setY(max(GAP, min(at.y(), page.height() - size.height() - GAP)))
         self.move(at)

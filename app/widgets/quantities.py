@@ -17,6 +17,13 @@ def memory(amount: int) -> str:
     return f"{number(amount / _MIB, 0)} MB"
 
 
+def file_size(amount: int) -> str:
+    """Bytes on a disk or a line, in the powers of 1000 that those are sold in: `18.6 GB`, `93 MB`."""
+    if amount >= 1e9:
+        return f"{figures(amount / 1e9)} GB"
+    return f"{number(amount / 1e6, 0 if amount >= 1e6 else 1)} MB"
+
+
 def used_of(used: int, total: int) -> str:
     """`7.1 of 8.0 GB`."""
     return f"{number(used / _GIB, 1)} / {number(total / _GIB, 1)} GB"

@@ -161,7 +161,7 @@ class SamplingPopover(Popover):
     def edit(self, sampling: SamplingParams | None, button: QWidget) -> None:
         """Open with these settings; None means the model's own."""
         self.fill(sampling or self.own)
-        self.open_above(button)
+        self.open_at(button)
         self.temperature.setFocus()
 
     def set_own(self, own: SamplingParams) -> None:

@@ -11,7 +11,17 @@ from app.services.engine_request import ChatAnswer, Request, TuningRun
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.protocol import ChatMessage, Failed, Finished, FinishReason, Generate, LoadModel, Progress, Token
+from engine.protocol import (
+    ChatMessage,
+    Failed,
+    Finished,
+    FinishReason,
+    Generate,
+    LoadModel,
+    Progress,
+    Token,
+    UnloadModel,
+)
 from engine.tuning.messages import StartTuning, Until
 from engine.tuning.result import TuningKind
 
@@ -88,6 +98,11 @@ class ScriptedEngine(QObject):
         self.tunings.append(TuningRun(command, self._cancel, self))
         self.set_state(EngineState.BUSY)
         return self.tunings[-1]
+
+    def unload(self) -> Request:
+        self.model = None
+        self.state_changed.emit(self.state)
+        return Request(UnloadModel("u"), self._cancel, self)
 
     def load(self, config: EngineConfig) -> Request:
         self.loads.append(Request(LoadModel(f"l{len(self.loads)}", config), self._cancel, self))

@@ -29,7 +29,7 @@ class ScriptedEngine:
         self.info = None
         if config.model == "missing":
             raise EngineError(ErrorCode.MODEL_NOT_FOUND, "There is no model 'missing'.")
-        for step in range(10_000 if config.model == "slow" else 3):
+        for step in range(10_000 if os.path.basename(config.model) == "slow" else 3):
             if cancelled():
                 raise RequestCancelled
             on_progress(step, 10_000)

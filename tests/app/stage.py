@@ -15,6 +15,7 @@ from unittest.mock import patch
 from PySide6.QtCore import QEventLoop, QSize, QTimer, Signal
 from PySide6.QtWidgets import QApplication, QWidget
 
+import app.services.library as library
 import app.services.planning as planning
 import app.services.tuning as tuning
 from app.main import page_entries
@@ -35,6 +36,7 @@ from app.views.tune.step_bar import TIMED
 from app.widgets.asking import ask
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
+from engine.checkpoint.library import LibraryEntry, Listing
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
@@ -45,6 +47,7 @@ from tests.app import tuning_results as made
 from tests.app.cache_reports import report
 from tests.app.recorded import STEP_NS, decoded, expert_map, sample, steady_devices
 from tests.app.scripted_batches import ScriptedBatches, row
+from tests.app.scripted_engine import STARTER
 
 PATIENCE_S = 30.0
 GIB = 2**30
@@ -417,6 +420,40 @@ def _models(stage: Stage) -> None:
     stage.window.show_page(MODELS)
 
 
+LIBRARY = tuple(
+    LibraryEntry(name, Path("/models") / name, bytes_on_disk=size, precision_words=words, **more)  # type: ignore[arg-type]
+    for name, size, words, more in (
+        ("starter", 93_000_000, "bf16", {"measured_tokens_per_s": 38.4}),
+        ("gpt-oss-20b", 12_100_000_000, "MXFP4", {"measured_tokens_per_s": 31.2}),
+        ("Qwen3-30B-A3B-Instruct-2507", 18_560_000_000, "Q4_K_M", {}),
+        ("Granite-4.0-H-Small", 19_400_000_000, "Q4_K_M", {"origin": "LM Studio"}),
+        ("Mixtral-8x7B-Instruct-v0.1-with-a-name-that-someone-made-much-too-long-for-any-list", 0, "bf16", {}),
+        ("half-a-copy", 3_000_000_000, "", {"problem": "model-00002-of-00003.safetensors is missing."}),
+    )
+)
+
+
+def _chat_models(stage: Stage) -> None:
+    """The list of models, of which one is loaded and one is too slow to be looked at."""
+    picker, services = stage.chat.picker, stage.services
+    stage.engine.model = replace(STARTER, path=str(LIBRARY[0].path))
+    stage.engine.model_loaded.emit(stage.engine.model)
+    with patch.object(library, "_look_around", lambda _: Listing(LIBRARY)), patch.object(services.speeds, "ask"):
+        stage.chat.choose_model()
+        stage.until(lambda: picker.choices.all)
+    services.speeds.found.emit(str(LIBRARY[2].path), 24.6, False)
+
+
+def _chat_loading(stage: Stage) -> None:
+    _chat_models(stage)
+    stage.engine.model = None
+    stage.engine.start_loading(0.43)
+
+
+def _chat_no_model(stage: Stage) -> None:
+    stage.engine.unload()
+
+
 SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-empty": lambda stage: None,
     "chat-conversation": lambda stage: stage.open_conversation(),
@@ -428,6 +465,9 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-list": _chat_list,
     "chat-system-prompt": _chat_system_prompt,
     "chat-sampling": _chat_sampling,
+    "chat-models": _chat_models,
+    "chat-loading": _chat_loading,
+    "chat-no-model": _chat_no_model,
     "chat-banners": _banners,
     "chat-no-starter": _starter,
     "batch-empty": lambda stage: stage.window.show_page(BATCH),

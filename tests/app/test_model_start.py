@@ -118,3 +118,23 @@ def test_a_model_that_is_opened_by_hand(
         service.open(str(write_tiny_checkpoint(tmp_path / "other")))
     assert client.model.name.endswith("other")
     assert settings.default_model == "mine"
+
+
+def test_loading_is_cancelled_and_a_model_unloaded(
+    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
+) -> None:
+    service, client = start
+    _model("slow")
+    settings.default_model = "slow"
+    service.begin()
+    qtbot.waitUntil(lambda: client.loading is not None, timeout=20_000)
+    with qtbot.assertNotEmitted(service.problem):
+        service.cancel()
+        qtbot.waitUntil(lambda: client.state is EngineState.READY, timeout=20_000)
+    assert client.model is None
+    service.cancel()  # nothing loads: without effect
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        service.open(str(write_tiny_checkpoint(models_dir() / "good")))
+    service.unload()
+    qtbot.waitUntil(lambda: client.model is None, timeout=20_000)
+    assert client.state is EngineState.READY

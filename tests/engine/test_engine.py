@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.common.config import EngineConfig, SamplingParams
@@ -63,6 +64,24 @@ def test_load_answer_unload(engine: Engine, tiny: Path) -> None:
     engine.unload()
     engine.unload()
     assert (engine.info, engine.kv_tokens, engine.kv_bytes) == (None, 0, 0)
+
+
+@pytest.mark.exhaustive
+def test_an_unloaded_model_gives_its_memory_back_to_the_system(engine: Engine, starter: Path) -> None:
+    process = psutil.Process()
+
+    def cycle() -> tuple[int, int]:
+        load(engine, starter)
+        ask(engine, "a question")
+        held = process.memory_info().rss
+        engine.unload()
+        return held, process.memory_info().rss
+
+    cycle()  # imports what stays
+    before = process.memory_info().rss
+    held, after = cycle()
+    assert held - before > 200e6
+    assert after - before < 0.1 * (held - before)
 
 
 def test_without_a_model(engine: Engine) -> None:

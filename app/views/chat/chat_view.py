@@ -13,6 +13,8 @@ from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
 from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
 from app.services.engine_client import EngineClient, EngineState
+from app.services.library import Library
+from app.services.model_speeds import ModelSpeeds
 from app.services.sampling_presets import own_sampling
 from app.services.settings import STARTER, Settings
 from app.services.token_counter import TokenCounter
@@ -23,13 +25,14 @@ from app.views.chat.composer import Composer
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
+from app.views.chat.model_picker import ModelPicker
 from app.views.chat.phrases import translate
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
-from app.widgets.page import BATCH, Page
+from app.widgets.page import BATCH, MODELS, Page
 from app.widgets.quantities import percent
 from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.toast import Toast
@@ -56,6 +59,8 @@ class ChatView(Page):
         settings: Settings,
         answers: AnswerQueue,
         counter: TokenCounter,
+        library: Library,
+        speeds: ModelSpeeds,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -67,6 +72,7 @@ class ChatView(Page):
         self._counter = counter
         self._counter.counted.connect(self._on_counted)
         self.title_bar = TitleBar(client, self)
+        self.picker = ModelPicker(client, settings, library, speeds, self)
         self.panel = ConversationPanel(list_model, self)
         self.transcript = Transcript(self.presenter.model, self)
         self.empty = EmptyChat(self)
@@ -142,6 +148,9 @@ class ChatView(Page):
         self.title_bar.new_chat.connect(self.new_chat)
         self.title_bar.rename.connect(self.rename)
         self.title_bar.chats_wanted.connect(self._show_chats)
+        self.title_bar.models_wanted.connect(self.choose_model)
+        self.title_bar.cancel_wanted.connect(self.picker.cancel_wanted)
+        self.picker.more_wanted.connect(lambda: self.page_wanted.emit(MODELS))
         panel.opened.connect(self._open)
         panel.searched.connect(self._search)
         panel.renamed.connect(do.rename)
@@ -154,6 +163,7 @@ class ChatView(Page):
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
         self.empty.example_chosen.connect(self._send_example)
+        self.empty.model_wanted.connect(self.choose_model)
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
@@ -185,6 +195,7 @@ class ChatView(Page):
             (QKeySequence(standard.New), self.tr("New chat"), self.new_chat),
             (QKeySequence(standard.Find), "", self.search),
             (QKeySequence("Ctrl+K"), self.tr("Search chats"), self.search),
+            (QKeySequence("Ctrl+M"), self.tr("Choose the model"), self.choose_model),
             (QKeySequence("F2"), self.tr("Rename chat"), self.rename),
             (QKeySequence("Esc"), self.tr("Stop the answer"), self._escape),
             (QKeySequence(standard.Undo), self.tr("Restore the deleted chat"), self._undo),
@@ -231,6 +242,10 @@ class ChatView(Page):
         self.presenter.keep()
         self._show_chats(True)
         self.panel.rename(self.presenter.conversation.id)
+
+    def choose_model(self) -> None:
+        """Open the list of models, or close it."""
+        self.picker.open_for(self.title_bar.model_button)
 
     def close_down(self) -> None:
         """Save everything that is only in memory; called before the window closes."""
@@ -392,7 +407,7 @@ class ChatView(Page):
             hint = self.tr("No model is loaded. You can write now; the answer follows once one is loaded.")
         else:
             hint = self.tr("{0} runs on this machine; nothing you write leaves it.").format(model.name)
-        self.empty.set_hint(hint)
+        self.empty.set_hint(hint, offer_models=model is None and state is EngineState.READY)
         self.model_note.setVisible(model is not None and model.name.casefold() == STARTER)
 
     # --- the context meter ---

@@ -65,10 +65,11 @@ class ExampleCard(QPushButton):
 class EmptyChat(QScrollArea):
     """Scrolls if the window is too small.
 
-    Signals: `example_chosen`, the text of an example.
+    Signals: `example_chosen`, the text of an example; `model_wanted`: no model is loaded, and the user wants one.
     """
 
     example_chosen = Signal(str)
+    model_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -85,6 +86,9 @@ class EmptyChat(QScrollArea):
         self._hint.setWordWrap(True)
         for label in (self._greeting, self._hint):
             label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
+        self.choose_button = QPushButton(self.tr("Choose a model"), page)
+        self.choose_button.clicked.connect(self.model_wanted)
+        self.choose_button.hide()
         self.examples = [ExampleCard(text, page) for text in self._texts()]
         for button in self.examples:
             button.clicked.connect(lambda _=False, button=button: self.example_chosen.emit(button.text()))
@@ -98,7 +102,9 @@ class EmptyChat(QScrollArea):
         column.addWidget(self._greeting)
         column.addSpacing(6)
         column.addWidget(self._hint)
-        column.addSpacing(22)
+        column.addSpacing(6)
+        column.addWidget(self.choose_button, 0, Qt.AlignmentFlag.AlignHCenter)
+        column.addSpacing(16)
         column.addLayout(self._grid)
         column.addStretch(3)
         row = QHBoxLayout(page)
@@ -109,9 +115,10 @@ class EmptyChat(QScrollArea):
         self.setWidget(page)
         self._arrange()
 
-    def set_hint(self, text: str) -> None:
-        """The line under the greeting: what is happening, or what to expect."""
+    def set_hint(self, text: str, *, offer_models: bool = False) -> None:
+        """The line under the greeting: what is happening, or what to expect; perhaps a button to choose a model."""
         self._hint.setText(text)
+        self.choose_button.setVisible(offer_models)
 
     def set_column_width(self, width: int) -> None:
         """Sets the examples' maximum width."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
+from app.models.model_choices import ModelChoice
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Message, MessageState
-from app.widgets.quantities import SEPARATOR, count, number, percent
+from app.widgets.quantities import SEPARATOR, count, file_size, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 
@@ -76,6 +77,31 @@ def trouble_text(message: Message) -> str:
 def model_text(model: ModelInfo) -> str:
     """Name and precision."""
     return f"{model.name} · {model.precision}"
+
+
+def about_text(choice: ModelChoice) -> str:
+    """What there is to know of a model before it is loaded, its speed apart."""
+    parts = [
+        file_size(choice.size_bytes) if choice.size_bytes else "",
+        choice.precision,
+        choice.origin,
+        translate("Chat", "default") if choice.is_default else "",
+        translate("Chat", "loaded") if choice.is_loaded else "",
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def origin_text(choice: ModelChoice) -> str:
+    """Where its speed comes from."""
+    if not choice.tokens_per_s or choice.problem:
+        return ""
+    return translate("Chat", "measured") if choice.is_measured else translate("Chat", "predicted")
+
+
+def choice_text(choice: ModelChoice) -> str:
+    """A model that can be chosen, in one line."""
+    speed = f"{rate(choice.tokens_per_s)} {origin_text(choice)}" if origin_text(choice) else ""
+    return ". ".join(filter(None, (choice.title, about_text(choice), speed, choice.problem)))
 
 
 def device_text(model: ModelInfo) -> str:

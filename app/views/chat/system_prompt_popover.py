@@ -32,5 +32,5 @@ class SystemPromptPopover(Popover):
         self.text.blockSignals(True)
         self.text.setPlainText(system_prompt)
         self.text.blockSignals(False)
-        self.open_above(button)
+        self.open_at(button)
         self.text.setFocus()

@@ -8,9 +8,11 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePol
 
 from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
-from app.views.chat.phrases import device_text, model_text
-from app.widgets.chip import Chip, ElidedLabel
+from app.views.chat.icon_button import IconButton
+from app.views.chat.phrases import device_text, model_text, rate
+from app.widgets.chip import Chip, ChipButton, ElidedLabel
 from app.widgets.quantities import percent
+from engine.protocol import Finished
 
 HEIGHT = 56
 SPACING_PX = 12
@@ -21,12 +23,15 @@ LEAST_TITLE_CHARACTERS = 14
 class TitleBar(QFrame):
     """Follows the engine; the title is set by the page.
 
-    Signals: `new_chat`, `rename` (the title was double-clicked), `chats_wanted` (whether to show the list of chats).
+    Signals: `new_chat`, `rename` (the title was double-clicked), `chats_wanted` (whether to show the list of chats),
+    `models_wanted` (the model's name was clicked), `cancel_wanted` (of loading).
     """
 
     new_chat = Signal()
     rename = Signal()
     chats_wanted = Signal(bool)
+    models_wanted = Signal()
+    cancel_wanted = Signal()
 
     def __init__(self, client: EngineClient, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -35,7 +40,10 @@ class TitleBar(QFrame):
         self._title = ElidedLabel(self)
         self._title.setProperty("role", "title")
         self._title.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
-        self.model_chip = Chip(self)
+        self.model_button = ChipButton(self)
+        self.model_button.clicked.connect(self.models_wanted)
+        self.cancel_button = IconButton("close", self.tr("Cancel loading"), self.cancel_wanted.emit, self)
+        self._tokens_per_s = 0.0
         self.device_chip = Chip(self)
         self.new_button = QPushButton(self)
         self.new_button.setToolTip(self.tr("Start a new chat"))
@@ -63,11 +71,13 @@ class TitleBar(QFrame):
         row.setSpacing(SPACING_PX)
         row.addWidget(self.chats_button)
         row.addWidget(self._title, 1)
-        for widget in (self.model_chip, self.device_chip, self.new_button):
+        for widget in (self.model_button, self.cancel_button, self.device_chip, self.new_button):
             row.addWidget(widget)
         self.setMinimumHeight(HEIGHT)
         for signal in (client.state_changed, client.loading_changed, client.model_loaded, client.responding_changed):
             signal.connect(self._refresh)
+        client.answered.connect(self._on_answered)
+        client.model_loaded.connect(self._on_loaded)
         self._refresh()
 
     def set_title(self, title: str) -> None:
@@ -96,23 +106,24 @@ class TitleBar(QFrame):
             self._fit()
 
     def _fit(self) -> None:
-        """When space runs out, hide the device (the model's tooltip has it), then the shortcut, then the model."""
+        """When space runs out, hide the device (the model's tooltip has it), then the shortcut; elide the model."""
         margins = self._row.contentsMargins()
         words = self._title.full_text[:LEAST_TITLE_CHARACTERS]
         room = self.width() - margins.left() - margins.right() - self._title.fontMetrics().horizontalAdvance(words)
         if not self.chats_button.isHidden():
             room -= self.chats_button.sizeHint().width() + SPACING_PX
-        chip, device = (one.sizeHint().width() + SPACING_PX for one in (self.model_chip, self.device_chip))
+        if not self.cancel_button.isHidden():
+            room -= self.cancel_button.width() + SPACING_PX
+        chip, device = (one.sizeHint().width() + SPACING_PX for one in (self.model_button, self.device_chip))
         key = self._key.sizeHint().width() + self._inside.spacing()
         self._key.show()
         new = self._inside.sizeHint().width() + SPACING_PX
-        forms = ((True, True, True), (False, True, True), (False, False, True), (False, False, False))
-        for with_device, with_key, with_model in forms:
-            needed = new - (0 if with_key else key) + (chip if with_model else 0) + (device if with_device else 0)
+        chip = min(chip, self.model_button.maximumWidth())
+        for with_device, with_key in ((True, True), (False, True), (False, False)):
+            needed = new - (0 if with_key else key) + chip + (device if with_device else 0)
             if needed <= room:
                 break
         self._key.setVisible(with_key)
-        self.model_chip.setVisible(with_model)
         self.device_chip.setVisible(with_device and self._knows_device)
         self.new_button.setMinimumWidth(self._inside.sizeHint().width())
         self.new_button.setFixedHeight(max(32, self.new_button.fontMetrics().height() + 12))
@@ -123,7 +134,8 @@ class TitleBar(QFrame):
 
     def _refresh(self) -> None:
         state, model = self._client.state, self._client.model
-        show = self.model_chip.show_text
+        show = self.model_button.show_text
+        self.cancel_button.setVisible(state is EngineState.LOADING)
         if state is EngineState.DIED:
             show(self.tr("engine stopped"), dot="miss", tip=self._client.last_error)
         elif not self._client.is_responding:
@@ -134,7 +146,8 @@ class TitleBar(QFrame):
         elif state is EngineState.STARTING:
             show(self.tr("starting the engine"), dot="cpu")
         elif model is not None:
-            show(model_text(model), dot="pcie", tip=self._model_tip())
+            speed = rate(self._tokens_per_s) if self._tokens_per_s else ""
+            show(" · ".join(filter(None, (model_text(model), speed))), dot="pcie", tip=self._model_tip())
         else:
             show(self.tr("no model loaded"), dot="idle")
         shown = model is not None and state in (EngineState.READY, EngineState.BUSY)
@@ -146,6 +159,15 @@ class TitleBar(QFrame):
             self.device_chip.show_text(text, warns=bool(note) and not model.is_tuned, tip=note)
         self._fit()
 
+    def _on_answered(self, answer: Finished) -> None:
+        if answer.tokens_per_s > 0:
+            self._tokens_per_s = answer.tokens_per_s
+            self._refresh()
+
+    def _on_loaded(self) -> None:
+        self._tokens_per_s = 0.0  # of the model before
+        self._refresh()
+
     _knows_device = False
 
     def _model_tip(self) -> str:
@@ -156,6 +178,8 @@ class TitleBar(QFrame):
         if model.experts:
             experts = self.tr("{0} experts per layer, {1} per token").format(model.experts, model.experts_per_token)
             lines.append(experts)
+        if self._tokens_per_s:
+            lines.append(self.tr("Speed: of the last answer"))
         if model.template_note:
             lines.append(model.template_note)
         return "\n".join(lines)

@@ -9,6 +9,8 @@ from pytestqt.qtbot import QtBot
 
 from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
+from app.services.library import Library
+from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
@@ -31,11 +33,13 @@ def store(qtbot: QtBot) -> Iterator[ChatStore]:
 @pytest.fixture
 def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callable[[], ChatView]:
     def build() -> ChatView:
-        settings = Settings()
+        settings, library = Settings(), Library()
+        speeds = ModelSpeeds(settings)
         answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
-        page = ChatView(engine, store, settings, answers, counter)  # type: ignore[arg-type]
+        page = ChatView(engine, store, settings, answers, counter, library, speeds)  # type: ignore[arg-type]
         page.restart_wanted.connect(ModelStart(engine, settings, page).restart)  # type: ignore[arg-type]
-        qtbot.addWidget(page, before_close_func=lambda page: (page.close_down(), counter.close()))
+        closing = (page.close_down, counter.close, library.close, speeds.close)
+        qtbot.addWidget(page, before_close_func=lambda _page: [one() for one in closing])
         page.resize(1072, 800)
         with qtbot.waitSignal(store.listed):
             page.show()

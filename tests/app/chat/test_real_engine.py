@@ -14,6 +14,8 @@ from pytestqt.qtbot import QtBot
 from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
+from app.services.library import Library
+from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
@@ -35,13 +37,15 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 @pytest.fixture
 def page(qtbot: QtBot, client: EngineClient, settings: Settings) -> Iterator[ChatView]:
     store, counter = ChatStore(), TokenCounter()
-    page = ChatView(client, store, settings, AnswerQueue(client, store), counter)
+    library, speeds = Library(), ModelSpeeds(settings)
+    page = ChatView(client, store, settings, AnswerQueue(client, store), counter, library, speeds)
     page.restart_wanted.connect(ModelStart(client, settings, page).restart)
     qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
     page.show()
     yield page
     page.close_down()
-    counter.close()
+    for service in (counter, library, speeds):
+        service.close()
     assert store.close() == 0
 
 
@@ -64,7 +68,7 @@ def test_ask_stop_kill_restart_and_go_on(page: ChatView, client: EngineClient, t
     stats = last(page).stats
     assert stats is not None
     assert stats.prompt_tokens > 0
-    assert "fp32" in page.title_bar.model_chip.text
+    assert "fp32" in page.title_bar.model_button.words
 
     page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=100_000))
     ask(qtbot, page, "go on and on")

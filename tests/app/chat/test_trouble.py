@@ -26,7 +26,7 @@ def test_a_message_sent_while_the_model_loads_waits_in_sight(
     engine.model, engine.state = None, EngineState.STARTING
     page = open_page()
     engine.start_loading(0.4)
-    assert page.title_bar.model_chip.text == "loading the model 40%"
+    assert page.title_bar.model_button.words == "loading the model 40%"
     assert "40%" in page.empty.hint
     type_and_send(qtbot, page, "Hello?")
     assert last_answer(page).figures == "waiting for the model to load 40%"
@@ -35,7 +35,7 @@ def test_a_message_sent_while_the_model_loads_waits_in_sight(
     engine.write("Hello!")
     engine.finish()
     assert shown(page)[-1] == ("assistant", "Hello!")
-    assert page.title_bar.model_chip.text == "Starter · bf16"
+    assert page.title_bar.model_button.words == "Starter · bf16 · 24.6 tokens/s"
     assert page.title_bar.device_chip.text == "CPU · 2 threads"
 
 
