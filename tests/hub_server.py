@@ -516,6 +516,13 @@ class _Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/v1/"):
             self._modelscope(path, query, body)
             return
+        if path == "/openapi/v1/models":
+            words = query.get("search", "").casefold().split()
+            scope = [repo for repo in self.hub.repos.values() if repo.hub == "modelscope"]
+            found_there = [repo for repo in scope if all(word in repo.id.casefold() for word in words)]
+            models = [self._scope_listed(repo) for repo in found_there[: int(query.get("page_size", 10))]]
+            self._json({"success": True, "data": {"models": models, "total_count": len(found_there)}})
+            return
         if path == "/api/models":
             self._search(query)
             return
@@ -630,7 +637,7 @@ class _Handler(BaseHTTPRequestHandler):
                 }
                 for file in sorted(repo.files)
             ]
-            self._scope({"Files": files, "IsVisual": 0})
+            self._scope({"Files": files, "IsVisual": 0, "LatestCommitter": {"Id": repo.commit}})
         elif found_path[2] == "/revisions":
             self._scope({"RevisionMap": {"Branches": [{"Revision": "master"}], "Tags": []}})
         else:
@@ -647,6 +654,16 @@ class _Handler(BaseHTTPRequestHandler):
             "LastUpdatedTime": 1790000000,
             "Revision": "master",
             "Tags": list(repo.tags),
+        }
+
+    def _scope_listed(self, repo: Repo) -> dict[str, Any]:
+        return {
+            "id": repo.id,
+            "license": repo.licence,
+            "downloads": repo.downloads,
+            "likes": repo.likes,
+            "last_modified": repo.updated,
+            "tags": list(repo.tags),
         }
 
     def _scope(self, data: dict[str, Any]) -> None:

@@ -5,10 +5,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.hub import Repository, candidates, is_reference, parse_reference, read_repository
+from engine.checkpoint.hub.repository import QUALITIES, quality_of
+from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
+from engine.common.errors import CancelCheck, EngineError, never_cancelled
+from engine.common.files import write_private
+from engine.common.foreign import read_foreign
+from engine.common.paths import data_dir, resources_dir
+from engine.common.plain_text import quoted
+from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, refused
+
+KINDS = ("moe", "dense")
+_DATE = re.compile(r"20\d\d-[01]\d-[0-3]\d")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +101,156 @@ class Catalogue:
         )
 
 
+def catalogue_dir() -> Path:
+    """The shipped catalogue's folder."""
+    return resources_dir() / "catalogue"
+
+
+def own_catalogue() -> Path:
+    """The newer one that `use_catalogue` keeps."""
+    return data_dir() / "catalogue.json"
+
+
 def read_catalogue(path: Path | None = None) -> Catalogue:
-    """The catalogue in a file; by default the one that `use_catalogue` put in place, else the shipped one.
+    """The catalogue in a file; by default the newer one of that which `use_catalogue` kept and the shipped one.
 
     Raises:
         EngineError: `INVALID_REQUEST` if the file is not a catalogue.
     """
-    raise NotImplementedError
+    if path is not None:
+        return _read(ProfileFile(path))
+    shipped = _read(ProfileFile(catalogue_dir() / "catalogue.json"))
+    try:
+        own = _read(ProfileFile(own_catalogue())) if own_catalogue().exists() else shipped
+    except EngineError:  # it was checked when it came: since then it has been damaged
+        return shipped
+    return own if own.date > shipped.date else shipped
 
 
 def use_catalogue(path: Path) -> Catalogue:
     """Checks a newer catalogue and keeps a copy, which is read from then on.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if the file is not a catalogue.
+        EngineError: `INVALID_REQUEST` if the file is not a catalogue, or older than the shipped one.
     """
-    raise NotImplementedError
+    found, shipped = read_catalogue(path), _read(ProfileFile(catalogue_dir() / "catalogue.json"))
+    if found.date < shipped.date:
+        raise refused(path, f"is of {found.date}, and the one that came with the program of {shipped.date}")
+    own_catalogue().parent.mkdir(parents=True, exist_ok=True)
+    write_private(own_catalogue(), read_foreign(path, MAX_PROFILE_BYTES))
+    return found
+
+
+def _read(file: ProfileFile) -> Catalogue:
+    date, models = file.text("date"), file.content.get("models")
+    if not _DATE.fullmatch(date):
+        raise refused(file.path, f"has {quoted(date[:20])} as its date, which must be like 2026-11-22")
+    if not isinstance(models, list) or not all(isinstance(model, dict) for model in models):
+        raise refused(file.path, "has no list 'models'")
+    return Catalogue(
+        date, tuple(_entry(ProfileFile(file.path, model, f"models[{at}].")) for at, model in enumerate(models))
+    )
+
+
+def _entry(file: ProfileFile) -> CatalogueEntry:
+    name, kind, files = file.text("name"), file.text("kind"), file.content.get("files")
+    if kind not in KINDS:
+        raise refused(file.path, f"has {quoted(kind[:20])} in {file.prefix}kind, which must be {' or '.join(KINDS)}")
+    if not isinstance(files, list) or not files or not all(isinstance(each, dict) for each in files):
+        raise refused(file.path, f"has no files of {quoted(name[:60])}")
+    known = file.content.get("profile")
+    shape = read_model(str(known)) if known is not None else _shape(file, name)
+    unchecked = file.content.get("unchecked", [])
+    found = [_file(ProfileFile(file.path, each, f"{file.prefix}files."), name) for each in files]
+    return CatalogueEntry(
+        name=name,
+        family=file.text("family"),
+        kind=kind,
+        parameters=file.number("parameters", 1e6, 1e14),
+        active=file.number("active", 1e6, 1e14),
+        licence=file.text("licence"),
+        licence_link=file.text("licence_link"),
+        context=file.whole("context", 512, 10**9),
+        strengths=file.text("strengths"),
+        languages=file.text("languages"),
+        files=tuple(sorted(found, key=lambda each: QUALITIES.index(each.quality))),
+        shape=shape,
+        unchecked=tuple(str(each) for each in unchecked) if isinstance(unchecked, list) else (),
+    )
+
+
+def _shape(file: ProfileFile, name: str) -> ModelShape:
+    shape = shape_in(file.part("shape"), name)
+    return replace(shape, context_tokens=min(shape.context_tokens, file.whole("context", 512, 10**9)))
+
+
+def _file(file: ProfileFile, model: str) -> CatalogueFile:
+    reference = file.text("reference")
+    if not is_reference(reference) or not reference.partition("/")[2].partition(":")[2]:
+        raise refused(file.path, f"has {quoted(reference[:80])} as a reference, which must be like ORG/NAME:Q4_K_M")
+    checked = file.content.get("checked") is True
+    found = CatalogueFile(reference, file.whole("bytes", 1, 10**14), "", checked)
+    return replace(found, quality=quality_of(found.label, model))
+
+
+# For maintainers
+
+
+def differences(catalogue: Catalogue, *, cancelled: CancelCheck = never_cancelled) -> list[str]:
+    """What the hub says otherwise than the catalogue, a line each; an empty list if nothing differs."""
+    found: list[str] = []
+    for entry in catalogue.entries:
+        repositories: dict[str, Repository | EngineError] = {}
+        for file in entry.files:
+            where = parse_reference(file.reference)
+            key = f"{where.hub}:{where.id}"
+            if key not in repositories:
+                try:
+                    repositories[key] = read_repository(key, cancelled=cancelled)
+                except EngineError as error:
+                    repositories[key] = error
+                    found.append(f"{entry.name}: {error.message}")
+            repository = repositories[key]
+            if not isinstance(repository, EngineError):
+                found += _differences(entry, file, repository, cancelled)
+    return list(dict.fromkeys(found))
+
+
+def _differences(
+    entry: CatalogueEntry, file: CatalogueFile, repository: Repository, cancelled: CancelCheck
+) -> Iterator[str]:
+    where = parse_reference(file.reference)
+    if repository.id != where.id:
+        yield f"{entry.name}: {where.id} is called {repository.id} now"
+    if repository.licence and repository.licence.casefold() != entry.licence.casefold():
+        yield f"{entry.name}: {repository.id} is under {repository.licence}, not {entry.licence}"
+    if repository.gated:
+        yield f"{entry.name}: {repository.id} is gated"
+    able = {one.label: one for one in candidates(repository, cancelled=cancelled)}
+    one = able.get(where.what)
+    if one is None:
+        yield f"{entry.name}: {repository.id} has no {where.what}, but {', '.join(sorted(able))}"
+    elif one.problem:
+        yield f"{entry.name}: {file.reference} cannot run: {one.problem}"
+    elif one.bytes != file.bytes:
+        yield f"{entry.name}: {file.reference} has {one.bytes} bytes, not {file.bytes}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The maintainer's command; returns the exit code: 1 if something differs."""
+    parser = argparse.ArgumentParser(prog="python -m engine.checkpoint.catalogue", description=__doc__)
+    parser.add_argument("action", choices=["check"], help="compare every entry with what the hub says")
+    parser.add_argument("--file", type=Path, help="a catalogue (default: the shipped one)")
+    asked = parser.parse_args(arguments)
+    try:
+        catalogue = read_catalogue(asked.file or catalogue_dir() / "catalogue.json")
+    except EngineError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return 2
+    found = differences(catalogue)
+    sys.stdout.write("".join(f"{line}\n" for line in found) or f"All {len(catalogue.entries)} entries agree.\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

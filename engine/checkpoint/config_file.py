@@ -34,7 +34,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         from engine.checkpoint.gguf.file import read_gguf
 
         config = gguf_config(read_gguf(gguf))
-        _check_numbers(gguf, config)
+        check_numbers(gguf, config)
         return config
     if not directory.exists():
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no model at {directory}: check the path.")
@@ -55,7 +55,7 @@ def read_config(directory: Path) -> dict[str, Any]:
             ErrorCode.MODEL_UNSUPPORTED,
             f"{file} does not name a model_type, so Switchyard does not know how to run this model.",
         )
-    _check_numbers(file, config)
+    check_numbers(file, config)
     why = family_of(config["model_type"]).refused
     if why:
         raise EngineError(
@@ -65,8 +65,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _check_numbers(file: Path, config: dict[str, Any]) -> None:
-    """Rejects absurd counts, which we and the library would loop over, and numbers too large to compute with."""
+def check_numbers(file: Path, config: dict[str, Any]) -> None:
+    """Rejects absurd counts, which we and the library would loop over, and numbers too large to compute with.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`.
+    """
     held = list(config.items())
     while held:
         key, value = held.pop()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, parse_json, reason
+from engine.common.foreign import Opener, open_foreign, parse_json, reason
 from engine.common.plain_text import quoted
 
 DTYPE_BITS = {
@@ -58,15 +58,19 @@ class TensorEntry:
         return (self.file,)
 
 
-def read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name.
+
+    Args:
+        open_file: for a file that is not on this machine.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`, naming the file, if it is missing, cut short or inconsistent.
     """
     try:
-        with open_foreign(file) as stream:
-            size = os.fstat(stream.fileno()).st_size
+        with open_file(file) as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(0)
             raw = _header_bytes(file, stream.read(8), size, stream)
     except FileNotFoundError as error:
         raise _damaged(file, "is missing") from error

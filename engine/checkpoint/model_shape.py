@@ -215,7 +215,15 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
         EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
     path = find_profile(name, folder or model_profiles_dir(), model_names(folder), "model")
-    file = ProfileFile(path)
+    return shape_in(ProfileFile(path), path.stem)
+
+
+def shape_in(file: ProfileFile, name: str) -> ModelShape:
+    """The model that a JSON object describes.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if it has invalid values.
+    """
     attention = file.part("attention")
     values: dict[str, Any] = {
         field.name: file.whole(field.name, 0 if field.name in _OPTIONAL_COUNTS else 1, 10**9)
@@ -224,9 +232,9 @@ def read_model(name: str, folder: Path | None = None) -> ModelShape:
     }
     values |= {name: file.whole(name, 0, 10**13, default=usual) for name, usual in _WITH_DEFAULT.items()}
     if values["experts_per_token"] > values["experts"] or values["dense_layers"] >= values["layers"]:
-        raise refused(path, "uses more experts per token, or has more dense layers, than the model has")
+        raise refused(file.path, "uses more experts per token, or has more dense layers, than the model has")
     return ModelShape(
-        name=path.stem,
+        name=name,
         hub_id=file.text("hub_id"),
         licence=file.text("licence"),
         source=file.text("source"),

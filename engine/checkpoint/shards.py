@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
 from engine.checkpoint.quantised.declared import LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, reason
+from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line, quoted
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -26,14 +26,20 @@ SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
 _LONGEST_NAME = 255
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 _ASIDE = re.compile(r"^(adapter_model|consolidated|optimizer|.*\.fp32\b)")
 
 
-def read_tensors(directory: Path) -> dict[str, TensorEntry]:
+def read_tensors(
+    directory: Path, *, names: Collection[str] | None = None, open_file: Opener = open_foreign
+) -> dict[str, TensorEntry]:
     """Every tensor of the checkpoint in `directory`, or in a GGUF file, by name.  Reads headers only.
+
+    Args:
+        names: of the checkpoint's files, for weights that are not on this machine; `open_file` opens those, and the
+            JSON files are in `directory`.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` (a shard or tensor is missing, cut short or inconsistent), `CHECKPOINT_UNSAFE`
@@ -47,7 +53,10 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
 
         return gguf_tensors(read_gguf(gguf))
     index, file = directory / INDEX_NAME, directory / CONFIG_NAME
-    tensors = _from_index(directory, index) if index.exists() else _from_files(directory)
+    if index.exists():
+        tensors = _from_index(directory, index, open_file)
+    else:
+        tensors = _from_files(directory, weight_files(directory, names), open_file)
     config = read_json(file, MAX_CONFIG_BYTES) if file.exists() else {}
     stored = declared_quantisation(directory, config)
     if not stored:
@@ -59,12 +68,18 @@ def read_tensors(directory: Path) -> dict[str, TensorEntry]:
     return tensors
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, sorted; missing ones are not reported here."""
-    return sorted(file for file in directory.glob("*.safetensors") if file.is_file() and not _ASIDE.match(file.name))
+def weight_files(directory: Path, names: Collection[str] | None = None) -> list[Path]:
+    """The safetensors files of a checkpoint, sorted; missing ones are not reported here.
+
+    Args:
+        names: of its files, if they are not on this machine.
+    """
+    if names is None:
+        names = [file.name for file in directory.glob("*.safetensors") if file.is_file()]
+    return [directory / name for name in sorted(names) if name.endswith(".safetensors") and not _ASIDE.match(name)]
 
 
-def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
+def _from_index(directory: Path, index: Path, open_file: Opener) -> dict[str, TensorEntry]:
     weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(f"{index} lists no tensors")
@@ -75,9 +90,9 @@ def _from_index(directory: Path, index: Path) -> dict[str, TensorEntry]:
     for name in names:
         if Path(name).name != name:
             raise _damaged(f"{index} lists a file outside the model's folder ({quoted(name)})")
-        if name.lower().endswith(_PICKLE_SUFFIXES):
+        if name.lower().endswith(PICKLE_SUFFIXES):
             raise _unsafe(directory, name)
-        headers[name] = read_header(directory / name)
+        headers[name] = read_header(directory / name, open_file)
     tensors = {}
     for key, name in weight_map.items():
         entry = headers[name].get(key)
@@ -99,16 +114,16 @@ def files_named(weight_map: dict[str, Any]) -> list[str] | None:
     return sorted(names)
 
 
-def _from_files(directory: Path) -> dict[str, TensorEntry]:
+def _from_files(directory: Path, files: list[Path], open_file: Opener) -> dict[str, TensorEntry]:
     single = directory / SINGLE_NAME
-    files = [single] if single.exists() else weight_files(directory)
+    files = [single] if single in files or single.exists() else files
     if not files:
         raise _no_weights(directory)
     if files != [single]:
         _check_complete(directory, files)
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        header = read_header(file)
+        header = read_header(file, open_file)
         twice = tensors.keys() & header.keys()
         if twice:
             raise _damaged(f"{quoted(min(twice))} is in both {file} and {tensors[min(twice)].file.name}")
@@ -130,7 +145,7 @@ def _check_complete(directory: Path, files: list[Path]) -> None:
 def _no_weights(directory: Path) -> EngineError:
     names = sorted(file.name for file in directory.iterdir() if file.is_file())
     for name in names:
-        if name.lower().endswith(_PICKLE_SUFFIXES) and name not in _NOT_WEIGHTS:
+        if name.lower().endswith(PICKLE_SUFFIXES) and name not in _NOT_WEIGHTS:
             return _unsafe(directory, name)
     return _damaged(f"{directory} has no safetensors file")
 

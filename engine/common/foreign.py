@@ -15,6 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+Opener = Callable[[Path], BinaryIO]
+"""Opens a file that may be elsewhere, as `open_foreign` does here: a stream that can seek, or an OSError."""
+
 # `open` would block forever on a pipe without a writer; a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
 

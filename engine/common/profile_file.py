@@ -15,7 +15,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import parse_json, read_foreign, reason
 
 GIGA = 1e9
-_MAX_BYTES = 2**20
+MAX_PROFILE_BYTES = 2**20
 _MOST_NEAR, _NEAR_ENOUGH = 4, 0.5
 
 
@@ -54,7 +54,7 @@ class ProfileFile:
         self.path, self.prefix = path, prefix
         if content is None:
             try:
-                content = parse_json(read_foreign(path, _MAX_BYTES))
+                content = parse_json(read_foreign(path, MAX_PROFILE_BYTES))
             except FileNotFoundError:
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no profile {path}: choose another.") from None
             except (OSError, ValueError) as error:

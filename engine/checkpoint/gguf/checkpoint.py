@@ -20,7 +20,7 @@ from engine.checkpoint.gguf.file import GgufFile, Strings
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, reason
+from engine.common.foreign import reason
 from engine.common.plain_text import plain_line
 from engine.families import GGUF, family_of
 from engine.families.gguf import HEAD_DIM, REQUIRED, Gguf, Key, Made
@@ -192,7 +192,7 @@ class _Keys:
         entry = self.file.tensors.get(tensor)
         if entry is None:
             raise _lacks_tensor(self.file, tensor)
-        values: list[float] = _read(entry).reshape(-1).tolist()
+        values: list[float] = _read(self.file, entry).reshape(-1).tolist()
         return values
 
     def rope(self) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
     factors = keys.file.tensors.get(_ROPE_FACTORS)
     if factors is not None:
-        return {**rope, **_llama3_scaling(keys.file, _read(factors), theta, head_dim)}
+        return {**rope, **_llama3_scaling(keys.file, _read(keys.file, factors), theta, head_dim)}
     if kind == "none" or place is None or keys.real(place) == 1:
         return rope
     if kind not in ("linear", "yarn"):
@@ -356,12 +356,12 @@ def _lacks_tensor(file: GgufFile, name: str) -> EngineError:
     )
 
 
-def _read(entry: TensorEntry) -> NDArray[np.float32]:
+def _read(file: GgufFile, entry: TensorEntry) -> NDArray[np.float32]:
     """A small tensor's numbers."""
     if entry.numel > _MOST_READ:
         raise damaged(entry, "is too large")
     try:
-        with open_foreign(entry.file) as stream:
+        with file.open_file(entry.file) as stream:
             stream.seek(entry.offset)
             raw = stream.read(entry.nbytes)
     except OSError as error:

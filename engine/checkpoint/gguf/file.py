@@ -27,7 +27,7 @@ from engine.checkpoint.gguf.names import MOST_PARTS, PART, all_parts, named_part
 from engine.checkpoint.gguf.types import BLOCK_TYPES, UNREAD_TYPES
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign, reason
+from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line
 
 _MAGIC = b"GGUF"
@@ -98,12 +98,14 @@ class GgufFile:
         parts: all its files in order.
         metadata: all keys; arrays of numbers are numpy's.
         tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `types.BY_NAME`.
+        open_file: opens its files.
     """
 
     path: Path
     parts: tuple[Path, ...]
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorEntry]
+    open_file: Opener = open_foreign
 
     @property
     def architecture(self) -> str:
@@ -125,16 +127,19 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
-def read_gguf(path: Path) -> GgufFile:
+def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     """The header of a GGUF model, and of all its parts.
 
     Args:
         path: its file, the first one of several.
+        open_file: for files that are not on this machine.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `CHECKPOINT_DAMAGED` if a file or a part is missing, cut short or inconsistent;
             `MODEL_UNSUPPORTED` if it is of another version, or holds something else than a language model.
     """
+    if open_file is not open_foreign:
+        return _model(path, open_file)
     try:
         path.stat()
     except OSError as error:
@@ -152,12 +157,16 @@ def _state(file: Path) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path, states: tuple[tuple[int, int] | None, ...]) -> GgufFile:  # noqa: ARG001 (changed files are read again)
-    first = _Header(path)
+    return _model(path, open_foreign)
+
+
+def _model(path: Path, open_file: Opener) -> GgufFile:
+    first = _Header(path, open_file)
     metadata = first.metadata
     _check_kind(path, metadata)
-    paths, headers = _parts_of(path, metadata), [first]
+    paths, headers = _parts_of(path, metadata, open_file), [first]
     for number, part in enumerate(paths[1:], 1):
-        header = _Header(part)
+        header = _Header(part, open_file)
         if (header.number("split.no"), header.number("split.count")) != (number, len(paths)):
             raise _damaged(part, f"is not part {number + 1} of {len(paths)} of {path.name}")
         headers.append(header)
@@ -170,7 +179,7 @@ def _read(path: Path, states: tuple[tuple[int, int] | None, ...]) -> GgufFile:  
     expected = first.number("split.tensors.count")
     if expected is not None and expected != len(tensors):
         raise _damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
-    return GgufFile(path, tuple(paths), metadata, tensors)
+    return GgufFile(path, tuple(paths), metadata, tensors, open_file)
 
 
 def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
@@ -182,7 +191,7 @@ def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
         raise _damaged(path, "does not say of which architecture its model is")
 
 
-def _parts_of(path: Path, metadata: Mapping[str, Value]) -> list[Path]:
+def _parts_of(path: Path, metadata: Mapping[str, Value], open_file: Opener) -> list[Path]:
     count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
     if not isinstance(count, int) or not isinstance(number, int) or not 0 <= count <= MOST_PARTS:
         raise _damaged(path, "says in a broken way of how many parts it is one")
@@ -199,11 +208,15 @@ def _parts_of(path: Path, metadata: Mapping[str, Value]) -> list[Path]:
         )
     parts = named_parts(path, count)
     for at, part in enumerate(parts, 1):
-        if not part.exists():
+        try:
+            open_file(part).close()
+        except FileNotFoundError:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
                 f"Part {at} of {count} is missing: {part.name} must be in the same folder, {path.parent}.",
-            )
+            ) from None
+        except OSError:  # reading its header says what is wrong
+            continue
     return parts
 
 
@@ -216,11 +229,12 @@ class _Header:
         metadata, tensors: as in `GgufFile`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_file: Opener) -> None:
         self.path = path
         try:
-            with open_foreign(path) as stream:
-                self.size = os.fstat(stream.fileno()).st_size
+            with open_file(path) as stream:
+                self.size = stream.seek(0, os.SEEK_END)
+                stream.seek(0)
                 self._stream = stream
                 self._buffer, self._at, self._strings = bytearray(), 0, 0
                 self._read_version()

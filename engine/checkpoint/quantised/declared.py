@@ -13,7 +13,7 @@ from engine.common.plain_text import quoted
 LIBRARY_METHODS = ("fp8", "mxfp8", "mxfp4")
 """Values of `quant_method` whose weights transformers unpacks while it loads."""
 MLX = "mlx"
-_BESIDE = {
+BESIDE = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
@@ -46,7 +46,7 @@ def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str
         EngineError: `MODEL_UNSUPPORTED` for any other; `CHECKPOINT_DAMAGED` if a file beside is broken.
     """
     stored = quantisation_of(config)
-    for name, method in _BESIDE.items():
+    for name, method in BESIDE.items():
         if not stored and (directory / name).is_file():
             beside = read_json(directory / name, MAX_CONFIG_BYTES)
             nested = beside.get("quantization")

@@ -1,0 +1,163 @@
+"""A model's shape counted from its configuration and the headers of its tensors, without reading weights."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from engine.checkpoint.config_file import text_part
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.model_shape import AttentionShape, ModelShape
+from engine.checkpoint.profile import is_expert_key, number_of, profile_of
+from engine.checkpoint.stored import (
+    StoredWeights,
+    beside,
+    common_format,
+    linear_format,
+    pieces_of,
+    precisions_of,
+    type_of,
+)
+from engine.formats import BF16, ROUTERS, SMALLEST, STORED, TiledFormat
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
+_NOT_TEXT = re.compile(
+    r"(^|\.)(vision|visual|vision_tower|vision_model|audio|audio_tower|audio_encoder|multi_modal_projector|mm_projector|"
+    r"embed_vision|embed_audio|image_newline|mtp)(\.|$|_)"
+)
+_HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
+_BIAS = re.compile(r"(\.|_)bias$")
+_GATE = re.compile(r"gate_up|gate_proj|\.w3\.|\.w3$|\.v1$|linear_v|input_linear|wi_1")
+_DOWN = re.compile(r"down_proj|\.w2(\.|$)|output_linear")
+_UNKNOWN_CONTEXT = 32_768
+
+
+def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], hub_id: str = "") -> ModelShape:
+    """The shape of a model with this configuration and these tensors.
+
+    Sizes are counted from the headers instead of derived. Parts for images, sound or multi-token prediction are left
+    out, as in the engine. A dense model gets one expert of minimal width.
+    """
+    text = text_part(config)
+    found = profile_of(config, [])
+    mine = [entry for entry in tensors if _is_mine(entry.key, found.layers)]
+    profile = profile_of(config, mine)
+    moe_layers = len({_layer(entry.key) for entry in mine if is_expert_key(entry.key)}) if profile.experts else 0
+    kept = [entry for entry in mine if is_expert_key(entry.key)] if moe_layers else []
+    hidden, layers = max(profile.hidden, 1), max(profile.layers, 1)
+    biases = sum(entry.numel for entry in kept if _BIAS.search(entry.key))
+    matrices = 3 if any(_GATE.search(entry.key) for entry in kept) or not kept else 2
+    each = (profile.expert_parameters - biases) / max(moe_layers * profile.experts, 1)
+    shape = ModelShape(
+        name=name,
+        hub_id=hub_id,
+        licence="",
+        source="config.json and the headers of its tensors",
+        layers=layers,
+        dense_layers=layers - moe_layers if moe_layers else 0,
+        full_attention_layers=_full_attention(text, layers),
+        hidden=hidden,
+        vocabulary=max(number_of(text, ("vocab_size",)), 1),
+        experts=max(profile.experts, 1),
+        experts_per_token=max(min(profile.experts_per_token, profile.experts), 1),
+        expert_width=max(round(each / (matrices * hidden)), 1),
+        shared_width=0,
+        dense_width=0,
+        attention=_attention(text, hidden),
+        context_tokens=profile.context_tokens or _UNKNOWN_CONTEXT,
+        parameters=float(profile.parameters),
+        tied_embeddings=not any(_HEAD.search(entry.key) for entry in mine),
+        expert_matrices=matrices,
+        expert_biases=biases > 0,
+        other_weights=max(profile.parameters - profile.expert_parameters, 1),
+        kv_numbers=profile.kv_elements_per_token,
+    )
+    return replace(shape, stored=_stored(shape, mine, kept))
+
+
+def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntry]) -> StoredWeights | None:
+    """What a model's tensors, those of routed experts among them, become; `None` if `auto` will not keep them."""
+    precisions = precisions_of(mine, round(shape.parameters))
+    if STORED not in precisions:
+        return None
+    of_experts, formats = set(map(id, experts)), Counter[str]()
+    layers = head = embeddings = 0
+    for entry in (entry for entry in mine if id(entry) not in of_experts):
+        plain, kept = 2 * entry.numel, _kept_linear(entry)
+        tiled = plain if kept is None else sum(kept.part_bytes(*entry.shape))
+        if _HEAD.search(entry.key):
+            head += tiled
+        elif _layer(entry.key) < 0 and len(entry.shape) == 2:  # an embedding is quantised only as a tied head
+            embeddings += plain
+            head += tiled if shape.tied_embeddings and kept is not None and entry.shape[1] == shape.hidden else 0
+        else:
+            layers += tiled
+        formats[kept.name if kept is not None else BF16.name] += entry.numel
+    matrices = [entry for entry in experts if not _BIAS.search(entry.key)]
+    usual = formats.most_common(1)[0][0]
+    by_layer = _expert_formats(matrices) or [(usual, usual)] * shape.moe_layers
+    used = {*(name for name in formats if name != BF16.name), *(name for pair in by_layer for name in pair)}
+    return StoredWeights(
+        precisions=precisions,
+        formats=tuple(sorted(used)),
+        experts=tuple(by_layer),
+        dense_bytes=layers + head + embeddings,
+        layer_bytes_per_weight=layers / max(shape.non_expert_weights - shape.embedding_weights, 1),
+        head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
+        is_repacked=all(type_of(piece) is not None for entry in matrices for piece in pieces_of(entry)),
+    )
+
+
+def _kept_linear(entry: TensorEntry) -> TiledFormat | None:
+    """The format that keeps a tensor if it is the weight of a linear layer that is quantised."""
+    is_small = entry.numel < SMALLEST or entry.key.removesuffix(".weight").rpartition(".")[2] in ROUTERS
+    return None if is_small else linear_format(entry)
+
+
+def _expert_formats(matrices: list[TensorEntry]) -> list[tuple[str, str]]:
+    """Formats of the matrices of each MoE layer's experts: gate and up, down."""
+    layers: dict[int, tuple[list[TensorEntry], list[TensorEntry]]] = {}
+    for entry in matrices:
+        layers.setdefault(_layer(entry.key), ([], []))[bool(_DOWN.search(entry.key))].append(entry)
+    found = (beside(map(common_format, layers[layer])) for layer in sorted(layers))
+    return [((most or BF16).name, (down or BF16).name) for most, down in found]
+
+
+def _is_mine(key: str, layers: int) -> bool:
+    layer = _LAYER.search(key)
+    return not _NOT_TEXT.search(key) and (layer is None or not layers or int(layer[1]) < layers)
+
+
+def _layer(key: str) -> int:
+    found = _LAYER.search(key)
+    return int(found[1]) if found else -1
+
+
+def _full_attention(text: dict[str, Any], layers: int) -> int:
+    """Layers whose cache grows with the context."""
+    types = text.get("layer_types")
+    if not isinstance(types, list) or not types:
+        return layers
+    return max(sum(1 for kind in types if str(kind) in ("full_attention", "attention")), 1)
+
+
+def _attention(text: dict[str, Any], hidden: int) -> AttentionShape:
+    def number(*names: str) -> int:
+        places = (text, text.get("attn_config") or {})
+        values = (place.get(name) for place in places if isinstance(place, dict) for name in names)
+        return next((value for value in values if isinstance(value, int) and value > 0), 0)
+
+    heads = number("num_attention_heads", "n_heads", "n_head", "num_heads") or 1
+    rotary = number("qk_rope_head_dim")
+    latent = number("kv_lora_rank")
+    head_dim = number("v_head_dim") if latent else number("head_dim", "kv_channels")
+    return AttentionShape(
+        heads=heads,
+        kv_heads=number("num_key_value_heads", "kv_n_heads", "num_key_value_groups") or heads,
+        head_dim=head_dim or max(hidden // heads, 1),
+        latent=latent + rotary if latent else 0,
+        query_latent=number("q_lora_rank"),
+    )

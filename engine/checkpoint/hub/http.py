@@ -1,0 +1,339 @@
+"""Bounded requests to a hub: every answer has a limit of bytes and of time, and every failure is one sentence.
+
+Proxies and certificates are the system's: the client is the hub library's, which asks the environment and the system's
+settings for the one, and the system's store for the other. The token goes to the hub's own host alone; the client drops
+it when an answer leads elsewhere.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from engine.checkpoint.headers import MAX_HEADER
+from engine.checkpoint.hub.token import read_token
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.foreign import DEEPEST, parse_json
+from engine.common.plain_text import plain_line
+
+ANSWER_S = 120.0
+"""Time limit for one file's header, or one answer of the API."""
+MAX_ANSWER_BYTES = 16 * 2**20
+_TIMEOUT_S = 15.0
+_LOOK_S = 0.05
+_AT_ONCE = 8
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
+
+_Result = TypeVar("_Result")
+
+
+class HubReason(StrEnum):
+    """Why a hub did not give what was asked for: for whoever offers the way out."""
+
+    OFFLINE = "offline"  # no connection, or the hub's server is in trouble
+    NEEDS_LICENCE = "needs-licence"  # to be accepted on the hub's page, signed in
+    WRONG_TOKEN = "wrong-token"
+    NOT_FOUND = "not-found"  # or private: a hub does not tell the difference
+    TOO_MANY = "too-many"  # requests
+    BROKEN = "broken"  # an answer that makes no sense
+    CANCELLED = "cancelled"
+
+
+class HubError(EngineError):
+    """A failure of a hub.
+
+    Attributes:
+        reason: the kind.
+        link: the page where something can be done about it; may be empty.
+        status: of HTTP; 0 without an answer.
+    """
+
+    def __init__(self, reason: HubReason, message: str, link: str = "", status: int = 0) -> None:
+        code = ErrorCode.MODEL_NOT_FOUND if reason is HubReason.NOT_FOUND else ErrorCode.DOWNLOAD_FAILED
+        super().__init__(code, message)
+        self.reason, self.link, self.status = reason, link, status
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where requests go, and what they are about.
+
+    Attributes:
+        hub: its name for people; endpoint: its address.
+        subject: what is asked for: `ORG/NAME`, or words.
+        link: the page of it.
+    """
+
+    hub: str
+    endpoint: str
+    subject: str
+    link: str
+
+    def headers(self, url: str) -> dict[str, str]:
+        """What goes with a request; the token only to the endpoint itself."""
+        # No compression: it could unpack to more than the limit.
+        found = {"Accept-Encoding": "identity", "User-Agent": "switchyard"}
+        if urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]:
+            token = read_token(urlsplit(url).hostname or "")
+            if token:
+                found["Authorization"] = f"Bearer {token}"
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came: `size` is that of the whole file if the server gave it, `headers` have names in small letters."""
+
+    content: bytes
+    size: int | None
+    headers: Mapping[str, str]
+
+    def json(self, place: Place) -> Any:
+        """The JSON document.
+
+        Raises:
+            HubError: `BROKEN`.
+        """
+        try:
+            return parse_json(self.content, deepest=DEEPEST)
+        except ValueError as error:
+            raise broken(place, f"its answer is not JSON: {error}") from None
+
+
+def fetch(place: Place, url: str, most_bytes: int, *, begin: int = 0, end: int | None = None) -> Answer:
+    """The answer to a GET, or the bytes [begin, end) of a file.
+
+    Raises:
+        HubError: as `HubReason` says; `BROKEN` too for an answer that has more bytes than `most_bytes`, or others than
+            asked for.
+    """
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
+
+    headers = place.headers(url)
+    if end is not None:
+        headers["Range"] = f"bytes={begin}-{end - 1}"
+    try:
+        with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
+            told = {name.lower(): value for name, value in response.headers.items()}
+            if response.status_code >= 400:  # skip an error's body: it may be endless
+                raise refusal(place, response.status_code, told)
+            skipped, size = _first_byte(place, response.status_code, told, begin, end)
+            wanted = None if end is None else end - skipped
+            got = bytearray()
+            for chunk in response.iter_raw():
+                got += chunk
+                if wanted is not None and len(got) >= wanted:  # some servers ignore ranges
+                    break
+                if len(got) > most_bytes:
+                    name = urlsplit(url).path.rpartition("/")[2]
+                    raise broken(place, f"{name} is larger than {most_bytes // 2**20} MiB")
+    except EngineError:
+        raise
+    except Exception as error:
+        # Errors of the HTTP library, which the hub's package has replaced before.
+        if not isinstance(error, OSError | ValueError) and type(error).__module__.partition(".")[0] not in _HTTP:
+            raise
+        raise unreachable(place, error) from None
+    return Answer(bytes(got[begin - skipped : wanted]), size, told)
+
+
+_HTTP = ("httpx2", "httpx", "httpcore2", "httpcore", "requests", "huggingface_hub")
+
+
+def _first_byte(
+    place: Place, status: int, headers: Mapping[str, str], begin: int, end: int | None
+) -> tuple[int, int | None]:
+    """(position of the first byte that comes, size of the file) of an answer."""
+    length = headers.get("content-length", "")
+    if end is None:
+        return 0, None
+    if status == 206:
+        told = _RANGE.fullmatch(headers.get("content-range", ""))
+        if told is None or int(told[1]) != begin or int(told[2]) >= end:
+            raise broken(place, "it sent other bytes than it was asked for")
+        return begin, int(told[3])
+    if end > MAX_HEADER:
+        raise broken(place, "it cannot send a part of a file")
+    return 0, int(length) if length.isdecimal() and len(length) < 20 else None
+
+
+def api(place: Place, url: str, cancelled: CancelCheck) -> tuple[Any, Mapping[str, str]]:
+    """(the JSON document at `url`, the answer's headers).
+
+    Raises:
+        HubError: see `fetch`.
+    """
+    answer = in_time(place, [lambda: fetch(place, url, MAX_ANSWER_BYTES)], cancelled)[0]
+    return answer.json(place), answer.headers
+
+
+class RemoteFile(io.RawIOBase):
+    """A file on a hub, of which only what is read is fetched, by ranges, and that only up to a limit.
+
+    Raises, when read:
+        HubError: see `fetch`; `BROKEN` if the file has another size than the hub listed.
+    """
+
+    def __init__(self, place: Place, url: str, size: int, ahead: int = 0) -> None:
+        """`ahead`: bytes to fetch at least, as a request takes as long as some hundred thousand of them."""
+        super().__init__()
+        self._place, self._url, self._size, self._ahead = place, url, size, ahead
+        self._at, self._held_from, self._held = 0, 0, b""
+        self._left = 2 * MAX_HEADER
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._size - self._at))
+        if not wanted:
+            return 0
+        if not self._held_from <= self._at < self._held_from + len(self._held):
+            self.ahead(wanted)
+        start = self._at - self._held_from
+        piece = self._held[start : start + wanted]
+        buffer[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)
+
+    def ahead(self, nbytes: int = 0) -> None:
+        """Fetches what comes next, so much of it or more."""
+        end = min(self._size, self._at + max(nbytes, self._ahead))
+        self._left -= end - self._at
+        if self._left < 0:
+            raise broken(self._place, f"the header of {self._name} has no end")
+        answer = fetch(self._place, self._url, end, begin=self._at, end=end)
+        if answer.size is not None and answer.size != self._size:
+            raise broken(self._place, f"{self._name} has {answer.size:,} bytes, but {self._size:,} are listed")
+        if len(answer.content) != end - self._at:
+            raise broken(self._place, f"{self._name} ended after {self._at + len(answer.content):,} bytes")
+        self._held_from, self._held = self._at, answer.content
+
+    @property
+    def _name(self) -> str:
+        return urlsplit(self._url).path.rpartition("/")[2]
+
+
+def in_time(place: Place, jobs: Sequence[Callable[[], _Result]], cancelled: CancelCheck) -> list[_Result]:
+    """The results of the jobs, some of which run at the same time.
+
+    A server can send a byte now and then forever, which a connection's timeout does not notice. So this waits at most
+    `ANSWER_S` for one job, and then abandons its thread.
+
+    Raises:
+        HubError: it took too long, or was cancelled.
+        Exception: what a job raised.
+    """
+    changed = threading.Condition()
+    waiting = iter(range(len(jobs)))
+    begun: dict[int, float] = {}
+    results: dict[int, _Result] = {}
+    errors: list[Exception] = []
+    given_up = False
+
+    def work() -> None:
+        while True:
+            with changed:
+                number = next(waiting, None)
+                if number is None or given_up:
+                    return
+                begun[number] = time.monotonic()
+            try:
+                result = jobs[number]()
+            except Exception as error:  # re-raised in the waiting thread
+                with changed:
+                    errors.append(error)
+                    changed.notify_all()
+                return
+            with changed:
+                results[number] = result
+                changed.notify_all()
+
+    threads = [threading.Thread(target=work, name="hub", daemon=True) for _ in range(min(_AT_ONCE, len(jobs)))]
+    for thread in threads:
+        thread.start()
+    with changed:
+        try:
+            while len(results) < len(jobs):
+                changed.wait(_LOOK_S)
+                if errors:
+                    raise errors[0]
+                if cancelled():
+                    raise HubError(HubReason.CANCELLED, f"Reading {place.subject} from {place.hub} was cancelled.")
+                if any(time.monotonic() - begun[number] > ANSWER_S for number in begun.keys() - results.keys()):
+                    raise unreachable(place, TimeoutError(f"no complete answer within {ANSWER_S:.0f} seconds"))
+        finally:
+            given_up = True
+    return [results[number] for number in range(len(jobs))]
+
+
+def refusal(place: Place, status: int, headers: Mapping[str, str]) -> HubError:
+    """The error for a status of 400 and above; headers with names in small letters."""
+    code, subject, hub = headers.get("x-error-code", ""), place.subject, place.hub
+    if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
+        return HubError(
+            HubReason.NEEDS_LICENCE,
+            f"{subject} is given only to people who accepted its licence: sign in at {place.link}, accept it there, "
+            "and give Switchyard an access token of that account.",
+            place.link,
+            status,
+        )
+    if status == 401 and (code != "RepoNotFound" or "invalid" in headers.get("x-error-message", "").lower()):
+        return HubError(
+            HubReason.WRONG_TOKEN,
+            f"{hub} does not accept the access token: it may have expired or been withdrawn. Give a new one, or none.",
+            place.link,
+            status,
+        )
+    if status in (401, 404, 410):
+        what = "revision" if code == "RevisionNotFound" else "file" if code == "EntryNotFound" else "model"
+        return HubError(
+            HubReason.NOT_FOUND,
+            f"{hub} has no {what} {subject}: check its spelling, including capitals; it may have been renamed or "
+            "deleted, or be private.",
+            place.link,
+            status,
+        )
+    if status == 429:
+        wait = headers.get("retry-after", "")
+        when = f"in {wait} seconds" if wait.isdecimal() and len(wait) < 6 else "in a few minutes"
+        return HubError(HubReason.TOO_MANY, f"{hub} got too many requests from here: try again {when}.", "", status)
+    return HubError(
+        HubReason.OFFLINE, f"{hub} could not answer about {subject} (status {status}): try again later.", "", status
+    )
+
+
+def unreachable(place: Place, error: Exception) -> HubError:
+    """The error for a request without an answer."""
+    said = plain_line(str(error)).strip()
+    why = said[:120] if said else type(error).__name__
+    return HubError(
+        HubReason.OFFLINE,
+        f"Could not read {place.subject} from {place.hub} ({why}): check the network; what is on this PC works "
+        "without.",
+    )
+
+
+def broken(place: Place, what: str) -> HubError:
+    """The error for an answer that makes no sense."""
+    return HubError(
+        HubReason.BROKEN, f"{place.hub} answered in a broken way about {place.subject} ({what}): try again later."
+    )

@@ -1,0 +1,472 @@
+"""What a hub has, and what of it would run: read over real HTTP from a hub on this machine, within limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from engine.bench.synthetic import make_synthetic
+from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.hub import (
+    Candidate,
+    HubError,
+    HubReason,
+    Reference,
+    candidate_shape,
+    candidates,
+    file_url,
+    find_candidate,
+    http,
+    is_reference,
+    parse_reference,
+    read_repository,
+    search,
+)
+from engine.checkpoint.hub.token import forget_token, save_token
+from engine.common.errors import EngineError, ErrorCode
+from tests.hub_server import Fault, HubServer
+from tests.tiny_gguf import write_model
+
+SHAPE = SHAPES["qwen3-moe-tiny"].changed(layers=2, vocab=2048)
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as all other tests have it
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        monkeypatch.setenv("MODELSCOPE_ENDPOINT", server.modelscope)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A checkpoint, its GGUF files, and what its shape is on this disk."""
+    home = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWITCHYARD_HOME", str(home))
+        folder = make_synthetic("synthetic:qwen3-moe-tiny?layers=2&vocab=2048")
+        one = write_model(folder, home / "tiny-Q8_0.gguf", "qwen3moe", quantised="Q8_0")
+        write_model(folder, home / "tiny-Q4_0.gguf", "qwen3moe", quantised="Q4_0", split_max_tensors=10)
+        shapes = {path.name: find_shape(str(path)) for path in (folder, one)}
+        parts = sorted(home.glob("tiny-Q4_0-0*.gguf"))
+        shapes["Q4_0"] = find_shape(str(parts[0]))
+    return SimpleNamespace(folder=folder, one=one, parts=parts, shapes=shapes)
+
+
+def sharded() -> dict[str, bytes]:
+    """A checkpoint in shards with an index; the weights are zeros."""
+    count = len(list(tensors_of(SHAPE)))
+    names = [f"model-{number + 1:05}-of-{count:05}.safetensors" for number in range(count)]
+    files = {"config.json": json.dumps(config_of(SHAPE)).encode(), "tokenizer.json": b"{}", "README.md": b"#"}
+    weight_map = {}
+    for name, specs in zip(names, tensors_of(SHAPE), strict=True):
+        offset, header = 0, {}
+        for spec in specs:
+            numel = 2
+            for size in spec.shape:
+                numel *= size
+            header[spec.name] = {"dtype": "BF16", "shape": list(spec.shape), "data_offsets": [offset, offset + numel]}
+            offset += numel
+            weight_map[spec.name] = name
+        raw = json.dumps(header).encode()
+        files[name] = len(raw).to_bytes(8, "little") + raw + bytes(offset)
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    return files
+
+
+def only(candidate: Candidate) -> set[str]:
+    return {file.path for file in candidate.files}
+
+
+def one_of(hub: HubServer, files: dict[str, bytes | Path]) -> Candidate:
+    """The only candidate of a repository with these files."""
+    hub.add("org/model", files, commit=COMMIT)
+    (found,) = candidates(read_repository("org/model"))
+    return found
+
+
+# References
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("org/model", Reference("huggingface", "org/model")),
+        ("org/model@v1:Q4_K_M", Reference("huggingface", "org/model", "v1", "Q4_K_M")),
+        ("org/model:GPTQ 4-bit", Reference("huggingface", "org/model", "", "GPTQ 4-bit")),
+        ("modelscope:org/model:Q8_0", Reference("modelscope", "org/model", "", "Q8_0")),
+        ("https://huggingface.co/org/model", Reference("huggingface", "org/model")),
+        ("https://huggingface.co/org/model/tree/v1", Reference("huggingface", "org/model", "v1")),
+        (
+            "https://huggingface.co/org/model/blob/main/a%20b/x.gguf?download=true",
+            Reference("huggingface", "org/model", "main", "a b/x.gguf"),
+        ),
+        ("hf.co/org/model:Q4_0", Reference("huggingface", "org/model", "", "Q4_0")),
+        ("https://modelscope.cn/models/org/model/", Reference("modelscope", "org/model")),
+    ],
+)
+def test_references(text: str, meant: Reference) -> None:
+    assert parse_reference(text) == meant
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "model", "a/b/c", "../up", "org/../x", "https://example.com/org/model", "https://huggingface.co/", "ö/ä"],
+)
+def test_what_is_no_reference(text: str) -> None:
+    assert not is_reference(text)
+    with pytest.raises(EngineError) as refused:
+        read_repository(text)
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+# Repositories
+
+
+def test_a_repository(hub: HubServer) -> None:
+    hub.add("org/model", {"config.json": b"{}", "LICENSE": b"x", "w.safetensors": b"abc"}, commit=COMMIT, downloads=7)
+    found = read_repository("org/model")
+    assert (found.id, found.commit, found.licence, found.downloads) == ("org/model", COMMIT, "apache-2.0", 7)
+    assert found.licence_link.endswith("/LICENSE")
+    assert [(file.path, file.size, bool(file.sha256)) for file in found.files] == [
+        ("LICENSE", 1, False),
+        ("config.json", 2, False),
+        ("w.safetensors", 3, True),
+    ]
+    assert COMMIT in file_url(found, found.files[0])
+
+
+def test_a_list_in_pages(hub: HubServer) -> None:
+    hub.page = 3
+    hub.add("org/model", {f"part-{number}.txt": b"" for number in range(10)})
+    assert len(read_repository("org/model").files) == 10
+
+
+def test_a_renamed_repository_is_found_by_its_new_name(hub: HubServer) -> None:
+    hub.add("org/new", {"config.json": b"{}"})
+    hub.add("org/old", {}, renamed_to="org/new")
+    assert read_repository("org/old").id == "org/new"
+
+
+def test_a_pinned_commit(hub: HubServer) -> None:
+    hub.add("org/model", {"config.json": b"{}"}, commit=COMMIT)
+    assert read_repository(f"org/model@{COMMIT}").commit == COMMIT
+    with pytest.raises(HubError) as refused:
+        read_repository("org/model@nowhere")
+    assert refused.value.reason is HubReason.NOT_FOUND
+
+
+def test_modelscope(hub: HubServer, made: SimpleNamespace) -> None:
+    hub.add("org/model", {"tiny-Q8_0.gguf": made.one}, commit=COMMIT, hub="modelscope")
+    (found,) = candidates(read_repository("modelscope:org/model"))
+    assert found.reference == "modelscope:org/model:Q8_0"
+    assert found.repository.commit == COMMIT
+    assert len(found.files[0].sha256) == 64
+    assert candidate_shape(found).stored == made.shapes["tiny-Q8_0.gguf"].stored
+    assert [one.id for one in search("modelscope:mod")] == ["org/model"]
+
+
+def test_paths_that_could_be_none_here_are_left_out(hub: HubServer) -> None:
+    hub.add("org/model", dict.fromkeys(("../up.gguf", "a/../b.gguf", "c\\d.gguf", "/e.gguf", "e\n.gguf", "ok"), b""))
+    assert [file.path for file in read_repository("org/model").files] == ["ok"]
+
+
+# Candidates
+
+
+def test_gguf_files_by_quantisation(hub: HubServer) -> None:
+    names = [
+        "m-Q4_K_M.gguf", "m-Q8_0.gguf", "BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf",
+        "UD-Q4_K_XL/m-00001-of-00001.gguf", "m-IQ2_XXS.gguf", "m-Q6_K-00001-of-00003.gguf",
+        "mmproj-F16.gguf", "m-imatrix.gguf", "lora-adapter.gguf", "imatrix.dat", "README.md",
+    ]  # fmt: skip
+    hub.add("org/model-GGUF", {name: bytes(100 - at) for at, name in enumerate(names)})
+    found = {one.label: one for one in candidates(read_repository("org/model-GGUF"))}
+    assert list(found) == ["BF16", "Q8_0", "Q4_K_M", "UD-Q4_K_XL", "Q6_K", "IQ2_XXS"]
+    assert len(found["BF16"].files) == 2
+    assert [bool(found[label].problem) for label in ("Q6_K", "IQ2_XXS", "Q4_K_M")] == [True, True, False]
+    assert find_candidate("org/model-GGUF").label == "Q4_K_M"
+    assert find_candidate("org/model-GGUF:q8-0").label == "Q8_0"
+    assert find_candidate("org/model-GGUF:m-Q4_K_M.gguf").label == "Q4_K_M"
+    with pytest.raises(EngineError) as refused:
+        find_candidate("org/model-GGUF:Q9")
+    assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
+
+
+def test_two_models_in_one_repository_keep_their_names(hub: HubServer) -> None:
+    hub.add("org/both", {"base-Q4_K_M.gguf": b"", "chat-Q4_K_M.gguf": b""})
+    assert {one.label for one in candidates(read_repository("org/both"))} == {"base-Q4_K_M", "chat-Q4_K_M"}
+
+
+def test_a_folder_of_safetensors_files(hub: HubServer) -> None:
+    more = {"consolidated.safetensors": b"", "pytorch_model.bin": b"", "original/x.safetensors": b"", "train.py": b""}
+    files = sharded()
+    found = one_of(hub, files | more | {"generation_config.json": b"{}", "chat_template.jinja": b""})
+    assert (found.label, found.quality, found.problem) == ("BF16", "original", "")
+    assert only(found) == files.keys() - {"README.md"} | {"generation_config.json", "chat_template.jinja"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "label"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ 4-bit"),
+        ({"quant_method": "awq", "bits": 4}, "AWQ 4-bit"),
+        ({"quant_method": "fp8"}, "FP8"),
+        ({"quant_method": "mxfp4"}, "MXFP4"),
+        ({"bits": 4, "group_size": 64}, "MLX 4-bit"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": "int", "num_bits": 4}}}},
+            "compressed-tensors 4-bit",
+        ),
+    ],
+)
+def test_quantised_folders_are_labelled(hub: HubServer, stored: dict[str, object], label: str) -> None:
+    config = {"model_type": "qwen3_moe", "quantization_config": stored}
+    found = one_of(hub, {"config.json": json.dumps(config).encode(), "model.safetensors": b""})
+    assert (found.label, found.problem) == (label, "")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"pytorch_model.bin": b"", "config.json": b"{}"},
+        {"adapter_config.json": b"{}", "adapter_model.safetensors": b""},
+        {"model.onnx": b""},
+        {"mmproj-F16.gguf": b""},
+        {"README.md": b""},
+        {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}', "model.safetensors": b""},
+        {"config.json": b'{"quantization_config": {"quant_method": "quip"}, "model_type": "llama"}',
+         "model.safetensors": b""},
+    ],
+)  # fmt: skip
+def test_a_repository_without_anything_to_run_says_why(hub: HubServer, files: dict[str, bytes | Path]) -> None:
+    found = one_of(hub, files)
+    assert found.problem
+    assert "/tmp" not in found.problem
+    for ask in (find_candidate, find_shape):
+        with pytest.raises(EngineError) as refused:
+            ask("org/model")
+        assert refused.value.code is ErrorCode.MODEL_UNSUPPORTED
+
+
+# Shapes
+
+
+def test_a_shape_from_the_headers_of_shards(hub: HubServer) -> None:
+    files = sharded()
+    found = one_of(hub, dict(files))
+    shape = candidate_shape(found)
+    assert (shape.layers, shape.experts, shape.experts_per_token) == (SHAPE.layers, SHAPE.experts, SHAPE.top_k)
+    assert (shape.hidden, shape.expert_width, shape.hub_id) == (SHAPE.hidden, SHAPE.intermediate, "org/model")
+    asked = len(hub.asked("*", method="any"))
+    assert candidate_shape(found) == shape  # kept: nothing is asked again
+    assert len(hub.asked("*", method="any")) == asked
+    assert find_shape("org/model") == shape
+
+
+def test_the_same_shape_as_on_disk(hub: HubServer, made: SimpleNamespace) -> None:
+    files: dict[str, bytes | Path] = {path.name: path for path in made.folder.iterdir()}
+    files |= {path.name: path for path in (made.one, *made.parts)}
+    hub.add("org/model", files)
+    found = {one.label: candidate_shape(one) for one in candidates(read_repository("org/model"))}
+    for label, there in (("BF16", made.folder.name), ("Q8_0", "tiny-Q8_0.gguf"), ("Q4_0", "Q4_0")):
+        here = made.shapes[there]
+        assert found[label].stored == here.stored
+        assert found[label].total_weights == here.total_weights
+        assert found[label].kv_bytes_per_token() == here.kv_bytes_per_token()
+    assert len(made.parts) > 1
+
+
+def test_only_headers_are_fetched(hub: HubServer, made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.checkpoint.hub.contents._AHEAD_OF_GGUF", 2**16)
+    found = one_of(hub, {"tiny-Q8_0.gguf": made.one})
+    candidate_shape(found)
+    assert hub.sent_bytes("tiny-Q8_0.gguf") < made.one.stat().st_size / 2
+
+
+def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    assert find_shape("Qwen/Qwen3-30B-A3B").name == "qwen3-30b-a3b"
+    with pytest.raises(EngineError) as refused:
+        find_shape("nonsense")
+    assert refused.value.code is ErrorCode.MODEL_NOT_FOUND
+
+
+# Searching
+
+
+def test_a_search_shows_first_what_may_run(hub: HubServer) -> None:
+    hub.add("org/pickled", {}, tags=("pytorch",), downloads=900)
+    hub.add("org/lora", {}, tags=("safetensors", "lora"), downloads=800)
+    hub.add("org/pictures", {}, tags=("safetensors",), pipeline="text-to-image", downloads=700)
+    hub.add("org/both", {}, tags=("pytorch", "safetensors"), downloads=600, parameters=5)
+    hub.add("org/gguf", {}, tags=("gguf",), downloads=500)
+    found = search("org")
+    assert [one.id for one in found] == ["org/both", "org/gguf", "org/pickled", "org/lora", "org/pictures"]
+    assert [bool(one.problem) for one in found] == [False, False, True, True, True]
+    assert (found[0].parameters, found[0].licence, found[0].likes) == (5, "apache-2.0", 10)
+    assert search("org", limit=2)[0].id == "org/pickled"
+    assert search("nothing of this name") == ()
+
+
+# Servers that are wrong, slow or away
+
+
+def test_without_a_network_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    for ask in (read_repository, search, find_shape):
+        with pytest.raises(HubError) as refused:
+            ask("org/model")
+        assert (refused.value.code, refused.value.reason) == (ErrorCode.DOWNLOAD_FAILED, HubReason.OFFLINE)
+        assert "\n" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "reason"),
+    [
+        (404, {"X-Error-Code": "RepoNotFound"}, HubReason.NOT_FOUND),
+        (401, {"X-Error-Code": "RepoNotFound"}, HubReason.NOT_FOUND),
+        (401, {"X-Error-Message": "Invalid credentials in Authorization header"}, HubReason.WRONG_TOKEN),
+        (401, {"X-Error-Code": "GatedRepo"}, HubReason.NEEDS_LICENCE),
+        (403, {"X-Error-Code": "GatedRepo"}, HubReason.NEEDS_LICENCE),
+        (429, {"Retry-After": "30"}, HubReason.TOO_MANY),
+        (500, {}, HubReason.OFFLINE),
+    ],
+)
+def test_refusals(hub: HubServer, status: int, headers: dict[str, str], reason: HubReason) -> None:
+    hub.add("org/model", {})
+    hub.order(Fault("status", value=status, headers=headers, times=-1))
+    with pytest.raises(HubError) as refused:
+        read_repository("org/model")
+    assert (refused.value.reason, refused.value.status) == (reason, status)
+
+
+def test_gated_models_name_the_page_and_open_with_a_token(hub: HubServer, made: SimpleNamespace) -> None:
+    hub.add("org/model", {"m-Q8_0.gguf": made.one}, gated="manual", token="hf_right")
+    found = find_candidate("org/model")
+    assert found.repository.gated
+    with pytest.raises(HubError) as refused:
+        candidate_shape(found)
+    assert refused.value.reason is HubReason.NEEDS_LICENCE
+    assert refused.value.link == f"{hub.endpoint}/org/model"
+    save_token("127.0.0.1", "hf_right")
+    try:
+        assert candidate_shape(found).experts == SHAPE.experts
+    finally:
+        forget_token("127.0.0.1")
+    assert {each.authorization for each in hub.asked(host="second")} == {""}  # the token stays with its host
+
+
+def test_cancelled(hub: HubServer) -> None:
+    hub.add("org/model", {})
+    with pytest.raises(HubError) as stopped:
+        read_repository("org/model", cancelled=lambda: True)
+    assert stopped.value.reason is HubReason.CANCELLED
+
+
+def test_files_have_limits(hub: HubServer) -> None:
+    hub.add("org/model", {"config.json": b" " * (17 * 2**20), "model.safetensors": b""})
+    with pytest.raises(HubError) as refused:
+        candidates(read_repository("org/model"))
+    assert refused.value.reason is HubReason.BROKEN
+
+
+@pytest.mark.parametrize("path", ["/api/models/org/model", "config.json"])
+def test_an_answer_without_end_is_given_up(hub: HubServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    if path.startswith("/api"):
+        monkeypatch.setattr(http, "MAX_ANSWER_BYTES", 1000)
+        hub.add("org/model", {f"{number:0100}": b"" for number in range(100)})
+    else:
+        hub.add("org/model", {"config.json": b"{}", "model.safetensors": b""})
+        hub.order(Fault("endless", path="config.json"))
+    with pytest.raises(HubError) as refused:
+        candidates(read_repository("org/model"))
+    assert refused.value.reason is HubReason.BROKEN
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Fault("wrong_range", value=10, times=-1), HubReason.BROKEN),
+        (Fault("no_range", times=-1), HubReason.BROKEN),
+        (Fault("drop", after_bytes=100, times=-1), HubReason.OFFLINE),
+        (Fault("refuse", times=-1), HubReason.OFFLINE),
+        (Fault("short", value=50, times=-1), HubReason.BROKEN),
+    ],
+)
+def test_ranges_that_lie(hub: HubServer, made: SimpleNamespace, fault: Fault, reason: HubReason) -> None:
+    found = one_of(hub, {"m-Q8_0.gguf": made.one})
+    fault.path, fault.host = "m-Q8_0.gguf", "second"
+    hub.order(fault)
+    with pytest.raises(HubError) as refused:
+        candidate_shape(found)
+    assert refused.value.reason is reason
+
+
+def test_a_file_of_another_size_than_listed(hub: HubServer, made: SimpleNamespace) -> None:
+    found = one_of(hub, {"m-Q8_0.gguf": made.one})
+    hub.repos["org/model"].files["m-Q8_0.gguf"] = made.one.read_bytes() + b"more"
+    with pytest.raises(HubError) as refused:
+        candidate_shape(found)
+    assert refused.value.reason is HubReason.BROKEN
+
+
+def test_a_server_that_ignores_ranges_sends_no_weights(hub: HubServer, made: SimpleNamespace) -> None:
+    found = one_of(hub, {"m-Q8_0.gguf": made.one})
+    hub.order(Fault("ignore_range", path="m-Q8_0.gguf", host="second", times=-1))
+    assert candidate_shape(found).experts == SHAPE.experts
+
+
+@pytest.mark.parametrize("name", ["m-Q8_0.gguf", "model.safetensors"])
+def test_damaged_headers(hub: HubServer, name: str) -> None:
+    config = json.dumps(config_of(SHAPE)).encode()
+    found = one_of(hub, {name: b"GGUF\3\0\0\0" + b"\xff" * 1000, "config.json": config})
+    with pytest.raises(EngineError) as refused:
+        candidate_shape(found)
+    assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
+    assert "/tmp" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "answer", [b"[]", b"{", b'{"sha": 5}', b'{"sha": "x", "id": []}', b"[" * 100_000, b'{"sha": "x", "cardData": 1}']
+)
+def test_nonsense_about_a_model_is_one_sentence(hub: HubServer, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    monkeypatch.setattr(http, "fetch", lambda *_a, **_k: http.Answer(answer, None, {}))
+    with pytest.raises(HubError) as refused:
+        read_repository("org/model")
+    assert refused.value.reason is HubReason.BROKEN
+
+
+@pytest.mark.parametrize("path", ["/api/models/org/model", "config.json", "model-00002*"])
+def test_a_server_that_drips_is_given_up_or_stopped(hub: HubServer, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    hub.add("org/model", dict(sharded()))
+    stalled = threading.Event()
+    hub.order(Fault("stall", path=path, host="any", times=-1, after_bytes=5))
+    if path.startswith("/api"):
+        hub.faults = [Fault("slow", path=path, value=1000, times=-1)]
+
+    def ask(cancelled: Callable[[], bool]) -> None:
+        candidate_shape(candidates(read_repository("org/model", cancelled=cancelled), cancelled=cancelled)[0],
+                        cancelled=cancelled)  # fmt: skip
+
+    def met() -> bool:
+        if any(fault.met for fault in hub.faults):
+            stalled.set()
+        return stalled.is_set()
+
+    with pytest.raises(HubError) as stopped:
+        ask(met)
+    assert stopped.value.reason is HubReason.CANCELLED
+    monkeypatch.setattr(http, "ANSWER_S", 0.2)
+    with pytest.raises(HubError) as refused:
+        ask(lambda: False)
+    assert refused.value.reason is HubReason.OFFLINE
