@@ -133,6 +133,7 @@ def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.Monkey
     """A Switchyard folder of the test's own, in place of the user's settings, models, chats and logs."""
     home = tmp_path / "switchyard-home"
     monkeypatch.setenv("SWITCHYARD_HOME", str(home))
+    monkeypatch.setenv("SWITCHYARD_FIND_MODELS", "0")  # other programs' models on this machine are none of ours
     return home
 
 

@@ -59,6 +59,52 @@ def write_gguf(
     return file
 
 
+HIDDEN, WIDTH, EXPERTS = 16, 12, 4
+KEYS: dict[str, Any] = {
+    "block_count": 1,
+    "context_length": 100,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": WIDTH,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 5e5,
+    "expert_count": EXPERTS,
+    "expert_used_count": 2,
+}
+TENSORS = {
+    "token_embd.weight": (10, HIDDEN),
+    "output_norm.weight": (HIDDEN,),
+    "blk.0.attn_norm.weight": (HIDDEN,),
+    "blk.0.ffn_norm.weight": (HIDDEN,),
+    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
+    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+    "blk.0.ffn_gate_inp.weight": (EXPERTS, HIDDEN),
+    "blk.0.ffn_gate_exps.weight": (EXPERTS, WIDTH, HIDDEN),
+    "blk.0.ffn_up_exps.weight": (EXPERTS, WIDTH, HIDDEN),
+    "blk.0.ffn_down_exps.weight": (EXPERTS, HIDDEN, WIDTH),
+}
+
+
+def write_mixtral(file: Path, keys: Mapping[str, Any] = KEYS, general: Mapping[str, Any] | None = None) -> Path:
+    """A Mixtral of one layer and a few kilobytes, without a tokenizer.
+
+    Args:
+        keys: of its architecture.
+        general: others, by their whole names.
+    """
+
+    def add(writer: GGUFWriter) -> None:
+        whole = {f"llama.{name}": value for name, value in keys.items()} | dict(general or {})
+        for name, value in whole.items():
+            kind = GGUFValueType.UINT64 if type(value) is int and value >= 2**31 else GGUFValueType.get_type(value)
+            writer.add_key_value(name, value, kind, GGUFValueType.INT32 if isinstance(value, list) else None)
+
+    return write_gguf(file, {name: np.ones(shape) for name, shape in TENSORS.items()}, keys=add)
+
+
 def dequantised(entry: TensorEntry) -> NDArray[np.float32]:
     """What the `gguf` package says of a tensor."""
     kind = GGMLQuantizationType[entry.dtype]

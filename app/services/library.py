@@ -127,7 +127,7 @@ class Library(QObject):
         """Moves a model to the trash; the result is the bytes freed."""
 
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
-            from engine.checkpoint.library import remove
+            from engine.checkpoint.moving import remove
 
             return remove(model.name)
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.library import LibraryEntry, describe
+from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
-from engine.checkpoint.names import check_new_name, name_of, resolve
+from engine.checkpoint.names import check_new_name, folder_name, name_of, resolve
 from engine.checkpoint.shards import INDEX_NAME, read_tensors
+from engine.checkpoint.shelves import NO_NAME
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
@@ -24,8 +24,6 @@ from engine.common.paths import models_dir
 _CHUNK_BYTES = 4 * 2**20
 _SIDE_SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".md")
 _SIDE_NAMES = ("license", "licence", "notice", "use_policy", "copying")
-_TEMPLATE_FOLDER = "additional_chat_templates"
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def import_model(
@@ -113,7 +111,7 @@ def _side_files(source: Path) -> Iterable[Path]:
         wanted = plain.endswith(_SIDE_SUFFIXES) or plain.startswith(_SIDE_NAMES)
         if file.is_file() and wanted and not plain.startswith(".") and not _is_left_out(file.name):
             yield file
-    yield from sorted((source / _TEMPLATE_FOLDER).glob("*.jinja"))
+    yield from sorted((source / TEMPLATE_FOLDER).glob("*.jinja"))
 
 
 def _is_left_out(name: str) -> bool:
@@ -130,7 +128,7 @@ def _take(file: Path, source: Path, target: Path, advance: Callable[[int], None]
         digest = sha256_of(copy, on_bytes=advance)
     else:
         require_space(target, file.stat().st_size)
-        digest = _copy(file, copy, advance)
+        digest = copy_file(file, copy, advance)
     return FileRecord(relative.as_posix(), copy.stat().st_size, digest)
 
 
@@ -142,7 +140,12 @@ def _try_link(file: Path, copy: Path) -> bool:
     return True
 
 
-def _copy(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
+def copy_file(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
+    """Copies a file, with its times, to the disk; returns its SHA-256.  `advance` is called with each count of bytes.
+
+    Raises:
+        OSError: it failed.
+    """
     digest = hashlib.sha256()
     with open_foreign(file) as reader, copy.open("wb") as writer:
         while chunk := reader.read(_CHUNK_BYTES):
@@ -156,13 +159,10 @@ def _copy(file: Path, copy: Path, advance: Callable[[int], None]) -> str:
 
 
 def _default_name(source: Path) -> str:
-    """The folder's or file's name, or the model's own in a GGUF file that has a converter's name; in a hub cache
-    (`models--ORG--NAME/snapshots/COMMIT`) the model's."""
+    """The model's name, or its own in a GGUF file that has a converter's."""
     name = name_of(source)
-    if re.match(r"model$|ggml-model\b", name, re.IGNORECASE) and (gguf := gguf_at(source)) is not None:
+    if NO_NAME.match(name) and (gguf := gguf_at(source)) is not None:
         from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
 
         name = read_gguf(gguf).text("general.name") or name
-    if _COMMIT.fullmatch(name) and source.parent.name == "snapshots":
-        name = source.parent.parent.name.removeprefix("models--").replace("--", "-")
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100] or "model"
+    return folder_name(name)

@@ -1,33 +1,44 @@
-"""The model library: one folder per model in the models folder, and the meaning of `M` on the command line.
+"""The models of this machine: what each is, when it was used, whether it is intact.
 
-The prepared experts of a checkpoint are stored in the data folder, where they are found again and removed with it.
+The library is one folder per model in the models folder. Models in other folders and in other programs' stores are used
+where they lie (see `shelves`). The prepared experts of a checkpoint are stored in the data folder, where they are found
+again and removed with it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-from collections.abc import Callable
-from dataclasses import dataclass
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
-from engine.checkpoint.gguf.names import all_parts
-from engine.checkpoint.manifest import MANIFEST_NAME, damaged_files, read_manifest
-from engine.checkpoint.names import (
-    STARTER_NAME,
-    in_library,
-    is_path_like,
-    not_in_library,
-    resolve,
-    starter_folder,
-)
+from engine.checkpoint.gguf.names import all_parts, gguf_at
+from engine.checkpoint.in_use import reading
+from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
+from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
 from engine.checkpoint.profile import ModelProfile, read_profile
 from engine.checkpoint.shards import read_tensors
-from engine.checkpoint.staging import discard
+from engine.checkpoint.shelves import OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.usage import read_usage, where
-from engine.common.errors import EngineError, ErrorCode
-from engine.common.paths import data_dir, models_dir
+from engine.common.errors import EngineError
+from engine.common.files import write_private
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.paths import cache_dir, data_dir, models_dir
+
+_VERSION = 1
+"""Of the file with descriptions; another is not read."""
+_MOST_DESCRIPTIONS = 8 * 2**20
+_MOST_KEPT = 2000
+TEMPLATE_FOLDER = "additional_chat_templates"
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8", "compressed-tensors": "compressed"}
+_MIX = re.compile(r"\b(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|MXFP4(?:_MOE)?|BF16|F16|F32)\b", re.IGNORECASE)
+_DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 
 
 def bank_path(directory: Path, precision: str) -> Path:
@@ -59,19 +70,7 @@ def _banks_dir() -> Path:
     return data_dir() / "banks"
 
 
-OWN = "switchyard"
-
-__all__ = [
-    "OWN",
-    "LibraryEntry",
-    "Verification",
-    "list_models",
-    "remove",
-    "resolve",
-    "show",
-    "starter_is_built",
-    "verify",
-]
+__all__ = ["LibraryEntry", "Listing", "Verification", "list_models", "look_around", "resolve", "show", "verify"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,70 +148,191 @@ def starter_is_built() -> bool:
     return (folder / MANIFEST_NAME).is_file() and (folder / CONFIG_NAME).is_file()
 
 
-def look_around(*, within_s: float = 10.0, cancelled: Callable[[], bool] = lambda: False) -> Listing:  # noqa: ARG001
-    """All models of this machine: the library's, those in other model folders, those of other programs.
+def look_around(*, within_s: float = WITHIN_S, cancelled: Callable[[], bool] = lambda: False) -> Listing:
+    """All models of this machine: the library's with the starter first, those in other model folders, those of other
+    programs; damaged ones with their problem.
 
-    Folders on a slow network may take as long as `within_s`: not for the thread that draws a window.
+    What was read of a model is kept for as long as its files' names, sizes and times stay. A folder that does not
+    answer may take as long as `within_s`: this is not for the thread that draws a window.
     """
-    return Listing(tuple(list_models()))
+    _descriptions.load()
+    found, problems = find_models(within_s=within_s, cancelled=cancelled, look_at=_descriptions.look_at)
+    entries = [_entry(model) for model in found]
+    _descriptions.save()
+    entries.sort(key=lambda entry: entry.name != STARTER_NAME)
+    return Listing(tuple(entries), tuple(problems))
 
 
 def list_models() -> list[LibraryEntry]:
-    """All models in the library, the starter first, then by name; damaged ones with their problem."""
-    try:
-        folders = [folder for folder in models_dir().iterdir() if folder.is_dir() and not folder.name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"Cannot read the model library {models_dir()} ({error.strerror or error})."
-        ) from error
-    folders.sort(key=lambda folder: (folder.name != STARTER_NAME, folder.name.casefold()))
-    return [describe(folder, folder.name) for folder in folders]
+    """The models that `look_around` finds in a second, for whoever cannot wait."""
+    return list(look_around(within_s=1.0).entries)
 
 
 def show(model: str) -> LibraryEntry:
-    """One model, in the library or at a path.
+    """One model, by its name or at a path.
 
     Raises:
         EngineError: as `resolve`.
     """
     path = resolve(model)
-    return describe(path, path.name if path.parent == models_dir() else str(path))
+    if path.parent == models_dir():
+        return describe(path, path.name)
+    found = None if os.path.lexists(model) else find_named(model)
+    return _entry(found) if found is not None else describe(path, str(path))
 
 
 def describe(path: Path, name: str) -> LibraryEntry:
     """The entry of the model at `path`; reads its configuration and the headers of its weights only."""
+    return _entry(Found(name, path, origin_of(path)))
+
+
+def _entry(model: Found) -> LibraryEntry:
+    usage = read_usage(model.path)
+    return replace(
+        _descriptions.of(model.path),
+        name=model.name,
+        origin=model.origin,
+        bank_bytes=total_bytes(banks_of(model.path)),
+        last_used=usage.last_used,
+        measured_tokens_per_s=usage.measured_tokens_per_s,
+    )
+
+
+def _read(path: Path) -> LibraryEntry:
+    """What the files of a model say about it."""
     manifest = read_manifest(path)
-    source = manifest.source if manifest else ""
-    usage = read_usage(path)
-    size = _bytes_on_disk(path)
+    entry = LibraryEntry(
+        name="",
+        path=path,
+        bytes_on_disk=total_bytes(files_of(path)),
+        source=manifest.source if manifest else "",
+    )
     try:
         profile = read_profile(path)
     except EngineError as error:
-        return LibraryEntry(name, path, bytes_on_disk=size, source=source, problem=error.message)
-    return LibraryEntry(
-        name=name,
-        path=path,
+        return replace(entry, problem=error.message)
+    return replace(
+        entry,
         family=profile.family,
         parameters=profile.parameters,
-        bytes_on_disk=size,
         dtype=profile.quantization or profile.dtype,
         experts=profile.experts,
         experts_per_token=profile.experts_per_token,
         context_tokens=profile.context_tokens,
-        source=source,
-        bank_bytes=sum(file.stat().st_size for file in banks_of(path)),
-        last_used=usage.last_used,
-        measured_tokens_per_s=usage.measured_tokens_per_s,
-        precision_words=_precision_words(profile),
+        precision_words=_precision_words(path, profile),
     )
 
 
-def _precision_words(profile: ModelProfile) -> str:
+def _precision_words(path: Path, profile: ModelProfile) -> str:
     stored = profile.quantization or profile.dtype
-    short = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "compressed-tensors": "compressed tensors"}
-    return short.get(stored, stored if stored == "fp8" else stored.upper())
+    mix = _MIX.search(name_of(path)) if gguf_at(path) is not None else None
+    if mix is not None:  # the name of the whole mixture, which its maker gave it
+        return mix[0].upper()
+    return _SHORT.get(stored, stored.upper())
+
+
+class _Descriptions:
+    """What was read of models, kept in a file for as long as their files have the same names, sizes and times."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[str, LibraryEntry]] = {}
+        self._is_loaded_from: Path | None = None
+        self._changed = False
+
+    def of(self, path: Path) -> LibraryEntry:
+        state, kept = _state(path), self._kept.get(str(path))
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        entry = _read(path)
+        if not entry.problem:  # which another version may not have
+            self._kept[str(path)] = state, entry
+            self._changed = True
+        return entry
+
+    def look_at(self, model: Found) -> None:
+        self.of(model.path)
+
+    def load(self) -> None:
+        """Reads the file, once."""
+        if self._is_loaded_from == _descriptions_file():
+            return
+        self._is_loaded_from = _descriptions_file()
+        self._kept = {}
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+            raw = parse_json(read_foreign(_descriptions_file(), _MOST_DESCRIPTIONS))
+            if raw["version"] == _VERSION:
+                self._kept = {
+                    path: (kept["state"], _kept_entry(Path(path), kept)) for path, kept in raw["models"].items()
+                }
+
+    def save(self) -> None:
+        if not self._changed:
+            return
+        self._changed = False
+        models = {path: {"state": state, **_fields(entry)} for path, (state, entry) in list(self._kept.items())}
+        text = json.dumps({"version": _VERSION, "models": dict(list(models.items())[-_MOST_KEPT:])})
+        with contextlib.suppress(OSError, ValueError):
+            write_private(_descriptions_file(), text)
+
+
+_descriptions = _Descriptions()
+
+
+def _descriptions_file() -> Path:
+    return cache_dir() / "models.json"
+
+
+_TEXTS = ("family", "dtype", "source", "precision_words")
+_NUMBERS = ("parameters", "bytes_on_disk", "experts", "experts_per_token", "context_tokens")
+
+
+def _fields(entry: LibraryEntry) -> dict[str, str | int]:
+    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS)}
+
+
+def _kept_entry(path: Path, kept: dict[str, Any]) -> LibraryEntry:
+    texts = {name: str(kept[name]) for name in _TEXTS}
+    return LibraryEntry("", path, **texts, **{name: int(kept[name]) for name in _NUMBERS})  # type: ignore[arg-type]
+
+
+def _state(path: Path) -> str:
+    digest = hashlib.sha256()
+    for file in files_of(path):
+        with contextlib.suppress(OSError):
+            status = file.stat()
+            digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of the model at a path, sorted.
+
+    Of a folder of ours those are all; other folders may hold anything besides, so theirs are those that lie in it, and
+    its chat templates.
+    """
+    if not path.is_dir():
+        return [part for part in all_parts(path) if part.is_file()]
+    if (path / MANIFEST_NAME).is_file():
+        files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
+    else:
+        files = [Path(entry) for folder in (path, path / TEMPLATE_FOLDER) for entry in _entries(folder)]
+    return sorted(file for file in files if file.is_file())
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(folder))
+    except OSError:
+        return []
+
+
+def total_bytes(files: list[Path]) -> int:
+    """The size of files that are there."""
+    total = 0
+    for file in files:
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def verify(
@@ -220,62 +340,39 @@ def verify(
     on_progress: Callable[[int, int], None] = lambda *_: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Verification:
-    """Compare every byte with the manifest; without one (a directory elsewhere) check structure and sizes.
+    """Compare every byte with the checksums that are known; without any check structure and sizes.
+
+    The library's models have a manifest. The hub's cache and Ollama name their files by their SHA-256.
 
     Args:
         on_progress: called with `done` and `total` bytes.
 
     Raises:
-        EngineError: as `resolve`.
+        EngineError: as `resolve`; `BUSY` while it is being moved or removed.
         RequestCancelled: `cancelled()` returned true.
     """
-    path = resolve(model)
-    name = path.name if path.parent == models_dir() else str(path)
-    manifest = read_manifest(path)
-    if manifest is not None:
-        damage = damaged_files(path, manifest, on_progress=on_progress, cancelled=cancelled)
-        return Verification(name, path, "sha256", len(manifest.files), damage)
-    try:
-        read_config(path)
-        files = {file for tensor in read_tensors(path).values() for file in tensor.files}
-    except EngineError as error:
-        return Verification(name, path, "headers", 0, {str(path): error.message})
-    return Verification(name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})
-
-
-def remove(name: str) -> int:
-    """Deletes a model from the library with its prepared experts; returns the bytes freed.
-
-    Anything outside the library is refused.  A model that is a symbolic link is unlinked; its target stays.
-
-    Raises:
-        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use, on systems that lock open files).
-    """
-    folder = in_library(name)
-    if folder is None:
-        if is_path_like(name) and Path(name).expanduser().exists():
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"{name} is not a model in the library; nothing outside the library is ever removed.",
+    entry = show(model)
+    path = entry.path
+    with reading(path):
+        manifest = read_manifest(path)
+        named = Manifest("", tuple(_named_by_content(files_of(path), path if path.is_dir() else path.parent)))
+        manifest = manifest if manifest is not None and manifest.files else named
+        if manifest.files:
+            damage = damaged_files(
+                path if path.is_dir() else path.parent, manifest, on_progress=on_progress, cancelled=cancelled
             )
-        raise not_in_library(name)
-    size = 0 if folder.is_symlink() else _bytes_on_disk(folder)
-    banks = [] if folder.is_symlink() else banks_of(folder)  # look them up before the path is gone
-    try:
-        discard(folder)
-    except OSError as error:
-        code = ErrorCode.BUSY if error.errno in (errno.EBUSY, errno.EACCES) else ErrorCode.INVALID_REQUEST
-        raise EngineError(
-            code, f"Cannot remove {folder} ({error.strerror or error}): close whatever is using it and try again."
-        ) from error
-    return size + remove_banks(banks)
-
-
-def _bytes_on_disk(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*") if path.is_dir() else all_parts(path):
+            return Verification(entry.name, path, "sha256", len(manifest.files), damage)
         try:
-            total += file.stat().st_size if file.is_file() else 0
-        except OSError:
-            continue
-    return total
+            read_config(path)
+            files = {file for tensor in read_tensors(path).values() for file in tensor.files}
+        except EngineError as error:
+            return Verification(entry.name, path, "headers", 0, {str(path): error.message})
+    return Verification(entry.name, path, "headers", len(files) + (path / CONFIG_NAME).is_file(), {})
+
+
+def _named_by_content(files: list[Path], folder: Path) -> Iterator[FileRecord]:
+    """Records of the files whose name, or that of the file they link to, is their SHA-256."""
+    for file in files:
+        digest = _DIGEST.fullmatch(file.resolve().name)
+        if digest is not None:
+            yield FileRecord(file.relative_to(folder).as_posix(), file.stat().st_size, digest[1])

@@ -1,44 +1,275 @@
-"""Moves a model to another disk, and copies one out of the library."""
+"""Moves a model to another disk, copies one out of the library, and removes one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.checkpoint.library import LibraryEntry
+from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.importing import copy_file
+from engine.checkpoint.in_use import alone_with, reading
+from engine.checkpoint.library import LibraryEntry, banks_of, describe, files_of, remove_banks, show, total_bytes
+from engine.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    damaged_files,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
+from engine.checkpoint.names import find_named, folder_name, is_path_like, not_in_library, starter_folder
+from engine.checkpoint.shelves import FOLDER, OWN, Found, add_model_folder, model_folders
+from engine.checkpoint.staging import discard, staging_folder, sweep
+from engine.checkpoint.usage import forget_usage, move_usage, where
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.files import disk_errors_explained, require_space
+
+Progress = Callable[[int, int], None]
 
 
 def move(
-    model: str,
-    folder: Path,
-    on_progress: Callable[[int, int], None] = lambda *_: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    model: str, folder: Path, on_progress: Progress = lambda *_: None, cancelled: CancelCheck = lambda: False
 ) -> LibraryEntry:
     """Moves a model of the library into another model folder, with its prepared experts and what is known of it.
 
-    On the same disk it is renamed; to another one it is copied, compared byte for byte by its checksums, put in place
-    in one step, and only then removed from where it was.  A kill at any moment leaves it whole in one of the places.
+    On the same disk it is renamed; to another one it is copied, read again and compared by its checksums, put in place
+    in one step, and only then removed from where it was.  A kill at any moment leaves it whole in at least one of the
+    places; the same call ends what was begun.
 
     Args:
-        on_progress: called with `done` and `total` bytes.
+        folder: becomes a model folder if it is none.
+        on_progress: called with `done` and `total` bytes, each byte counted when it is written and when it is read.
 
     Raises:
-        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (the name is taken there, or the model
-            belongs to another program); `DISK_FULL`; `CHECKPOINT_DAMAGED` (the copy or the original is not intact).
+        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (the name is taken there, or it is not in the
+            library); `DISK_FULL`; `CHECKPOINT_DAMAGED` (the original, or its copy, is not what the manifest says).
         RequestCancelled: `cancelled()` returned true; the model stays where it was.
     """
-    raise NotImplementedError
+    source = _of_library(model).path
+    if source == starter_folder():
+        raise EngineError(ErrorCode.INVALID_REQUEST, "The starter model is built in the library and stays there.")
+    folder = Path(folder).expanduser().absolute()
+    with disk_errors_explained(folder):
+        folder.mkdir(exist_ok=True)
+    if folder not in model_folders():
+        add_model_folder(folder)
+    target = folder / source.name
+    if source.is_symlink() or source.resolve() == target.resolve():
+        why = "is a link to another folder" if source.is_symlink() else f"is in {folder} already"
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{model} {why}: there is nothing to move.")
+    with alone_with(source), alone_with(target), disk_errors_explained(folder):
+        sweep(source.parent)
+        if read_manifest(source) is None:  # to be known as the library's in the other folder
+            write_manifest(source, Manifest(f"moved from {source}", ()))
+        manifest = read_manifest(source)
+        if manifest is None or manifest != read_manifest(target):
+            _check_is_free(target)
+            if not _renamed(source, target):
+                with staging_folder(folder) as staging:
+                    _copy_whole(source, staging, manifest, on_progress, cancelled)
+                    staging.rename(target)
+        elif damaged_files(target, manifest, on_progress=on_progress, cancelled=cancelled):
+            raise _damaged(target, "was put there before")
+        # Else it was killed before it could remove the original.
+        _take_along(source, target)
+        if source.exists():
+            discard(source)
+    return describe(target, target.name)
 
 
 def export(
-    model: str,
-    folder: Path,
-    on_progress: Callable[[int, int], None] = lambda *_: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    model: str, folder: Path, on_progress: Progress = lambda *_: None, cancelled: CancelCheck = lambda: False
 ) -> Path:
-    """Copies a model's files into a new folder of its name inside `folder`; returns that.
+    """Copies a model's files, with a manifest, into a new folder of its name inside `folder`; returns that.
 
     Raises:
-        EngineError, RequestCancelled: as `move`; nothing is left behind.
+        EngineError: as `move`.
+        RequestCancelled: `cancelled()` returned true.  Nothing is left behind then, nor after an error.
     """
-    raise NotImplementedError
+    entry = show(model)
+    path = entry.path
+    folder = Path(folder).expanduser().absolute()
+    target = folder / folder_name(path.name if path.is_dir() and not entry.is_in_place else entry.name)
+    if not folder.is_dir():
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
+    if os.path.lexists(target):
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{target} exists already: remove it, or choose another folder.")
+    with reading(path), disk_errors_explained(folder), staging_folder(folder) as staging:
+        _copy_whole(path, staging, read_manifest(path), on_progress, cancelled)
+        staging.rename(target)
+    return target
+
+
+def remove(name: str, *, permanently: bool = False) -> int:
+    """Moves a model to the trash, or deletes it; returns its bytes.  Its prepared experts are deleted in any case.
+
+    A model in a model folder of the user's goes too, but nothing that belongs to another program, and nothing else.  A
+    model that is a symbolic link is unlinked; its target stays.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (it belongs to another program, or there is
+            no trash on its disk).
+    """
+    found = _removable(name)
+    with alone_with(found.path):
+        is_link = found.path.is_symlink()
+        size = 0 if is_link else total_bytes(files_of(found.path))
+        banks = [] if is_link else banks_of(found.path)  # looked up before the path is gone
+        try:
+            for path in _whole(found):
+                if permanently or is_link:
+                    discard(path)
+                else:
+                    _to_trash(path)
+        except OSError as error:
+            code = ErrorCode.BUSY if error.errno in (errno.EBUSY, errno.EACCES) else ErrorCode.INVALID_REQUEST
+            raise EngineError(
+                code,
+                f"Cannot remove {found.path} ({error.strerror or error}): close whatever is using it and try again.",
+            ) from error
+        if not is_link:
+            forget_usage(found.path)
+        return size + remove_banks(banks)
+
+
+def _of_library(model: str) -> Found:
+    """A model that is ours to move."""
+    found = _named(model)
+    if found.origin != OWN:
+        whose = "is not in the library" if found.origin == FOLDER else f"belongs to {found.origin}"
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{model} {whose} and stays where it is: `switchyard models import` adds a copy to the library.",
+        )
+    return found
+
+
+def _removable(name: str) -> Found:
+    found = _named(name)
+    if found.origin not in (OWN, FOLDER):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{name} belongs to {found.origin}, so Switchyard never removes it: remove it there ({found.path}).",
+        )
+    return found
+
+
+def _named(name: str) -> Found:
+    found = find_named(name)
+    if found is None:
+        if is_path_like(name) and Path(name).expanduser().exists():
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{name} is not the name of a model here; nothing is ever moved or removed by its path.",
+            )
+        raise not_in_library(name)
+    return found
+
+
+def _whole(found: Found) -> list[Path]:
+    """What to remove: a folder of its own, or of a folder with others in it the model's files."""
+    if found.origin == OWN or found.path.is_symlink():
+        return [found.path]
+    folders = [each for each in found.path.iterdir() if each.is_dir()] if found.path.is_dir() else []
+    if found.path.is_dir() and not folders and found.path not in model_folders():
+        return [found.path]
+    return [file for file in files_of(found.path) if file.parent in (found.path, found.path.parent)]
+
+
+def _to_trash(path: Path) -> None:
+    from send2trash import TrashPermissionError, send2trash
+
+    try:
+        send2trash(path)
+    except TrashPermissionError:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The disk of {path} has no trash that can be written to: `switchyard models remove --permanently` deletes "
+            "it for good.",
+        ) from None
+
+
+def _check_is_free(target: Path) -> None:
+    """Raises if the folder has that name, or one that is the same where case does not count."""
+    if target.name.casefold() in {entry.name.casefold() for entry in target.parent.iterdir()}:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"{target.parent} already has a model called {target.name!r}: remove that first."
+        )
+
+
+def _renamed(source: Path, target: Path) -> bool:
+    """Whether it could be renamed: not to another disk."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    return True
+
+
+def _take_along(source: Path, target: Path) -> None:
+    """Gives what is kept elsewhere under the old place the name of the new one."""
+    before, after = where(source), where(target)
+    for bank in banks_of(source):
+        with_new_place = bank.name.replace(f"-{before}.bank", f"-{after}.bank")
+        bank.replace(bank.with_name(with_new_place))
+    move_usage(source, target)
+
+
+def _copy_whole(
+    source: Path, staging: Path, manifest: Manifest | None, on_progress: Progress, cancelled: CancelCheck
+) -> None:
+    """Copies a model's files into an empty folder, with a manifest, and reads them again."""
+    base = source if source.is_dir() else source.parent
+    files = [file for file in files_of(source) if file.name != MANIFEST_NAME]
+    total = total_bytes(files)
+    require_space(staging, total)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        if cancelled():
+            raise RequestCancelled
+        done += count
+        on_progress(done, 2 * total)
+
+    records = []
+    for file in files:
+        name = file.relative_to(base).as_posix()
+        name += SUFFIX if base != source and not name.lower().endswith(SUFFIX) else ""
+        copy = staging / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        digest = copy_file(file, copy, advance)
+        records.append(FileRecord(name, copy.stat().st_size, digest))
+    _compare(source, records, manifest)
+    for record in records:
+        if sha256_of(_from_disk(staging / record.path), on_bytes=advance, cancelled=cancelled) != record.sha256:
+            raise _damaged(staging / record.path, "was written")
+    write_manifest(staging, manifest or Manifest(f"copied from {source}", tuple(records)))
+
+
+def _compare(source: Path, records: Iterable[FileRecord], manifest: Manifest | None) -> None:
+    """Raises if what was read of the original is not what its manifest says."""
+    found = {record.path: record for record in records}
+    for record in manifest.files if manifest is not None else ():
+        if found.get(record.path) != record:
+            raise _damaged(source / record.path, "was added to the library")
+
+
+def _damaged(file: Path, since: str) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"{file} is missing or has changed since it {since}, so nothing was moved: verify the model.",
+    )
+
+
+def _from_disk(file: Path) -> Path:
+    """The same file, dropped from the system's memory where that can be asked for, to see what the disk holds."""
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return file

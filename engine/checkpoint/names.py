@@ -1,4 +1,4 @@
-"""Resolves `M` (`starter`, a library name or a path), and checks names of new models."""
+"""Resolves `M` (`starter`, the name of a model on this machine, or a path), and checks names of new models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
 from engine.checkpoint.gguf.names import SUFFIX, gguf_at, stem_of
+from engine.checkpoint.shelves import OWN, Found, find_models, name_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 
@@ -24,7 +25,10 @@ def starter_folder() -> Path:
 
 
 def resolve(model: str) -> Path:
-    """The checkpoint that `model` means: `starter`, a library name, or the path of a directory or a GGUF file.
+    """The checkpoint that `model` means: `starter`, a name, or the path of a directory or a GGUF file.
+
+    Names are those of the library, then those of models in other folders and in other programs' stores, which are
+    looked for only if nothing else is meant.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `MODEL_UNSUPPORTED` (a hub id); `CHECKPOINT_UNSAFE` (a pickle).
@@ -45,8 +49,9 @@ def resolve(model: str) -> Path:
 
 
 def name_of(path: Path) -> str:
-    """What to call the checkpoint at a path: the name of its folder, or of a GGUF file without its ending."""
-    return path.name if path.is_dir() else stem_of(path)
+    """What to call the checkpoint at a path: the name of its folder, or of a GGUF file without its ending, unless the
+    program in whose store it lies has another."""
+    return name_at(path) or (path.name if path.is_dir() else stem_of(path))
 
 
 def check_new_name(name: str) -> None:
@@ -69,6 +74,11 @@ def check_new_name(name: str) -> None:
         )
 
 
+def folder_name(name: str) -> str:
+    """A name as one that a new model may have: other programs' have slashes, colons and spaces."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100].rstrip("-.") or "model"
+
+
 def in_library(name: str) -> Path | None:
     """The library's folder of that name, if it is a plain name and exists."""
     if not _NAME.fullmatch(name):
@@ -79,6 +89,18 @@ def in_library(name: str) -> Path | None:
         return folder if folder.is_dir() and name in {entry.name for entry in models_dir().iterdir()} else None
     except OSError:
         return None
+
+
+def find_named(name: str) -> Found | None:
+    """The model of that name, wherever on this machine it lies; a name that differs only by case will do."""
+    if Path(name).is_absolute() or name.startswith((".", "~")):
+        return None
+    folder = in_library(name)
+    if folder is not None:
+        return Found(name, folder, OWN)
+    found, _ = find_models()
+    same = [model for model in found if model.name.casefold() == name.casefold()]
+    return next((model for model in same if model.name == name), None) or next(iter(same), None)
 
 
 def not_in_library(name: str) -> EngineError:
@@ -101,6 +123,8 @@ def _resolve_path(model: str) -> Path:
         is_dir, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError, RuntimeError) as error:
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"{model!r} is not a usable path ({error}).") from error
+    if not (is_dir or is_file) and (found := find_named(model)) is not None:
+        return found.path
     suffix = path.suffix.lower()
     if is_dir:
         if not (path / CONFIG_NAME).is_file() and gguf_at(path) is None:
@@ -121,6 +145,8 @@ def _resolve_path(model: str) -> Path:
             f"{model} is a pickle file, which can run code when opened, so Switchyard never loads one: "
             "use the model's safetensors version.",
         )
+    if is_file and gguf_at(path) is not None:
+        return path.parent.resolve() / path.name
     if is_file:
         raise EngineError(
             ErrorCode.MODEL_NOT_FOUND,

@@ -1,17 +1,77 @@
-"""Where models lie: the folders that the user keeps models in, the standard one first."""
+"""Where models lie: the user's model folders, and the stores of other programs, whose models are used in place.
+
+What is found is only read. Stores are looked for where each program keeps them by default or by its own setting:
+
+- the hub's library: `models--ORG--NAME/snapshots/COMMIT`, whose files are links to `blobs` (plain files on Windows);
+- LM Studio and Jan: folders with GGUF files, `PUBLISHER/MODEL/FILE.gguf`; GPT4All: one folder of GGUF files;
+- Ollama: `manifests/HOST/NAMESPACE/NAME/TAG`, whose model layer names a file in `blobs` that is a GGUF file by content.
+
+A folder may be large, unreadable, on a network that does not answer, or linked into itself: each is searched in a
+thread of its own, to a limited depth and number of entries, and whoever asks waits only so long.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import platformdirs
+
+from engine.checkpoint.config_file import CONFIG_NAME
+from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
+from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, write_private
-from engine.common.foreign import parse_json, read_foreign
+from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import config_dir, models_dir
+from engine.common.plain_text import plain_line
 
+OWN, FOLDER, HUB_CACHE = "switchyard", "folder", "hub cache"
+LM_STUDIO, OLLAMA, JAN, GPT4ALL = "LM Studio", "Ollama", "Jan", "GPT4All"
+
+WITHIN_S = 5.0
+_LOOK_S = 0.05
 _MOST_FOLDERS = 50
 _MOST_BYTES = 2**20
+_DEEPEST = 6
+_MOST_ENTRIES = 100_000
+_SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
+NO_NAME = re.compile(r"model$|ggml-model\b", re.IGNORECASE)
+"""What converters call a file whose model they do not know."""
+_DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_SNAPSHOT = re.compile(r"[0-9a-f]{40}")
+_OLLAMA_MODEL = "application/vnd.ollama.image.model"
+_OLLAMA_ADAPTER = "application/vnd.ollama.image.adapter"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model that lies somewhere: `path` is what `resolve` gives, `origin` whose it is (see `LibraryEntry`)."""
+
+    name: str
+    path: Path
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A folder to look in, by the layout that its owner gives it."""
+
+    origin: str
+    folder: Path
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is one of the user's model folders, which are missed when they are not there."""
+        return self.origin in (OWN, FOLDER)
 
 
 def model_folders() -> tuple[Path, ...]:
@@ -32,11 +92,10 @@ def add_model_folder(folder: Path) -> tuple[Path, ...]:
     now = model_folders()
     if not folder.is_dir():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
-    where = folder.resolve()
     for other in now:
-        if where == other.resolve():
+        if folder.resolve() == other.resolve():
             return now
-        if other.resolve() in where.parents:
+        if _is_in(folder, other):
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} lies in {other}, which is a model folder already.")
     if len(now) >= _MOST_FOLDERS:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"There are {len(now)} model folders already: drop one first.")
@@ -77,3 +136,346 @@ def _save(folders: tuple[Path, ...]) -> None:
     text = json.dumps({"folders": [str(folder) for folder in folders]}, indent=2, ensure_ascii=False) + "\n"
     with disk_errors_explained(config_dir()):
         write_private(_list_file(), text)
+
+
+def shelves() -> list[Shelf]:
+    """All folders to look in, the library first.
+
+    With `SWITCHYARD_FIND_MODELS=0` in the environment other programs' stores are not looked at.
+    """
+    own, *added = model_folders()
+    found = [Shelf(OWN, own), *(Shelf(FOLDER, folder) for folder in added)]
+    if os.environ.get("SWITCHYARD_FIND_MODELS") != "0":
+        with contextlib.suppress(RuntimeError):  # no home
+            found += _stores(Path.home())
+    return list(dict.fromkeys(found))
+
+
+def _stores(home: Path) -> Iterator[Shelf]:
+    yield Shelf(HUB_CACHE, _hub_cache_folder(home))
+    for folder in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
+        yield Shelf(LM_STUDIO, folder)
+    yield from _set_elsewhere(LM_STUDIO, home / ".lmstudio" / "settings.json", "downloadsFolder")
+    if os.environ.get("OLLAMA_MODELS"):
+        yield Shelf(OLLAMA, Path(os.environ["OLLAMA_MODELS"]))
+    yield Shelf(OLLAMA, home / ".ollama" / "models")
+    if sys.platform == "linux":  # where its service runs as a user of its own
+        yield Shelf(OLLAMA, Path("/usr/share/ollama/.ollama/models"))
+    for folder in (
+        Path(platformdirs.user_data_dir("Jan", appauthor=False, roaming=True)),
+        Path(platformdirs.user_config_dir("Jan", appauthor=False, roaming=True)),
+    ):
+        yield Shelf(JAN, folder / "data" / "llamacpp" / "models")
+        yield Shelf(JAN, folder / "data" / "models")
+        for shelf in _set_elsewhere(JAN, folder / "settings.json", "data_folder"):
+            yield Shelf(JAN, shelf.folder / "llamacpp" / "models")
+    yield Shelf(JAN, home / "jan" / "models")
+    yield Shelf(GPT4ALL, Path(platformdirs.user_data_dir("nomic.ai", appauthor=False)) / "GPT4All")
+    yield Shelf(GPT4ALL, home / ".cache" / "gpt4all")
+
+
+def _hub_cache_folder(home: Path) -> Path:
+    """As the hub's library finds it; it reads the environment only once."""
+    if os.environ.get("HF_HUB_CACHE"):
+        return Path(os.environ["HF_HUB_CACHE"]).expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
+
+
+def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[Shelf]:
+    """The folder that a program's own settings name."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        folder = Path(parse_json(read_foreign(settings, _MOST_BYTES))[key])
+        if folder.is_absolute():
+            yield Shelf(origin, folder)
+
+
+def origin_of(model: Path) -> str:
+    """Whose a checkpoint is, by where it lies."""
+    theirs = [shelf for shelf in shelves() if not shelf.is_ours and _is_in(model, shelf.folder)]
+    if theirs:
+        return theirs[0].origin
+    is_ours = any(_is_in(model, folder) for folder in model_folders())
+    return OWN if model.parent == models_dir() or (is_ours and (model / MANIFEST_NAME).is_file()) else FOLDER
+
+
+def _is_in(model: Path, folder: Path) -> bool:
+    try:
+        return model.is_relative_to(folder) or model.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # a link to itself
+        return False
+
+
+def find_models(
+    *,
+    within_s: float = WITHIN_S,
+    cancelled: Callable[[], bool] = lambda: False,
+    look_at: Callable[[Found], None] = lambda _found: None,
+) -> tuple[list[Found], list[str]]:
+    """All models of all shelves, each with a name of its own, and a sentence about each shelf that could not be read.
+
+    A shelf that does not answer in time gives what it has given so far; its search goes on, and the next call with the
+    same `look_at` waits for it again instead of beginning another.
+
+    Args:
+        look_at: called with each model by the thread that found it, before it counts as found.
+    """
+    searches = [_search(shelf, look_at) for shelf in shelves()]
+    until = time.monotonic() + within_s
+    for search in searches:
+        while search.is_alive() and time.monotonic() < until and not cancelled():
+            search.join(_LOOK_S)
+    found = [each for search in searches for each in sorted(search.found, key=lambda each: each.name.casefold())]
+    return _with_own_names(found), [problem for search in searches if (problem := search.trouble())]
+
+
+def name_at(path: Path) -> str:
+    """The name of the model at a path that does not tell it: a hub cache's snapshot, or a file of Ollama's.
+
+    Returns:
+        An empty string for any other path.
+    """
+    if _SNAPSHOT.fullmatch(path.name) and path.parent.name == "snapshots":
+        return _hub_id(path.parent.parent.name)
+    if _DIGEST.fullmatch(path.name) and path.parent.name == "blobs":
+        models = _ollama(path.parent.parent, _Walk())
+        return next((model.name for model in models if model.path.name == path.name), path.name[:19])
+    return ""
+
+
+class _Search(threading.Thread):
+    """Looks through one shelf; `found` grows while it does."""
+
+    def __init__(self, shelf: Shelf, look_at: Callable[[Found], None]) -> None:
+        super().__init__(name=f"models in {shelf.folder.name}", daemon=True)
+        self._shelf = shelf
+        self._look_at = look_at
+        self._walk = _Walk(frozenset(other.folder for other in shelves()))
+        self._problem = ""
+        self.found: list[Found] = []
+
+    def run(self) -> None:
+        try:
+            for model in _models_of(self._shelf, self._walk):
+                self._look_at(model)
+                self.found.append(model)
+        except OSError as error:
+            if self._shelf.is_ours:
+                self._problem = f"Cannot read the model folder {self._shelf.folder} ({reason(error)})."
+
+    def trouble(self) -> str:
+        """What is wrong with the shelf, in a sentence; empty if nothing is."""
+        if self.is_alive():
+            return f"{self._shelf.folder} has not answered yet: models in it may be missing from the list."
+        if self._walk.is_cut:
+            return f"{self._shelf.folder} holds too many files: models in it may be missing from the list."
+        return self._problem
+
+
+_running: dict[tuple[Shelf, Callable[[Found], None]], _Search] = {}
+_running_lock = threading.Lock()
+
+
+def _search(shelf: Shelf, look_at: Callable[[Found], None]) -> _Search:
+    """A search that begins now, or the one that has not ended yet."""
+    with _running_lock:
+        for key in [key for key, search in _running.items() if not search.is_alive()]:
+            del _running[key]
+        search = _running.get((shelf, look_at))
+        if search is None:
+            search = _running[shelf, look_at] = _Search(shelf, look_at)
+            search.start()
+        return search
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The limits of one search, the folders that it has seen (links may lead back to one), and those left to others."""
+
+    others: frozenset[Path] = frozenset()
+    entries: int = 0
+    is_cut: bool = False
+    seen: set[tuple[int, int]] = field(default_factory=set)
+
+    def open(self, folder: Path) -> dict[str, os.DirEntry[str]]:
+        """What is in a folder, by name and without what is hidden; nothing if it was seen before.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in self.seen:
+            return {}
+        self.seen.add((status.st_dev, status.st_ino))
+        names: dict[str, os.DirEntry[str]] = {}
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                self.entries += 1
+                if self.entries > _MOST_ENTRIES:
+                    self.is_cut = True
+                    break
+                if not entry.name.startswith("."):
+                    names[entry.name] = entry
+        return dict(sorted(names.items()))
+
+    def folders(self, folder: Path) -> list[Path]:
+        """The folders in one, sorted by name; none if it cannot be read."""
+        try:
+            return [folder / name for name, entry in self.open(folder).items() if _is_dir(entry)]
+        except OSError:
+            return []
+
+
+def _models_of(shelf: Shelf, walk: _Walk) -> Iterator[Found]:
+    if shelf.origin == OWN:  # a folder per model, whatever state it is in
+        with contextlib.suppress(FileNotFoundError):
+            for name, entry in walk.open(shelf.folder).items():
+                if _is_dir(entry):
+                    yield Found(name, shelf.folder / name, OWN)
+        return
+    os.stat(shelf.folder)  # raises if it is not there
+    if shelf.origin == HUB_CACHE:
+        yield from _hub_cache(shelf.folder, walk)
+    elif shelf.origin == OLLAMA:
+        yield from _ollama(shelf.folder, walk)
+    else:
+        yield from _tree(shelf.folder, shelf.origin, walk)
+
+
+def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iterator[Found]:
+    """Every whole model in a folder and the folders in it."""
+    try:
+        entries = walk.open(folder)
+    except OSError:
+        if depth == _DEEPEST:
+            raise
+        return
+    if origin == FOLDER and MANIFEST_NAME in entries:  # one of ours, moved here or downloaded to here
+        yield Found(plain_line(folder.name), folder, OWN)
+        return
+    if CONFIG_NAME in entries and _has_weights(entries):
+        yield Found(plain_line(folder.name), folder, origin)
+    for first in dict.fromkeys(first_part(folder / name) for name in entries if _is_gguf_model(name)):
+        parts = all_parts(first)
+        if parts and all(_is_file(entries.get(part.name)) for part in parts):
+            stem = stem_of(first)
+            yield Found(plain_line(folder.name if NO_NAME.match(stem) else stem), first, origin)
+    if depth > 0:
+        for name, entry in entries.items():
+            if _is_dir(entry) and folder / name not in walk.others:
+                yield from _tree(folder / name, origin, walk, depth - 1)
+
+
+def _has_weights(entries: dict[str, os.DirEntry[str]]) -> bool:
+    """Whether there are safetensors files, and of numbered ones all: a cache holds models that are still arriving."""
+    files = [name for name in entries if name.endswith(".safetensors") and _is_file(entries[name])]
+    numbered = [match for name in files if (match := _SHARD.search(name))]
+    return bool(files) and (not numbered or len(numbered) >= int(numbered[0][1]))
+
+
+def _is_gguf_model(name: str) -> bool:
+    """Whether it is named like a GGUF file, not like the part of a model that sees pictures, nor as GPT4All names one
+    that is still arriving."""
+    name = name.lower()
+    return name.endswith(SUFFIX) and "mmproj" not in name and not name.startswith("incomplete-")
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _is_file(entry: os.DirEntry[str] | None) -> bool:
+    try:
+        return entry is not None and entry.is_file()
+    except OSError:
+        return False
+
+
+def _hub_cache(folder: Path, walk: _Walk) -> Iterator[Found]:
+    for repository in walk.folders(folder):
+        if not repository.name.startswith("models--"):
+            continue
+        seen: set[Path] = set()
+        for snapshot in _snapshots(repository, walk):
+            for found in _tree(snapshot, HUB_CACHE, walk, _DEEPEST - 1):
+                place = found.path.relative_to(snapshot)
+                if place not in seen:
+                    seen.add(place)
+                    is_whole = found.path == snapshot
+                    yield replace(found, name=_hub_id(repository.name)) if is_whole else found
+
+
+def _snapshots(repository: Path, walk: _Walk) -> list[Path]:
+    """Those of one repository, the one that `main` means first, then the newest."""
+    main = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        main = read_foreign(repository / "refs" / "main", 100).decode().strip()
+
+    def newest(snapshot: Path) -> tuple[bool, float]:
+        with contextlib.suppress(OSError):
+            return snapshot.name == main, snapshot.stat().st_mtime
+        return False, 0.0
+
+    return sorted(walk.folders(repository / "snapshots"), key=newest, reverse=True)
+
+
+def _hub_id(folder: str) -> str:
+    return plain_line(folder.removeprefix("models--").replace("--", "/", 1))
+
+
+def _ollama(folder: Path, walk: _Walk) -> Iterator[Found]:
+    """The models of Ollama's manifests; their files are taken from the store alone, whatever a manifest says."""
+    for host in walk.folders(folder / "manifests"):
+        for namespace in walk.folders(host):
+            for name in walk.folders(namespace):
+                with contextlib.suppress(OSError):
+                    for tag in walk.open(name):
+                        blob = _ollama_blob(folder / "blobs", name / tag)
+                        if blob is not None:
+                            yield Found(_ollama_name(host.name, namespace.name, name.name, tag), blob, OLLAMA)
+
+
+def _ollama_name(host: str, namespace: str, name: str, tag: str) -> str:
+    """As Ollama writes it: `NAME:TAG`, with what is before it where it is not the usual."""
+    parts = [] if host == "registry.ollama.ai" else [host]
+    parts += [] if parts == [] and namespace == "library" else [namespace]
+    return plain_line("/".join([*parts, f"{name}:{tag}"]))
+
+
+def _ollama_blob(blobs: Path, manifest: Path) -> Path | None:
+    """The file with a manifest's model; None if it is not there in full, or is more than one file."""
+    try:
+        layers = parse_json(read_foreign(manifest, _MOST_BYTES))["layers"]
+        if any(layer["mediaType"] == _OLLAMA_ADAPTER for layer in layers):
+            return None
+        (model,) = (layer for layer in layers if layer["mediaType"] == _OLLAMA_MODEL)
+        digest = _DIGEST.fullmatch(model["digest"])
+        if digest is None:
+            return None
+        blob = blobs / f"sha256-{digest[1]}"
+        is_inside = blob.resolve().parent == blobs.resolve()
+        return blob if is_inside and blob.is_file() and blob.stat().st_size == model["size"] else None
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError):
+        return None
+
+
+def _with_own_names(found: list[Found]) -> list[Found]:
+    """The same models, those whose name another has already with their origin behind it.
+
+    Names that differ only by case are the same: a user types either.
+    """
+    named: dict[str, Found] = {}
+    places: set[Path] = set()
+    for model in found:
+        if model.path in places:
+            continue
+        places.add(model.path)
+        name, number = model.name or "model", 1
+        while name.casefold() in named:
+            number += 1
+            name = f"{model.name} ({model.origin}{f' {number - 1}' if number > 2 else ''})"
+        named[name.casefold()] = replace(model, name=name)
+    return list(named.values())

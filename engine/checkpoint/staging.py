@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.common.files import new_folder, try_lock, unlock
+from engine.common.files import locked_file, new_folder, try_lock, unlock
 
 _PREFIX = ".staging-"
 _LOCK_SUFFIX = ".lock"
@@ -93,19 +91,11 @@ def sweep(parent: Path) -> None:
 @contextlib.contextmanager
 def _locked_name(parent: Path) -> Iterator[Path]:
     """An unused name in `parent` whose lock file this process holds."""
-    while True:
-        descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=_LOCK_SUFFIX, dir=parent)
-        lock_path = Path(name)
-        # A sweep may have locked or deleted the file before we could lock it: try another.
-        if try_lock(descriptor) and lock_path.exists():
-            break
-        os.close(descriptor)
+    lock_path = None
     try:
-        yield lock_path.with_suffix("")
+        with locked_file(parent, _PREFIX) as lock_path:
+            yield lock_path.with_suffix("")
     finally:
-        if sys.platform == "win32":
-            unlock(descriptor)
-        os.close(descriptor)
-        if not lock_path.with_suffix("").exists():
+        if lock_path is not None and not lock_path.with_suffix("").exists():
             with contextlib.suppress(OSError):
                 lock_path.unlink(missing_ok=True)

@@ -72,5 +72,11 @@ def move_usage(model: Path, to: Path) -> None:
         _file(model).replace(_file(to))
 
 
+def forget_usage(model: Path) -> None:
+    """Removes the record of a model that is gone."""
+    with contextlib.suppress(OSError):
+        _file(model).unlink(missing_ok=True)
+
+
 def _file(model: Path) -> Path:
     return data_dir() / "usage" / f"{where(model)}.json"

@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
@@ -258,6 +259,44 @@ else:
     def unlock(descriptor: int) -> None:
         """Releases the lock."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def locked_file(folder: Path, prefix: str) -> Iterator[Path]:
+    """A new file `PREFIX....lock` in a folder, locked by this process until the block ends; the caller deletes it.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    while True:
+        descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".lock", dir=folder)
+        # Whoever removes the files of killed processes may have locked or deleted it before we could lock it.
+        if try_lock(descriptor) and os.path.exists(name):
+            break
+        os.close(descriptor)
+    try:
+        yield Path(name)
+    finally:
+        if sys.platform == "win32":
+            unlock(descriptor)
+        os.close(descriptor)
+
+
+def remove_unlocked(lock_path: Path) -> bool:
+    """Removes a lock file that a killed process left; returns whether nobody holds it."""
+    try:
+        with lock_path.open("r+b") as lock:
+            if not try_lock(lock.fileno()):
+                return False
+            if sys.platform == "win32":  # where an open file cannot be deleted
+                unlock(lock.fileno())
+                lock.close()
+            lock_path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    return True
 
 
 _FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}

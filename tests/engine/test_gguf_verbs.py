@@ -99,7 +99,7 @@ def test_the_library(run: Any, file: Path) -> None:
     assert run("chat", "--model", file.stem, *CHAT)[1]["model"] == file.stem
     assert run("models", "import", file)[0] == 2  # the name is taken
     assert run("models", "import", held)[0] == 2
-    assert run("models", "remove", file.stem)[0] == 0
+    assert run("models", "remove", file.stem, "--permanently")[0] == 0
     assert file.exists()
     assert list(models_dir().iterdir()) == []
 
@@ -131,7 +131,7 @@ def test_all_parts_are_imported(run: Any, folder: Path, tmp_path: Path) -> None:
     assert run("models", "verify", "split")[1]["files"] == len(parts)
     code, answer = run("chat", "--model", "split", *CHAT)
     assert (code, answer["generated_tokens"] > 0) == (0, True)
-    run("models", "remove", "split")
+    run("models", "remove", "split", "--permanently")
     parts[-1].unlink()
     code, document = run("models", "import", parts[0])
     assert (code, document["error"]["code"]) == (2, ErrorCode.CHECKPOINT_DAMAGED)

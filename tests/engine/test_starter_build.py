@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from engine.checkpoint.library import remove, starter_is_built, verify
+from engine.checkpoint.library import starter_is_built, verify
+from engine.checkpoint.moving import remove
 from engine.checkpoint.starter import build_starter
 from engine.common.errors import RequestCancelled
 from engine.common.paths import models_dir, python_module
@@ -55,7 +56,7 @@ def test_killed_then_made_by_two_at_once() -> None:
     (models_dir() / "starter" / "tokenizer.json").write_text("{}")
     build_starter()
     assert verify("starter").damaged == {}
-    remove("starter")
+    remove("starter", permanently=True)
     assert not starter_is_built()
 
 

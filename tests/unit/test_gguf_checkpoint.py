@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGUFValueType, GGUFWriter
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.find_shape import find_shape
@@ -22,36 +21,9 @@ from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from tests.refusals import refused
-from tests.tiny_gguf import write_gguf
+from tests.tiny_gguf import EXPERTS, HIDDEN, KEYS, TENSORS, WIDTH, write_mixtral
 
 FILES = Path(__file__).parents[1] / "data" / "gguf"
-HIDDEN, WIDTH, EXPERTS = 16, 12, 4
-KEYS: dict[str, Any] = {
-    "block_count": 1,
-    "context_length": 100,
-    "embedding_length": HIDDEN,
-    "feed_forward_length": WIDTH,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.layer_norm_rms_epsilon": 1e-5,
-    "rope.freq_base": 5e5,
-    "expert_count": EXPERTS,
-    "expert_used_count": 2,
-}
-TENSORS = {
-    "token_embd.weight": (10, HIDDEN),
-    "output_norm.weight": (HIDDEN,),
-    "blk.0.attn_norm.weight": (HIDDEN,),
-    "blk.0.ffn_norm.weight": (HIDDEN,),
-    "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
-    "blk.0.attn_k.weight": (HIDDEN // 2, HIDDEN),
-    "blk.0.attn_v.weight": (HIDDEN // 2, HIDDEN),
-    "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
-    "blk.0.ffn_gate_inp.weight": (EXPERTS, HIDDEN),
-    "blk.0.ffn_gate_exps.weight": (EXPERTS, WIDTH, HIDDEN),
-    "blk.0.ffn_up_exps.weight": (EXPERTS, WIDTH, HIDDEN),
-    "blk.0.ffn_down_exps.weight": (EXPERTS, HIDDEN, WIDTH),
-}
 
 
 @pytest.fixture
@@ -59,14 +31,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     """`write(keys, **general)`: a Mixtral with these keys of its architecture, and others by their whole names."""
 
     def make(keys: dict[str, Any], general: dict[str, Any] | None = None) -> Path:
-        def add(writer: GGUFWriter) -> None:
-            whole = {f"llama.{name}": value for name, value in keys.items()} | (general or {})
-            for name, value in whole.items():
-                kind = GGUFValueType.UINT64 if type(value) is int and value >= 2**31 else GGUFValueType.get_type(value)
-                writer.add_key_value(name, value, kind, GGUFValueType.INT32 if isinstance(value, list) else None)
-
-        tensors = {name: np.ones(shape) for name, shape in TENSORS.items()}
-        return write_gguf(tmp_path / "model.gguf", tensors, keys=add)
+        return write_mixtral(tmp_path / "model.gguf", keys, general)
 
     return make
 

@@ -29,7 +29,13 @@ def test_an_empty_library_says_how_to_get_the_starter(run: Any) -> None:
     assert "switchyard models pull starter" in out
     code, out, err = run("list", "--json")
     assert (code, err) == (0, "")
-    assert json.loads(out) == {"library": str(models_dir()), "starter_is_built": False, "models": []}
+    assert json.loads(out) == {
+        "library": str(models_dir()),
+        "folders": [str(models_dir())],
+        "starter_is_built": False,
+        "models": [],
+        "problems": [],
+    }
 
 
 def test_a_model_through_every_action(run: Any, tmp_path: Path) -> None:
@@ -44,7 +50,7 @@ def test_a_model_through_every_action(run: Any, tmp_path: Path) -> None:
     assert "4 per layer, 2 per token" in run("show", "tiny")[1]
     assert json.loads(run("verify", "tiny", "--json")[1])["ok"] is True
     assert run("verify", "tiny")[0] == 0
-    code, out, _ = run("remove", "tiny", "--json")
+    code, out, _ = run("remove", "tiny", "--permanently", "--json")
     assert code == 0
     assert json.loads(out)["removed"] == "tiny"
     assert json.loads(run("list", "--json")[1])["models"] == []

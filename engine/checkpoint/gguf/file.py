@@ -23,14 +23,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.names import MOST_PARTS, PART, all_parts, named_parts, stem_of
+from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
 from engine.checkpoint.gguf.types import BLOCK_TYPES, UNREAD_TYPES
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line
 
-_MAGIC = b"GGUF"
 _VERSION = 3
 _MOST_ENTRIES = 2**16
 """Of metadata, or tensors, in one file: real ones have a few thousand."""
@@ -255,7 +254,7 @@ class _Header:
     def _read_version(self) -> None:
         if self.size == 0:
             raise _damaged(self.path, "is empty")
-        if self._take(4) != _MAGIC:
+        if self._take(4) != MAGIC:
             raise _damaged(self.path, "is not a GGUF file")
         raw = self._take(4)
         version = int.from_bytes(raw, "little")

@@ -7,8 +7,11 @@ import re
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.foreign import open_foreign
 
 SUFFIX = ".gguf"
+MAGIC = b"GGUF"
+"""How every such file begins."""
 MOST_PARTS = 999
 PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 """The name of a part of a model."""
@@ -23,6 +26,8 @@ def stem_of(path: Path) -> str:
 def gguf_at(path: Path) -> Path | None:
     """The GGUF file that a path means: itself, or the only one in a folder without safetensors; of parts the first.
 
+    A file with another ending (Ollama's have none) is one if it begins like one.
+
     Returns:
         `None` if it means something else.
 
@@ -30,15 +35,17 @@ def gguf_at(path: Path) -> Path | None:
         EngineError: `MODEL_UNSUPPORTED` if a folder has several, of which none is meant more than the others.
     """
     if path.suffix.lower() == SUFFIX and not path.is_dir():
-        return _first_part(path)
+        return first_part(path)
     try:
         names = sorted(entry.name for entry in os.scandir(path) if not entry.name.startswith("."))
+    except NotADirectoryError:
+        return path if _begins_like_gguf(path) else None
     except OSError:
         return None
     files = [path / name for name in names if name.lower().endswith(SUFFIX)]
     if not files or any(name.endswith(".safetensors") for name in names):
         return None
-    firsts = sorted({_first_part(file) for file in files if not file.name.lower().startswith("mmproj")})
+    firsts = sorted({first_part(file) for file in files if not file.name.lower().startswith("mmproj")})
     if len(firsts) > 1:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
@@ -47,7 +54,16 @@ def gguf_at(path: Path) -> Path | None:
     return firsts[0] if firsts else files[0]
 
 
-def _first_part(path: Path) -> Path:
+def _begins_like_gguf(path: Path) -> bool:
+    try:
+        with open_foreign(path) as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def first_part(path: Path) -> Path:
+    """The file that a model begins with, given any of its files, by its name."""
     part = PART.match(path.name)
     return path.with_name(f"{part['stem']}-00001-of-{part['count']}{path.suffix}") if part else path
 

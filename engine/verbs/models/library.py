@@ -1,0 +1,190 @@
+"""`switchyard models list|show|import|verify|move|export|remove|folders`: the models on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+
+from engine.checkpoint.importing import import_model
+from engine.checkpoint.library import LibraryEntry, Verification, look_around, resolve, show, starter_is_built, verify
+from engine.checkpoint.moving import export, move, remove
+from engine.checkpoint.names import STARTER_NAME
+from engine.checkpoint.shelves import FOLDER, OWN, add_model_folder, drop_model_folder, model_folders
+from engine.common.paths import models_dir
+from engine.common.sizes import about
+from engine.verbs.models.actions import MODEL, AddAction
+from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
+from engine.verbs.output import emit, note
+
+_LIST_WITHIN_S = 20.0
+
+
+def add_actions(action: AddAction) -> None:
+    """Adds them to the verb."""
+    action("list", "all models on this machine (the default)", list_action)
+    action("show", "one model, in full", _show).add_argument("model", metavar="M", help=MODEL)
+    importing = action("import", "add a checkpoint directory or a GGUF file to the library", _import)
+    importing.add_argument("path", type=Path, metavar="PATH", help="folder with config.json and weights, or GGUF file")
+    importing.add_argument("--name", metavar="NAME", help="its name (default: that of the folder or file)")
+    action("verify", "check every file of a model", _verify).add_argument("model", metavar="M", help=MODEL)
+    moving = action("move", "move a model of the library to a folder on another disk", _move)
+    moving.add_argument("model", metavar="NAME")
+    moving.add_argument("folder", type=Path, metavar="FOLDER", help="becomes a model folder if it is none")
+    exporting = action("export", "copy a model's files to a new folder of its name", _export)
+    exporting.add_argument("model", metavar="M", help=MODEL)
+    exporting.add_argument("folder", type=Path, metavar="FOLDER", help="where to put that folder")
+    removing = action("remove", "move a model to the trash", _remove)
+    removing.add_argument("model", metavar="NAME")
+    removing.add_argument("--permanently", action="store_true", help="delete it instead")
+    folders = action("folders", "the folders with models", _folders)
+    folders.add_argument("--add", type=Path, metavar="FOLDER", help="use the models in this folder too, where they lie")
+    folders.add_argument("--drop", type=Path, metavar="FOLDER", help="no longer; nothing is deleted")
+
+
+def list_action(args: argparse.Namespace) -> int:
+    """`models list`, and `models` alone."""
+    listing = look_around(within_s=_LIST_WITHIN_S)
+    for problem in listing.problems:
+        note(f"switchyard: {problem}")
+
+    def human() -> str:
+        lines = [_row(entry) for entry in listing.entries] or [f"The library ({models_dir()}) is empty."]
+        if not starter_is_built():
+            lines.append("The starter model is not here yet: `switchyard models pull starter` gets it.")
+        return "\n".join(lines)
+
+    document = {
+        "library": models_dir(),
+        "folders": model_folders(),
+        "starter_is_built": starter_is_built(),
+        "models": listing.entries,
+        "problems": listing.problems,
+    }
+    emit(document, as_json=args.json, human=human)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    entry = show(args.model)
+    emit(entry, as_json=args.json, human=lambda: details(entry))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    with stopped_by_sigterm(), ProgressLine("importing") as progress:
+        entry = import_model(args.path, args.name, on_progress=progress.update)
+    emit(entry, as_json=args.json, human=lambda: f"Imported.\n{details(entry)}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    with ProgressLine("verifying") as progress:
+        found = verify(args.model, on_progress=progress.update)
+    emit(
+        {"name": found.name, "path": found.path, "ok": not found.damaged, "checked": found.checked,
+         "files": found.files, "damaged": found.damaged},
+        as_json=args.json,
+        human=lambda: _verdict(found),
+    )  # fmt: skip
+    if not found.damaged:
+        return 0
+    if args.json:
+        note(f"switchyard: {found.name} is damaged ({', '.join(found.damaged)}).")
+    return 2
+
+
+def _move(args: argparse.Namespace) -> int:
+    with stopped_by_sigterm(), ProgressLine("moving") as progress:
+        entry = move(args.model, args.folder, on_progress=progress.update)
+    emit(entry, as_json=args.json, human=lambda: f"Moved.\n{details(entry)}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    with stopped_by_sigterm(), ProgressLine("copying") as progress:
+        folder = export(args.model, args.folder, on_progress=progress.update)
+    emit({"exported": args.model, "folder": folder}, as_json=args.json, human=f"Copied to {folder}.")
+    return 0
+
+
+def _remove(args: argparse.Namespace) -> int:
+    size = remove(args.model, permanently=args.permanently)
+    emit(
+        {"removed": args.model, "freed_bytes": size, "is_in_trash": not args.permanently},
+        as_json=args.json,
+        human=f"{args.model} ({about(size)}) is {'deleted' if args.permanently else 'in the trash'}.",
+    )
+    return 0
+
+
+def _folders(args: argparse.Namespace) -> int:
+    if args.add is not None:
+        add_model_folder(args.add)
+    if args.drop is not None:
+        drop_model_folder(args.drop)
+    folders = model_folders()
+    emit({"folders": folders}, as_json=args.json, human="\n".join(map(str, folders)))
+    return 0
+
+
+def _row(entry: LibraryEntry) -> str:
+    if entry.problem:
+        return f"{entry.name:<32} damaged: {entry.problem}"
+    size = about(entry.bytes_on_disk)
+    whose = "" if entry.origin == OWN else entry.origin
+    columns = (f"{entry.family:<16} {_count(entry.parameters):>8}", f"{size:>9}", f"{entry.precision_words:<8}", whose)
+    return f"{entry.name:<32} {' '.join(columns)}".rstrip()
+
+
+def details(entry: LibraryEntry) -> str:
+    experts = f"{entry.experts} per layer, {entry.experts_per_token} per token" if entry.experts else "none (dense)"
+    rows = [
+        ("name", entry.name),
+        ("family", entry.family or "unknown"),
+        ("parameters", _count(entry.parameters)),
+        ("experts", experts),
+        ("stored as", entry.precision_words or "unknown"),
+        ("context", f"{entry.context_tokens} tokens" if entry.context_tokens else "unknown"),
+        ("on disk", about(entry.bytes_on_disk)),
+        ("folder", str(entry.path)),
+        ("from", entry.source or (entry.origin if entry.is_in_place else "unknown")),
+        ("last used", f"{datetime.fromtimestamp(entry.last_used):%Y-%m-%d %H:%M}" if entry.last_used else "never"),
+    ]
+    if entry.is_in_place and entry.origin != FOLDER:
+        rows.append(("belongs to", f"{entry.origin}; it is used where it lies"))
+    if entry.measured_tokens_per_s:
+        rows.append(("speed here", f"{entry.measured_tokens_per_s:.3g} tokens/s, measured"))
+    if entry.bank_bytes:
+        rows.append(("prepared", about(entry.bank_bytes)))
+    if entry.problem:
+        rows.append(("problem", entry.problem))
+    card = entry.path / "CARD.md"
+    if card.is_file():
+        rows.append(("card", str(card)))
+    return "\n".join(f"{label + ':':<12} {value}" for label, value in rows)
+
+
+def _verdict(found: Verification) -> str:
+    if found.damaged:
+        repair = (
+            "`switchyard models pull starter` builds it again."
+            if found.name == STARTER_NAME and found.path == resolve(STARTER_NAME)
+            else "Download or copy the model again."
+        )
+        lines = [f"{file}: {what}" for file, what in found.damaged.items()]
+        return "\n".join([f"{found.name} is damaged:", *lines, repair])
+    if found.checked == "sha256":
+        return f"{found.name}: {_files(found.files)} unchanged (SHA-256)."
+    return f"{found.name}: {_files(found.files)} complete and well-formed; there are no checksums."
+
+
+def _files(count: int) -> str:
+    return "its one file is" if count == 1 else f"all {count} files are"
+
+
+def _count(parameters: int) -> str:
+    for factor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if parameters >= factor:
+            return f"{parameters / factor:.1f} {unit}"
+    return str(parameters)
