@@ -173,19 +173,19 @@ def fit_codes(weight: torch.Tensor, target_format: TiledFormat, rounds: int = RO
 def store_codes(sources: Sequence[RecordCodes], target: TiledMatrix) -> None:
     """Fills `target`, but for its table, with the rows of one source, or of two: first gate and then up rows."""
     shape = target.shape
-    codes, scales, zeros = (_joined(parts, shape.pairing) for parts in zip(*sources, strict=True))
-    assert codes is not None
-    assert scales is not None
+    every_codes, every_scales, every_zeros = zip(*sources, strict=True)
+    codes, scales = joined(every_codes, shape.pairing), joined(every_scales, shape.pairing)
+    found_zeros = [each for each in every_zeros if each is not None]
+    zeros = joined(found_zeros, shape.pairing) if found_zeros else None
     blocks = _rows_of_blocks(codes.flatten(1), shape).view(shape.blocks, TILE_ROWS, shape.groups, GROUP)
     pack(blocks, _rows_of_blocks(scales, shape), None if zeros is None else _rows_of_blocks(zeros, shape), target)
 
 
-def _joined(parts: tuple[torch.Tensor | None, ...], pairing: Pairing) -> torch.Tensor | None:
-    """Gate and up rows as one matrix has them."""
-    tensors = [part for part in parts if part is not None]
-    if len(tensors) < 2:
-        return tensors[0] if tensors else None
-    return torch.stack(tensors, 1).flatten(0, 1) if pairing is Pairing.ALTERNATING else torch.cat(tensors)
+def joined(parts: Sequence[torch.Tensor], pairing: Pairing) -> torch.Tensor:
+    """All rows, or first gate and then up rows, [rows, ...], as one matrix has them."""
+    if len(parts) < 2:
+        return parts[0]
+    return torch.stack(list(parts), 1).flatten(0, 1) if pairing is Pairing.ALTERNATING else torch.cat(list(parts))
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, target: TiledMatrix) -> None:

@@ -1,4 +1,7 @@
-"""Blocks of GGUF files to tiles and to numbers: natively where that is possible, else in numpy and torch."""
+"""Blocks of GGUF files and codes of quantised safetensors to tiles: natively where that is possible, else in torch.
+
+Blocks also to numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,11 @@ import torch
 
 from engine.checkpoint.gguf.codes import KEPT_IN, codes_of
 from engine.checkpoint.gguf.types import BlockType
-from engine.formats.tiles import Pairing, RecordCodes, TiledMatrix, fit_codes, keep_codes, store_codes
-from engine.kernels.native.structs import BlocksStruct, RepackStruct, matrix_struct
+from engine.checkpoint.quantised.packings import Arrangement, Codes
+from engine.formats.coded import CodedMatrix
+from engine.formats.tiles import Pairing, RecordCodes, TiledMatrix, fit_codes, joined, keep_codes, store_codes
+from engine.kernels.native.structs import BlocksStruct, CodesStruct, RepackStruct, matrix_struct
+from engine.kernels.quantise import quantise_natively
 
 if TYPE_CHECKING:
     from engine.kernels.native.library import NativeKernels
@@ -68,24 +74,58 @@ class Blocks:
         return BlocksStruct(self.raw.data_ptr(), order, self.kind.id)
 
 
-def repack(matrices: Sequence[tuple[tuple[Blocks, ...], TiledMatrix]], kernels: NativeKernels | None) -> None:
-    """Fills the targets, in RAM, each from its blocks: of all its rows, or first of gate and then of up rows.
+Source = Blocks | Codes
 
-    Codes are kept where the target's format keeps those of the type; everything else is fitted from the exact values.
+
+def repack(matrices: Sequence[tuple[Sequence[Source], TiledMatrix]], kernels: NativeKernels | None) -> None:
+    """Fills the targets, in RAM, each from its sources: of all its rows, or first of gate and then of up rows.
+
+    Codes are kept where the target's format keeps those of the source; everything else is fitted from the exact
+    values, but that codes whose target cannot keep them are rounded to bf16 before.
     """
+    native = []
     for sources, target in matrices:
         _check(sources, target)
         set_table(sources, target)
-    if kernels is None:
-        for sources, target in matrices:
+        if kernels is None:
             _repack_in_torch(sources, target)
-        return
+        elif any(isinstance(each, Codes) and not _keeps(each, target) for each in sources):
+            values = [torch.from_numpy(_values(each)).bfloat16() for each in sources]
+            quantise_natively(joined(values, target.shape.pairing).contiguous(), target, kernels, ROUNDS)
+        else:
+            native.append((sources, target))
+    if kernels is not None and native:
+        _repack_natively(native, kernels)
+
+
+def _repack_natively(matrices: Sequence[tuple[Sequence[Source], TiledMatrix]], kernels: NativeKernels) -> None:
     calls = (RepackStruct * len(matrices))()
+    held: list[object] = []  # what the structs point to
     for call, (sources, target) in zip(calls, matrices, strict=True):
-        second = sources[1].struct if len(sources) > 1 else BlocksStruct()
-        call.target, call.first, call.second = matrix_struct(target), sources[0].struct, second
+        structs = [each.struct if isinstance(each, Blocks) else _codes_struct(each, held) for each in sources]
+        call.target, call.first = matrix_struct(target), structs[0]
+        call.second = structs[1] if len(structs) > 1 else BlocksStruct()
     if kernels.repack(kernels.pool, calls, len(matrices), ROUNDS):
-        raise ValueError("blocks of an unknown type")
+        raise ValueError("blocks of an unknown type, or codes that are not kept")
+
+
+def _codes_struct(source: Codes, held: list[object]) -> BlocksStruct:
+    """`SwitchyardBlocks` of codes, which points into what is added to `held`."""
+    words, rows = np.ascontiguousarray(source.words), source.rows
+    is_signed = source.arrangement is Arrangement.APART
+    arrangement = Arrangement.ROWS if is_signed else source.arrangement
+    if words.nbytes * 8 < rows * source.columns * source.bits:
+        raise ValueError(f"{words.shape} words for {rows} x {source.columns} codes")
+    stride = words.nbytes // 4 // rows if arrangement is Arrangement.ROWS else words.shape[1]
+    with_zeros = (source.zeros, source.added) if source.bits < 8 else (None, None)
+    floats = [None if each is None else np.ascontiguousarray(each, np.float32) for each in (source.scales, *with_zeros)]
+    codes = CodesStruct(
+        words.ctypes.data,
+        *(None if each is None else each.ctypes.data for each in floats),
+        *(stride, source.group, arrangement, source.bits, not is_signed),
+    )
+    held += [words, floats, codes]
+    return BlocksStruct(None, None, -1, ctypes.addressof(codes))
 
 
 def unpack_into(source: Blocks, target: torch.Tensor, kernels: NativeKernels | None) -> None:
@@ -101,24 +141,33 @@ def unpack_into(source: Blocks, target: torch.Tensor, kernels: NativeKernels | N
         raise ValueError(f"blocks of an unknown type, {source.kind.name}")
 
 
-def set_table(sources: Sequence[Blocks], target: TiledMatrix) -> None:
+def set_table(sources: Sequence[Source], target: TiledMatrix) -> None:
     """Gives a target its table: that of the codes that it keeps, else its format's.
 
     Raises:
         ValueError: the sources' codes mean different tables.
     """
     table = target.shape.format.table
-    tables = {each.kind.table if _keeps(each, target) else table for each in sources}
+    tables = {each.kind.table if isinstance(each, Blocks) and _keeps(each, target) else table for each in sources}
     if target.table is not None and len(tables) > 1:
         raise ValueError("codes of two tables in one matrix")
     target.set_table(tables.pop())
 
 
-def _keeps(source: Blocks, target: TiledMatrix) -> bool:
-    return KEPT_IN.get(source.kind.name) is target.shape.format
+def _keeps(source: Source, target: TiledMatrix) -> bool:
+    kept_in = KEPT_IN.get(source.kind.name) if isinstance(source, Blocks) else source.kept_in
+    return kept_in is target.shape.format
 
 
-def _check(sources: Sequence[Blocks], target: TiledMatrix) -> None:
+def _coded(source: Source) -> CodedMatrix | None:
+    return codes_of(source.kind, source.in_order) if isinstance(source, Blocks) else source.coded()
+
+
+def _values(source: Source) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    return source.kind.dequantise(source.in_order) if isinstance(source, Blocks) else source.values()
+
+
+def _check(sources: Sequence[Source], target: TiledMatrix) -> None:
     shape = target.shape
     rows = [each.rows for each in sources]
     paired = len(sources) == 2 and shape.pairing is not Pairing.PLAIN and rows[0] == rows[1]
@@ -133,13 +182,12 @@ def _check(sources: Sequence[Blocks], target: TiledMatrix) -> None:
         raise ValueError("a target of other sizes than its shape says")
 
 
-def _repack_in_torch(sources: Sequence[Blocks], target: TiledMatrix) -> None:
+def _repack_in_torch(sources: Sequence[Source], target: TiledMatrix) -> None:
     found: list[RecordCodes] = []
     for source in sources:
-        coded = codes_of(source.kind, source.in_order) if _keeps(source, target) else None
+        coded = _coded(source) if _keeps(source, target) else None
         if coded is not None:
             found.append(keep_codes(coded, ROUNDS))
         else:
-            values = torch.from_numpy(source.kind.dequantise(source.in_order))
-            found.append(fit_codes(values, target.shape.format, ROUNDS))
+            found.append(fit_codes(torch.from_numpy(_values(source)), target.shape.format, ROUNDS))
     store_codes(found, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import gguf
@@ -11,6 +12,7 @@ import torch
 
 from engine.checkpoint.gguf.codes import KEPT_IN, codes_of, format_for
 from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
+from engine.checkpoint.quantised.packings import Arrangement, Codes
 from engine.formats import FORMATS, TiledFormat
 from engine.formats.coded import CodedMatrix
 from engine.formats.int4 import INT4
@@ -44,7 +46,7 @@ def dirty(shape: TiledShape) -> TiledMatrix:
     return target
 
 
-def made(sources: tuple[Blocks, ...], shape: TiledShape, kernels: NativeKernels | None) -> TiledMatrix:
+def made(sources: tuple[Blocks | Codes, ...], shape: TiledShape, kernels: NativeKernels | None) -> TiledMatrix:
     target = dirty(shape)
     repack([(sources, target)], kernels)
     return target
@@ -168,6 +170,88 @@ def test_zeros_that_a_record_has_are_exact() -> None:
     target = TiledMatrix.empty(TiledShape(8, 64, INT4))
     store_codes([keep_codes(matrix)], target)
     assert torch.equal(dequantise(target, torch.float32), torch.from_numpy(matrix.values()))
+
+
+CODES = {
+    "GPTQ": (Arrangement.COLUMNS, 4, "zeros"), "GPTQ, 2 bits": (Arrangement.COLUMNS, 2, "zeros"),
+    "GPTQ, 8 bits": (Arrangement.COLUMNS, 8, "zeros"), "AWQ": (Arrangement.AWQ, 4, "zeros"),
+    "packed": (Arrangement.ROWS, 4, "zeros"), "packed, 8 bits": (Arrangement.ROWS, 8, "zeros"),
+    "int8": (Arrangement.APART, 8, ""), "MLX": (Arrangement.ROWS, 4, "added"),
+    "MLX, 2 bits": (Arrangement.ROWS, 2, "added"),
+}  # fmt: skip
+every_codes = pytest.mark.parametrize("kind", CODES)
+
+
+def made_up_codes(kind: str, rows: int, columns: int, group: int, seed: int) -> Codes:
+    """Some scales are 0, some infinite, some zeros beyond what a record has, where these are not fixed."""
+    arrangement, bits, other = CODES[kind]
+    rng = np.random.default_rng(seed)
+    shape = {
+        Arrangement.ROWS: (rows, columns * bits // 32),
+        Arrangement.COLUMNS: (columns * bits // 32, rows),
+        Arrangement.AWQ: (columns, rows // 8),
+        Arrangement.APART: (rows, columns),
+    }[arrangement]
+    words = rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+    of_groups = (rows, columns // group)
+    scales = rng.uniform(0.01, 0.02, of_groups).astype(np.float32)
+    scales[rng.random(of_groups) < 0.1] = 0
+    scales[0, 0] = np.inf
+    zeros = rng.integers(0, 18, of_groups) if bits < 8 else np.full(of_groups, 128)
+    added = rng.uniform(-0.16, 0.01, of_groups).astype(np.float32) if other == "added" else None
+    return Codes(
+        words.astype(np.int8) if arrangement is Arrangement.APART else words,
+        *(arrangement, bits, columns, scales),
+        zeros=zeros.astype(np.float32) if other == "zeros" else None,
+        added=added,
+    )
+
+
+@every_codes
+@pytest.mark.parametrize(("rows", "group"), [(8, 32), (80, 192)])
+def test_codes_of_safetensors_are_the_same_natively(kind: str, rows: int, group: int, kernels: NativeKernels) -> None:
+    codes = made_up_codes(kind, rows, 192, group, rows)
+    target = codes.kept_in
+    assert target is (INT8 if CODES[kind][1] == 8 else INT4)
+    natively, reference = (made((codes,), TiledShape(rows, 192, target), each) for each in (kernels, None))
+    one, other = (dequantise(each, torch.float32) for each in (natively, reference))
+    assert torch.equal(one.isfinite(), other.isfinite())
+    apart = (one - other).nan_to_num(0).view(rows, -1, 32).abs().amax(-1)
+    # Groups that no record holds are fitted, perhaps to another of nearly equal scales.
+    assert (apart <= 0.02 * other.nan_to_num(0).view(rows, -1, 32).abs().amax(-1)).float().mean() > 0.99
+    assert (apart == 0).float().mean() > 0.8
+    coded = codes.coded()
+    assert coded is not None
+    exact = torch.from_numpy(coded.values()).nan_to_num(0, 0, 0)
+    assert (one.nan_to_num(0, 0, 0) - exact).norm() <= 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize("pairing", [Pairing.HALVES, Pairing.ALTERNATING], ids=lambda each: each.name)
+@pytest.mark.parametrize("kinds", [("GPTQ", "AWQ"), ("int8", "packed, 8 bits"), ("GPTQ", "int8")])
+def test_gate_and_up_codes_may_be_apart(kinds: tuple[str, str], pairing: Pairing, kernels: NativeKernels) -> None:
+    """Also where only one of them is kept: both are fitted then."""
+    gate, up = (made_up_codes(kind, 40, 64, 32, 3) for kind in kinds)
+    target = gate.kept_in
+    assert target is not None
+    shape = TiledShape(80, 64, target, pairing)
+    found, other = (
+        dequantise(made((gate, up), shape, each), torch.float32).nan_to_num(0, 0, 0) for each in (kernels, None)
+    )
+    assert (found - other).norm() <= (0.02 if gate.kept_in is up.kept_in else 0.1) * other.norm()
+
+
+def test_codes_that_no_record_keeps_are_fitted(kernels: NativeKernels) -> None:
+    """Groups that are not of neighbours, or not of whole 32 columns."""
+    codes = made_up_codes("GPTQ", 40, 96, 96, 2)
+    codes.scales[0, 0] = 0.01
+    mixed = dataclasses.replace(codes, group_of=np.zeros(96, np.intp))
+    narrow = dataclasses.replace(codes, columns=80, words=codes.words[:10])
+    for each in (mixed, narrow):
+        assert each.kept_in is None
+        values = torch.from_numpy(each.values())
+        shape = TiledShape(*values.shape, INT8)
+        for found in (made((each,), shape, kernels), made((each,), shape, None)):
+            assert (dequantise(found, torch.float32) - values).norm() <= 0.01 * values.norm()
 
 
 def test_a_table_goes_with_its_codes() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import ClassVar
 
 import numpy as np
@@ -31,30 +32,94 @@ _AT_ONCE = 2**22
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 """Where in its word each of 8 neighbouring columns is: they are stored in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-_MOST_CODES = 2**4
+
+
+class Arrangement(IntEnum):
+    """How codes lie in the words that hold them; `SwitchyardCodes` of the native kernels has the same numbers."""
+
+    APART = 0
+    """[rows, columns], each by itself."""
+    ROWS = 1
+    """[rows, columns * bits / 32], the first code of a word in its lowest bits."""
+    COLUMNS = 2
+    """[columns * bits / 32, rows], so too."""
+    AWQ = 3
+    """[columns, rows / 8] of 4 bits; a word has rows 0, 2, 4, 6, 1, 3, 5, 7 of eight, the first in the lowest bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Some rows of a quantised matrix, apart.
+    """Some rows of a quantised matrix.
 
     Attributes:
-        codes: [rows, columns], of any type.
+        words: that hold its codes, or these themselves.
+        arrangement: of the codes in the words.
+        bits: of a code.
+        columns: of the matrix.
         scales: [rows, groups].
         zeros: [rows, groups] in units of the scale; `None`: 0.
         added: [rows, groups], added in the end; `None`: 0.
         group_of: for each column its group; `None`: groups are equally many neighbouring columns.
     """
 
-    codes: Array
+    words: Array
+    arrangement: Arrangement
+    bits: int
+    columns: int
     scales: Floats
     zeros: Floats | None = None
     added: Floats | None = None
     group_of: NDArray[np.intp] | None = None
 
+    @property
+    def codes(self) -> Array:
+        """[rows, columns], of any type."""
+        if self.arrangement is Arrangement.APART:
+            return self.words
+        if self.arrangement is Arrangement.AWQ:
+            return np.ascontiguousarray(_awq_fields(self.words).T)
+        rows = self.words if self.arrangement is Arrangement.ROWS else self.words.T
+        return fields(rows, self.bits)[:, : self.columns]
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self.scales)
+
+    @property
+    def group(self) -> int:
+        """Neighbouring columns that have a scale; 0 if groups are not of such."""
+        columns, groups = self.columns, self.scales.shape[1]
+        return columns // groups if self.group_of is None and columns % groups == 0 else 0
+
+    @property
+    def kept_in(self) -> TiledFormat | None:
+        """The format of a record that keeps these very codes: of four bits or fewer, or of eight around 128 or 0."""
+        if not self.group or self.group % GROUP:
+            return None
+        if self.arrangement is Arrangement.APART:
+            return INT8 if self.words.dtype == np.int8 and self.zeros is None and self.added is None else None
+        if self.bits < 8:
+            return INT4 if self.zeros is not None or self.added is not None else None
+        return INT8 if self.zeros is not None and self.added is None and bool(np.all(self.zeros == 128)) else None
+
+    def coded(self) -> CodedMatrix | None:
+        """The same for a record that keeps the codes, if there is one."""
+        if self.kept_in is None:
+            return None
+        codes, of_groups, zeros = self.codes, self.scales, self.zeros
+        if self.added is not None:
+            codes, of_groups, zeros = _with_zeros(codes, of_groups, self.added)
+        scales = np.repeat(of_groups, self.group // GROUP, axis=1)
+        if self.kept_in is INT8:
+            codes = codes if codes.dtype == np.int8 else (codes ^ np.uint8(128)).view(np.int8)
+            return CodedMatrix(INT8, codes, scales)
+        assert zeros is not None
+        return CodedMatrix(INT4, codes, scales, np.repeat(zeros, self.group // GROUP, axis=1))
+
     def values(self) -> Floats:
         """The weights, [rows, columns]."""
-        rows, columns = self.codes.shape
+        rows, columns = self.rows, self.columns
 
         def spread(of_groups: Floats) -> Floats:
             return of_groups[..., None] if self.group_of is None else of_groups[:, self.group_of]
@@ -110,26 +175,7 @@ class ByRows(ABC):
     def codes(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> CodedMatrix | None:
         """The codes themselves, if a record can hold them; else `None`."""
         rows, _ = self.shape(arrays)
-        return _coded(self.codes_of(entries, arrays, slice(0, rows)))
-
-
-def _coded(found: Codes) -> CodedMatrix | None:
-    """Groups are of 32 columns or several times that; codes have four bits, or eight around 128 or 0."""
-    codes, columns, groups = found.codes, found.codes.shape[1], found.scales.shape[1]
-    of_groups, zeros = found.scales, found.zeros
-    if found.group_of is not None or columns % groups or columns // groups % GROUP:
-        return None
-    if found.added is not None:
-        codes, of_groups, zeros = _with_zeros(codes, of_groups, found.added)
-    scales = np.repeat(of_groups, columns // groups // GROUP, axis=1)
-    zeros = None if zeros is None else np.repeat(zeros, columns // groups // GROUP, axis=1)
-    if codes.dtype == np.uint8 and zeros is not None and codes.max(initial=0) < _MOST_CODES:
-        return CodedMatrix(INT4, codes, scales, zeros)
-    if codes.dtype == np.uint8 and zeros is not None and np.all(zeros == 128):
-        return CodedMatrix(INT8, (codes ^ np.uint8(128)).view(np.int8), scales)
-    if codes.dtype == np.int8 and zeros is None:
-        return CodedMatrix(INT8, codes, scales)
-    return None
+        return self.codes_of(entries, arrays, slice(0, rows)).coded()
 
 
 def _with_zeros(codes: Array, scales: Floats, added: Floats) -> tuple[Array, Floats, Floats]:
@@ -159,6 +205,11 @@ def fields(words: Array, bits: int) -> NDArray[np.uint8]:
         return raw
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
     return ((raw[..., None] >> shifts) & np.uint8(2**bits - 1)).reshape(*raw.shape[:-1], -1)
+
+
+def _awq_fields(words: Array) -> NDArray[np.uint8]:
+    """The codes in AWQ's words: [n, words] -> [n, words * 8]."""
+    return fields(words, 4).reshape(len(words), -1, 8)[..., _AWQ_ORDER].reshape(len(words), -1)
 
 
 def _group_of(entry: TensorEntry, index: Array, groups: int) -> NDArray[np.intp] | None:
@@ -200,8 +251,8 @@ class Gptq(ByRows):
         if self.lowered:
             zeros = zeros + np.uint32(0xFFFFFFFF // (2**self.bits - 1))
         group_of = _group_of(entries[3], arrays[3], scales.shape[1]) if len(arrays) > 3 else None
-        codes, unpacked = fields(arrays[0][:, rows].T, self.bits), fields(zeros, self.bits)
-        return Codes(codes, scales, unpacked.T.astype(np.float32), None, group_of)
+        columns, unpacked = len(arrays[0]) * 32 // self.bits, fields(zeros, self.bits).T.astype(np.float32)
+        return Codes(arrays[0][:, rows], Arrangement.COLUMNS, self.bits, columns, scales, unpacked, group_of=group_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,14 +271,10 @@ class Awq(ByRows):
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
         """See `ByRows`."""
-        words = slice(rows.start // 8, rows.stop // 8)
-
-        def in_order(array: Array) -> Array:
-            found = fields(array[:, words], 4)
-            return found.reshape(len(found), -1, 8)[..., _AWQ_ORDER].reshape(len(found), -1).T
-
-        codes, zeros = in_order(arrays[0]), in_order(arrays[1]).astype(np.float32)
-        return Codes(np.ascontiguousarray(codes), numbers(entries[2].dtype, arrays[2][:, rows]).T, zeros)
+        codes, packed = (array[:, rows.start // 8 : rows.stop // 8] for array in arrays[:2])
+        scales = numbers(entries[2].dtype, arrays[2][:, rows]).T
+        zeros = _awq_fields(packed).T.astype(np.float32)
+        return Codes(codes, Arrangement.AWQ, 4, len(codes), scales, zeros)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +318,7 @@ class PackedIntegers(ByRows):
         group_of = None
         if len(arrays) > at and not np.all(arrays[at] == -1):  # never filled in: there is no order
             group_of = _group_of(entries[at], arrays[at], scales.shape[1])
-        return Codes(fields(arrays[0][rows], self.bits)[:, : self.columns], scales, zeros, None, group_of)
+        return Codes(arrays[0][rows], Arrangement.ROWS, self.bits, self.columns, scales, zeros, group_of=group_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,14 +349,15 @@ class Scaled(ByRows):
         codes = arrays[0][rows]
         if entries[0].dtype != "I8":
             codes = numbers(entries[0].dtype, codes)
+        apart = (codes, Arrangement.APART, 8, codes.shape[1])
         more = zip(entries[1:], arrays[1:], strict=True)
         if self.block is None:
             scales, *zeros = (_scales(entry, array, rows) for entry, array in more)
-            return Codes(codes, scales, zeros[0] if zeros else None)
+            return Codes(*apart, scales, zeros[0] if zeros else None)
         of_row = np.arange(rows.start, rows.stop) // self.block[0]
         of_column = np.arange(codes.shape[1]) // self.block[1]
         scales, *zeros = (numbers(entry.dtype, array)[of_row] for entry, array in more)
-        return Codes(codes, scales, zeros[0] if zeros else None, None, of_column)
+        return Codes(*apart, scales, zeros[0] if zeros else None, group_of=of_column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +380,8 @@ class Nvfp4(ByRows):
         codes = _E2M1[fields(arrays[0][rows], 4)]
         scales, whole = numbers(entries[1].dtype, arrays[1][rows]), numbers(entries[2].dtype, arrays[2]).reshape(-1)[0]
         with np.errstate(all="ignore"):
-            return Codes(codes, scales / whole if self.divides else scales * whole)
+            scales = scales / whole if self.divides else scales * whole
+        return Codes(codes, Arrangement.APART, 4, codes.shape[1], scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +402,8 @@ class Affine(ByRows):
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
         """See `ByRows`."""
         scales, biases = (numbers(entries[at].dtype, arrays[at][rows]) for at in (1, 2))
-        return Codes(fields(arrays[0][rows], self.bits), scales, None, biases)
+        columns = arrays[0].shape[1] * 32 // self.bits
+        return Codes(arrays[0][rows], Arrangement.ROWS, self.bits, columns, scales, added=biases)
 
 
 def _scales(entry: TensorEntry, array: Array, rows: slice) -> Floats:

@@ -102,10 +102,25 @@ class LatentAttentionStruct(ctypes.Structure):
     )
 
 
+class CodesStruct(ctypes.Structure):
+    """`SwitchyardCodes`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("words", "scales", "zeros", "added")),
+        *((name, ctypes.c_int64) for name in ("stride", "group")),
+        *((name, ctypes.c_int32) for name in ("arrangement", "bits", "flipped")),
+    )
+
+
 class BlocksStruct(ctypes.Structure):
     """`SwitchyardBlocks`."""
 
-    _fields_ = (("blocks", ctypes.c_void_p), ("order", ctypes.c_void_p), ("type", ctypes.c_int32))
+    _fields_ = (
+        ("blocks", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("codes", ctypes.c_void_p),
+    )
 
 
 class RepackStruct(ctypes.Structure):

@@ -11,12 +11,10 @@ import torch
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry
-from engine.checkpoint.quantised.packings import ByRows
+from engine.checkpoint.packed import PackedEntry, as_array
+from engine.checkpoint.quantised.packings import ByRows, Codes
 from engine.checkpoint.stored import format_of_codes, in_blocks, order_of
-from engine.formats.tiles import RecordCodes, TiledMatrix, fit_codes, keep_codes, store_codes
-from engine.formats.weight_format import TiledFormat
-from engine.kernels.repack import ROUNDS, Blocks
+from engine.kernels.repack import Blocks
 
 if TYPE_CHECKING:
     from engine.runtime.load.tensor_reader import TensorReader
@@ -41,19 +39,14 @@ class StoredBlocks:
         """Weights of a row."""
         return self.source.nbytes // self.rows // self.kind.nbytes * self.kind.elements
 
-    def read(self, reader: TensorReader) -> Blocks:
-        """Reads them.
+    @property
+    def sources(self) -> tuple[TensorEntry | ExpertSource, ...]:
+        """What is read, the parts of `StoredCodes` as well."""
+        return (self.source,)
 
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
-        raw = torch.empty(self.rows, self.source.nbytes // self.rows, dtype=torch.uint8)
-        reader.read_into([(self.source, raw)])
-        return self.in_memory(raw)
-
-    def in_memory(self, raw: torch.Tensor) -> Blocks:
-        """The same once they have been read: uint8 [rows, bytes of a row]."""
-        return Blocks(self.kind, raw, self.order)
+    def in_memory(self, raw: Sequence[torch.Tensor]) -> Blocks:
+        """The same once its sources have been read: uint8 [bytes] of each."""
+        return Blocks(self.kind, raw[0].view(self.rows, -1), self.order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +66,20 @@ class StoredCodes:
         """Weights of a row."""
         return self.source.shape[1]
 
-    def read(self, reader: TensorReader, target_format: TiledFormat) -> RecordCodes:
-        """Reads them: the codes themselves in the format that keeps them, else their values fitted to it.
+    @property
+    def sources(self) -> tuple[TensorEntry | ExpertSource, ...]:
+        """See `StoredBlocks`."""
+        return self.source.sources
+
+    def in_memory(self, raw: Sequence[torch.Tensor]) -> Codes:
+        """See `StoredBlocks`.
 
         Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
+            EngineError: `CHECKPOINT_DAMAGED`.
         """
-        arrays = reader.read_arrays(self.source)
-        coded = self.packing.codes(self.source.sources, arrays)
-        if coded is not None and coded.format is target_format:
-            return keep_codes(coded, ROUNDS)
-        values = self.packing.unpack(self.source.sources, arrays)
-        return fit_codes(torch.from_numpy(values), target_format, ROUNDS)
+        entries = self.source.sources
+        arrays = [as_array(entry, each.numpy()) for entry, each in zip(entries, raw, strict=True)]
+        return self.packing.codes_of(entries, arrays, slice(0, self.rows))
 
 
 Stored = StoredBlocks | StoredCodes
@@ -98,14 +93,15 @@ def stored_of(source: TensorEntry | ExpertSource) -> Stored | None:
     return blocks_of(source)
 
 
-def store_coded(sources: Sequence[StoredCodes], target: TiledMatrix, reader: TensorReader) -> None:
-    """Fills a matrix of all rows of one source, or first of gate and then of up rows.
+def read_stored(stored: Stored, reader: TensorReader) -> Blocks | Codes:
+    """Reads a matrix.
 
     Raises:
         EngineError, RequestCancelled: as `TensorReader.read`.
     """
-    target.set_table(target.shape.format.table)
-    store_codes([source.read(reader, target.shape.format) for source in sources], target)
+    raw = [torch.empty(source.nbytes, dtype=torch.uint8) for source in stored.sources]
+    reader.read_into(zip(stored.sources, raw, strict=True))
+    return stored.in_memory(raw)
 
 
 def blocks_of(source: TensorEntry | ExpertSource) -> StoredBlocks | None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource, PartSources
+from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import format_of_codes, pieces_of, rows_of
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
@@ -20,13 +21,7 @@ from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import (
-    Stored,
-    StoredBlocks,
-    StoredCodes,
-    store_coded,
-    stored_of,
-)
+from engine.runtime.load.blocks import Stored, StoredCodes, stored_of
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
@@ -132,17 +127,12 @@ def _repack_layer(
         records[:, begin:end].zero_()  # so that equal experts have equal bytes
     made = ExpertBank(torch.device("cpu"))
     made.layers[site.name] = target = BankLayer(site.name, layout, records)
-    jobs: list[tuple[list[StoredBlocks], TiledMatrix]] = []
+    jobs: list[_Job] = []
     for name, part in parts.items():
         if layout.is_tiled(name):
             for expert in range(part.experts):
                 matrix = layout.matrix(target.rows, name, expert)
-                sources = _blocks_of_part(layout, name, part, plan, expert)
-                coded = [source for source in sources if isinstance(source, StoredCodes)]
-                if coded:
-                    store_coded(coded, matrix, reader)
-                else:
-                    jobs.append(([source for source in sources if isinstance(source, StoredBlocks)], matrix))
+                jobs.append((_blocks_of_part(layout, name, part, plan, expert), matrix))
             filled.add(part.target)
         else:
             converter = PartConverter(model, {site.name: site}, plan.converters[part.target])
@@ -153,36 +143,55 @@ def _repack_layer(
     return filled
 
 
-def _repack_in_batches(
-    jobs: list[tuple[list[StoredBlocks], TiledMatrix]], reader: TensorReader, kernels: NativeKernels | None
-) -> None:
+_Job = tuple[list[Stored], TiledMatrix]
+
+
+def _repack_in_batches(jobs: list[_Job], reader: TensorReader, kernels: NativeKernels | None) -> None:
     """Reads some while those before are repacked."""
-    sizes = [sum(blocks.source.nbytes for blocks in sources) for sources, _ in jobs]
+    sizes = [sum(_aligned(part.nbytes) for stored in sources for part in stored.sources) for sources, _ in jobs]
     rooms = [torch.empty(min(max(_BATCH, *sizes, 0), sum(sizes)), dtype=torch.uint8) for _ in range(2)]
     pending: list[Future[None]] = []
     with ThreadPoolExecutor(1, "repack") as pool:
         for turn, batch in enumerate(_batches(list(zip(jobs, sizes, strict=True)))):
-            room, used = rooms[turn % 2], 0
-            places, matrices = [], []
-            for sources, target in batch:
-                raw = []
-                for blocks in sources:
-                    raw.append(room[used : used + blocks.source.nbytes].view(blocks.rows, -1))
-                    used += blocks.source.nbytes
-                places += [(blocks.source, each) for blocks, each in zip(sources, raw, strict=True)]
-                matrices.append((tuple(map(StoredBlocks.in_memory, sources, raw)), target))
             if len(pending) > 1:
                 pending.pop(0).result()  # it has read from this room
-            reader.read_into(places)
-            pending.append(pool.submit(repack, matrices, kernels))
+            pending.append(pool.submit(_repack_batch, _read_batch(batch, rooms[turn % 2], reader), kernels))
         for future in pending:
             future.result()
 
 
-def _batches(
-    jobs: list[tuple[tuple[list[StoredBlocks], TiledMatrix], int]],
-) -> Iterator[list[tuple[list[StoredBlocks], TiledMatrix]]]:
-    batch: list[tuple[list[StoredBlocks], TiledMatrix]] = []
+_Read = tuple[list[tuple[Stored, list[torch.Tensor]]], TiledMatrix]
+"""Where the bytes of each source of a matrix have been read to."""
+
+
+def _read_batch(batch: list[_Job], room: torch.Tensor, reader: TensorReader) -> list[_Read]:
+    used, found = 0, list[_Read]()
+    places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
+    for sources, target in batch:
+        read = []
+        for stored in sources:
+            raw = []
+            for part in stored.sources:
+                raw.append(room[used : used + part.nbytes])
+                used += _aligned(part.nbytes)
+            places += zip(stored.sources, raw, strict=True)
+            read.append((stored, raw))
+        found.append((read, target))
+    reader.read_into(places)
+    return found
+
+
+def _repack_batch(batch: list[_Read], kernels: NativeKernels | None) -> None:
+    repack([([stored.in_memory(raw) for stored, raw in read], target) for read, target in batch], kernels)
+
+
+def _aligned(nbytes: int) -> int:
+    """Numbers of any type may begin after so many bytes."""
+    return -(-nbytes // 16) * 16
+
+
+def _batches(jobs: list[tuple[_Job, int]]) -> Iterator[list[_Job]]:
+    batch: list[_Job] = []
     held = 0
     for job, nbytes in jobs:
         if batch and held + nbytes > _BATCH:

@@ -17,7 +17,7 @@ from engine.formats import BF16, STORED, TiledFormat, WeightFormat, format_of
 from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import StoredCodes, store_coded, stored_of
+from engine.runtime.load.blocks import read_stored, stored_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.tensor_reader import TensorReader
@@ -87,10 +87,7 @@ class StoredLinears:
         assert target_format is not None
         matrix = TiledMatrix.empty(TiledShape(stored.rows, stored.columns, target_format))
         with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
-            if isinstance(stored, StoredCodes):
-                store_coded([stored], matrix, reader)
-            else:
-                repack([((stored.read(reader),), matrix)], kernels)
+            repack([((read_stored(stored, reader),), matrix)], kernels)
         return matrix
 
 

@@ -141,8 +141,10 @@ class TensorReader:
     def _unpacked(self, entry: TensorEntry, row: int | None) -> torch.Tensor:
         blocks = blocks_of(entry if row is None else ExpertSource(entry, entry.key, row))
         if blocks is not None and self._kernels is not None:
+            raw = [torch.empty(blocks.source.nbytes, dtype=torch.uint8)]
+            self.read_into([(blocks.source, raw[0])])
             matrix = torch.empty(blocks.rows, blocks.columns, dtype=self._dtype)
-            unpack_into(blocks.read(self), matrix, self._kernels)
+            unpack_into(blocks.in_memory(raw), matrix, self._kernels)
             return matrix if row is None else matrix[None]
         arrays = self.read_arrays(entry, row)
         dtype = torch.float32 if entry.dtype == "F32" else self._dtype

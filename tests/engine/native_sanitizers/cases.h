@@ -276,7 +276,8 @@ void try_repack(SwitchyardPool *pool, Random &random, int32_t format) {
             for (auto &byte : *bytes) byte = static_cast<uint8_t>(draw(random, 0, 255));
         std::vector<int64_t> order(static_cast<size_t>(pairs));
         for (auto &row : order) row = draw(random, 0, pairs - 1);
-        const SwitchyardRepack job = {own.matrix, {gate.data(), nullptr, type.number}, {up.data(), order.data(), type.number}};
+        const SwitchyardRepack job = {
+            own.matrix, {gate.data(), nullptr, type.number, nullptr}, {up.data(), order.data(), type.number, nullptr}};
         require(switchyard_repack(pool, &job, 1, 8) == 0, "not repacked");
         std::vector<uint16_t> out(static_cast<size_t>(pairs * columns));
         require(switchyard_unpack(pool, &job.second, pairs, columns, 0, out.data()) == 0, "not unpacked");
@@ -284,6 +285,30 @@ void try_repack(SwitchyardPool *pool, Random &random, int32_t format) {
         std::vector<float> floats(out.size());
         require(switchyard_unpack(pool, &job.first, pairs, columns, 1, floats.data()) == 0, "not unpacked");
     }
+}
+
+// Any words are codes, and any numbers their scales.
+void try_codes(SwitchyardPool *pool, Random &random) {
+    for (const int32_t arrangement : {SWITCHYARD_ROWS, SWITCHYARD_COLUMNS, SWITCHYARD_AWQ})
+        for (const int32_t bits : {2, 4, 8}) {
+            const bool is_awq = arrangement == SWITCHYARD_AWQ;
+            if (is_awq && bits != 4) continue;
+            const int64_t rows = 8 * draw(random, 1, 9), group = 32 * draw(random, 1, 3), columns = group * draw(random, 1, 3);
+            OwnMatrix own(pool, random, rows, columns, bits == 8 ? SWITCHYARD_INT8 : SWITCHYARD_INT4, SWITCHYARD_PLAIN);
+            std::vector<uint32_t> words(static_cast<size_t>(rows * columns * bits / 32));
+            for (auto &word : words)
+                word = static_cast<uint32_t>(draw(random, 0, 0xffff)) << 16 | static_cast<uint32_t>(draw(random, 0, 0xffff));
+            std::vector<float> scales(static_cast<size_t>(rows * columns / group)), others(scales);
+            for (auto &scale : scales) scale = static_cast<float>(draw(random, 0, 4)) * 0.01f;
+            for (auto &other : others) other = static_cast<float>(draw(random, -20, 20));
+            const bool adds = bits < 8 && draw(random, 0, 1) == 1;
+            const int64_t stride = arrangement == SWITCHYARD_ROWS ? columns * bits / 32 : is_awq ? rows / 8 : rows;
+            const SwitchyardCodes codes = {reinterpret_cast<const uint8_t *>(words.data()), scales.data(),
+                                           adds || bits == 8 ? nullptr : others.data(), adds ? others.data() : nullptr,
+                                           stride, group, arrangement, bits, 1};
+            const SwitchyardRepack job = {own.matrix, {nullptr, nullptr, -1, &codes}, {}};
+            require(switchyard_repack(pool, &job, 1, 8) == 0, "codes not repacked");
+        }
 }
 
 // A matrix so large that the pool wakes its workers for long work.
@@ -301,6 +326,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
         for (const int32_t format : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4}) {
             try_linear(pool, random, format);
             if (format != SWITCHYARD_BF16) try_repack(pool, random, format);
+            if (format == SWITCHYARD_INT4) try_codes(pool, random);
             try_experts(pool, random, format);
             try_sparse(pool, random, format);
             try_attention(pool, random, format);

@@ -1,4 +1,5 @@
-// Blocks of GGUF files straight to tiles, codes kept where the format has them, and to numbers.
+// Blocks of GGUF files, and codes of quantised safetensors, straight to tiles, codes kept where the format has them; blocks
+// also to numbers.
 //
 // Scales and zeros are those of engine/formats/coded.py, bit by bit.
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "ggml_blocks.h"
 #include "matrix.h"
 #include "thread_pool.h"
+#include "word_codes.h"
 
 namespace {
 
@@ -193,6 +195,16 @@ template <class Type> void keep_half(const Half &half) {
     }
 }
 
+// Codes that lie in words: rows[i] is not null where the half has a row, from[i] its number.
+template <class Type> void keep_codes(const Half &half, const SwitchyardCodes &codes, const int64_t *from) {
+    for (int64_t group = 0; group * kGroup < half.matrix.columns; ++group) {
+        CodedGroup groups[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+            if (half.rows[i]) read_codes(codes, half.matrix.columns, from[i], group, groups + i);
+        keep_group<Type>(groups, 1, half.rows, half.fit, half.rounds, half.target(group));
+    }
+}
+
 template <class Type> void values_of(const uint8_t *blocks, int64_t count, float *out) {
     for (int64_t block = 0; block < count; ++block) Type::values(blocks + block * Type::kBytes, out + block * Type::kElements);
 }
@@ -259,25 +271,33 @@ void clear_half(const Half &half) {
     }
 }
 
+bool is_there(const SwitchyardBlocks &source) { return source.blocks || source.codes; }
+
 void repack_half(const SwitchyardRepack &matrix, int64_t block, int64_t at, const TileKernels &tiles, int rounds) {
     const SwitchyardMatrix &target = matrix.target;
-    const bool apart = matrix.second.blocks != nullptr;
+    const bool apart = is_there(matrix.second);
     const SwitchyardBlocks &source = apart && at == 1 ? matrix.second : matrix.first;
-    const BlockType &type = *type_of(source);
+    const BlockType *type = source.codes ? nullptr : type_of(source);
     Half half = {target, block, at, {}, tiles.formats[target.format].fit, rounds};
+    int64_t from[kLanes];
     bool full = true;
     for (int64_t i = 0; i < kLanes; ++i) {
         int64_t row = source_row(target, block, at, i);
         if (apart && row >= 0) row = block * kHalfRows + i;
-        half.rows[i] = row < 0 ? nullptr : row_of(source, type, target.columns, row);
+        from[i] = row;
+        half.rows[i] = row < 0 ? nullptr : type ? row_of(source, *type, target.columns, row) : source.codes->words;
         full &= row >= 0;
     }
-    const bool keeps = type.keeps == target.format && type.keep;
+    const bool keeps = !type || (type->keeps == target.format && type->keep);
     if (keeps && !full) clear_half(half);
-    if (keeps)
-        type.keep(half);
+    if (!type && source.codes->bits == 8)
+        keep_codes<EightBits>(half, *source.codes, from);
+    else if (!type)
+        keep_codes<FourBits>(half, *source.codes, from);
+    else if (keeps)
+        type->keep(half);
     else
-        fit_half(half, type);
+        fit_half(half, *type);
 }
 
 struct RepackCall {
@@ -336,6 +356,16 @@ bool is_readable(const SwitchyardBlocks &blocks, int64_t columns) {
     return type && columns % type->elements == 0;
 }
 
+bool is_keepable(const SwitchyardCodes &codes, const SwitchyardMatrix &target) {
+    const bool known = codes.bits == 8 ? target.format == SWITCHYARD_INT8 && codes.arrangement != SWITCHYARD_AWQ
+                                       : target.format == SWITCHYARD_INT4 && (codes.zeros || codes.added);
+    return known && codes.group > 0 && codes.group % kGroup == 0 && target.columns % codes.group == 0;
+}
+
+bool can_repack(const SwitchyardBlocks &source, const SwitchyardMatrix &target) {
+    return source.codes ? is_keepable(*source.codes, target) : is_readable(source, target.columns);
+}
+
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardRepack *matrices, int64_t count,
@@ -343,10 +373,9 @@ SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardR
     int64_t most_blocks = 1, weights = 0;
     for (int64_t i = 0; i < count; ++i) {
         const SwitchyardRepack &matrix = matrices[i];
-        const bool apart = matrix.second.blocks != nullptr;
-        if (!is_readable(matrix.first, matrix.target.columns)) return 2;
-        if (apart && (matrix.target.pairing == SWITCHYARD_PLAIN || !is_readable(matrix.second, matrix.target.columns)))
-            return 2;
+        const bool apart = is_there(matrix.second);
+        if (!can_repack(matrix.first, matrix.target)) return 2;
+        if (apart && (matrix.target.pairing == SWITCHYARD_PLAIN || !can_repack(matrix.second, matrix.target))) return 2;
         most_blocks = std::max(most_blocks, blocks_of(matrix.target));
         weights += matrix.target.rows * matrix.target.columns;
     }
@@ -357,7 +386,7 @@ SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardR
 
 SWITCHYARD_API int32_t switchyard_unpack(SwitchyardPool *pool, const SwitchyardBlocks *source, int64_t rows,
                                          int64_t columns, int32_t floats, void *out) {
-    if (!is_readable(*source, columns)) return 2;
+    if (source->codes || !is_readable(*source, columns)) return 2;
     UnpackCall call = {*source, *type_of(*source), columns, out, floats != 0, Phase(rows, pool->threads(), 1)};
     pool->run_long(unpack_work, &call, rows * columns);
     return 0;

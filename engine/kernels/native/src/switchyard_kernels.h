@@ -180,12 +180,31 @@ SWITCHYARD_API int32_t switchyard_quantise(SwitchyardPool *pool, const Switchyar
 SWITCHYARD_API int32_t switchyard_dequantise(SwitchyardPool *pool, const SwitchyardMatrix *matrix, int64_t begin,
                                              int64_t end, uint16_t *out);
 
+// How codes lie in words of 32 bits, of which `stride` follow each other; the first code is in a word's lowest bits.
+enum {
+    SWITCHYARD_ROWS = 1,     // words[row * stride + ...], of neighbouring columns
+    SWITCHYARD_COLUMNS = 2,  // words[... * stride + row], of neighbouring columns
+    SWITCHYARD_AWQ = 3,      // words[column * stride + row / 8], of 4 bits, rows 0, 2, 4, 6, 1, 3, 5, 7 of eight
+};
+
+// Codes of 2, 4 or 8 bits with, for each row and each `group` columns, which are neighbours and 32 or several times that
+// many, a scale and a zero or what is added: w = scale * (code - zero), or scale * code + added; the other one is null.
+// 8 bits: neither; codes are signed, or, if flipped, unsigned with a zero of 128.
+typedef struct {
+    const uint8_t *words;
+    const float *scales, *zeros, *added;  // [rows, columns / group]
+    int64_t stride, group;
+    int32_t arrangement, bits, flipped;
+} SwitchyardCodes;
+
 // Rows as GGUF files have them, in blocks of a type, which has ggml's number: row after row from `blocks`, each of whole
 // blocks.  order: which of them are meant, one after the other, or null for all as they are.
+// Or, if not null, codes.
 typedef struct {
     const uint8_t *blocks;
     const int64_t *order;
     int32_t type;
+    const SwitchyardCodes *codes;
 } SwitchyardBlocks;
 
 // A matrix to be made of blocks: its weights, scales and zeros point to memory that may be written, its table is read.
@@ -196,7 +215,8 @@ typedef struct {
 } SwitchyardRepack;
 
 // Fills the targets.  Codes are kept where target's format keeps those of the type, other groups are fitted as by
-// switchyard_quantise.  2 where a type is not known, or its blocks do not divide the columns: nothing is written.
+// switchyard_quantise.  2 where a type is not known, its blocks do not divide the columns, or target's format is not that
+// of codes: nothing is written.
 SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardRepack *matrices, int64_t count,
                                          int32_t rounds);
 
