@@ -58,5 +58,4 @@ FAMILY = Family(
             f"{LAYER}.mlp.gate.e_score_correction_bias": "blk.{n}.exp_probs_b.bias",
         },
     ),
-    mlx_experts={},
 )
