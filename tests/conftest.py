@@ -34,6 +34,10 @@ tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# What fixtures of a wider scope than a test write; each test has a folder of its own.
+os.environ["SWITCHYARD_HOME"] = os.path.join(_TEMPORARY, "home")
+os.environ["SWITCHYARD_FIND_MODELS"] = "0"  # other programs' models on this machine are none of ours
+
 import pytest  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
 
@@ -133,7 +137,6 @@ def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.Monkey
     """A Switchyard folder of the test's own, in place of the user's settings, models, chats and logs."""
     home = tmp_path / "switchyard-home"
     monkeypatch.setenv("SWITCHYARD_HOME", str(home))
-    monkeypatch.setenv("SWITCHYARD_FIND_MODELS", "0")  # other programs' models on this machine are none of ours
     return home
 
 

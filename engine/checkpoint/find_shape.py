@@ -5,17 +5,16 @@ Where there is no profile, it follows from the configuration and the headers of 
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.hub import candidate_shape, find_candidate, is_reference
 from engine.checkpoint.model_shape import ModelShape, model_names, read_model
-from engine.checkpoint.names import STARTER_NAME, in_library, is_path_like, name_of, resolve
+from engine.checkpoint.names import STARTER_NAME, find_named, in_library, is_path_like, name_of, resolve
 from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.shelves import find_models
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.paths import models_dir
 from engine.common.profile_file import near_names
 
 
@@ -23,28 +22,27 @@ def find_shape(model: str) -> ModelShape:
     """The shape of a model, from headers alone.
 
     Args:
-        model: `starter`, a library name, a checkpoint directory, a profile's name or file (`.json`), or a reference to
-            a hub (`ORG/NAME`, `ORG/NAME:Q4_K_M`). Without a profile, a hub model's headers are read over the network.
+        model: `starter`, the name of a model on this machine, a checkpoint directory, a profile's name or file
+            (`.json`), or a reference to a hub (`ORG/NAME`, `ORG/NAME:Q4_K_M`). Without a profile, a hub model's headers
+            are read over the network.
 
     Raises:
         EngineError: there is none, or it is not understood; the message says why, with suggestions.
     """
     if model.endswith(".json") or (model.casefold() in model_names() and in_library(model) is None):
         return read_model(model)
-    if is_reference(model) and not Path(model).exists():
+    found = find_named(model)
+    if found is None and is_reference(model) and not Path(model).exists():
         known = (shape for shape in map(read_model, model_names()) if shape.hub_id.casefold() == model.casefold())
         return next(known, None) or candidate_shape(find_candidate(model))
-    if model.strip() and not is_path_like(model) and in_library(model) is None and model != STARTER_NAME:
+    if found is None and model.strip() and not is_path_like(model) and model != STARTER_NAME:
         raise _unknown(model)
     folder = resolve(model)
     return shape_of(name_of(folder), read_config(folder), read_tensors(folder).values())
 
 
 def _unknown(model: str) -> EngineError:
-    names = model_names()
-    with contextlib.suppress(OSError):  # no library yet
-        names += [entry.name for entry in models_dir().iterdir() if entry.is_dir()]
-    near = near_names(model, names)
+    near = near_names(model, model_names() + [found.name for found in find_models()[0]])
     meant = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(model_names())}."
     return EngineError(
         ErrorCode.MODEL_NOT_FOUND,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf.names import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
 from engine.checkpoint.names import check_new_name, folder_name, name_of, resolve
@@ -66,7 +66,10 @@ def import_model(
             on_progress(done, total)
 
         records = [_take(file, folder, staging, advance, may_link=False) for file in side_files]
-        records += [_take(file, folder, staging, advance, may_link=True) for file in weights]
+        records += [
+            _take(file, folder, staging, advance, may_link=True, called=_name_in_library(file, name))
+            for file in weights
+        ]
         # The source may have changed during the copy: check what the library now holds.
         weights_of(staging)
         if _states(weights) != before:
@@ -119,9 +122,16 @@ def _is_left_out(name: str) -> bool:
     return name == MANIFEST_NAME or (name.endswith(".index.json") and name != INDEX_NAME)
 
 
-def _take(file: Path, source: Path, target: Path, advance: Callable[[int], None], *, may_link: bool) -> FileRecord:
+def _name_in_library(file: Path, model: str) -> str:
+    """Of a file with weights: its own, or the model's if that says nothing, as in Ollama's store."""
+    return file.name if file.suffix.lower() in (SUFFIX, ".safetensors") else f"{model}{SUFFIX}"
+
+
+def _take(
+    file: Path, source: Path, target: Path, advance: Callable[[int], None], *, may_link: bool, called: str = ""
+) -> FileRecord:
     """Links or copies one file and returns its record.  Follows links: a hub cache keeps the bytes elsewhere."""
-    relative = file.relative_to(source)
+    relative = Path(called) if called else file.relative_to(source)
     copy = target / relative
     copy.parent.mkdir(exist_ok=True)
     if may_link and _try_link(file.resolve(), copy):

@@ -28,7 +28,7 @@ from engine.checkpoint.shelves import OWN, WITHIN_S, Found, find_models, origin_
 from engine.checkpoint.usage import read_usage, where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
-from engine.common.foreign import parse_json, read_foreign
+from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import cache_dir, data_dir, models_dir
 
 _VERSION = 1
@@ -157,7 +157,7 @@ def look_around(*, within_s: float = WITHIN_S, cancelled: Callable[[], bool] = l
     """
     _descriptions.load()
     found, problems = find_models(within_s=within_s, cancelled=cancelled, look_at=_descriptions.look_at)
-    entries = [_entry(model) for model in found]
+    entries = [replace(_descriptions.seen[model.path], name=model.name) for model in found]
     _descriptions.save()
     entries.sort(key=lambda entry: entry.name != STARTER_NAME)
     return Listing(tuple(entries), tuple(problems))
@@ -236,6 +236,7 @@ class _Descriptions:
 
     def __init__(self) -> None:
         self._kept: dict[str, tuple[str, LibraryEntry]] = {}
+        self.seen: dict[Path, LibraryEntry] = {}
         self._is_loaded_from: Path | None = None
         self._changed = False
 
@@ -250,7 +251,15 @@ class _Descriptions:
         return entry
 
     def look_at(self, model: Found) -> None:
-        self.of(model.path)
+        """Makes the entry of a model that was found, in the thread that found it: its disk may not answer.
+
+        One model that cannot be described must not hide the others.
+        """
+        try:
+            self.seen[model.path] = _entry(model)
+        except Exception as error:
+            problem = f"{model.path} cannot be read ({reason(error)})."
+            self.seen[model.path] = LibraryEntry(model.name, model.path, origin=model.origin, problem=problem)
 
     def load(self) -> None:
         """Reads the file, once."""

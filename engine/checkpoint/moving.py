@@ -26,6 +26,7 @@ from engine.checkpoint.staging import discard, staging_folder, sweep
 from engine.checkpoint.usage import forget_usage, move_usage, where
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
+from engine.common.paths import models_dir
 
 Progress = Callable[[int, int], None]
 
@@ -54,6 +55,8 @@ def move(
     folder = Path(folder).expanduser().absolute()
     with disk_errors_explained(folder):
         folder.mkdir(exist_ok=True)
+        for place in {source.parent, folder, models_dir()}:  # what a killed move left
+            sweep(place)
     if folder not in model_folders():
         add_model_folder(folder)
     target = folder / source.name
@@ -61,7 +64,6 @@ def move(
         why = "is a link to another folder" if source.is_symlink() else f"is in {folder} already"
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{model} {why}: there is nothing to move.")
     with alone_with(source), alone_with(target), disk_errors_explained(folder):
-        sweep(source.parent)
         if read_manifest(source) is None:  # to be known as the library's in the other folder
             write_manifest(source, Manifest(f"moved from {source}", ()))
         manifest = read_manifest(source)

@@ -23,9 +23,7 @@ from engine.families.gguf import (
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
-    for name in ("embedding_length_per_layer_input", "attention.shared_kv_layers"):
-        if file.value(Key(name, 0)):  # the smallest models, which are dense
-            raise file.unsupported(name, file.value(Key(name)))
+    shared = file.value(Key("attention.shared_kv_layers", 0))
     kinds = ("sliding_attention", "full_attention")
     layers = by_layer(file, "attention.sliding_window_pattern", config, kinds)
     heads = per_layer(file, "attention.head_count_kv", config)
@@ -52,6 +50,8 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
         "top_k_experts": file.value(Key("expert_used_count", 0)) or None,
         "moe_intermediate_size": file.value(Key("expert_feed_forward_length", 0)) or None,
         "vocab_size_per_layer_input": config["vocab_size"],
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": _is_double_wide(file, config, shared),
         "rope_parameters": {
             "full_attention": {
                 "rope_type": "proportional",
@@ -66,25 +66,38 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_double_wide(file: File, config: Mapping[str, Any], shared: int) -> bool:
+    """Whether the layers that share keys and values with earlier ones have feed-forward blocks of twice the width."""
+    widths, narrow = per_layer(file, "feed_forward_length", config), config["intermediate_size"]
+    own = len(widths) - shared
+    for factor in (1, 2):
+        if widths == [narrow] * own + [factor * narrow] * shared:
+            return factor == 2
+    raise file.unsupported("feed_forward_length", widths)
+
+
 FAMILY = Family(
     gguf=Gguf(
         architecture="gemma4",
         head_dim="attention.key_length_swa",
         own_rope=True,
         layered=True,
-        config={"global_head_dim": "attention.key_length", "sliding_window": "attention.sliding_window"},
-        constants={
-            "hidden_activation": "gelu_pytorch_tanh",
-            "hidden_size_per_layer_input": 0,
-            "num_kv_shared_layers": 0,
-            "use_double_wide_mlp": False,
+        config={
+            "global_head_dim": "attention.key_length",
+            "sliding_window": "attention.sliding_window",
+            "hidden_size_per_layer_input": Key("embedding_length_per_layer_input", 0),
         },
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
         fixed={"expert_gating_func": SOFTMAX, "expert_weights_norm": True, "expert_weights_scale": 1.0},
         computed=_computed,
         tensors={
             **ENDS,
             **ATTENTION,
             **FEED_FORWARD,
+            # Of the smallest models, which have another embedding for each layer.
+            "model.embed_tokens_per_layer.weight": "per_layer_token_embd.weight",
+            "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+            "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
             **{
                 f"{LAYER}.{theirs}": f"blk.{{n}}.{ours}"
                 for theirs, ours in {
@@ -100,6 +113,9 @@ FAMILY = Family(
                     "router.scale": "ffn_gate_inp.scale",
                     "router.per_expert_scale": "ffn_down_exps.scale",
                     "experts.down_proj": "ffn_down_exps.weight",
+                    "per_layer_input_gate.weight": "inp_gate.weight",
+                    "per_layer_projection.weight": "proj.weight",
+                    "post_per_layer_input_norm.weight": "post_norm.weight",
                 }.items()
             },
             f"{LAYER}.experts.gate_up_proj": (

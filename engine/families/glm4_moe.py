@@ -58,4 +58,5 @@ FAMILY = Family(
             f"{LAYER}.mlp.gate.e_score_correction_bias": "blk.{n}.exp_probs_b.bias",
         },
     ),
+    mlx_experts={},
 )

@@ -21,4 +21,5 @@ FAMILY = Family(
             f"{LAYER}.block_sparse_moe.e_score_correction_bias": "blk.{n}.exp_probs_b.bias",
         },
     ),
+    mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 )

@@ -40,4 +40,5 @@ FAMILY = Family(
         computed=_computed,
         tensors={**ENDS, **NORMS, **ATTENTION, **experts("block_sparse_moe", gate="w1", up="w3", down="w2")},
     ),
+    mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
 )

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
+from engine.checkpoint.in_use import reading
 from engine.checkpoint.library import resolve
 from engine.checkpoint.suggested_sampling import suggested_sampling
+from engine.checkpoint.usage import note_use
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -35,6 +37,8 @@ class Engine:
         self._session: ChatSession | None = None
         self._telemetry: ModelTelemetry | None = None
         self._asked: EngineConfig | None = None
+        self._place = Path()
+        self._held = contextlib.ExitStack()  # keeps others from moving or removing the loaded model
 
     @property
     def telemetry(self) -> ModelTelemetry | None:
@@ -103,7 +107,11 @@ class Engine:
         """
         self.unload()
         path = resolve(config.model)
-        self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
+        with contextlib.ExitStack() as held:
+            held.enter_context(reading(path))
+            self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
+            self._place, self._held = path, held.pop_all()
+        note_use(path)
         self._session = ChatSession(self._loaded)
         self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
         self._asked = config
@@ -142,6 +150,7 @@ class Engine:
         if self._loaded is not None:
             self._loaded.close()
             self._loaded = None
+        self._held.close()
 
     def default_sampling(self) -> SamplingParams:
         """The sampling that the model's makers suggest; see `suggested_sampling`."""
@@ -165,7 +174,7 @@ class Engine:
         if self._session is None:
             self._session = ChatSession(loaded)
         try:
-            return self._session.generate(
+            result = self._session.generate(
                 messages,
                 sampling,
                 on_progress=on_progress,
@@ -180,6 +189,8 @@ class Engine:
             # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
             self._drop_session()
             raise
+        note_use(self._place, result.tokens_per_s, result.generated_tokens)
+        return result
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
         """Answers a job's rows with the loaded model; chats may be answered while the watcher gives way.

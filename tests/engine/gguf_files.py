@@ -121,6 +121,14 @@ CASES: dict[str, Case] = {
          "num_kv_shared_layers": 0, "final_logit_softcapping": 30.0,
          "vocab_size_per_layer_input": VOCABULARY, "tie_word_embeddings": True},
     ),
+    # The smallest ones: embeddings for each layer, and layers that share keys and values with earlier ones.
+    "gemma4-e": Case(
+        "gemma4_text",
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16,
+         "global_head_dim": 32, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": VOCABULARY,
+         "tie_word_embeddings": True},
+    ),
     "glm4-moe": Case(
         "glm4_moe",
         {**_EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 1, "use_qk_norm": True, "n_group": 1,

@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from engine.checkpoint import usage
+from engine.checkpoint.in_use import is_in_use
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
@@ -47,6 +49,21 @@ def ask(
         on_text=lambda _text, _tokens: None,
         cancelled=lambda: cancel,
     )
+
+
+def test_a_loaded_model_is_in_use_and_its_answers_are_timed(
+    engine: Engine, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(usage, "LEAST_TOKENS", 2)
+    load(engine, tiny)
+    assert is_in_use(tiny)
+    assert usage.read_usage(tiny).last_used is not None
+    answer = ask(engine, "a question")
+    assert answer.generated_tokens > 1
+    assert usage.read_usage(tiny).tokens_per_s == (answer.tokens_per_s,)
+    with pytest.raises(EngineError):
+        load(engine, tiny.with_name("none"))
+    assert not is_in_use(tiny)
 
 
 def test_load_answer_unload(engine: Engine, tiny: Path) -> None:

@@ -26,7 +26,7 @@ from tests.engine.test_family_parity import loaded
 from tests.tiny_gguf import dequantised, takes, write_gguf
 
 TOLERANCE = 1e-4
-TABLED = {"gemma3": 1e-3, "gemma4": 1e-3}
+TABLED = {"gemma3": 1e-3, "gemma4": 1e-3, "gemma4-e": 1e-3}
 """llama.cpp looks GELU up in a table of 16-bit numbers."""
 Q4_0 = GGMLQuantizationType.Q4_0
 PROMPT_IDS = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
@@ -106,6 +106,16 @@ def test_layers_that_predict_further_are_left_out(tmp_path: Path) -> None:
     loads_alike(file, rewritten(file, tensors=with_another, block_count=3, nextn_predict_layers=1))
 
 
+def test_keys_and_values_of_layers_that_share_others_are_left_out(tmp_path: Path) -> None:
+    file, _ = unpacked("gemma4-e", tmp_path)
+
+    def with_own(tensors: Any) -> Any:
+        parts = [name for name in tensors if name.startswith(("blk.0.attn_k", "blk.0.attn_v", "blk.1.attn_k"))]
+        return tensors | {f"blk.{int(name[4]) + 2}{name[5:]}": tensors[name] + 1 for name in parts}
+
+    loads_alike(file, rewritten(file, tensors=with_own))
+
+
 def test_files_from_before_llama_cpp_divided_the_latent_heads(tmp_path: Path) -> None:
     file, _ = unpacked("deepseek3", tmp_path)
 
@@ -148,6 +158,7 @@ def test_gates_and_ups_may_lie_in_one_tensor_or_in_two(name: str, tmp_path: Path
         ("granitehybrid", {"attention__head_count_kv": [0, 0]}),
         ("granitehybrid", {"ssm__inner_size": "large"}),
         ("gemma4", {"attention__head_count_kv": [2]}),
+        ("gemma4-e", {"feed_forward_length": [96, 96, 96, 192]}),
         ("lfm2moe", {"attention__head_count_kv": "many"}),
         ("llama4", {"interleave_moe_layer_step": 0}),
         ("deepseek3", {"attention__key_length_mla": "wide"}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -119,6 +120,34 @@ def test_a_file_outside_of_the_library(run: Any, file: Path) -> None:
     assert run("models", "fit", file)[0] == 0
     assert run("models", "remove", file)[0] == 2
     assert file.exists()
+
+
+def test_a_model_of_ollamas(run: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    layer = {
+        "mediaType": "application/vnd.ollama.image.model",
+        "digest": f"sha256:{digest}",
+        "size": file.stat().st_size,
+    }
+    manifest = tmp_path / "store" / "manifests" / "registry.ollama.ai" / "library" / "tiny" / "8b"
+    for folder in (manifest.parent, tmp_path / "store" / "blobs"):
+        folder.mkdir(parents=True)
+    manifest.write_text(json.dumps({"layers": [layer]}))
+    blob = tmp_path / "store" / "blobs" / f"sha256-{digest}"
+    os.link(file, blob)
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "store"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SWITCHYARD_FIND_MODELS")
+    assert [(one["name"], one["origin"]) for one in run("models", "list")[1]["models"]] == [("tiny:8b", "Ollama")]
+    code, answer = run("chat", "--model", "tiny:8b", *CHAT)
+    assert (code, answer["model"]) == (0, "tiny:8b")
+    assert answer["text"] == run("chat", "--model", file, *CHAT)[1]["text"]
+    assert run("models", "show", "tiny:8b")[1]["last_used"] is not None
+    assert run("models", "remove", "tiny:8b")[0] == 2
+    code, entry = run("models", "import", "tiny:8b")
+    assert (code, entry["name"], entry["problem"]) == (0, "tiny-8b", "")
+    assert (models_dir() / "tiny-8b" / "tiny-8b.gguf").is_file()
+    assert blob.exists()
 
 
 def test_all_parts_are_imported(run: Any, folder: Path, tmp_path: Path) -> None:

@@ -74,6 +74,8 @@ CASES = [
     ("awq", "qwen2_moe"),
     ("mlx", "olmoe"),
     ("mlx", "qwen3"),
+    ("mlx", "glm4_moe"),
+    *(pytest.param("mlx", family, marks=pytest.mark.exhaustive) for family in ("minimax_m2", "phimoe")),
 ]
 
 

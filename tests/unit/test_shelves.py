@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checkpoint import library, shelves
+from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.library import LibraryEntry, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.names import name_of
@@ -121,6 +122,7 @@ def test_a_file_without_an_ending_is_known_by_its_first_bytes(home: Path) -> Non
     assert resolve("tiny:latest") == resolve(str(blob)) == blob
     assert name_of(blob) == "tiny:latest"
     assert show("TINY:latest").experts == 4
+    assert find_shape("tiny:latest").name == "tiny:latest"
     assert verify("tiny:latest").checked == "sha256"
     content = bytearray(blob.read_bytes())
     content[-1] ^= 1
@@ -389,6 +391,21 @@ def test_a_vast_config_is_not_read(tmp_path: Path) -> None:
         file.truncate(300 * 2**20)
     (entry,) = _entries().values()
     assert entry.problem
+
+
+def test_one_model_that_cannot_be_described_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_checkpoint(models_dir() / "fine")
+    write_tiny_checkpoint(models_dir() / "odd")
+    read = library._read
+
+    def fail(path: Path) -> LibraryEntry:
+        if path.name == "odd":
+            raise ArithmeticError
+        return read(path)
+
+    monkeypatch.setattr(library, "_read", fail)
+    entries = _entries()
+    assert {name: bool(entry.problem) for name, entry in entries.items()} == {"fine": False, "odd": True}
 
 
 @pytest.fixture

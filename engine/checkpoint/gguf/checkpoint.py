@@ -307,10 +307,7 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": heads if family.layered else keys.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        # A file may lack it where no layer is dense.
-        "intermediate_size": keys.whole(
-            "feed_forward_length", keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
-        ),
+        "intermediate_size": _width(keys, family),
         "rms_norm_eps": keys.real(family.eps),
         "max_position_embeddings": keys.whole("context_length"),
         "rope_parameters": rope,
@@ -320,6 +317,16 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
         "tie_word_embeddings": _HEAD not in file.tensors,
         **_special_tokens(file),
     }
+
+
+def _width(keys: _Keys, family: Gguf) -> int:
+    """Of the feed-forward blocks; of the first, where layers may differ."""
+    # A file may lack it where no layer is dense.
+    fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
+    widths = keys.value(Key("feed_forward_length", fallback))
+    if family.layered and isinstance(widths, list) and widths and type(widths[0]) is int and 0 < widths[0] < 2**31:
+        return widths[0]
+    return keys.whole("feed_forward_length", fallback)
 
 
 def _special_tokens(file: GgufFile) -> dict[str, int | None]:
