@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QLocale, Qt, QTimer
+from PySide6.QtCore import QCoreApplication, QLocale, Qt, QTimer, SignalInstance
 from PySide6.QtGui import QGuiApplication
 from PySide6.QtWidgets import QApplication, QWidget
 
@@ -132,18 +132,27 @@ def _chat(services: Services) -> Page:
 
 
 def _connect_picker(picker: ModelPicker, page: Page, services: Services) -> None:
-    from app.widgets.asking import before_loading
     from app.widgets.model_dialog import ask_model
+
+    load = _connect_loading(picker.load_wanted, picker.unload_wanted, page, services)
+    picker.file_wanted.connect(lambda: ask_model(page, load))
+    picker.cancel_wanted.connect(services.model_start.cancel)
+
+
+def _connect_loading(
+    load_wanted: SignalInstance, unload_wanted: SignalInstance, page: Page, services: Services
+) -> Callable[[object], None]:
+    """Loads and unloads models when a page wants it, after asking if a job runs; returns what loads one."""
+    from app.widgets.asking import before_loading
 
     start = services.model_start
 
     def load(model: object) -> None:
         before_loading(services.jobs, page, lambda: start.open(str(model)))
 
-    picker.load_wanted.connect(load)
-    picker.file_wanted.connect(lambda: ask_model(page, load))
-    picker.cancel_wanted.connect(start.cancel)
-    picker.unload_wanted.connect(lambda: before_loading(services.jobs, page, start.unload))
+    load_wanted.connect(load)
+    unload_wanted.connect(lambda: before_loading(services.jobs, page, start.unload))
+    return load
 
 
 def _batch(services: Services) -> Page:
@@ -168,10 +177,13 @@ def _tune(services: Services) -> Page:
     return page
 
 
-def _models(_services: Services) -> Page:
-    from app.views.models import models_placeholder
+def _models(services: Services) -> Page:
+    from app.views.models import ModelsPage
 
-    return models_placeholder()
+    the = services
+    page = ModelsPage(the.client, the.settings, the.library, the.downloads, the.hub, the.speeds)
+    _connect_loading(page.load_wanted, page.unload_wanted, page, services)
+    return page
 
 
 def _settings(services: Services) -> Page:

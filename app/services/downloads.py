@@ -166,6 +166,8 @@ class Downloads(QObject):
         """Limits every download, also those that are added later, to so many bytes a second; 0 for no limit."""
         self._limit = bytes_per_s
         keys = [one.key for one in self.entries]
+        if not keys:
+            return
 
         def doing() -> None:
             from engine.checkpoint.downloads.queue import set_limit
@@ -174,6 +176,12 @@ class Downloads(QObject):
                 set_limit(key, bytes_per_s)
 
         self._ask(doing)
+
+    def has_token(self, host: str) -> bool:
+        """Whether there is a token for a hub."""
+        from engine.checkpoint.hub.token import read_token
+
+        return bool(read_token(host))
 
     def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
         """Keeps a hub's token, with which all downloads go on; `then` gets whether it stays after this run."""

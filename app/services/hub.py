@@ -11,7 +11,7 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
 from engine.common.config import EngineConfig
-from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError
 
 if TYPE_CHECKING:
     from engine.checkpoint.hub import Candidate, Found
@@ -28,10 +28,18 @@ Shaped = tuple["Candidate", "ModelShape | None"]
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why there is no answer: a sentence, and whether it is the network's fault and not the question's."""
+    """Why there is no answer.
+
+    Attributes:
+        sentence: for people.
+        is_network: whether the hub could not be reached, or did not answer: nothing is wrong with the question.
+        needs_token: whether an access token, or another, would help; `link` is the page where its terms are accepted.
+    """
 
     sentence: str
     is_network: bool = False
+    needs_token: bool = False
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +182,15 @@ class _Question(QObject):
 
 
 def _trouble(error: Exception) -> Trouble:
+    from engine.checkpoint.hub.http import HubError, HubReason
+
     if not isinstance(error, EngineError):
         raise error
-    return Trouble(error.message, error.code is ErrorCode.DOWNLOAD_FAILED)
+    if not isinstance(error, HubError):
+        return Trouble(error.message)
+    needs_token = error.reason in (HubReason.NEEDS_LICENCE, HubReason.WRONG_TOKEN)
+    is_network = error.reason in (HubReason.OFFLINE, HubReason.TOO_MANY)
+    return Trouble(error.message, is_network, needs_token, error.link)
 
 
 # --- what runs in the background; the engine's modules are imported late, as they take a while to load ---------------

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PROGRESS_MS = 200
 
-WorkKind = Literal["verify", "move", "export", "import", "remove", "banks", "folders"]
+WorkKind = Literal["verify", "move", "export", "import", "remove", "banks"]
 OnProgress = Callable[[int, int], None]
 Doing = Callable[[OnProgress, Callable[[], bool]], object]
 """Runs in the background; it gets a function for (done, total) bytes, and one that says whether it was cancelled."""
@@ -122,6 +122,26 @@ class Library(QObject):
             return import_model(path, None, said, cancelled)
 
         self._ask("import", path.name, doing)
+
+    def move(self, model: LibraryEntry, folder: Path) -> None:
+        """Moves a model into another model folder; the result is its new `LibraryEntry`."""
+
+        def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
+            from engine.checkpoint.moving import move
+
+            return move(str(model.path), folder, said, cancelled)
+
+        self._ask("move", model.name, doing)
+
+    def export(self, model: LibraryEntry, folder: Path) -> None:
+        """Copies a model's files into a new folder inside `folder`; the result is that folder."""
+
+        def doing(said: OnProgress, cancelled: Callable[[], bool]) -> object:
+            from engine.checkpoint.moving import export
+
+            return export(str(model.path), folder, said, cancelled)
+
+        self._ask("export", model.name, doing)
 
     def remove(self, model: LibraryEntry) -> None:
         """Moves a model to the trash; the result is the bytes freed."""

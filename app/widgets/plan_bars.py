@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
+from PySide6.QtCore import QCoreApplication, QEvent, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QBrush, QColor, QFont, QFontMetricsF, QPainter, QPainterPath, QPaintEvent, QPen, QResizeEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import ColourName, themed
 from app.widgets.quantities import number
 from app.widgets.small_font import small_font
+from engine.planner.plan_parts import TierBytes
 
+translate = QCoreApplication.translate
 _GIB = 2**30
 _BAR_PX, _SWATCH_PX = 14.0, 9.0
 _TENTHS = 10
@@ -30,23 +32,40 @@ class BarPart:
 
 @dataclass(frozen=True, slots=True)
 class TierBar:
-    """A tier: its parts, and its size, 0 if unknown."""
+    """A tier: its parts, and its size, 0 if unknown; `unit` is what it calls a GB: memories count in powers of 1024."""
 
     name: str
     parts: tuple[BarPart, ...]
     total: int
+    unit: int = _GIB
 
     @property
     def used(self) -> int:
         return sum(part.amount for part in self.parts)
 
 
-def adding_up(amounts: Sequence[int]) -> list[int]:
-    """Bytes in tenths of a GB that add up to the rounded sum, so that the displayed numbers do too.
+def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
+    """What a memory is planned for; `slots` is how many experts have a place in it, 0 to leave that out."""
+    experts = (
+        translate("PlanBars", "experts, {0} slots").format(f"{slots:,}") if slots else translate("PlanBars", "experts")
+    )
+    return (
+        BarPart(translate("PlanBars", "weights"), tier.weights, "gpu"),
+        BarPart(experts, tier.experts, "hit"),
+        BarPart(translate("PlanBars", "staging"), tier.staging, "pcie"),
+        BarPart(translate("PlanBars", "KV cache"), tier.kv, "disk"),
+        BarPart(translate("PlanBars", "activations"), tier.activations, "cpu"),
+        BarPart(translate("PlanBars", "headroom"), tier.headroom, "faint", hatched=True),
+        BarPart(translate("PlanBars", "other programs"), tier.other_programs, "idle", hatched=True),
+    )
+
+
+def adding_up(amounts: Sequence[int], unit: int = _GIB) -> list[int]:
+    """Bytes in tenths of a GB of `unit` bytes that add up to the rounded sum, so that the displayed numbers do too.
 
     Where rounding each one would miss the sum, those closest to the next tenth are rounded up (largest remainder).
     """
-    exact = [amount * _TENTHS / _GIB for amount in amounts]
+    exact = [amount * _TENTHS / unit for amount in amounts]
     whole = [int(one) for one in exact]
     missing = round(sum(exact)) - sum(whole)
     by_remainder = sorted(range(len(exact)), key=lambda at: exact[at] - whole[at], reverse=True)
@@ -113,14 +132,14 @@ class PlanBars(QWidget):
         """Amounts of each non-empty part, and of free space if there is any."""
         free = tier.total - tier.used
         amounts = [part.amount for part in tier.parts if part.amount > 0]
-        return adding_up([*amounts, free] if tier.total and free > 0 else amounts)
+        return adding_up([*amounts, free] if tier.total and free > 0 else amounts, tier.unit)
 
     def _amount(self, tier: TierBar) -> str:
         tenths = self._tenths(tier)
         if not tier.total:
             return self.tr("{0} GB").format(_tenths(sum(tenths)))
         if tier.used >= tier.total:
-            return self.tr("{0} of {1} GB").format(_tenths(sum(tenths)), _tenths(*adding_up([tier.total])))
+            return self.tr("{0} of {1} GB").format(_tenths(sum(tenths)), _tenths(*adding_up([tier.total], tier.unit)))
         return self.tr("{0} of {1} GB").format(_tenths(sum(tenths[:-1])), _tenths(sum(tenths)))
 
     # --- drawing ----------------------------------------------------------------------------------
@@ -171,7 +190,7 @@ class PlanBars(QWidget):
         painter.setFont(self._small())
         painter.drawText(head, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, self._amount(tier))
         bar = QRectF(area.left(), head.bottom() + 3, area.width(), _BAR_PX)
-        self._draw_bar(painter, tier, bar)
+        draw_bar(painter, tier, bar)
         y = bar.bottom() + 6
         for row in self._lines(tier, area.width()):
             for x, name, amount, part in row:
@@ -185,22 +204,24 @@ class PlanBars(QWidget):
                 painter.drawText(QRectF(at, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, amount)
             y += line
 
-    def _draw_bar(self, painter: QPainter, tier: TierBar, bar: QRectF) -> None:
-        whole = max(tier.total, tier.used)
-        outline = QPainterPath()
-        outline.addRoundedRect(bar, 4, 4)
-        painter.save()
-        painter.setClipPath(outline)
-        painter.fillRect(bar, themed("border"))
-        left = bar.left()
-        for part in tier.parts:
-            if part.amount > 0 and whole:
-                width = max(2.0, bar.width() * part.amount / whole)
-                _fill(painter, QRectF(left, bar.top(), width, bar.height()), part)
-                left += width
-                painter.setPen(QPen(themed("surface"), 1))
-                painter.drawLine(QPointF(left, bar.top()), QPointF(left, bar.bottom()))
-        painter.restore()
+
+def draw_bar(painter: QPainter, tier: TierBar, bar: QRectF) -> None:
+    """A tier's parts side by side in `bar`; the rest of it is free."""
+    whole = max(tier.total, tier.used)
+    outline = QPainterPath()
+    outline.addRoundedRect(bar, 4, 4)
+    painter.save()
+    painter.setClipPath(outline)
+    painter.fillRect(bar, themed("border"))
+    left = bar.left()
+    for part in tier.parts:
+        if part.amount > 0 and whole:
+            width = max(2.0, bar.width() * part.amount / whole)
+            _fill(painter, QRectF(left, bar.top(), width, bar.height()), part)
+            left += width
+            painter.setPen(QPen(themed("surface"), 1))
+            painter.drawLine(QPointF(left, bar.top()), QPointF(left, bar.bottom()))
+    painter.restore()
 
 
 def _fill(painter: QPainter, area: QRectF, part: BarPart | None) -> None:

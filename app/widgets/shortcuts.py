@@ -28,6 +28,11 @@ def add_shortcut(
     shortcut.activated.connect(lambda: do())
 
 
+def native(keys: str) -> str:
+    """Keys as this platform names them."""
+    return QKeySequence(keys).toString(QKeySequence.SequenceFormat.NativeText)
+
+
 def note_keys(widget: QWidget, keys: Iterable[Key]) -> None:
     """Lists keys that the widget handles itself, such as Enter in a text box."""
     widget.setProperty(_NOTED, [list(key) for key in keys])

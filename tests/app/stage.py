@@ -15,11 +15,14 @@ from unittest.mock import patch
 from PySide6.QtCore import QEventLoop, QSize, QTimer, Signal
 from PySide6.QtWidgets import QApplication, QWidget
 
+import app.services.downloads as downloading
+import app.services.hub as hub
 import app.services.library as library
 import app.services.planning as planning
 import app.services.tuning as tuning
 from app.main import page_entries
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
+from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.services import Services
 from app.services.settings import Settings
@@ -28,6 +31,8 @@ from app.views.batch import BatchPage
 from app.views.chat.chat_view import ChatView
 from app.views.main_window import MainWindow
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
+from app.views.models import ModelsPage
+from app.views.models.token_dialog import TokenDialog
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
@@ -36,6 +41,7 @@ from app.views.tune.step_bar import TIMED
 from app.widgets.asking import ask
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
+from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.library import LibraryEntry, Listing
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
@@ -43,6 +49,7 @@ from engine.hardware.sensors import GpuSample
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from engine.tuning.messages import TuningFinished
+from tests.app import model_parts
 from tests.app import tuning_results as made
 from tests.app.cache_reports import report
 from tests.app.recorded import STEP_NS, decoded, expert_map, sample, steady_devices
@@ -94,6 +101,8 @@ class Stage:
         devices = steady_devices(self._says, self._found)
         self.services = Services.around(self.engine, self.store, settings, theme, devices)  # type: ignore[arg-type]
         self._hub = self.services.telemetry
+        self.downloads: tuple[Download, ...] = ()
+        """What lies on the disk."""
         self.dialog: QWidget | None = None
         """What lies over the window, if the scene opened something."""
         self.window = MainWindow(self.services, page_entries())
@@ -257,6 +266,7 @@ class Stage:
 def staged(settings: Settings, theme: ThemeController, folder: Path) -> Iterator[Stage]:
     """A stage on a made-up machine, closed at the end."""
     look = made.look(made.gpu())
+    stages: list[Stage] = []
 
     def planned(question: PlanQuestion) -> PlanAnswer:
         return PlanAnswer(question, made.plan(question.look))
@@ -264,8 +274,10 @@ def staged(settings: Settings, theme: ThemeController, folder: Path) -> Iterator
     with (
         patch.object(tuning, "look_at_machine", lambda *_: look),
         patch.object(planning, "answer", planned),
+        patch.object(downloading, "read_downloads", lambda: stages[0].downloads if stages else ()),
     ):
         stage = Stage(settings, theme, folder)
+        stages.append(stage)
         try:
             yield stage
         finally:
@@ -416,8 +428,73 @@ def _starter(stage: Stage) -> None:
     stage.window.starter_panel.offer()
 
 
-def _models(stage: Stage) -> None:
-    stage.window.show_page(MODELS)
+# --- models -----------------------------------------------------------------------------------------
+
+
+def _models_empty(stage: Stage) -> None:
+    with patch.object(hub, "recommended_here", lambda _device: (made.look(made.gpu()), ())):
+        stage.window.show_page(MODELS)
+        stage.until(lambda: stage.services.hub.look is not None and stage.services.library.was_listed)
+
+
+def _models_with_downloads(stage: Stage) -> None:
+    _models(stage, downloads=2)
+
+
+def _models(stage: Stage, downloads: int = 0) -> ModelsPage:
+    """Models of our own and of other programs, one loaded, one damaged; and what suits this machine."""
+    parts, services = model_parts, stage.services
+    stage.engine.model = replace(STARTER, path=str(parts.MODELS[1].path))
+    with (
+        patch.object(library, "_look_around", lambda _: Listing(parts.MODELS)),
+        patch.object(hub, "recommended_here", lambda _device: (made.look(made.gpu()), parts.RECOMMENDATIONS)),
+        patch.object(services.speeds, "ask"),
+    ):
+        page = stage.window.page(MODELS)
+        assert isinstance(page, ModelsPage)
+        stage.downloads = parts.DOWNLOADS[:downloads]
+        services.downloads.begin()
+        stage.window.show_page(MODELS)
+        stage.until(lambda: page.here.rows.rows and page.recommendations.rows)
+        stage.until(lambda: len(services.downloads.entries) == downloads)
+    services.speeds.found.emit(str(parts.MODELS[2].path), 24.6, False)
+    return page
+
+
+def _models_search(stage: Stage) -> None:
+    """A repository with files that run well, slowly and not at all."""
+    page = _models(stage)
+    _search(stage, page)
+
+
+def _search(stage: Stage, page: ModelsPage) -> None:
+    parts = model_parts
+    answer = RepositoryAnswer(parts.REPOSITORY.id, parts.shaped(), len(parts.CANDIDATES))
+    with (
+        patch.object(hub, "search_hub", lambda *_: parts.FOUND),
+        patch.object(hub, "read_candidates", lambda *_: answer),
+        patch.object(hub, "judge_candidates", parts.fit_card),
+    ):
+        page.search.field.setText("qwen3 30b")
+        page.search.button.click()
+        stage.until(lambda: page.search.fit.table.rows.card.rows)
+
+
+def _models_too_large(stage: Stage) -> None:
+    page = _models(stage, downloads=1)
+    _search(stage, page)
+    page.search.fit.table.setCurrentIndex(page.search.fit.table.rows.index(0, 0))
+
+
+def _models_token(stage: Stage) -> None:
+    page = _models(stage, downloads=3)
+    page.downloads.list.setCurrentIndex(page.downloads.list.rows.index(2))
+    page.downloads.token.click()
+    stage.dialog = page.findChild(TokenDialog)
+
+
+def _models_folders(stage: Stage) -> None:
+    stage.dialog = _models(stage).open_folders()
 
 
 LIBRARY = tuple(
@@ -484,7 +561,12 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "tune-plan": _tune_plan,
     "tune-what-if": _tune_what_if,
     "tune-results": _tune_results,
-    "models": _models,
+    "models-empty": _models_empty,
+    "models": _models_with_downloads,
+    "models-search": _models_search,
+    "models-too-large": _models_too_large,
+    "models-token": _models_token,
+    "models-folders": _models_folders,
     "settings": _settings,
     "licences": _licences,
     "shortcuts": _shortcuts,

@@ -10,6 +10,7 @@ from pytestqt.qtbot import QtBot
 
 import app.services.hub as hub_service
 from app.services.hub import Hub, RepositoryAnswer, SearchAnswer
+from engine.checkpoint.hub.http import HubError, HubReason
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 
 
@@ -39,12 +40,19 @@ def test_only_the_last_search_is_answered(hub: Hub, qtbot: QtBot, monkeypatch: p
     qtbot.waitUntil(lambda: answers == [SearchAnswer("second")])
 
 
-@pytest.mark.parametrize(("code", "network"), [(ErrorCode.DOWNLOAD_FAILED, True), (ErrorCode.MODEL_NOT_FOUND, False)])
+@pytest.mark.parametrize(
+    ("error", "network", "token"),
+    [
+        (HubError(HubReason.OFFLINE, "It cannot be."), True, False),
+        (HubError(HubReason.NEEDS_LICENCE, "It cannot be.", "https://hub/org/x"), False, True),
+        (EngineError(ErrorCode.MODEL_UNSUPPORTED, "It cannot be."), False, False),
+    ],
+)
 def test_trouble_says_whether_it_is_the_network(
-    hub: Hub, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, code: ErrorCode, network: bool
+    hub: Hub, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, error: EngineError, network: bool, token: bool
 ) -> None:
     def fails(*_: object) -> None:
-        raise EngineError(code, "It cannot be.")
+        raise error
 
     monkeypatch.setattr(hub_service, "search_hub", fails)
     monkeypatch.setattr(hub_service, "read_candidates", fails)
@@ -53,7 +61,8 @@ def test_trouble_says_whether_it_is_the_network(
     with qtbot.waitSignal(hub.opened) as opened:
         hub.open("org/x")
     for answer in (found.args[0], opened.args[0]):
-        assert (answer.trouble.sentence, answer.trouble.is_network) == ("It cannot be.", network)
+        trouble = answer.trouble
+        assert (trouble.sentence, trouble.is_network, trouble.needs_token) == ("It cannot be.", network, token)
 
 
 def test_candidates_arrive_one_by_one_and_only_of_the_last_repository(

@@ -24,7 +24,6 @@ from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
 from app.views.main_window import SMALLEST, MainWindow
 from app.views.main_window.starter_panel import StarterPanel
-from app.views.models import PlaceholderPage
 from app.views.settings import SettingsPage
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.common.config import BatchJob
@@ -96,14 +95,6 @@ def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: Qt
     qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
     assert window.pages.currentWidget() is window.page(name)
     assert button.isChecked()
-
-
-def test_pages_that_are_not_built_say_so_and_offer_nothing(window: MainWindow) -> None:
-    for page in (window.page(MODELS),):
-        assert isinstance(page, PlaceholderPage)
-        assert page.findChildren(QPushButton) == []
-        sentences = page.accessibleDescription().count(". ") + 1
-        assert 2 <= sentences <= 3
 
 
 def test_everything_that_can_be_pressed_has_a_name(window: MainWindow) -> None:

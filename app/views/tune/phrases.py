@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
-from app.widgets.plan_bars import BarPart, TierBar
+from app.widgets.plan_bars import BarPart, TierBar, memory_parts
 from app.widgets.quantities import arithmetic, figures, memory, number, rate
-from engine.planner.plan_parts import Plan, Speed, TierBytes
+from engine.planner.plan_parts import Plan, Speed
 from engine.tuning.keeping import day
 from engine.tuning.machine_look import MachineLook
 from engine.tuning.messages import Measured, TuningNumber, TuningProgress
@@ -123,8 +123,8 @@ def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
     """A plan's memory for `PlanBars`: VRAM, RAM, and disk where experts stay there."""
     bars = []
     if plan.card is not None:
-        bars.append(TierBar(translate("Tune", "VRAM"), _parts(plan.card, plan.cache.slots), plan.card.total))
-    bars.append(TierBar(translate("Tune", "RAM"), _parts(plan.ram, 0), plan.ram.total))
+        bars.append(TierBar(translate("Tune", "VRAM"), memory_parts(plan.card, plan.cache.slots), plan.card.total))
+    bars.append(TierBar(translate("Tune", "RAM"), memory_parts(plan.ram), plan.ram.total))
     if plan.disk_bytes:
         part = BarPart(translate("Tune", "experts read on demand"), plan.disk_bytes, "disk")
         disk = look.probe.models_disk if look is not None else None
@@ -132,16 +132,3 @@ def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
         total = free if free > plan.disk_bytes else 0
         bars.append(TierBar(translate("Tune", "Disk"), (part,), total))
     return tuple(bars)
-
-
-def _parts(tier: TierBytes, slots: int) -> tuple[BarPart, ...]:
-    experts = translate("Tune", "experts, {0} slots").format(f"{slots:,}") if slots else translate("Tune", "experts")
-    return (
-        BarPart(translate("Tune", "weights"), tier.weights, "gpu"),
-        BarPart(experts, tier.experts, "hit"),
-        BarPart(translate("Tune", "staging"), tier.staging, "pcie"),
-        BarPart(translate("Tune", "KV cache"), tier.kv, "disk"),
-        BarPart(translate("Tune", "activations"), tier.activations, "cpu"),
-        BarPart(translate("Tune", "headroom"), tier.headroom, "faint", hatched=True),
-        BarPart(translate("Tune", "other programs"), tier.other_programs, "idle", hatched=True),
-    )

@@ -1,0 +1,130 @@
+"""The models on this PC as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersistentModelIndex, Qt
+
+if TYPE_CHECKING:
+    from engine.checkpoint.library import LibraryEntry
+
+Index = QModelIndex | QPersistentModelIndex
+_NOWHERE = QModelIndex()
+
+
+class Column(IntEnum):
+    NAME = 0
+    ORIGIN = 1
+    SIZE = 2
+    PRECISION = 3
+    SPEED = 4
+    USED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model as the table shows it.
+
+    Attributes:
+        predicted: decode tokens/s as the planner sees it; None if that is unknown yet.
+    """
+
+    entry: LibraryEntry
+    is_loaded: bool = False
+    is_default: bool = False
+    predicted: float | None = None
+
+
+ROW_ROLE = Qt.ItemDataRole.UserRole + 1
+
+
+class LibraryTable(QAbstractTableModel):
+    """`ROW_ROLE` gives the `ModelRow`; `describe` puts one into words, for screen readers.
+
+    Args:
+        words: the text of a cell.
+    """
+
+    def __init__(
+        self,
+        headings: tuple[str, ...],
+        words: Callable[[ModelRow, Column], str],
+        describe: Callable[[ModelRow], str],
+        parent: QObject | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._headings, self._words, self._describe = headings, words, describe
+        self._rows: tuple[ModelRow, ...] = ()
+
+    @property
+    def rows(self) -> tuple[ModelRow, ...]:
+        return self._rows
+
+    def show(
+        self, entries: tuple[LibraryEntry, ...], *, loaded: str, default: str, predicted: Mapping[str, float]
+    ) -> None:
+        """Shows these models.
+
+        Args:
+            loaded: path of the loaded model; empty if there is none.
+            default: name or path of the default model.
+            predicted: path -> decode tokens/s.
+        """
+        rows = tuple(
+            ModelRow(
+                entry,
+                is_loaded=bool(loaded) and str(entry.path) == loaded,
+                is_default=default in (entry.name, str(entry.path)),
+                predicted=predicted.get(str(entry.path)),
+            )
+            for entry in entries
+        )
+        if [row.entry.path for row in rows] != [row.entry.path for row in self._rows]:
+            self.beginResetModel()
+            self._rows = rows
+            self.endResetModel()
+        elif rows != self._rows:
+            self._rows = rows
+            self.dataChanged.emit(self.index(0, 0), self.index(len(rows) - 1, len(Column) - 1))
+
+    def row_of(self, path: str) -> int:
+        """The row of the model at a path; -1 if it is not there."""
+        return next((at for at, row in enumerate(self._rows) if str(row.entry.path) == path), -1)
+
+    def rowCount(self, parent: Index = _NOWHERE) -> int:
+        return 0 if parent.isValid() else len(self._rows)
+
+    def columnCount(self, parent: Index = _NOWHERE) -> int:
+        return 0 if parent.isValid() else len(Column)
+
+    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        if orientation is not Qt.Orientation.Horizontal:
+            return None
+        if role == Qt.ItemDataRole.DisplayRole:
+            return self._headings[section]
+        if role == Qt.ItemDataRole.TextAlignmentRole:
+            return _aligned(section)
+        return None
+
+    def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        if not index.isValid():
+            return None
+        row = self._rows[index.row()]
+        if role == ROW_ROLE:
+            return row
+        if role == Qt.ItemDataRole.DisplayRole:
+            return self._words(row, Column(index.column()))
+        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
+            return self._describe(row)
+        if role == Qt.ItemDataRole.TextAlignmentRole:
+            return _aligned(index.column())
+        return None
+
+
+def _aligned(column: int) -> Qt.AlignmentFlag:
+    right = column in (Column.SIZE, Column.SPEED)
+    return (Qt.AlignmentFlag.AlignRight if right else Qt.AlignmentFlag.AlignLeft) | Qt.AlignmentFlag.AlignVCenter

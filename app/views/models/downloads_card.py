@@ -1,0 +1,254 @@
+"""What is being downloaded: progress, rate and time left, in an order that can be changed."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QRectF, QSize, Qt, Signal
+from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
+from PySide6.QtWidgets import (
+    QAbstractItemView,
+    QComboBox,
+    QListView,
+    QPushButton,
+    QStyle,
+    QStyledItemDelegate,
+    QStyleOptionViewItem,
+    QToolButton,
+    QWidget,
+)
+
+from app.icons import icon
+from app.models.downloads import DOWNLOAD_ROLE, DownloadList
+from app.theme import themed
+from app.views.models.phrases import download_text, download_words, rate_words
+from app.widgets.card import Card
+from app.widgets.flow_layout import Flow
+from app.widgets.shortcuts import native, note_keys
+from app.widgets.small_font import draw_elided, small_font
+from engine.checkpoint.downloads.queue import Download, DownloadState
+from engine.common.errors import ErrorCode
+
+MOST_ROWS = 4
+_BAR_PX = 6.0
+_PAD = 10.0
+_LIMITS = (0, 1_000_000, 2_000_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000)
+
+_Index = QModelIndex | QPersistentModelIndex
+
+
+class DownloadsCard(Card):
+    """Signals: what is wanted of the download of a key; `token_wanted(Download)` for one that needs permission."""
+
+    pause_wanted = Signal(str)
+    resume_wanted = Signal(str)
+    cancel_wanted = Signal(str)
+    move_wanted = Signal(str, int)
+    limit_wanted = Signal(int)
+    token_wanted = Signal(object)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("Downloads"))
+        self.list = DownloadsView(self)
+        self.limit = QComboBox(self)
+        self.limit.setAccessibleName(self.tr("Speed limit"))
+        for amount in _LIMITS:
+            text = self.tr("at most {0}").format(rate_words(amount)) if amount else self.tr("no speed limit")
+            self.limit.addItem(text, amount)
+        self.limit.activated.connect(lambda _at: self.limit_wanted.emit(self.limit.currentData()))
+        self.pause = QPushButton(self.tr("Pause"), self)
+        self.resume = QPushButton(self.tr("Resume"), self)
+        self.token = QPushButton(self.tr("Access token…"), self)
+        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.up = self._arrow("chevron-up", self.tr("Earlier (Alt+Up)"))
+        self.down = self._arrow("chevron-down", self.tr("Later (Alt+Down)"))
+        for button in (self.pause, self.resume, self.token, self.cancel):
+            button.setProperty("compact", "true")
+        self.buttons = Flow(
+            self.pause,
+            self.resume,
+            self.token,
+            self.cancel,
+            self.up,
+            self.down,
+            self.limit,
+            parent=self,
+            ends_right=True,
+        )
+        self.body.addWidget(self.list)
+        self.body.addWidget(self.buttons)
+        self.pause.clicked.connect(lambda: self._on(self.pause_wanted))
+        self.resume.clicked.connect(lambda: self._on(self.resume_wanted))
+        self.cancel.clicked.connect(lambda: self._on(self.cancel_wanted))
+        self.token.clicked.connect(self._on_token)
+        self.up.clicked.connect(lambda: self._move(-1))
+        self.down.clicked.connect(lambda: self._move(1))
+        self.list.toggled.connect(self._toggle)
+        self.list.cancelled.connect(lambda: self._on(self.cancel_wanted))
+        self.list.shifted.connect(self._move)
+        self.list.rows.moved.connect(self.move_wanted)
+        self.list.selectionModel().currentRowChanged.connect(lambda *_: self._show_buttons())
+        self.hide()
+
+    def show_downloads(self, downloads: tuple[Download, ...], limit: int) -> None:
+        """Shows these; the card is hidden if there are none."""
+        current = self.list.download
+        self.list.rows.show(downloads)
+        if downloads:
+            at = self.list.rows.row_of(current.key) if current is not None else -1
+            if self.list.currentIndex().row() != max(at, 0) or not self.list.currentIndex().isValid():
+                self.list.setCurrentIndex(self.list.rows.index(max(at, 0)))
+        self.limit.setCurrentIndex(max(0, self.limit.findData(limit)))
+        rate = sum(one.bytes_per_s for one in downloads)
+        self.caption.setText(rate_words(rate) if rate else "")
+        self.setVisible(bool(downloads))
+        self._show_buttons()
+
+    def _show_buttons(self) -> None:
+        download = self.list.download
+        state = download.state if download is not None else None
+        self.pause.setVisible(state in (DownloadState.RUNNING, DownloadState.WAITING))
+        self.resume.setVisible(state in (DownloadState.PAUSED, DownloadState.FAILED))
+        self.token.setVisible(download is not None and needs_access(download))
+        at, rows = self.list.currentIndex().row(), self.list.rows.rowCount()
+        for arrow in (self.up, self.down):
+            arrow.setVisible(rows > 1)
+        self.up.setEnabled(at > 0)
+        self.down.setEnabled(0 <= at < rows - 1)
+        if download is not None:
+            for button in (self.pause, self.resume, self.cancel, self.token):
+                button.setAccessibleName(f"{button.text()}: {download.title}")
+
+    def _toggle(self) -> None:
+        self._on(self.pause_wanted if not self.pause.isHidden() else self.resume_wanted)
+
+    def _on(self, signal: object) -> None:
+        download = self.list.download
+        if download is not None:
+            signal.emit(download.key)  # type: ignore[attr-defined]
+
+    def _on_token(self) -> None:
+        if self.list.download is not None:
+            self.token_wanted.emit(self.list.download)
+
+    def _move(self, places: int) -> None:
+        download, at = self.list.download, self.list.currentIndex().row()
+        if download is not None and 0 <= at + places < self.list.rows.rowCount():
+            self.move_wanted.emit(download.key, at + places)
+
+    def _arrow(self, name: str, words: str) -> QToolButton:
+        button = QToolButton(self)
+        button.setProperty("kind", "small")
+        button.setIcon(icon(name))
+        button.setToolTip(words)
+        button.setAccessibleName(words)
+        return button
+
+
+def needs_access(download: Download) -> bool:
+    """Whether a token may help: the hub refused the files, which no further try changes."""
+    return download.state is DownloadState.FAILED and download.error_code == ErrorCode.DOWNLOAD_FAILED
+
+
+class DownloadsView(QListView):
+    """Signals: `toggled` (space: pause or resume), `cancelled` (delete), `shifted(int)` (Alt and an arrow)."""
+
+    toggled = Signal()
+    cancelled = Signal()
+    shifted = Signal(int)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.rows = DownloadList(download_text, self)
+        self.setModel(self.rows)
+        self.setItemDelegate(DownloadDelegate(self))
+        self.setAccessibleName(self.tr("Downloads"))
+        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
+        self.setDragDropMode(QAbstractItemView.DragDropMode.InternalMove)
+        self.setDefaultDropAction(Qt.DropAction.MoveAction)
+        self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.rows.modelReset.connect(self._fit)
+        keys = {
+            "Space": self.tr("Pause or resume the download"),
+            "Alt+Up": self.tr("Download it earlier"),
+            "Alt+Down": self.tr("Download it later"),
+            "Del": self.tr("Cancel the download"),
+        }
+        note_keys(self, [(native(key), words) for key, words in keys.items()])
+        self._fit()
+
+    @property
+    def download(self) -> Download | None:
+        """The current one."""
+        download = self.currentIndex().data(DOWNLOAD_ROLE)
+        return download if isinstance(download, Download) else None
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        alt = bool(event.modifiers() & Qt.KeyboardModifier.AltModifier)
+        if event.key() == Qt.Key.Key_Space:
+            self.toggled.emit()
+        elif event.key() == Qt.Key.Key_Delete:
+            self.cancelled.emit()
+        elif alt and event.key() in (Qt.Key.Key_Up, Qt.Key.Key_Down):
+            self.shifted.emit(-1 if event.key() == Qt.Key.Key_Up else 1)
+        else:
+            super().keyPressEvent(event)
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
+
+    def _fit(self) -> None:
+        height = self.itemDelegate().sizeHint(QStyleOptionViewItem(), QModelIndex()).height()
+        self.setFixedHeight(height * max(1, min(MOST_ROWS, self.rows.rowCount())))
+
+
+class DownloadDelegate(QStyledItemDelegate):
+    """Title and percent, a bar, and a line of figures."""
+
+    def __init__(self, view: DownloadsView) -> None:
+        super().__init__(view)
+        self._view = view
+
+    def sizeHint(self, _option: QStyleOptionViewItem, _index: _Index) -> QSize:
+        upper, lower = self._fonts()
+        lines = QFontMetricsF(upper).lineSpacing() + QFontMetricsF(lower).lineSpacing()
+        return QSize(120, round(lines + _BAR_PX + 20))
+
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
+        download: Download = index.data(DOWNLOAD_ROLE)
+        area = QRectF(option.rect).adjusted(1, 1, -1, -1)
+        painter.save()
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        painter.setPen(Qt.PenStyle.NoPen)
+        selected = bool(option.state & QStyle.StateFlag.State_Selected)
+        if (selected and self._view.rows.rowCount() > 1) or option.state & QStyle.StateFlag.State_HasFocus:
+            painter.setBrush(themed("accent_background"))
+            painter.drawRoundedRect(area, 8, 8)
+        inner = area.adjusted(_PAD, 5, -_PAD, -5)
+        upper, lower = self._fonts()
+        line = QFontMetricsF(upper).lineSpacing()
+        share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
+        percent = f"{int(100 * share)}%"
+        wide = QFontMetricsF(upper).horizontalAdvance(percent) + 12
+        head = QRectF(inner.left(), inner.top(), inner.width(), line)
+        draw_elided(painter, head.adjusted(0, 0, -wide, 0), download.title, upper, "text")
+        draw_elided(painter, QRectF(head.right() - wide + 12, head.top(), wide - 12, line), percent, upper, "text")
+        bar = QRectF(inner.left(), head.bottom() + 3, inner.width(), _BAR_PX)
+        painter.setPen(Qt.PenStyle.NoPen)
+        painter.setBrush(themed("border"))
+        painter.drawRoundedRect(bar, 3, 3)
+        if share > 0:
+            running = download.state is DownloadState.RUNNING
+            painter.setBrush(themed("accent" if running else "faint"))
+            painter.drawRoundedRect(QRectF(bar.left(), bar.top(), max(6.0, bar.width() * share), _BAR_PX), 3, 3)
+        below = QRectF(inner.left(), bar.bottom() + 3, inner.width(), QFontMetricsF(lower).lineSpacing())
+        failed = download.state is DownloadState.FAILED
+        draw_elided(painter, below, download_words(download), lower, "danger" if failed else "muted")
+        painter.restore()
+
+    def _fonts(self) -> tuple[QFont, QFont]:
+        upper = small_font(self._view.font(), 14)
+        upper.setWeight(QFont.Weight.Medium)
+        return upper, small_font(self._view.font(), 12.5)

@@ -1,0 +1,319 @@
+"""What is on this PC: the models, what is known of the chosen one, and what can be done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPoint, QRectF, QSize, Qt, Signal
+from PySide6.QtGui import QAction, QFont, QFontMetricsF, QKeyEvent, QPainter
+from PySide6.QtWidgets import (
+    QHBoxLayout,
+    QMenu,
+    QProgressBar,
+    QPushButton,
+    QStyle,
+    QStyledItemDelegate,
+    QStyleOptionViewItem,
+    QWidget,
+)
+
+from app.models.library import ROW_ROLE, Column, LibraryTable, ModelRow
+from app.services.library import Work
+from app.theme import ColourName, themed, use_tabular_figures
+from app.views.models.phrases import cell_words, marks, model_facts, model_text, speed_sentence, work_words
+from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.widgets.chip import ElidedLabel
+from app.widgets.flow_layout import Flow
+from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.shortcuts import native, note_keys
+from app.widgets.small_font import small_font
+from app.widgets.text_table import TextTable
+from engine.checkpoint.library import LibraryEntry
+
+LEAST_ROWS, MOST_ROWS = 2, 7
+_WIDTHS: dict[int, int] = {Column.ORIGIN: 9, Column.SIZE: 8, Column.PRECISION: 9, Column.SPEED: 8, Column.USED: 10}
+"""Characters; the name takes the rest."""
+_NARROW_EM, _NARROWER_EM = 84, 62
+"""Widths below which columns are left out; their texts are in the lines below the table."""
+
+_Index = QModelIndex | QPersistentModelIndex
+
+
+class OnThisPcCard(Card):
+    """Signals: what is wanted of a `LibraryEntry`; `cancel_wanted` of the work that is being done."""
+
+    load_wanted = Signal(object)
+    unload_wanted = Signal()
+    default_wanted = Signal(object)
+    verify_wanted = Signal(object)
+    move_wanted = Signal(object)
+    export_wanted = Signal(object)
+    folder_wanted = Signal(object)
+    banks_wanted = Signal(object)
+    remove_wanted = Signal(object)
+    cancel_wanted = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("On this PC"))
+        self._default = ""
+        headings = (
+            self.tr("Model"),
+            self.tr("From"),
+            self.tr("Size"),
+            self.tr("Precision"),
+            self.tr("Tokens/s"),
+            self.tr("Used"),
+        )
+        self.rows = LibraryTable(headings, cell_words, model_text, self)
+        self.table = ModelTable(self.rows, self.tr("Models on this PC"), self)
+        self.nothing = muted_label(self)
+        self.trouble = warning_label(self)
+        self.name = ElidedLabel(self)
+        self.name.setProperty("tone", "head")
+        self.facts = muted_label(self)
+        self.place = ElidedLabel(self)
+        self.place.setProperty("role", "secondary")
+        self.problem = warning_label(self)
+        self.load = QPushButton(self.tr("Load"), self)
+        self.unload = QPushButton(self.tr("Unload"), self)
+        self.default = QPushButton(self.tr("Set as default"), self)
+        self.more = QPushButton(self.tr("More"), self)
+        self.menu = QMenu(self)
+        self.verify = self.menu.addAction(self.tr("Verify files"))
+        self.reveal = self.menu.addAction(self.tr("Show in folder"))
+        self.move_ = self.menu.addAction(self.tr("Move to another folder…"))
+        self.export = self.menu.addAction(self.tr("Export a copy…"))
+        self.banks = self.menu.addAction("")
+        self.menu.addSeparator()
+        self.remove = self.menu.addAction(self.tr("Remove…"))
+        self.menu.setToolTipsVisible(True)
+        self.more.setMenu(self.menu)
+        self.work = WorkLine(self)
+        self._lay_out()
+        self._connect()
+        self._show_row()
+
+    @property
+    def entry(self) -> LibraryEntry | None:
+        """The chosen model."""
+        row = self._row
+        return row.entry if row is not None else None
+
+    def show_models(
+        self,
+        entries: tuple[LibraryEntry, ...],
+        problems: tuple[str, ...],
+        *,
+        loaded: str,
+        default: str,
+        predicted: Mapping[str, float],
+    ) -> None:
+        """Shows these; arguments as of `LibraryTable.show`."""
+        before = self.entry
+        self.rows.show(entries, loaded=loaded, default=default, predicted=predicted)
+        if entries and not self.table.currentIndex().isValid():
+            at = self.rows.row_of(str(before.path)) if before is not None else self.rows.row_of(loaded)
+            self.table.setCurrentIndex(self.rows.index(max(at, 0), 0))
+        self.table.setVisible(bool(entries))
+        self.table.show_rows(min(max(len(entries), LEAST_ROWS), MOST_ROWS))
+        set_message(self.nothing, "" if entries else self.tr("No model is here yet: take one that suits this PC."))
+        set_message(self.trouble, " ".join(problems))
+        total = file_size(sum(entry.bytes_on_disk for entry in entries))
+        amount = self.tr("1 model") if len(entries) == 1 else self.tr("{0} models").format(len(entries))
+        self.caption.setText(f"{amount}{SEPARATOR}{total}" if entries else "")
+        self._show_row()
+
+    def choose(self, path: str) -> None:
+        """Makes the model at a path the chosen one."""
+        at = self.rows.row_of(path)
+        if at >= 0:
+            self.table.setCurrentIndex(self.rows.index(at, 0))
+
+    @property
+    def _row(self) -> ModelRow | None:
+        row = self.table.currentIndex().data(ROW_ROLE)
+        return row if isinstance(row, ModelRow) else None
+
+    def _show_row(self) -> None:
+        row = self._row
+        for widget in (self.name, self.facts, self.place, self.default, self.more):
+            widget.setVisible(row is not None)
+        self.load.setVisible(row is not None and not row.is_loaded)
+        self.unload.setVisible(row is not None and row.is_loaded)
+        if row is None:
+            set_message(self.problem, "")
+            return
+        entry = row.entry
+        self.name.set_full_text(entry.name)
+        self.facts.setText(SEPARATOR.join(filter(None, (model_facts(entry), speed_sentence(row)))))
+        self.facts.setVisible(bool(self.facts.text()))
+        self.place.set_full_text(str(entry.path))
+        set_message(self.problem, entry.problem)
+        self.load.setEnabled(not entry.problem)
+        self.default.setEnabled(not row.is_default and not entry.problem)
+        self.default.setText(self.tr("Is the default") if row.is_default else self.tr("Set as default"))
+        for button in (self.load, self.unload, self.default, self.more):
+            button.setAccessibleName(f"{button.text()}: {entry.name}")
+        self.move_.setVisible(not entry.is_in_place)
+        self.banks.setVisible(entry.bank_bytes > 0)
+        self.banks.setText(self.tr("Delete prepared experts ({0})").format(file_size(entry.bank_bytes)))
+        self.remove.setEnabled(not entry.is_in_place and not row.is_loaded)
+        reason = self.tr("Unload it first.") if row.is_loaded else ""
+        if entry.is_in_place:
+            reason = self.tr("It is used where it lies: remove it there.")
+        self.remove.setToolTip(reason)
+
+    # --- building -------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        self.table.moved.connect(lambda _index: self._show_row())
+        self.rows.dataChanged.connect(lambda *_: self._show_row())
+        self.table.opened_by_key.connect(lambda: self._emit(self.load_wanted))
+        self.table.doubleClicked.connect(lambda _index: self._emit(self.load_wanted))
+        self.table.removed.connect(self.remove.trigger)
+        self.table.customContextMenuRequested.connect(self._open_menu)
+        self.load.clicked.connect(lambda: self._emit(self.load_wanted))
+        self.unload.clicked.connect(self.unload_wanted)
+        self.default.clicked.connect(lambda: self._emit(self.default_wanted))
+        self.work.cancel.clicked.connect(self.cancel_wanted)
+        actions: tuple[tuple[QAction, object], ...] = (
+            (self.verify, self.verify_wanted),
+            (self.reveal, self.folder_wanted),
+            (self.move_, self.move_wanted),
+            (self.export, self.export_wanted),
+            (self.banks, self.banks_wanted),
+            (self.remove, self.remove_wanted),
+        )
+        for action, signal in actions:
+            action.triggered.connect(lambda _checked=False, signal=signal: self._emit(signal))
+
+    def _emit(self, signal: object) -> None:
+        row = self._row
+        if row is None or (signal is self.load_wanted and (row.is_loaded or row.entry.problem)):
+            return
+        signal.emit(row.entry)  # type: ignore[attr-defined]
+
+    def _open_menu(self, place: QPoint) -> None:
+        if self.table.indexAt(place).isValid():
+            self.menu.popup(self.table.viewport().mapToGlobal(place))
+
+    def _lay_out(self) -> None:
+        self.table.setContextMenuPolicy(Qt.ContextMenuPolicy.CustomContextMenu)
+        buttons = Flow(self.load, self.unload, self.default, self.more, parent=self)
+        for widget in (
+            self.nothing, self.trouble, self.table, self.name, self.facts, self.place, self.problem, buttons, self.work,
+        ):  # fmt: skip
+            self.body.addWidget(widget)
+        self.body.setSpacing(6)
+        self.body.addStretch(1)
+
+
+class ModelTable(TextTable):
+    """Signals: `opened_by_key` (Enter) and `removed` (Delete), of the current model."""
+
+    opened_by_key = Signal()
+    removed = Signal()
+
+    def __init__(self, rows: LibraryTable, name: str, parent: QWidget | None = None) -> None:
+        super().__init__(rows, name, parent)
+        self.setItemDelegateForColumn(Column.NAME, NameDelegate(self))
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        use_tabular_figures(self)
+        self.share_width(_WIDTHS)
+        keys = {"Return": self.tr("Load the model"), "Del": self.tr("Remove the model")}
+        note_keys(self, [(native(key), words) for key, words in keys.items()])
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter):
+            self.opened_by_key.emit()
+        elif event.key() == Qt.Key.Key_Delete:
+            self.removed.emit()
+        else:
+            super().keyPressEvent(event)
+
+    def share_width(self, fixed: Mapping[int, int]) -> None:
+        super().share_width(fixed)
+        room = self.viewport().width() / max(1, self.fontMetrics().averageCharWidth())
+        self.setColumnHidden(Column.USED, room < _NARROW_EM)
+        self.setColumnHidden(Column.ORIGIN, room < _NARROWER_EM)
+        self.setColumnHidden(Column.PRECISION, room < _NARROWER_EM)
+
+    def resizeEvent(self, event: object) -> None:
+        super().resizeEvent(event)  # type: ignore[arg-type]
+        self.share_width(_WIDTHS)
+
+
+class NameDelegate(QStyledItemDelegate):
+    """The name, and after it what the model is: loaded, default."""
+
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
+        row: ModelRow = index.data(ROW_ROLE)
+        self.initStyleOption(option, index)
+        option.text = ""
+        widget = option.widget
+        widget.style().drawControl(QStyle.ControlElement.CE_ItemViewItem, option, painter, widget)
+        painter.save()
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        area = QRectF(option.rect).adjusted(8, 0, -6, 0)
+        small = small_font(option.font, 11.5)
+        metrics, pills = QFontMetricsF(small), marks(row)
+        wide = [metrics.horizontalAdvance(text) + 14 for text in pills]
+        room = area.width() - sum(wide) - 6 * len(wide)
+        name = QFont(option.font)
+        shown = QFontMetricsF(name).elidedText(row.entry.name, Qt.TextElideMode.ElideMiddle, room)
+        painter.setFont(name)
+        painter.setPen(themed("danger" if row.entry.problem else "text"))
+        painter.drawText(area, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, shown)
+        left = area.left() + QFontMetricsF(name).horizontalAdvance(shown) + 8
+        high = metrics.height() + 4
+        for text, width in zip(pills, wide, strict=True):
+            pill = QRectF(left, area.center().y() - high / 2, width, high)
+            loaded = row.is_loaded and text == pills[0]
+            _pill(painter, pill, text, small, "pcie" if loaded else "border")
+            left += width + 6
+        painter.restore()
+
+    def sizeHint(self, option: QStyleOptionViewItem, index: _Index) -> QSize:
+        return super().sizeHint(option, index)
+
+
+def _pill(painter: QPainter, area: QRectF, text: str, font: QFont, edge: ColourName) -> None:
+    painter.setPen(themed(edge))
+    painter.setBrush(themed("surface"))
+    painter.drawRoundedRect(area, area.height() / 2, area.height() / 2)
+    painter.setFont(font)
+    painter.setPen(themed("muted"))
+    painter.drawText(area, Qt.AlignmentFlag.AlignCenter, text)
+
+
+class WorkLine(QWidget):
+    """What is being done with a model: words, a bar and a way to stop it."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._words = ElidedLabel(self)
+        self._bar = QProgressBar(self)
+        self._bar.setTextVisible(False)
+        self._bar.setMaximumWidth(160)
+        self.cancel = QPushButton(self.tr("Stop"), self)
+        self.cancel.setProperty("compact", "true")
+        row = QHBoxLayout(self)
+        row.setContentsMargins(0, 4, 0, 0)
+        row.setSpacing(10)
+        row.addWidget(self._words, 2)
+        row.addWidget(self._bar, 1)
+        row.addWidget(self.cancel)
+        self.hide()
+
+    def show_work(self, work: Work | None) -> None:
+        """Shows how far it is; None hides the line."""
+        self.setVisible(work is not None)
+        if work is not None:
+            words = work_words(work)
+            self._words.set_full_text(words)
+            self._bar.setAccessibleName(words)
+            self.cancel.setAccessibleName(f"{self.cancel.text()}: {words}")
+            self._bar.setRange(0, 1000 if work.total else 0)
+            self._bar.setValue(1000 * work.done // work.total if work.total else 0)
+            self.cancel.setVisible(work.kind not in ("remove", "banks"))

@@ -1,0 +1,438 @@
+"""The Models page: what is on this PC, what suits it, what the hub has, and what is being downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from PySide6.QtCore import QDir, Qt, QTimer, QUrl, Signal
+from PySide6.QtGui import (
+    QDesktopServices,
+    QDragEnterEvent,
+    QDropEvent,
+    QHideEvent,
+    QKeySequence,
+    QResizeEvent,
+    QShowEvent,
+)
+from PySide6.QtWidgets import QFileDialog, QFrame, QGridLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+
+from app.services.downloads import Downloads
+from app.services.engine_client import EngineClient
+from app.services.hub import Hub, RepositoryAnswer
+from app.services.library import Library, Work
+from app.services.model_speeds import ModelSpeeds
+from app.services.settings import STARTER, Settings
+from app.theme import body_px
+from app.views.models.downloads_card import DownloadsCard
+from app.views.models.folders_dialog import FoldersDialog
+from app.views.models.on_this_pc import OnThisPcCard
+from app.views.models.phrases import ended_words
+from app.views.models.search_card import SearchCard, page_of
+from app.views.models.token_dialog import TokenDialog
+from app.widgets.asking import ask
+from app.widgets.card import Card, muted_label, set_message
+from app.widgets.dropped_model import dropped_model
+from app.widgets.model_dialog import ask_model
+from app.widgets.page import Page
+from app.widgets.page_header import PageHeader
+from app.widgets.quantities import file_size
+from app.widgets.recommendations import Presence, RecommendationList
+from app.widgets.shortcuts import add_shortcut
+from app.widgets.toast import Toast
+from engine.checkpoint.downloads.queue import Download, line_speed
+from engine.checkpoint.hub import Candidate
+from engine.checkpoint.library import LibraryEntry
+from engine.tuning.fit import FitCard, FitRow, Recommendation
+
+WIDE_PX = 900
+LIMIT_KEY = "download_limit"
+
+
+class ModelsPage(Page):
+    """Gets its services from outside; downloads go on whichever page is shown.
+
+    Signals: `load_wanted(str)`, a path; `unload_wanted`.
+    """
+
+    load_wanted = Signal(str)
+    unload_wanted = Signal()
+
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: Settings,
+        library: Library,
+        downloads: Downloads,
+        hub: Hub,
+        speeds: ModelSpeeds,
+        parent: QWidget | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._client, self._settings, self._speeds = client, settings, speeds
+        self._library, self._downloads, self._hub = library, downloads, hub
+        self._predicted: dict[str, float] = {}
+        self._answer: RepositoryAnswer | None = None
+        self._load_when_done: set[str] = set()
+        self._choose_next = ""
+        self.setAcceptDrops(True)
+        self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
+        self.setAccessibleName(self.tr("Models"))
+        self.here = OnThisPcCard(self)
+        self.downloads = DownloadsCard(self)
+        self.recommended = Card("", self)
+        self.recommended.set_heading(self.tr("Recommended for this PC"))
+        self.recommendations = RecommendationList(self)
+        self._no_recommendation = muted_label(self)
+        self.search = SearchCard(self)
+        self.toast = Toast(self)
+        self._lay_out()
+        self._connect()
+        self._downloads.set_limit(max(0, settings.get(LIMIT_KEY, 0)))
+        self._show_models()
+        self._show_downloads()
+        self._show_recommendations()
+
+    # --- files dropped on the page --------------------------------------------------------------------
+
+    def dragEnterEvent(self, event: QDragEnterEvent) -> None:
+        if dropped_model(event.mimeData()) is not None:
+            event.acceptProposedAction()
+
+    def dropEvent(self, event: QDropEvent) -> None:
+        model = dropped_model(event.mimeData())
+        if model is not None:
+            event.acceptProposedAction()
+            self._library.bring_in(model)
+
+    # --- showing --------------------------------------------------------------------------------------
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._arrange()
+        self._library.look()
+        self._downloads.watch(on=True)
+        self._hub.look_at_machine(self._settings.device)
+
+    def hideEvent(self, event: QHideEvent) -> None:
+        super().hideEvent(event)
+        self._downloads.watch(on=False)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._arrange()
+
+    def _show_models(self) -> None:
+        model = self._client.model
+        self.here.show_models(
+            self._library.entries,
+            self._library.problems,
+            loaded=model.path if model is not None else "",
+            default=self._settings.default_model,
+            predicted=self._predicted,
+        )
+        if self._choose_next:
+            self.here.choose(self._choose_next)
+
+    def _on_listed(self) -> None:
+        self._show_models()
+        self._choose_next = ""
+        unknown = [one for one in self._library.entries if not one.problem and not one.measured_tokens_per_s]
+        self._speeds.ask(str(one.path) for one in unknown)
+        self._show_recommendations()
+
+    def _on_speed(self, path: str, tokens_per_s: float, _is_measured: bool) -> None:
+        self._predicted[path] = tokens_per_s
+        self._show_models()
+
+    def _show_downloads(self) -> None:
+        self.downloads.show_downloads(self._downloads.entries, self._downloads.limit)
+        self._show_recommendations()
+
+    def _show_recommendations(self) -> None:
+        found = self._hub.recommendations
+        presence: dict[str, Presence] = {one.reference: "downloading" for one in self._downloads.entries}
+        presence |= {one.reference: "here" for one in found if self._entry_from(one.reference) is not None}
+        self.recommendations.show_recommendations(found, line_speed(), presence)
+        words = self.tr("Looking at this machine…") if self._hub.look is None else ""
+        if self._hub.look is not None and not found:
+            words = self.tr("No model of the catalogue fits this machine: search for a smaller one.")
+        set_message(self._no_recommendation, words)
+
+    def _entry_from(self, reference: str) -> LibraryEntry | None:
+        """The model on this PC that was downloaded from there."""
+        return next((one for one in self._library.entries if one.source.startswith(f"{reference}@")), None)
+
+    # --- models on this PC ----------------------------------------------------------------------------
+
+    def _set_default(self, model: LibraryEntry) -> None:
+        self._settings.default_model = model.name if self._library.entry(model.name) is model else str(model.path)
+
+    def _ask_folder(self, title: str, then: Callable[[Path], object]) -> None:
+        dialog = QFileDialog(self, title, QDir.homePath())
+        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        dialog.setFileMode(QFileDialog.FileMode.Directory)
+        dialog.setOption(QFileDialog.Option.ShowDirsOnly)
+        dialog.fileSelected.connect(lambda path: then(Path(path)))
+        dialog.open()
+
+    def _ask_remove(self, model: LibraryEntry) -> None:
+        ask(
+            self,
+            self.tr("Move {0} to the trash?").format(model.name),
+            self.tr("It frees {0} once the trash is emptied. Its prepared experts are deleted.").format(
+                file_size(model.bytes_on_disk)
+            ),
+            [(self.tr("Move to the trash"), "destroy", lambda: self._remove(model))],
+        )
+
+    def _remove(self, model: LibraryEntry) -> None:
+        if self._settings.default_model in (model.name, str(model.path)):
+            self._settings.default_model = STARTER
+        self._library.remove(model)
+
+    def _reveal(self, model: LibraryEntry) -> None:
+        folder = model.path if model.path.is_dir() else model.path.parent
+        QDesktopServices.openUrl(QUrl.fromLocalFile(str(folder)))
+
+    def _on_work_ended(self, work: Work) -> None:
+        words = work.problem or ended_words(work)
+        if isinstance(work.result, LibraryEntry):
+            self._choose_next = str(work.result.path)
+        if words:
+            self.toast.show_text(words)
+
+    def open_folders(self) -> FoldersDialog:
+        """The dialog of model folders."""
+        dialog = FoldersDialog(self)
+        dialog.changed.connect(self._library.look)
+        dialog.open()
+        return dialog
+
+    # --- the hub --------------------------------------------------------------------------------------
+
+    def _on_opened(self, answer: RepositoryAnswer) -> None:
+        self._answer = answer
+        self.search.show_repository(answer)
+        self._judge()
+
+    def _judge(self) -> None:
+        limits = self._hub.limits()
+        if self._answer is not None and self._answer.shaped and limits is not None:
+            self._hub.judge(self._answer.shaped, self.search.fit.wanted(limits))
+
+    def _on_judged(self, card: FitCard) -> None:
+        is_first = not self.search.fit.table.rows.card.rows
+        self.search.fit.show_card(card)
+        if is_first:
+            self._scroll_to_search()
+
+    def _on_looked(self) -> None:
+        if self._hub.look is not None:
+            self.search.fit.show_machine(self._hub.look)
+        self._show_recommendations()
+        self._judge()
+
+    def _download(self, row: FitRow) -> None:
+        repository = row.candidate.repository
+        if repository.gated:
+            self._ask_token_before(row.candidate)
+        else:
+            self._downloads.add(row.candidate, self._on_added)
+
+    def _ask_token_before(self, candidate: Candidate) -> None:
+        """Of a model whose makers ask for something first."""
+        repository = candidate.repository
+
+        def go_on() -> None:
+            self._downloads.add(candidate, self._on_added)
+
+        host = QUrl(page_of(repository)).host()
+        if self._downloads.has_token(host):
+            go_on()
+        else:
+            self._open_token_dialog(repository.id, page_of(repository), host, "", go_on)
+
+    def _ask_token_of(self, download: Download) -> None:
+        hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
+        host = "modelscope.cn" if hub == "modelscope" else "huggingface.co"
+        page = f"https://{host}/{'models/' if hub else ''}{name}"
+        self._open_token_dialog(name, page, host, download.problem, lambda: self._downloads.resume(download.key))
+
+    def _open_token_dialog(
+        self, name: str, page: str, host: str, sentence: str, then: Callable[[], object]
+    ) -> TokenDialog:
+        def save(token: str) -> None:
+            self._downloads.save_token(host, token, lambda _stays: then())
+
+        dialog = TokenDialog(name, page, host, sentence, save, self)
+        dialog.open()
+        return dialog
+
+    def _ask_anyway(self, row: FitRow) -> None:
+        ask(
+            self,
+            self.tr("Load {0} anyway?").format(row.candidate.label),
+            " ".join(filter(None, (row.why, row.load_anyway))),
+            [
+                (
+                    self.tr("Download {0} and load it").format(file_size(row.bytes)),
+                    "do",
+                    lambda: self._downloads.add(row.candidate, self._on_added_to_load),
+                )
+            ],
+        )
+
+    def _on_added_to_load(self, download: Download) -> None:
+        self._load_when_done.add(download.key)
+        self._on_added(download)
+
+    def _on_added(self, download: Download) -> None:
+        self.scrolling.verticalScrollBar().setValue(0)
+        self.toast.show_text(
+            self.tr("{0} is being downloaded; it goes on when you leave this page.").format(download.title)
+        )
+
+    def _take(self, recommendation: Recommendation) -> None:
+        entry = self._entry_from(recommendation.reference)
+        if entry is not None:
+            self.load_wanted.emit(str(entry.path))
+        else:
+            self._downloads.add_reference(recommendation.reference, self._on_added)
+
+    def _on_finished(self, download: Download) -> None:
+        self._library.look()
+        self._choose_next = str(download.folder)
+        if download.key in self._load_when_done:
+            self._load_when_done.discard(download.key)
+            self.load_wanted.emit(str(download.folder))
+            return
+        self.toast.show_text(
+            self.tr("{0} is on this PC now.").format(download.title),
+            self.tr("Load it"),
+            lambda: self.load_wanted.emit(str(download.folder)),
+        )
+
+    def _ask_cancel(self, key: str) -> None:
+        download = self._downloads.entry(key)
+        if download is None:
+            return
+        if not download.done_bytes:
+            self._downloads.cancel(key)
+            return
+        ask(
+            self,
+            self.tr("Cancel the download of {0}?").format(download.title),
+            self.tr("{0} that are already here are deleted. To keep them, pause it instead.").format(
+                file_size(download.done_bytes)
+            ),
+            [(self.tr("Cancel the download"), "destroy", lambda: self._downloads.cancel(key))],
+            self.tr("Keep it"),
+        )
+
+    def _set_limit(self, bytes_per_s: int) -> None:
+        self._settings.set(LIMIT_KEY, bytes_per_s)
+        self._downloads.set_limit(bytes_per_s)
+
+    # --- building -------------------------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        library, downloads, hub, here = self._library, self._downloads, self._hub, self.here
+        library.listed.connect(self._on_listed)
+        library.work_changed.connect(lambda: here.work.show_work(library.work))
+        library.ended.connect(self._on_work_ended)
+        self._speeds.found.connect(self._on_speed)
+        self._client.model_loaded.connect(lambda _model: self._show_models())
+        self._client.state_changed.connect(lambda _state: self._show_models())
+        self._settings.changed.connect(lambda key: self._show_models() if key == "default_model" else None)
+        here.load_wanted.connect(lambda model: self.load_wanted.emit(str(model.path)))
+        here.unload_wanted.connect(self.unload_wanted)
+        here.default_wanted.connect(self._set_default)
+        here.verify_wanted.connect(library.verify)
+        here.folder_wanted.connect(self._reveal)
+        here.move_wanted.connect(
+            lambda model: self._ask_folder(self.tr("Folder to move it to"), lambda to: library.move(model, to))
+        )
+        here.export_wanted.connect(
+            lambda model: self._ask_folder(self.tr("Folder for the copy"), lambda to: library.export(model, to))
+        )
+        here.banks_wanted.connect(library.remove_banks)
+        here.remove_wanted.connect(self._ask_remove)
+        here.cancel_wanted.connect(library.cancel)
+        downloads.changed.connect(self._show_downloads)
+        downloads.finished.connect(self._on_finished)
+        downloads.problem.connect(self.toast.show_text)
+        self.downloads.pause_wanted.connect(downloads.pause)
+        self.downloads.resume_wanted.connect(downloads.resume)
+        self.downloads.cancel_wanted.connect(self._ask_cancel)
+        self.downloads.move_wanted.connect(downloads.move)
+        self.downloads.limit_wanted.connect(self._set_limit)
+        self.downloads.token_wanted.connect(self._ask_token_of)
+        hub.looked.connect(self._on_looked)
+        hub.found.connect(self.search.show_found)
+        hub.opened.connect(self._on_opened)
+        hub.judged.connect(self._on_judged)
+        self.search.search_wanted.connect(hub.search)
+        self.search.repository_wanted.connect(hub.open)
+        self.search.fit.limits_changed.connect(self._judge)
+        self.search.fit.download_wanted.connect(self._download)
+        self.search.fit.anyway_wanted.connect(self._ask_anyway)
+        self.recommendations.wanted.connect(self._take)
+        self.import_button.clicked.connect(lambda: ask_model(self, library.bring_in))
+        self.folders_button.clicked.connect(self.open_folders)
+        add_shortcut(self, QKeySequence.StandardKey.Find, self.tr("Search the hub"), self._focus_search)
+        add_shortcut(self, QKeySequence.StandardKey.Open, self.tr("Import a model"), self.import_button.click)
+
+    def _scroll_to_search(self) -> None:
+        """As soon as there is something to show: the card then needs the whole page."""
+        QTimer.singleShot(0, self, lambda: self.scrolling.verticalScrollBar().setValue(self.search.y() - 8))
+
+    def _focus_search(self) -> None:
+        self.scrolling.ensureWidgetVisible(self.search.field)
+        self.search.field.setFocus()
+        self.search.field.selectAll()
+
+    def _lay_out(self) -> None:
+        self.header = PageHeader(self.tr("Models"), self)
+        self.folders_button = QPushButton(self.tr("Folders…"), self)
+        self.import_button = QPushButton(self.tr("Import…"), self)
+        for button in (self.folders_button, self.import_button):
+            self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
+        self.recommended.body.addWidget(self._no_recommendation)
+        self.recommended.body.addWidget(self.recommendations)
+        self.recommended.body.addStretch(1)
+        self.recommended.body.setSpacing(2)
+        content = QWidget(self)
+        self._grid = QGridLayout(content)
+        self._grid.setContentsMargins(20, 16, 20, 18)
+        self._grid.setSpacing(14)
+        self._wide: bool | None = None
+        self.scrolling = QScrollArea(self)
+        self.scrolling.setWidgetResizable(True)
+        self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
+        self.scrolling.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self.scrolling.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.scrolling.setWidget(content)
+        whole = QVBoxLayout(self)
+        whole.setContentsMargins(0, 0, 0, 0)
+        whole.setSpacing(0)
+        whole.addWidget(self.header)
+        whole.addWidget(self.scrolling, 1)
+        whole.addWidget(self.toast)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Models and recommendations beside each other where there is room, else one above the other."""
+        wide = self.width() >= WIDE_PX * body_px() / 14
+        if wide == self._wide:
+            return
+        self._wide = wide
+        cards = (self.downloads, self.here, self.recommended, self.search)
+        for card in cards:
+            self._grid.removeWidget(card)
+        self._grid.setColumnStretch(0, 3 if wide else 1)
+        self._grid.setColumnStretch(1, 2 if wide else 0)
+        places = ((0, 0, 2), (1, 0, 1), (1, 1, 1), (2, 0, 2)) if wide else tuple((row, 0, 1) for row in range(4))
+        for card, (row, column, span) in zip(cards, places, strict=True):
+            self._grid.addWidget(card, row, column, 1, span)
+        self._grid.setRowStretch(4, 1)

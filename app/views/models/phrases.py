@@ -1,0 +1,227 @@
+"""The Models page's texts: models and downloads in words, and what came of work on them."""
+
+from __future__ import annotations
+
+import time
+
+from PySide6.QtCore import QCoreApplication, QDateTime, QLocale
+
+from app.models.library import Column, ModelRow
+from app.services.library import Work
+from app.widgets.fit_words import duration
+from app.widgets.quantities import SEPARATOR, count, figures, file_size, number
+from engine.checkpoint.downloads.queue import Download, DownloadState
+from engine.checkpoint.hub import Found
+from engine.checkpoint.library import LibraryEntry, Verification
+
+translate = QCoreApplication.translate
+
+_DAY_S = 86400.0
+
+
+# --- models on this PC ------------------------------------------------------------------------------
+
+
+def origin_words(entry: LibraryEntry) -> str:
+    """Whose it is: ours, or another program's by its own name."""
+    known = {
+        "switchyard": translate("Models", "Switchyard"),
+        "hub cache": translate("Models", "Hub cache"),
+        "folder": translate("Models", "Your folder"),
+    }
+    return known.get(entry.origin, entry.origin)
+
+
+def cell_words(row: ModelRow, column: Column) -> str:
+    """A cell of the table."""
+    entry = row.entry
+    if column is Column.NAME:
+        return entry.name
+    if column is Column.ORIGIN:
+        return origin_words(entry)
+    if column is Column.SIZE:
+        return file_size(entry.bytes_on_disk) if entry.bytes_on_disk else "–"
+    if column is Column.PRECISION:
+        return translate("Models", "damaged") if entry.problem else entry.precision_words or "–"
+    if column is Column.SPEED:
+        return _speed(row)
+    return used_words(entry.last_used)
+
+
+def _speed(row: ModelRow) -> str:
+    measured = row.entry.measured_tokens_per_s
+    if measured:
+        return figures(measured)
+    return f"≈ {figures(row.predicted)}" if row.predicted else "–"
+
+
+def speed_sentence(row: ModelRow) -> str:
+    """`24.6 tokens/s measured`; empty if nothing is known."""
+    measured = row.entry.measured_tokens_per_s
+    if measured:
+        return translate("Models", "{0} tokens/s measured").format(figures(measured))
+    return translate("Models", "about {0} tokens/s predicted").format(figures(row.predicted)) if row.predicted else ""
+
+
+def used_words(last_used: float | None, now: float | None = None) -> str:
+    """`today`, `yesterday`, `12 days ago`, or a date."""
+    if last_used is None:
+        return translate("Models", "never")
+    date = QDateTime.fromSecsSinceEpoch(int(last_used)).date()
+    today = QDateTime.fromSecsSinceEpoch(int(time.time() if now is None else now)).date()
+    days = date.daysTo(today)
+    if days <= 0:
+        return translate("Models", "today")
+    if days == 1:
+        return translate("Models", "yesterday")
+    if days < 31:
+        return translate("Models", "{0} days ago").format(days)
+    return QLocale().toString(date, QLocale.FormatType.ShortFormat)
+
+
+def marks(row: ModelRow) -> list[str]:
+    """A model's labels."""
+    said = []
+    if row.is_loaded:
+        said.append(translate("Models", "loaded"))
+    if row.is_default:
+        said.append(translate("Models", "default"))
+    return said
+
+
+def model_text(row: ModelRow) -> str:
+    """A model for screen readers and tooltips."""
+    entry = row.entry
+    said = [", ".join([entry.name, *marks(row)])]
+    facts = [origin_words(entry), file_size(entry.bytes_on_disk), entry.precision_words, speed_sentence(row)]
+    said.append(SEPARATOR.join(filter(None, facts)))
+    said.append(translate("Models", "last used: {0}").format(used_words(entry.last_used)))
+    said += [str(entry.path), entry.problem]
+    return "\n".join(filter(None, said))
+
+
+def model_facts(entry: LibraryEntry) -> str:
+    """Family, parameters, experts, context and prepared experts in one line."""
+    parts = [entry.family]
+    if entry.parameters:
+        parts.append(translate("Models", "{0} B parameters").format(figures(entry.parameters / 1e9)))
+    if entry.experts:
+        parts.append(translate("Models", "{0} experts, {1} per token").format(entry.experts, entry.experts_per_token))
+    if entry.context_tokens:
+        parts.append(translate("Models", "context {0}").format(count(entry.context_tokens)))
+    if entry.last_used is not None:
+        parts.append(translate("Models", "used {0}").format(used_words(entry.last_used)))
+    if entry.bank_bytes:
+        parts.append(translate("Models", "prepared experts {0}").format(file_size(entry.bank_bytes)))
+    return SEPARATOR.join(filter(None, parts))
+
+
+# --- work on them -----------------------------------------------------------------------------------
+
+
+def work_words(work: Work) -> str:
+    """What is being done: `Verifying Qwen3-30B, 43%`."""
+    words = {
+        "verify": translate("Models", "Verifying {0}"),
+        "move": translate("Models", "Moving {0}"),
+        "export": translate("Models", "Copying {0}"),
+        "import": translate("Models", "Importing {0}"),
+        "remove": translate("Models", "Removing {0}"),
+        "banks": translate("Models", "Deleting the prepared experts of {0}"),
+    }[work.kind].format(work.name)
+    return f"{words}, {100 * work.done // work.total}%" if work.total else f"{words}…"
+
+
+def ended_words(work: Work) -> str:
+    """What came of it, if it went well; empty where the list says it."""
+    result = work.result
+    if isinstance(result, Verification):
+        return _verified(result)
+    if work.kind == "import" and isinstance(result, LibraryEntry):
+        return translate("Models", "{0} was imported.").format(result.name)
+    if work.kind == "move" and isinstance(result, LibraryEntry):
+        return translate("Models", "{0} is now in {1}.").format(work.name, result.path.parent)
+    if work.kind == "export":
+        return translate("Models", "{0} was copied to {1}.").format(work.name, result)
+    if work.kind == "remove" and isinstance(result, int):
+        return translate("Models", "{0} is in the trash ({1}).").format(work.name, file_size(result))
+    if work.kind == "banks" and isinstance(result, int):
+        return translate("Models", "{0} were freed; loading {1} prepares its experts again.").format(
+            file_size(result), work.name
+        )
+    return ""
+
+
+def _verified(found: Verification) -> str:
+    if found.damaged:
+        files = ", ".join(f"{name} ({why})" for name, why in found.damaged.items())
+        return translate("Models", "{0} is damaged, download it again: {1}").format(found.name, files)
+    if found.checked == "sha256":
+        return translate("Models", "{0} is intact: every file has its checksum.").format(found.name)
+    return translate("Models", "{0} is complete; there are no checksums to compare with.").format(found.name)
+
+
+# --- downloads --------------------------------------------------------------------------------------
+
+
+def rate_words(bytes_per_s: float) -> str:
+    """`48.2 MB/s`."""
+    if bytes_per_s >= 1e6:
+        return f"{figures(bytes_per_s / 1e6)} MB/s"
+    return f"{number(bytes_per_s / 1e3, 0)} kB/s"
+
+
+def download_words(download: Download) -> str:
+    """State and figures of a download in one line."""
+    amount = translate("Models", "{0} of {1}").format(file_size(download.done_bytes), file_size(download.total_bytes))
+    if download.problem:
+        return f"{amount}{SEPARATOR}{download.problem}"
+    if download.state is DownloadState.RUNNING:
+        parts = [amount]
+        parts.append(rate_words(download.bytes_per_s) if download.bytes_per_s else translate("Models", "connecting"))
+        if download.eta_s is not None:
+            parts.append(translate("Models", "{0} left").format(duration(download.eta_s)))
+        return SEPARATOR.join(parts)
+    words = {
+        DownloadState.WAITING: translate("Models", "waits for its turn"),
+        DownloadState.PAUSED: translate("Models", "paused"),
+        DownloadState.FAILED: translate("Models", "failed"),
+        DownloadState.DONE: translate("Models", "done"),
+    }[download.state]
+    return (
+        f"{amount}{SEPARATOR}{words}"
+        if download.done_bytes
+        else f"{file_size(download.total_bytes)} {SEPARATOR.strip()} {words}"
+    )
+
+
+def download_text(download: Download) -> str:
+    """A download for screen readers."""
+    percent = 100 * download.done_bytes // download.total_bytes if download.total_bytes else 0
+    return f"{download.title}, {percent}%\n{download_words(download)}"
+
+
+# --- the hub ----------------------------------------------------------------------------------------
+
+
+def found_words(found: Found) -> str:
+    """Downloads, size and licence of a search result in one line."""
+    parts = []
+    if found.parameters:
+        parts.append(translate("Models", "{0} B").format(figures(found.parameters / 1e9)))
+    if found.gated:
+        parts.append(translate("Models", "gated"))
+    parts.append(found.licence)
+    parts.append(translate("Models", "{0} downloads").format(_short(found.downloads)))
+    return " · ".join(filter(None, parts))
+
+
+def found_text(found: Found) -> str:
+    """A search result for screen readers and tooltips."""
+    return "\n".join(filter(None, (found.id, found_words(found), found.problem)))
+
+
+def _short(amount: int) -> str:
+    if amount >= 1_000_000:
+        return translate("Models", "{0} M").format(number(amount / 1e6, 1))
+    return translate("Models", "{0} k").format(number(amount / 1e3, 0)) if amount >= 10_000 else count(amount)

@@ -1,0 +1,237 @@
+"""A repository before the download: its files, how each would run here, and what changes with context and cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSlider, QVBoxLayout, QWidget
+
+from app.theme import use_tabular_figures
+from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.fit_table import FitTable
+from app.widgets.fit_words import TOO_LARGE, first_token_words, fit_bars
+from app.widgets.plan_bars import PlanBars
+from app.widgets.quantities import SEPARATOR, count, memory
+from engine.planner.plan_parts import Limits
+from engine.tuning.fit import FitCard
+from engine.tuning.machine_look import MachineLook
+
+_FIRST_CONTEXT = 2048
+_USUAL_CONTEXT = 8192
+_SHARES = 20
+"""Steps of the memory slider; the last one takes all that is free."""
+
+
+class FitCardView(QWidget):
+    """Its buttons are placed by whoever shows it, where they can be seen without scrolling.
+
+    Signals:
+    limits_changed: another context or budget is wanted; ask for a new card.
+    download_wanted(FitRow), anyway_wanted(FitRow): the second for a file that is too large for this machine.
+    """
+
+    limits_changed = Signal()
+    download_wanted = Signal(object)
+    anyway_wanted = Signal(object)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._look: MachineLook | None = None
+        self._contexts: tuple[int, ...] = (_USUAL_CONTEXT,)
+        self._context_text, self._memory_text = self._value(), self._value()
+        self.context = self._slider(self.tr("Context in tokens"))
+        self.memory = self._slider(self.tr("Memory for the expert cache"))
+        self.memory.setRange(1, _SHARES)
+        self.memory.setValue(_SHARES)
+        self._memory_name = QLabel(self.tr("VRAM to use"), self)
+        self.progress = muted_label(self)
+        self.trouble = warning_label(self)
+        self.why = muted_label(self)
+        self.table = FitTable(self)
+        self.details = muted_label(self)
+        self.bars = PlanBars(self)
+        self.download = QPushButton(self.tr("Download"), self)
+        self.download.setProperty("kind", "primary")
+        self.anyway = QPushButton(self.tr("Load anyway…"), self)
+        self._lay_out()
+        self.context.valueChanged.connect(self._on_slider)
+        self.memory.valueChanged.connect(self._on_slider)
+        self.table.chosen.connect(self._show_row)
+        self.table.opened.connect(self._on_button)
+        self.download.clicked.connect(self._on_button)
+        self.anyway.clicked.connect(self._on_button)
+        self.clear()
+
+    # --- what is shown --------------------------------------------------------------------------------
+
+    def show_machine(self, look: MachineLook) -> None:
+        """The machine whose memory is shared out."""
+        self._look = look
+        has_card = self._has_card
+        self._memory_name.setText(self.tr("VRAM to use") if has_card else self.tr("RAM to use"))
+        self._show_values()
+
+    def clear(self) -> None:
+        """Before a repository was chosen."""
+        self.table.show_card(FitCard((), None, ""))
+        for widget in (self.table, self.bars, self.download, self.anyway, self._sliders):
+            widget.hide()
+        for label in (self.progress, self.trouble, self.why, self.details):
+            set_message(label, "")
+
+    def show_reading(self, read: int, total: int) -> None:
+        """How many of the repository's files have been looked into."""
+        set_message(self.trouble, "")
+        if not total:
+            set_message(self.progress, self.tr("Reading what the repository holds…"))
+        elif read < total:
+            set_message(self.progress, self.tr("Reading headers: {0} of {1} files…").format(read, total))
+        else:
+            set_message(self.progress, "")
+
+    def show_trouble(self, sentence: str) -> None:
+        """Why the repository cannot be judged."""
+        self.clear()
+        set_message(self.trouble, sentence)
+
+    def show_models(self, context_tokens: int) -> None:
+        """The longest context that can be wanted."""
+        contexts = [_FIRST_CONTEXT]
+        while contexts[-1] * 2 < context_tokens:
+            contexts.append(contexts[-1] * 2)
+        if context_tokens > contexts[-1]:
+            contexts.append(context_tokens)
+        if tuple(contexts) == self._contexts:
+            return
+        wanted = self.wanted_context if len(self._contexts) > 1 else _USUAL_CONTEXT
+        self._contexts = tuple(contexts)
+        self.context.blockSignals(True)
+        self.context.setRange(0, len(contexts) - 1)
+        self.context.setValue(max(at for at, tokens in enumerate(contexts) if tokens <= max(wanted, contexts[0])))
+        self.context.blockSignals(False)
+        self._show_values()
+
+    def show_card(self, card: FitCard) -> None:
+        """The rows; the recommended one is chosen until the user takes another."""
+        self._sliders.setVisible(any(row.speed is not None or not row.candidate.problem for row in card.rows))
+        self.table.setVisible(bool(card.rows))
+        set_message(self.why, card.why)
+        self.table.show_card(card)
+        self._show_row()
+
+    # --- what is wanted -------------------------------------------------------------------------------
+
+    @property
+    def wanted_context(self) -> int:
+        """In tokens."""
+        return self._contexts[min(self.context.value(), len(self._contexts) - 1)]
+
+    def wanted(self, limits: Limits) -> Limits:
+        """Limits with the wanted context and budget."""
+        limits = replace(limits, context_tokens=self.wanted_context)
+        budget = self._budget
+        if budget is None:
+            return limits
+        return replace(limits, vram_bytes=budget) if self._has_card else replace(limits, ram_bytes=budget)
+
+    # --- inside ---------------------------------------------------------------------------------------
+
+    @property
+    def _has_card(self) -> bool:
+        return self._look is not None and bool(self._look.device) and self._look.profile.gpu is not None
+
+    @property
+    def _total(self) -> int:
+        if self._look is None:
+            return 0
+        gpu = self._look.profile.gpu
+        return int(gpu.memory_bytes) if self._has_card and gpu is not None else self._look.probe.ram_bytes
+
+    @property
+    def _budget(self) -> int | None:
+        share = self.memory.value()
+        return None if share == _SHARES or not self._total else self._total * share // _SHARES
+
+    def _on_slider(self) -> None:
+        self._show_values()
+        self.limits_changed.emit()
+
+    def _show_values(self) -> None:
+        tokens = self.tr("{0} tokens").format(count(self.wanted_context))
+        budget = self._budget
+        share = self.tr("all that is free") if budget is None else self.tr("at most {0}").format(memory(budget))
+        for label, slider, text in (
+            (self._context_text, self.context, tokens),
+            (self._memory_text, self.memory, share),
+        ):
+            label.setText(text)
+            slider.setAccessibleDescription(text)
+
+    def _show_row(self) -> None:
+        row = self.table.row
+        shown = row is not None and not self.table.isHidden()
+        problem = row.candidate.problem if row is not None else ""
+        too_large = row is not None and row.verdict == TOO_LARGE
+        self.bars.setVisible(shown and not problem)
+        self.download.setVisible(shown and not problem and not too_large)
+        self.anyway.setVisible(shown and not problem and too_large)
+        if row is None or not shown:
+            set_message(self.details, "")
+            return
+        self.bars.show_tiers(fit_bars(row))
+        first = first_token_words(row.speed) if row.speed is not None else ""
+        anyway = row.load_anyway if too_large else ""
+        set_message(self.details, SEPARATOR.join(filter(None, (problem or row.why, first, anyway))))
+        self.download.setText(self.tr("Download {0}").format(row.candidate.label))
+        self.anyway.setAccessibleName(self.tr("Load {0} anyway").format(row.candidate.label))
+
+    def _on_button(self) -> None:
+        row = self.table.row
+        if row is not None and not row.candidate.problem:
+            (self.anyway_wanted if row.verdict == TOO_LARGE else self.download_wanted).emit(row)
+
+    def _slider(self, name: str) -> QSlider:
+        slider = QSlider(Qt.Orientation.Horizontal, self)
+        slider.setAccessibleName(name)
+        slider.setPageStep(1)
+        slider.setMinimumWidth(90)
+        return slider
+
+    def _value(self) -> QLabel:
+        label = QLabel(self)
+        label.setProperty("role", "secondary")
+        use_tabular_figures(label)
+        return label
+
+    def _lay_out(self) -> None:
+        self._sliders = QWidget(self)
+        grid = QGridLayout(self._sliders)
+        grid.setContentsMargins(0, 0, 0, 0)
+        grid.setHorizontalSpacing(10)
+        grid.setVerticalSpacing(2)
+        context_name = QLabel(self.tr("Context"), self)
+        for row, (name, slider, value) in enumerate(
+            ((context_name, self.context, self._context_text), (self._memory_name, self.memory, self._memory_text))
+        ):
+            name.setProperty("role", "secondary")
+            name.setBuddy(slider)
+            grid.addWidget(name, row, 0)
+            grid.addWidget(slider, row, 1)
+            grid.addWidget(value, row, 2)
+        grid.setColumnStretch(1, 1)
+        grid.setColumnMinimumWidth(2, self.fontMetrics().averageCharWidth() * 15)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(8)
+        for widget in (
+            self.progress,
+            self.trouble,
+            self._sliders,
+            self.why,
+            self.table,
+            self.details,
+            self.bars,
+        ):
+            column.addWidget(widget)
+        column.addStretch(1)

@@ -1,0 +1,215 @@
+"""The files of a repository as a table: memory bars, speed with its range, and a verdict that needs no colour."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QPointF, QRectF, Qt, Signal
+from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter, QPen, QResizeEvent
+from PySide6.QtWidgets import (
+    QAbstractItemView,
+    QFrame,
+    QHeaderView,
+    QStyle,
+    QStyledItemDelegate,
+    QStyleOptionViewItem,
+    QTableView,
+    QWidget,
+)
+
+from app.models.fit import FIT_ROLE, RECOMMENDED_ROLE, FitColumn, FitTableModel
+from app.theme import ColourName, themed
+from app.widgets.fit_words import (
+    TOO_LARGE,
+    VERDICT_LOOKS,
+    fit_bars,
+    quality_words,
+    range_words,
+    speed_words,
+    spoken,
+    verdict_words,
+)
+from app.widgets.plan_bars import TierBar, draw_bar
+from app.widgets.quantities import file_size, number
+from app.widgets.small_font import draw_elided, small_font
+from engine.tuning.fit import FitCard, FitRow
+
+_PAD = 8.0
+_BAR_PX = 8.0
+MOST_ROWS = 7
+"""More scroll."""
+_NARROW_EM = 70
+
+_Index = QModelIndex | QPersistentModelIndex
+
+
+class FitTable(QTableView):
+    """Signals: `chosen`, when another row became current; `opened`, when one was activated by key or double click."""
+
+    chosen = Signal()
+    opened = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        headings = (self.tr("File"), self.tr("Memory"), self.tr("Speed"), self.tr("On this PC"))
+        self.rows = FitTableModel(headings, lambda row, recommended: spoken(row, recommended=recommended), self)
+        self.setProperty("table", "text")
+        self.setModel(self.rows)
+        self.setItemDelegate(FitDelegate(self))
+        self.setAccessibleName(self.tr("Files, and how they would run here"))
+        self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
+        self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
+        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
+        self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setTabKeyNavigation(False)
+        self.setShowGrid(False)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.verticalHeader().hide()
+        self.verticalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
+        head = self.horizontalHeader()
+        head.setHighlightSections(False)
+        head.setSectionsClickable(False)
+        head.setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
+        head.setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
+        head.setSectionResizeMode(FitColumn.MEMORY, QHeaderView.ResizeMode.Stretch)
+        self.selectionModel().currentRowChanged.connect(lambda *_: self.chosen.emit())
+        self.doubleClicked.connect(lambda _index: self.opened.emit())
+        self.rows.modelReset.connect(self._fit)
+        self._fit()
+
+    @property
+    def row(self) -> FitRow | None:
+        """The current row."""
+        row = self.currentIndex().data(FIT_ROLE)
+        return row if isinstance(row, FitRow) else None
+
+    def show_card(self, card: FitCard) -> None:
+        """Shows a card; the recommended row is current until the user takes another."""
+        before, was_recommended = self.row, bool(self.currentIndex().data(RECOMMENDED_ROLE))
+        self.rows.show(card)
+        at = self.rows.row_of(before.candidate.label) if before is not None and not was_recommended else -1
+        if at < 0:
+            at = card.recommended if card.recommended is not None else 0
+        if card.rows and self.currentIndex().row() != at:
+            self.setCurrentIndex(self.rows.index(at, 0))
+        self.chosen.emit()
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter) and self.row is not None:
+            self.opened.emit()
+            return
+        super().keyPressEvent(event)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
+
+    def _fit(self) -> None:
+        metrics = QFontMetricsF(self.font())
+        em = metrics.averageCharWidth()
+        narrow = self.viewport().width() < _NARROW_EM * em
+        self.setColumnWidth(FitColumn.FILE, round((14 if narrow else 16) * em + 2 * _PAD))
+        self.setColumnWidth(FitColumn.SPEED, round((13 if narrow else 15) * em + 2 * _PAD))
+        self.setColumnWidth(FitColumn.VERDICT, round((11 if narrow else 12) * em + 22 + _PAD))
+        height = round(2 * metrics.lineSpacing() + 14)
+        self.verticalHeader().setDefaultSectionSize(height)
+        shown = max(1, min(MOST_ROWS, self.rows.rowCount()))
+        self.setFixedHeight(self.horizontalHeader().sizeHint().height() + shown * height)
+
+
+class FitDelegate(QStyledItemDelegate):
+    """Paints every cell in two lines."""
+
+    def __init__(self, view: FitTable) -> None:
+        super().__init__(view)
+        self._view = view
+
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
+        row: FitRow = index.data(FIT_ROLE)
+        area = QRectF(option.rect)
+        painter.save()
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        if option.state & QStyle.StateFlag.State_Selected:
+            painter.fillRect(option.rect, themed("accent_background"))
+        elif option.state & QStyle.StateFlag.State_MouseOver:
+            painter.fillRect(option.rect, themed("hover"))
+        painter.setPen(QPen(themed("border"), 1))
+        painter.drawLine(area.bottomLeft() + QPointF(0, -0.5), area.bottomRight() + QPointF(0, -0.5))
+        inner = area.adjusted(_PAD, 0, -_PAD, 0)
+        column = FitColumn(index.column())
+        if column is FitColumn.FILE:
+            below = f"{file_size(row.bytes)} · {quality_words(row.quality)}"
+            _two_lines(painter, option.font, inner, row.candidate.label, below)
+        elif column is FitColumn.SPEED:
+            _two_lines(painter, option.font, inner, speed_words(row.speed), range_words(row.speed))
+        elif column is FitColumn.VERDICT:
+            draw_verdict_mark(painter, QRectF(inner.left(), inner.center().y() - 7, 14, 14), row.verdict)
+            below = self.tr("recommended") if index.data(RECOMMENDED_ROLE) else ""
+            words = inner.adjusted(22, 0, _PAD, 0)
+            _two_lines(painter, option.font, words, verdict_words(row.verdict), below, bold=False, colour="accent_text")
+        else:
+            self._memory(painter, option.font, inner, row)
+        painter.restore()
+
+    def _memory(self, painter: QPainter, font: QFont, area: QRectF, row: FitRow) -> None:
+        small = small_font(font, 11)
+        bars = fit_bars(row)
+        gap = 12.0
+        width = (area.width() - gap * (len(bars) - 1)) / len(bars)
+        line = QFontMetricsF(small).lineSpacing()
+        top = area.center().y() - (line + 3 + _BAR_PX) / 2
+        for number_, tier in enumerate(bars):
+            left = area.left() + number_ * (width + gap)
+            draw_elided(painter, QRectF(left, top, width, line), _amount(tier), small, "muted")
+            draw_bar(painter, tier, QRectF(left, top + line + 3, width, _BAR_PX))
+
+
+def _two_lines(
+    painter: QPainter,
+    font: QFont,
+    area: QRectF,
+    first: str,
+    second: str,
+    *,
+    bold: bool = True,
+    colour: ColourName = "muted",
+) -> None:
+    upper, lower = QFont(font), small_font(font, 12)
+    upper.setWeight(QFont.Weight.DemiBold if bold else QFont.Weight.Normal)
+    high, low = QFontMetricsF(upper).lineSpacing(), QFontMetricsF(lower).lineSpacing()
+    if not second:
+        draw_elided(painter, area, first, upper, "text")
+        return
+    top = area.center().y() - (high + low) / 2
+    draw_elided(painter, QRectF(area.left(), top, area.width(), high), first, upper, "text")
+    draw_elided(painter, QRectF(area.left(), top + high, area.width(), low), second, lower, colour)
+
+
+def _amount(tier: TierBar) -> str:
+    """`VRAM 7.1/8`."""
+    used = number(tier.used / tier.unit, 1)
+    return f"{tier.name} {used}/{number(tier.total / tier.unit, 0)}" if tier.total else f"{tier.name} {used}"
+
+
+def draw_verdict_mark(painter: QPainter, area: QRectF, verdict: str) -> None:
+    """Three bars of a signal, as many filled as the verdict has; a cross for what is too large."""
+    lit, colour = VERDICT_LOOKS[verdict]
+    painter.save()
+    painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+    if verdict == TOO_LARGE:
+        painter.setPen(QPen(themed(colour), 2.2, Qt.PenStyle.SolidLine, Qt.PenCapStyle.RoundCap))
+        inner = area.adjusted(2.5, 2.5, -2.5, -2.5)
+        painter.drawLine(inner.topLeft(), inner.bottomRight())
+        painter.drawLine(inner.topRight(), inner.bottomLeft())
+    else:
+        painter.setPen(Qt.PenStyle.NoPen)
+        for bar in range(3):
+            height = area.height() * (bar + 1) / 3
+            place = QRectF(area.left() + bar * 5, area.bottom() - height, 3.6, height)
+            painter.setBrush(themed(colour if bar < lit else "border"))
+            painter.drawRoundedRect(place, 1, 1)
+    painter.restore()

@@ -1,0 +1,102 @@
+"""A fit card in words and bars: what a file is, how it would run here, and what that takes."""
+
+from __future__ import annotations
+
+from PySide6.QtCore import QCoreApplication
+
+from app.theme import ColourName
+from app.widgets.plan_bars import BarPart, TierBar, memory_parts
+from app.widgets.quantities import SEPARATOR, figures, file_size, number
+from engine.tuning.fit import FitRow, FitSpeed
+
+translate = QCoreApplication.translate
+
+FAST, WORKS, BATCH_ONLY, TOO_LARGE = "fast", "works", "batch-only", "too-large"
+VERDICT_LOOKS: dict[str, tuple[int, ColourName]] = {
+    FAST: (3, "pcie"),
+    WORKS: (2, "gpu"),
+    BATCH_ONLY: (1, "cpu"),
+    TOO_LARGE: (0, "miss"),
+}
+"""Bars of a signal, and their colour: the number of bars and the word tell verdicts apart without the colour."""
+
+
+def verdict_words(verdict: str) -> str:
+    """`Fast`."""
+    return {
+        FAST: translate("Fit", "Fast"),
+        WORKS: translate("Fit", "Works"),
+        BATCH_ONLY: translate("Fit", "Batch only"),
+        TOO_LARGE: translate("Fit", "Too large"),
+    }[verdict]
+
+
+def quality_words(quality: str) -> str:
+    """How close a file's answers are to the original's."""
+    return {
+        "original": translate("Fit", "original"),
+        "near": translate("Fit", "near-original"),
+        "good": translate("Fit", "good quality"),
+        "fair": translate("Fit", "fair quality"),
+        "poor": translate("Fit", "poor quality"),
+    }.get(quality, quality)
+
+
+def speed_words(speed: FitSpeed | None) -> str:
+    """`24.6 tokens/s`."""
+    return translate("Fit", "{0} tokens/s").format(figures(speed.decode)) if speed is not None else "–"
+
+
+def range_words(speed: FitSpeed | None) -> str:
+    """`18.1–31.0, estimated`."""
+    if speed is None:
+        return ""
+    if speed.timing != "estimated":
+        return translate("Fit", "measured here")
+    return translate("Fit", "{0}–{1}, estimated").format(figures(speed.low), figures(speed.high))
+
+
+def first_token_words(speed: FitSpeed) -> str:
+    """`first token after 0.8 s`."""
+    return translate("Fit", "first token after {0} s").format(figures(speed.ttft))
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3 h 20 min`, `2 days`."""
+    if seconds < 90:
+        return translate("Fit", "{0} s").format(number(max(1, seconds), 0))
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return translate("Fit", "{0} min").format(minutes)
+    hours, rest = divmod(minutes, 60)
+    if hours < 10 and rest:
+        return translate("Fit", "{0} h {1} min").format(hours, rest)
+    return translate("Fit", "{0} h").format(hours) if hours < 48 else translate("Fit", "{0} days").format(hours // 24)
+
+
+def fit_bars(row: FitRow) -> tuple[TierBar, ...]:
+    """VRAM, RAM and disk, as far as they are used."""
+    bars = []
+    if row.card is not None:
+        bars.append(TierBar(translate("Fit", "VRAM"), memory_parts(row.card), row.card.total))
+    if row.ram is not None:
+        bars.append(TierBar(translate("Fit", "RAM"), memory_parts(row.ram), row.ram.total))
+    disk = row.disk
+    files = (
+        BarPart(translate("Fit", "download"), disk.download, "disk"),
+        BarPart(translate("Fit", "prepared experts"), disk.bank, "hit"),
+    )
+    bars.append(TierBar(translate("Fit", "Disk"), files, disk.free, 10**9))
+    return tuple(bars)
+
+
+def spoken(row: FitRow, *, recommended: bool) -> str:
+    """A row for screen readers and tooltips."""
+    said = [f"{row.candidate.label}, {file_size(row.bytes)}, {quality_words(row.quality)}"]
+    if recommended:
+        said[0] += SEPARATOR + translate("Fit", "recommended")
+    said.append(verdict_words(row.verdict))
+    if row.speed is not None:
+        said.append(f"{speed_words(row.speed)} ({range_words(row.speed)}), {first_token_words(row.speed)}")
+    said.append(row.candidate.problem or row.why)
+    return "\n".join(filter(None, said))

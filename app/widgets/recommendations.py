@@ -1,0 +1,162 @@
+"""Models that suit this machine: what each is good at, how long it takes to get and how fast it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from PySide6.QtCore import QCoreApplication, Qt, Signal
+from PySide6.QtGui import QPainter, QPaintEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
+
+from app.theme import set_look, use_tabular_figures
+from app.widgets.card import muted_label
+from app.widgets.fit_table import draw_verdict_mark
+from app.widgets.fit_words import duration, range_words, speed_words, verdict_words
+from app.widgets.quantities import SEPARATOR, file_size
+from engine.tuning.fit import Recommendation
+
+translate = QCoreApplication.translate
+
+ASSUMED_BYTES_PER_S = 100e6 / 8
+"""Before any download has been measured: 100 Mbit/s, which is said."""
+
+Presence = Literal["downloading", "here"]
+
+
+def role_words(role: str) -> str:
+    """What a recommendation is the best of."""
+    return {
+        "fast": translate("Recommendations", "Fast"),
+        "balanced": translate("Recommendations", "Balanced"),
+        "best": translate("Recommendations", "Best that fits"),
+    }.get(role, role)
+
+
+class RecommendationList(QWidget):
+    """Signals: `wanted(Recommendation)`: its button was pressed."""
+
+    wanted = Signal(object)
+
+    def __init__(self, parent: QWidget | None = None, *, primary: str = "") -> None:
+        """`primary` is the role whose button is filled, if any."""
+        super().__init__(parent)
+        self._primary = primary
+        self._shown: tuple[RecommendationRow, ...] = ()
+        self._column = QVBoxLayout(self)
+        self._column.setContentsMargins(0, 0, 0, 0)
+        self._column.setSpacing(0)
+
+    @property
+    def rows(self) -> tuple[RecommendationRow, ...]:
+        return self._shown
+
+    def show_recommendations(
+        self,
+        recommendations: Sequence[Recommendation],
+        bytes_per_s: float | None,
+        presence: Mapping[str, Presence] | None = None,
+    ) -> None:
+        """Shows these, in the order given.
+
+        Args:
+            bytes_per_s: the line's measured speed; None if it is unknown.
+            presence: reference -> whether it is on this PC, or on its way.
+        """
+        if [row.recommendation for row in self._shown] != list(recommendations):
+            for old in self._shown:
+                self._column.removeWidget(old)
+                old.hide()
+                old.deleteLater()
+            self._shown = tuple(self._make(one, last=one is recommendations[-1]) for one in recommendations)
+        for row in self._shown:
+            row.show_state(bytes_per_s, (presence or {}).get(row.recommendation.reference))
+
+    def _make(self, recommendation: Recommendation, *, last: bool) -> RecommendationRow:
+        row = RecommendationRow(recommendation, last=last, parent=self)
+        if recommendation.role == self._primary:
+            set_look(row.button, "kind", "primary")
+        row.button.clicked.connect(lambda: self.wanted.emit(recommendation))
+        self._column.addWidget(row)
+        return row
+
+
+class RecommendationRow(QWidget):
+    """One of them."""
+
+    def __init__(self, recommendation: Recommendation, *, last: bool, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.recommendation = one = recommendation
+        role = muted_label(
+            self, SEPARATOR.join(filter(None, (role_words(one.role), one.entry.licence))), role="caption"
+        )
+        name = muted_label(self, one.entry.name, role="heading")
+        self._sentence = muted_label(self, one.sentence)
+        mark = VerdictMark(one.verdict, self)
+        self._speed = QLabel(speed_words(one.speed), self)
+        self._speed.setProperty("tone", "head")
+        use_tabular_figures(self._speed)
+        self._range = QLabel(f"({range_words(one.speed)})", self)
+        self._range.setProperty("role", "secondary")
+        self._figures = muted_label(self)
+        self.button = QPushButton(self.tr("Download"), self)
+        self.button.setAccessibleDescription(f"{one.entry.name}. {one.sentence}")
+        speed = QHBoxLayout()
+        speed.setSpacing(6)
+        speed.addWidget(mark)
+        speed.addWidget(self._speed)
+        speed.addWidget(self._range, 1)
+        head = QHBoxLayout()
+        head.setSpacing(10)
+        titles = QVBoxLayout()
+        titles.setSpacing(0)
+        titles.addWidget(role)
+        titles.addWidget(name)
+        head.addLayout(titles, 1)
+        head.addWidget(self.button, 0, Qt.AlignmentFlag.AlignVCenter)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 10, 0, 0)
+        column.setSpacing(3)
+        column.addLayout(head)
+        column.addWidget(self._sentence)
+        column.addLayout(speed)
+        column.addWidget(self._figures)
+        if not last:
+            line = QFrame(self)
+            line.setProperty("line", "true")
+            column.addSpacing(8)
+            column.addWidget(line)
+        self.setAccessibleName(f"{role_words(one.role)}: {one.entry.name}")
+
+    def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:
+        """Where it is, and how long it takes to get."""
+        one = self.recommendation
+        seconds = one.seconds_to_first_answer(bytes_per_s or ASSUMED_BYTES_PER_S)
+        words = (
+            self.tr("first answer in about {0}") if bytes_per_s else self.tr("first answer in about {0} at 100 Mbit/s")
+        )
+        parts = [file_size(one.bytes), words.format(duration(seconds))]
+        if presence == "here":
+            parts = [file_size(one.bytes), self.tr("on this PC")]
+        self._figures.setText(SEPARATOR.join(parts))
+        texts = {None: self.tr("Download"), "downloading": self.tr("Downloading"), "here": self.tr("Load")}
+        self.button.setText(texts[presence])
+        self.button.setEnabled(presence != "downloading")
+        self.button.setAccessibleName(f"{texts[presence]}: {one.entry.name}")
+
+
+class VerdictMark(QWidget):
+    """The mark of a verdict; its word is in the tooltip, and for screen readers."""
+
+    def __init__(self, verdict: str, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._verdict = verdict
+        self.setFixedSize(14, 14)
+        self.setSizePolicy(QSizePolicy.Policy.Fixed, QSizePolicy.Policy.Fixed)
+        self.setToolTip(verdict_words(verdict))
+        self.setAccessibleName(verdict_words(verdict))
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        painter = QPainter(self)
+        draw_verdict_mark(painter, self.rect().toRectF(), self._verdict)
+        painter.end()
