@@ -76,7 +76,13 @@ def check_new_name(name: str) -> None:
 
 def folder_name(name: str) -> str:
     """A name as one that a new model may have: other programs' have slashes, colons and spaces."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.")[:100].rstrip("-.") or "model"
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:90].rstrip("-.") or "model"
+    return f"model-{plain}" if _is_reserved(plain) else plain
+
+
+def _is_reserved(name: str) -> bool:
+    """Whether it means something else to Switchyard, or to Windows."""
+    return name.casefold() == STARTER_NAME or name.split(".")[0].casefold() in _WINDOWS_DEVICES
 
 
 def in_library(name: str) -> Path | None:

@@ -17,7 +17,7 @@ from engine.checkpoint import library, shelves
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.library import LibraryEntry, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.checkpoint.names import name_of
+from engine.checkpoint.names import check_new_name, folder_name, name_of
 from engine.checkpoint.shelves import (
     Found,
     add_model_folder,
@@ -360,6 +360,20 @@ def test_a_name_is_one_models_only(home: Path, tmp_path: Path) -> None:
     entries = _entries()
     assert list(entries) == ["Same", "same (folder)", "SAME (folder 2)", "Same (LM Studio)"]
     assert [resolve(name) for name in entries] == [entry.path for entry in entries.values()]
+
+
+@given(st.text() | st.sampled_from(["con", "Starter", "nul.gguf", "_x", "x." * 60, "CON-", "é", ""]))
+def test_any_name_makes_a_name_for_the_library(name: str) -> None:
+    check_new_name(folder_name(name))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "A", "a (folder)", "a (folder 2)", "ß", "SS", ""]), st.integers(0, 9))))
+def test_names_are_given_once(models: list[tuple[str, int]]) -> None:
+    found = [Found(name, Path(str(number)), "folder") for name, number in models]
+    named = shelves._with_own_names(found)
+    assert [model.path for model in named] == list(dict.fromkeys(model.path for model in found))
+    assert len({model.name.casefold() for model in named}) == len(named)
+    assert all(model.name for model in named)
 
 
 NAMES = ["with space", "Grüße", "模型-🦙", "e\u0301", "x" * 240, "-dash", "a'b\"c", "tab\tname", "[red]", "%s"]
