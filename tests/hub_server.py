@@ -81,7 +81,7 @@ class Fault:
 
 @dataclass
 class Asked:
-    """One request: `path` is the file's where one was meant, else the URL's; `sent` counts the body's bytes."""
+    """One request: `path` is the file's where one was meant, else the URL's; `sent` counts bytes of the body."""
 
     host: str
     method: str
@@ -506,7 +506,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(os.urandom(int(fault.value)))
             while kind == "endless" and not self.hub.closing.is_set():
                 self.wfile.write(bytes(_CHUNK))
-                self.asked.sent += _CHUNK
         except OSError:  # who asked has gone
             self.close_connection = True
 

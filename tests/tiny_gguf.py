@@ -150,7 +150,7 @@ def write_model(
         assert found is not None, key
         written[found] = _as_written(architecture, found, values, config)
     wanted = {name: quantised if isinstance(quantised, str) else quantised(name) for name in written}
-    types = {name: kind for name, kind in wanted.items() if kind and _takes(kind, name, written[name])}
+    types = {name: kind for name, kind in wanted.items() if kind and takes(kind, name, written[name])}
 
     def keys(writer: GGUFWriter) -> None:
         if name:
@@ -192,7 +192,8 @@ def _as_written(architecture: str, name: str, values: NDArray[Any], config: dict
     return values[0] if name.endswith("ffn_gate_inp_shexp.weight") else values
 
 
-def _takes(kind: str, name: str, values: NDArray[Any]) -> bool:
+def takes(kind: str, name: str, values: NDArray[Any]) -> bool:
+    """Whether a tensor can be of a type, and is one that llama.cpp would quantise."""
     group, _nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     return values.ndim > 1 and values.shape[-1] % group == 0 and "ffn_gate_inp" not in name
 

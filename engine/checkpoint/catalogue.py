@@ -159,7 +159,8 @@ def _entry(file: ProfileFile) -> CatalogueEntry:
     if not isinstance(files, list) or not files or not all(isinstance(each, dict) for each in files):
         raise refused(file.path, f"has no files of {quoted(name[:60])}")
     known = file.content.get("profile")
-    shape = read_model(str(known)) if known is not None else _shape(file, name)
+    shape = read_model(str(known)) if known is not None else shape_in(file.part("shape"), name)
+    context = file.whole("context", 512, 10**9)
     unchecked = file.content.get("unchecked", [])
     found = [_file(ProfileFile(file.path, each, f"{file.prefix}files."), name) for each in files]
     return CatalogueEntry(
@@ -170,18 +171,13 @@ def _entry(file: ProfileFile) -> CatalogueEntry:
         active=file.number("active", 1e6, 1e14),
         licence=file.text("licence"),
         licence_link=file.text("licence_link"),
-        context=file.whole("context", 512, 10**9),
+        context=context,
         strengths=file.text("strengths"),
         languages=file.text("languages"),
         files=tuple(sorted(found, key=lambda each: QUALITIES.index(each.quality))),
-        shape=shape,
+        shape=replace(shape, name=name, context_tokens=context),
         unchecked=tuple(str(each) for each in unchecked) if isinstance(unchecked, list) else (),
     )
-
-
-def _shape(file: ProfileFile, name: str) -> ModelShape:
-    shape = shape_in(file.part("shape"), name)
-    return replace(shape, context_tokens=min(shape.context_tokens, file.whole("context", 512, 10**9)))
 
 
 def _file(file: ProfileFile, model: str) -> CatalogueFile:

@@ -13,6 +13,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.stored import (
+    COARSER,
     StoredWeights,
     beside,
     common_format,
@@ -21,7 +22,10 @@ from engine.checkpoint.stored import (
     precisions_of,
     type_of,
 )
-from engine.formats import BF16, ROUTERS, SMALLEST, STORED, TiledFormat
+from engine.formats import BF16, FORMATS, LADDER, ROUTERS, SMALLEST, STORED, TiledFormat, format_of
+from engine.formats.int4 import INT4
+from engine.formats.int8 import INT8
+from engine.formats.lut4 import LUT4
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
 _NOT_TEXT = re.compile(
@@ -76,6 +80,45 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
         kv_numbers=profile.kv_elements_per_token,
     )
     return replace(shape, stored=_stored(shape, mine, kept))
+
+
+_BY_LABEL = (
+    (re.compile(r"IQ4|MXFP4"), LUT4.name, LUT4.name),
+    (re.compile(r"Q8_0|Q6_K|Q5|Q3_K|Q2_K"), INT8.name, INT8.name),
+    (re.compile(r"Q4_K_M|Q4_K_[LX]"), INT4.name, INT8.name),
+    (re.compile(r"Q4|4-BIT"), INT4.name, INT4.name),
+)
+"""Label of a quantisation -> what keeps gate and up, and every other down matrix; the rest is as gate and up."""
+
+
+def as_quantised(shape: ModelShape, label: str, nbytes: int) -> ModelShape:
+    """What a model is in a quantisation of which only the label and the size are known; else unchanged.
+
+    A file's header says it exactly (`shape_of`); this is for a choice among models without a network.
+
+    Args:
+        shape: of the model in 16 bits.
+        label: `Q4_K_M`, say.
+        nbytes: of its files.
+    """
+    found = next(((most, half) for names, most, half in _BY_LABEL if names.search(label.upper())), None)
+    if found is None:
+        return shape
+    most, half = map(format_of, found)
+    bits = 8 * nbytes / max(shape.total_weights, 1)
+    head = shape.vocabulary * shape.hidden
+    layers = shape.non_expert_weights - shape.embedding_weights
+    in_head = INT8.bytes_per_weight
+    stored = StoredWeights(
+        precisions=(STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits)),
+        formats=tuple(sorted({most.name, half.name, INT8.name})),
+        experts=tuple((most.name, (half if layer % 2 else most).name) for layer in range(shape.moe_layers)),
+        dense_bytes=round(layers * most.bytes_per_weight + head * (in_head + 2.0)),
+        layer_bytes_per_weight=most.bytes_per_weight,
+        head_bytes_per_weight=in_head,
+        is_repacked=True,
+    )
+    return replace(shape, stored=stored)
 
 
 def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntry]) -> StoredWeights | None:

@@ -161,8 +161,8 @@ def _resolve_path(model: str) -> Path:
     if _HUB_ID.fullmatch(model):
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"There is no folder {model}. Switchyard cannot download from the Hugging Face hub yet: "
-            f"fetch it with `hf download {model} --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
+            f"There is no folder {model}; if it is a model on the Hugging Face hub, `switchyard models pull {model}` "
+            "downloads it.",
         )
     if is_path_like(model):
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no folder {model}: check the path.")

@@ -22,7 +22,7 @@ from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 
 _CODES: dict[str, TiledFormat] = {f"{each.code_bits}-bit": each for each in (INT4, INT8)}
-_COARSER = 0.8
+COARSER = 0.8
 """A format has to have so many times the bits of what is stored for `auto` to refit to it."""
 
 
@@ -67,7 +67,7 @@ def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ..
     if 2 * sum(entry.nbytes for entry in entries if type_of(pieces_of(entry)[0]) is not None) <= nbytes:
         return LADDER
     bits = 8 * nbytes / max(weights, 1)
-    return (STORED, *(name for name in LADDER if FORMATS[name].bits < _COARSER * bits))
+    return (STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits))
 
 
 def type_of(source: TensorEntry | ExpertSource) -> str | None:

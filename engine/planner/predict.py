@@ -56,6 +56,7 @@ def predict_decode(
     prompt_tokens: int = 32,
     tokens: int = 128,
     routing: NDArray[np.int16] | None = None,
+    limits: Limits | None = None,
 ) -> DecodePrediction:
     """Predicts the decode speed of the engine with this configuration.
 
@@ -63,12 +64,13 @@ def predict_decode(
         machine: includes a card if one is used, measured or not; an emulated one too.
         routing: experts that consecutive tokens of this model used, [tokens, MoE layers, k], for this model's own hit
             rates; by default routing is synthetic, with published statistics.
+        limits: what other programs leave of the machine; by default all of it.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     outcome, memory, precision = simulate_decode(
-        machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens, routing=routing
+        machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens, routing=routing, limits=limits
     )
     speed = outcome.decode_tokens_per_s
     off = _MEASURED if machine.origins.get("cpu.ram_bytes_per_s") is Origin.MEASURED else _LOOKED_UP
@@ -91,18 +93,19 @@ def simulate_decode(
     prompt_tokens: int = 32,
     tokens: int = 128,
     routing: NDArray[np.int16] | None = None,
+    limits: Limits | None = None,
     record: bool = False,
 ) -> tuple[Outcome, EngineMemory, str]:
     """(simulated outcome behind `predict_decode`, memory that will be held, precision of the experts).
 
     Args:
-        routing: see `predict_decode`.
+        routing, limits: see `predict_decode`.
         record: keep the spans of the simulation.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
-    limits = limits_of(config)
+    limits = limits or limits_of(config)
     precisions = model.precisions if config.precision == AUTO else (config.precision,)
     costs = engine_costs(machine, model, precisions[0], config.threads)
     budgets = budgets_of(costs, limits, on_card=limits.use_card)

@@ -1,15 +1,43 @@
-"""Whether a model would run here, and how fast, before it is downloaded: the planner's answer, a row per candidate."""
+"""Whether a model would run here, and how fast, before it is downloaded: the planner's answer, a row per candidate.
+
+The memory is what loading would decide, by the same function, from the same sizes; the speed is the planner's
+prediction of exactly those settings, or what Tune measured here of the same files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
 
 from engine.checkpoint.catalogue import Catalogue, CatalogueEntry
+from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub import Candidate
+from engine.checkpoint.hub.repository import QUALITIES
+from engine.checkpoint.library import list_models
 from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import about, rounded_up
+from engine.formats import AUTO
+from engine.hardware.machine import HardwareProfile
+from engine.hardware.profiles import EMULATED, with_emulated
+from engine.planner.engine_memory import all_records_nbytes, context_tokens
 from engine.planner.plan_parts import Limits, TierBytes
-from engine.tuning.machine_look import MachineLook
+from engine.planner.predict import DecodePrediction, predict_decode
+from engine.planner.workload import CHAT
+from engine.tuning.keeping import all_results
+from engine.tuning.machine_look import MachineLook, plan_here
+
+FAST_TOKENS_PER_S = 10.0
+"""From here on, text appears faster than most people read."""
+WORKS_TOKENS_PER_S = 3.0
+"""Below, a chat is a matter of minutes, and only a batch that may take all night makes sense."""
+_TO_SPARE = 2 * FAST_TOKENS_PER_S
+"""From here on, a better quality is worth the time."""
+_AT_MOST = {"int8": "near", "int4": "good"}
+"""The quality class that is left once loading has brought a model into this precision."""
+_NO_LOSS = ("original", "near")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +45,7 @@ class DiskBytes:
     """What a model takes on the disk of the models folder.
 
     Attributes:
-        free: before the download.
+        free: before the download; 0 if unknown.
         download: of the files.
         bank: of the experts' records that are prepared from them, where loading writes these.
     """
@@ -57,6 +85,9 @@ class FitRow:
         verdict: `fast`, `works`, `batch-only` or `too-large`.
         why: what the verdict rests on, in a sentence.
         load_anyway: what happens if it is loaded all the same, in a sentence.
+        precision: what it runs in, for people; empty if the model does not fit.
+        kv_at_context: bytes of keys and values once the wanted context is full; room for it is taken from the cache.
+        fits_alone: whether it would fit if no other program held any memory.
     """
 
     candidate: Candidate
@@ -70,6 +101,9 @@ class FitRow:
     verdict: str
     why: str
     load_anyway: str
+    precision: str = ""
+    kv_at_context: int = 0
+    fits_alone: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +132,7 @@ class Recommendation:
         speed: predicted.
         verdict: as in `FitRow`.
         sentence: what it is good at, and what to expect of it here.
+        prepare_s: seconds to load it the first time.
     """
 
     role: str
@@ -107,10 +142,11 @@ class Recommendation:
     speed: FitSpeed
     verdict: str
     sentence: str
+    prepare_s: float = 0.0
 
     def seconds_to_first_answer(self, bytes_per_s: float) -> float:
         """From the click: the download at this speed, preparing the model, and its first token."""
-        raise NotImplementedError
+        return self.bytes / bytes_per_s + self.prepare_s + self.speed.ttft
 
 
 def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: MachineLook, limits: Limits) -> FitCard:
@@ -118,14 +154,274 @@ def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: Machine
 
     Args:
         found: candidates and what they are; None where `Candidate.problem` says that it cannot run.
-        limits: the budgets, the wanted context and precision.
+        limits: the budgets, the wanted context and precision; the memory of the card bounds the cache.
     """
-    raise NotImplementedError
+    timed = bool(all_results())
+    rows = tuple(_row(candidate, shape, look, limits, timed=timed) for candidate, shape in found)
+    at, why = _recommended(rows)
+    return FitCard(rows, at, why)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A model that fits: its memory, what it runs in, and its speed."""
+
+    card: TierBytes | None
+    ram: TierBytes
+    from_disk: int
+    precision: str
+    speed: FitSpeed
+
+
+def _row(
+    candidate: Candidate, shape: ModelShape | None, look: MachineLook, limits: Limits, *, timed: bool = False
+) -> FitRow:
+    disk = DiskBytes(look.probe.models_disk_free_bytes or 0, candidate.bytes)
+    row = FitRow(candidate, candidate.bytes, candidate.quality, None, None, disk, 0, None, "too-large", "", "")
+    if shape is None:
+        why = candidate.problem or "What it is could not be read."
+        return replace(row, why=why, load_anyway="It cannot be loaded.", fits_alone=False)
+    row = replace(row, kv_at_context=round(shape.kv_bytes_per_token()) * context_tokens(shape, limits))
+    try:
+        run = _run(shape, look, limits, _installed(candidate) if timed else None)
+    except EngineError as error:
+        if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
+            raise
+        return _too_large(row, shape, look, limits, error)
+    if run.from_disk:
+        disk = replace(disk, bank=all_records_nbytes(shape, run.precision))
+    row = replace(
+        row,
+        card=run.card,
+        ram=run.ram,
+        disk=disk,
+        from_disk=run.from_disk,
+        speed=run.speed,
+        precision=shape.words(run.precision),
+        quality=_left(candidate.quality, run.precision),
+    )
+    short = disk.download + disk.bank - disk.free
+    if disk.free and short > 0:
+        return replace(
+            row,
+            why=f"The disk of the models has {about(disk.free)} free: {rounded_up(short)} too little.",
+            load_anyway=f"The download begins once {rounded_up(short)} more are free, or in a folder on another disk.",
+        )
+    return _judged(row, run)
+
+
+def _too_large(row: FitRow, shape: ModelShape, look: MachineLook, limits: Limits, error: EngineError) -> FitRow:
+    alone = replace(limits, ram_of_others=0, vram_of_others=0)
+    fits = True
+    try:
+        _run(shape, look, alone, None)
+    except EngineError:
+        fits = False
+    held = limits.ram_of_others
+    hint = (
+        f" With the {about(held)} that other programs hold it would fit: close some of them." if fits and held else ""
+    )
+    return replace(
+        row,
+        why=f"{error.message}{hint}",
+        load_anyway="Loading is refused with the same figures as long as no more memory is free; nothing is lost.",
+        fits_alone=fits,
+    )
+
+
+def _judged(row: FitRow, run: _Run) -> FitRow:
+    """The row with the verdict on its speed."""
+    rate, verdict = run.speed.decode, verdict_of(run.speed.decode)
+    where = (
+        f"{about(run.from_disk)} of its experts are read from disk again and again"
+        if run.from_disk
+        else "its experts stay in RAM"
+        if run.card is None
+        else "the graphics card and RAM share it"
+        if run.ram.experts
+        else "all of it is on the graphics card"
+    )
+    if verdict == "batch-only":
+        minutes = 300 / max(rate, 1e-6) / 60
+        what = "too slow for a chat"
+        then = f"It loads and answers, but an answer of 300 tokens takes about {minutes:.0f} minutes."
+    else:
+        what = "faster than most people read" if verdict == "fast" else "a calm reading speed"
+        then = f"It loads, runs {row.precision}, and answers at that speed."
+    return replace(row, verdict=verdict, why=f"{_about(rate)}, {what}: {where}.", load_anyway=then)
+
+
+def verdict_of(tokens_per_s: float) -> str:
+    """The verdict on a decode speed; see `FAST_TOKENS_PER_S` and `WORKS_TOKENS_PER_S`."""
+    if tokens_per_s >= FAST_TOKENS_PER_S:
+        return "fast"
+    return "works" if tokens_per_s >= WORKS_TOKENS_PER_S else "batch-only"
+
+
+def _about(tokens_per_s: float) -> str:
+    digits = 0 if tokens_per_s >= FAST_TOKENS_PER_S else 1 if tokens_per_s >= 1 else 2
+    return f"About {tokens_per_s:.{digits}f} tokens/s"
+
+
+def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path | None) -> _Run:
+    """How loading would place the model, and how fast it would be.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`.
+    """
+    own_device = look.device if look.device.startswith(EMULATED) else "auto"
+    config = EngineConfig(
+        str(installed or shape.name),
+        device=own_device if limits.use_card or not look.device else "cpu",
+        precision=limits.precision,
+        vram_bytes=limits.vram_bytes,
+        ram_bytes=limits.ram_bytes,
+        threads=limits.threads,
+        context_tokens=limits.context_tokens,
+    )
+    if installed is not None:
+        plan = plan_here(look, shape, config, limits)
+        if plan.speed.timed_at:
+            told = plan.speed
+            speed = FitSpeed(told.decode_tokens_per_s, told.low, told.high, told.ttft_s, "measured here")
+            return _Run(plan.card, plan.ram, plan.disk_bytes, plan.precision, speed)
+    first = shape.precisions[0] if limits.precision == AUTO else limits.precision
+    found = _predicted(shape, look, limits, config, first)
+    if found.precision != first and look.measurements is not None:  # the rates are those of another precision
+        found = _predicted(shape, look, limits, replace(config, precision=found.precision), found.precision)
+    memory = found.memory
+    speed = FitSpeed(found.tokens_per_s, found.low, found.high, found.ttft_s, "estimated")
+    return _Run(memory.card, memory.ram, memory.disk, found.precision, speed)
+
+
+def _predicted(
+    shape: ModelShape, look: MachineLook, limits: Limits, config: EngineConfig, precision: str
+) -> DecodePrediction:
+    return predict_decode(
+        machine_of(look, shape, precision),
+        shape,
+        config,
+        prompt_tokens=CHAT.prompt_tokens,
+        tokens=CHAT.generated_tokens,
+        limits=limits,
+    )
+
+
+def machine_of(look: MachineLook, shape: ModelShape, precision: str) -> HardwareProfile:
+    """The machine with the rates measured for a precision of this model; an emulated card is as its profile says."""
+    machine = look.machine(shape.measured_as(precision), shape.expert_bytes(precision))
+    if look.device.startswith(EMULATED) and (machine.gpu is None or look.measurements is None):
+        return with_emulated(machine, look.device)
+    return machine
+
+
+def _left(quality: str, precision: str) -> str:
+    """The quality class of what runs: a download in 16 bits that loading brings into 4 is no original any more."""
+    most = _AT_MOST.get(precision, quality)
+    return max(quality, most, key=QUALITIES.index)
+
+
+def _installed(candidate: Candidate) -> Path | None:
+    """Where the candidate's files are on this machine already, by their names and sizes."""
+    wanted = [(PurePosixPath(file.path).name, file.size) for file in candidate.files]
+    for entry in list_models():
+        folder = entry.path if entry.path.is_dir() else entry.path.parent
+        try:
+            if wanted and all((folder / name).stat().st_size == size for name, size in wanted):
+                return entry.path
+        except OSError:
+            continue
+    return None
+
+
+def _recommended(rows: Sequence[FitRow]) -> tuple[int | None, str]:
+    """(index of the row to take, why): the best quality that answers fast, of equal ones the smallest.
+
+    What people do not notice is no quality: 16 bits are no better than 8, and twice the download.
+    """
+    able = [(at, row) for at, row in enumerate(rows) if row.speed is not None and row.verdict != "too-large"]
+    for verdict in ("fast", "works", "batch-only"):
+        there = [(at, row) for at, row in able if row.verdict == verdict]
+        there = [(at, row) for at, row in there if not row.from_disk] or there
+        if not there:
+            continue
+        at, row = min(there, key=lambda one: _worth(one[1]))
+        return at, _why(row, better=any(_class(other) < _class(row) for _, other in able))
+    return None, "None of these can run on this machine as it is now."
+
+
+def _class(row: FitRow) -> int:
+    return 0 if row.quality in _NO_LOSS else QUALITIES.index(row.quality)
+
+
+def _worth(row: FitRow) -> tuple[int, int, float]:
+    # Where all are slow, speed counts more than the last bit of quality.
+    rate = row.speed.decode if row.speed is not None else 0.0
+    return (_class(row) if row.verdict == "fast" else max(_class(row), QUALITIES.index("good"))), row.bytes, -rate
+
+
+def _why(row: FitRow, *, better: bool) -> str:
+    label = row.candidate.label
+    if row.verdict == "fast":
+        more = "; better ones are slower" if better else ""
+        return f"{label} is the best quality that answers faster than most people read{more}."
+    if row.verdict == "works":
+        return f"{label} is the smallest of good quality, and none answers faster than most people read."
+    return f"{label} is the smallest of good quality; all are too slow for a chat here."
+
+
+# Recommendations
 
 
 def recommend(catalogue: Catalogue, look: MachineLook, limits: Limits) -> tuple[Recommendation, ...]:
     """At most three models of the catalogue for this machine: the fastest, the best in balance, the best that fits.
 
-    Needs no network.
+    Needs no network. The catalogue's order decides which model is better: the best ones are first in it. What would
+    have to be read from disk again and again is recommended only if nothing else is fast enough for a chat.
     """
-    raise NotImplementedError
+    found = [one for entry in catalogue.entries if (one := _best_of(entry, look, limits)) is not None]
+    able = [one for one, from_disk in found if not from_disk] or [one for one, _ in found]
+    if not able:
+        return ()
+    best, *rest = able
+    balanced = _first_from(rest, max(FAST_TOKENS_PER_S, 1.5 * best.speed.decode))
+    rest = [one for one in rest if one is not balanced]
+    base = balanced or best
+    fast = _first_from(rest, max(3 * FAST_TOKENS_PER_S, 2 * base.speed.decode))
+    if fast is None:
+        quicker = [one for one in rest if one.speed.decode > base.speed.decode]
+        fast = max(quicker, key=lambda one: one.speed.decode, default=None)
+    named = (("fast", fast), ("balanced", balanced), ("best", best))
+    return tuple(replace(one, role=role) for role, one in named if one is not None)
+
+
+def _first_from(able: Sequence[Recommendation], tokens_per_s: float) -> Recommendation | None:
+    return next((one for one in able if one.speed.decode >= tokens_per_s), None)
+
+
+def _best_of(entry: CatalogueEntry, look: MachineLook, limits: Limits) -> tuple[Recommendation, bool] | None:
+    """(the quantisation of a model to take here, whether it is read from disk); None if none is fit for a chat.
+
+    The smallest of good quality; a better one where that leaves speed to spare.
+    """
+    free = look.probe.models_disk_free_bytes
+    usual = [file for file in entry.files if QUALITIES.index(file.quality) <= QUALITIES.index("good")]
+    taken: tuple[Recommendation, bool] | None = None
+    for file in sorted(usual, key=lambda file: file.bytes):
+        is_better = taken is not None and QUALITIES.index(file.quality) < QUALITIES.index("good")
+        if (free and file.bytes > free) or (taken is not None and not is_better):
+            continue
+        try:
+            run = _run(as_quantised(entry.shape, file.label, file.bytes), look, limits, None)
+        except EngineError:
+            break
+        rate, verdict = run.speed.decode, verdict_of(run.speed.decode)
+        if verdict == "batch-only" or (taken is not None and (rate < _TO_SPARE or run.from_disk)):
+            break
+        sentence = f"{entry.strengths} {_about(rate)} here."
+        prepare_s = file.bytes / max(look.profile.disk_bytes_per_s, 1.0)
+        one = Recommendation("", entry, file.reference, file.bytes, run.speed, verdict, sentence, prepare_s)
+        if is_better or rate < _TO_SPARE or run.from_disk:
+            return one, bool(run.from_disk)
+        taken = one, False
+    return taken

@@ -23,7 +23,7 @@ from engine.formats.tiles import dequantise
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.gguf_files import CASES, DATA
 from tests.engine.test_family_parity import loaded
-from tests.tiny_gguf import dequantised, write_gguf
+from tests.tiny_gguf import dequantised, takes, write_gguf
 
 TOLERANCE = 1e-4
 TABLED = {"gemma3": 1e-3, "gemma4": 1e-3, "gemma4-e": 1e-3}
@@ -56,10 +56,11 @@ def unpacked(name: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     return file, json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def rewritten(file: Path, **changes: Any) -> Path:
+def rewritten(file: Path, *, as_it_was: bool = False, **changes: Any) -> Path:
     """The same file, changed.
 
     Args:
+        as_it_was: matrices are quantised again as the first one of the file is; else all are float32.
         changes: metadata by key without the architecture's name, with two underscores for a dot (`None`: without it);
             `tensors` is a function from all tensors to those of the new file.
     """
@@ -67,8 +68,10 @@ def rewritten(file: Path, **changes: Any) -> Path:
     change = changes.pop("tensors", lambda tensors: tensors)
     tensors = change({name: dequantised(entry) for name, entry in read.tensors.items()})
     own = {f"{read.architecture}.{key.replace('__', '.')}": value for key, value in changes.items()}
+    kinds = {entry.dtype for entry in read.tensors.values()} - {"F32"} if as_it_was else set()
+    types = {name: kind for kind in kinds for name, values in tensors.items() if takes(kind, name, values)}
     return write_gguf(
-        file.with_name("rewritten.gguf"), tensors, architecture=read.architecture, keys=_keys_of(read, own)
+        file.with_name("rewritten.gguf"), tensors, architecture=read.architecture, keys=_keys_of(read, own), types=types
     )
 
 

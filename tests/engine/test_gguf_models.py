@@ -13,7 +13,11 @@ from numpy.typing import NDArray
 
 from engine.bench.llama_cpp import LlamaCppPeer, peer_python
 from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.shards import read_tensors
+from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.test_family_parity import PROMPT, greedy, loaded, logits
+from tests.engine.test_gguf_architectures import rewritten
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 from tests.tiny_gguf import dequantised, write_model
 
@@ -51,6 +55,57 @@ def test_logits_and_greedy_tokens_equal_the_librarys(family: str, tied: bool, tm
         assert greedy(ours.model).tolist() == greedy(reference).tolist()
         assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
         assert (ours.info.name, ours.info.family) == ("model", family)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "Q4_0"), ("qwen2", "Q4_0"), ("qwen3_moe", "")])
+def test_joined_attention_and_experts_one_by_one_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
+    """llama.cpp's converter joins queries, keys and values if asked to; files of 2023 have no stacks of experts."""
+    architecture, options = MODELS[family]
+    sizes = {"hidden_size": 64, "intermediate_size": 64} | ({"moe_intermediate_size": 32} if "moe" in family else {})
+    folder = tiny_checkpoint(family, tmp_path / "checkpoint", **options, **sizes)
+    file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=kind)
+    other = rewritten(file, as_it_was=True, tensors=_joined_and_one_by_one)
+    stored = read_gguf(other).tensors
+    assert "blk.0.attn_qkv.weight" in stored
+    assert ("blk.1.ffn_up.3.weight" in stored) == (family in ("mixtral", "qwen3_moe"))
+    found, wanted = (read_tensors(each) for each in (other, file))
+    assert {name: entry.shape for name, entry in found.items()} == {name: entry.shape for name, entry in wanted.items()}
+    with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
+        assert all(torch.equal(reader.read(found[name]), reader.read(wanted[name])) for name in wanted)
+    with loaded(other, "auto") as ours:
+        assert logits(ours.model).isfinite().all()
+
+
+def _joined_and_one_by_one(tensors: dict[str, Any]) -> dict[str, Any]:
+    for name in [name for name in tensors if ".attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+    for name in [name for name in tensors if "_exps." in name]:
+        for expert, values in enumerate(tensors.pop(name)):
+            tensors[name.replace("_exps", f".{expert}")] = values
+    return tensors
+
+
+def test_joined_attention_that_does_not_fit_its_heads(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint")
+    file = write_model(folder, tmp_path / "model.gguf", "llama")
+    with pytest.raises(EngineError) as caught:
+        read_tensors(rewritten(file, tensors=_joined_and_one_by_one, attention__head_count_kv=3))
+    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+@pytest.mark.parametrize("expert", ["0", "3"])
+def test_an_expert_that_is_not_there_is_noticed(expert: str, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mixtral", tmp_path / "checkpoint", sliding_window=None)
+    file = write_model(folder, tmp_path / "model.gguf", "llama")
+
+    def without(tensors: dict[str, Any]) -> dict[str, Any]:
+        changed = _joined_and_one_by_one(tensors)
+        return {name: values for name, values in changed.items() if name != f"blk.1.ffn_down.{expert}.weight"}
+
+    with pytest.raises(EngineError) as caught, loaded(rewritten(file, tensors=without), "fp32"):
+        pass
+    assert caught.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)
 
 
 @pytest.mark.parametrize(("family", "kind"), [("llama", "Q5_1"), ("mixtral", "Q4_0"), ("qwen3_moe", "Q8_0")])

@@ -51,6 +51,7 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
         "engine.protocol",
         "engine.checkpoint.library",
         "engine.checkpoint.catalogue",
+        "engine.tuning.fit",
         "engine.hardware.probe",
         "engine.hardware.measured",
         "engine.cli",

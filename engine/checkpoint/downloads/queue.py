@@ -17,7 +17,15 @@ from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
 from engine.checkpoint.downloads import records
-from engine.checkpoint.downloads.records import Lock, Plan, PlannedFile, Wanted
+from engine.checkpoint.downloads.records import (
+    WAITING_FOR_NETWORK,
+    WAITING_FOR_SERVER,
+    Lock,
+    Plan,
+    PlannedFile,
+    Progress,
+    Wanted,
+)
 from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from engine.checkpoint.names import check_new_name
@@ -26,16 +34,13 @@ from engine.common.files import disk_errors_explained, new_folder, require_space
 from engine.common.paths import models_dir
 
 __all__ = [
-    "WAITING_FOR_NETWORK", "Download", "DownloadState", "add", "cancel", "downloads", "line_speed", "pause", "reorder",
-    "resume", "run", "run_queue", "set_limit",
+    "WAITING_FOR_NETWORK", "WAITING_FOR_SERVER", "Download", "DownloadState", "add", "cancel", "downloads",
+    "line_speed", "pause", "reorder", "resume", "run", "run_queue", "set_limit",
 ]  # fmt: skip
 
-WAITING_FOR_NETWORK = "waiting_for_network"
-"""The `error_code` of a download that runs but reaches nobody; it goes on by itself."""
 _FRESH_S = 5.0
 _PATIENCE_S = 2.0
 """How long to wait for a lock that somebody may only have looked at."""
-_ABANDONED_S = 10.0
 _MOST_NAME_BYTES = 255
 
 
@@ -60,7 +65,7 @@ class Download:
         bytes_per_s: of the last seconds; 0 when nothing arrives.
         eta_s: None while nobody can tell.
         problem: one sentence if it failed, or runs and waits for something.
-        error_code: an `ErrorCode`, or `WAITING_FOR_NETWORK`; empty without a problem.
+        error_code: an `ErrorCode`, or `WAITING_FOR_NETWORK` or `WAITING_FOR_SERVER`; empty without a problem.
         folder: where the model is when done.
         order: its place among all, from 0.
         limit_bytes_per_s: 0 for none.
@@ -212,7 +217,27 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
     Raises:
         EngineError: `MODEL_NOT_FOUND` (there is no such download), `BUSY` (another process runs it).
     """
-    raise NotImplementedError
+    plan = _plan(key)
+    lock = Lock(records.folder_of(key) / "lock")
+    with disk_errors_explained(lock.path.parent):
+        if not lock.take(_PATIENCE_S):
+            raise EngineError(ErrorCode.BUSY, f"{plan.title} is being downloaded by another Switchyard already.")
+    try:
+        from engine.checkpoint.downloads.download import fetch  # brings what asks the network
+
+        def report(progress: Progress) -> None:
+            records.write_progress(key, progress)
+            on_progress(_download(key))
+
+        last = fetch(plan, report, cancelled) if records.read_wanted(key).action == records.RUN else None
+        if last is not None:
+            records.write_progress(key, last)
+        if records.read_wanted(key).action == records.CANCEL:
+            return _dropped(plan)
+    finally:
+        lock.release()
+        records.sweep(key)
+    return _download(key)
 
 
 def run_queue(*, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> list[Download]:
@@ -228,6 +253,13 @@ def run_queue(*, on_progress: OnProgress = lambda _: None, cancelled: CancelChec
         with contextlib.suppress(EngineError):  # taken by another process, or cancelled, just now
             ran.append(run(waiting[0].key, on_progress=on_progress, cancelled=cancelled))
     return ran
+
+
+def _dropped(plan: Plan) -> Download:
+    """Deletes a cancelled one; what it was without what it had."""
+    found = replace(_describe(plan, 0), state=DownloadState.PAUSED, done_bytes=0, is_mine=False)
+    records.forget(plan)
+    return found
 
 
 def _plan(key: str) -> Plan:

@@ -93,6 +93,8 @@ class Plan:
 
 
 RUN, PAUSE, CANCEL = "run", "pause", "cancel"
+WAITING_FOR_NETWORK, WAITING_FOR_SERVER = "waiting_for_network", "waiting_for_server"
+"""The `error_code` of a download that runs but reaches nobody, or nobody who gives it more; it goes on by itself."""
 
 
 @dataclass(frozen=True, slots=True)

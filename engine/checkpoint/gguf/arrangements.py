@@ -54,6 +54,21 @@ def expert_rows(entry: TensorEntry) -> Iterator[TensorEntry]:
         yield replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)
 
 
+def rows_of(entry: TensorEntry, counts: Sequence[int]) -> Iterator[TensorEntry]:
+    """So many rows of a tensor, and then so many more: its parts from the first row to the last.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if it has not so many.
+    """
+    if not entry.shape or sum(counts) != entry.shape[0] or min(counts) < 0:
+        raise damaged(entry, f"has the shape {entry.shape}, which does not fit the number of heads")
+    row, begin = entry.nbytes // entry.shape[0], 0
+    for count in counts:
+        offset, nbytes = entry.offset + begin * row, count * row
+        yield replace(entry, shape=(count, *entry.shape[1:]), offset=offset, nbytes=nbytes)
+        begin += count
+
+
 def _rotary(heads: str) -> Arrangement:
     def arrange(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
@@ -85,11 +100,7 @@ def _half(which: int) -> Arrangement:
 
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
-        if source.shape[0] % 2:
-            raise damaged(source, "has no two halves")
-        nbytes = source.nbytes // 2
-        shape = (source.shape[0] // 2, *source.shape[1:])
-        return replace(source, shape=shape, offset=source.offset + which * nbytes, nbytes=nbytes)
+        return list(rows_of(source, (source.shape[0] // 2,) * 2))[which]
 
     return arrange
 

@@ -6,6 +6,7 @@ model needs and a file lacks, and whatever a file has and nothing here knows, is
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_rows
+from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_rows, rows_of
 from engine.checkpoint.gguf.file import GgufFile, Strings
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
@@ -46,7 +47,7 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         EngineError: `MODEL_UNSUPPORTED` for an architecture that is not read, or values that the library cannot
             compute with; `CHECKPOINT_DAMAGED` if a key is missing or makes no sense.
     """
-    model_type, family = _family(file)
+    model_type, family, file = _opened(file)
     keys = _Keys(file)
     config: dict[str, Any] = {
         "model_type": model_type,
@@ -69,14 +70,17 @@ def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
     Raises:
         EngineError: as `gguf_config`; `MODEL_UNSUPPORTED` if the file has a tensor that nothing here knows.
     """
-    _, family = _family(file)
     config = gguf_config(file)
+    _, family, file = _opened(file)
     layers = int(config["num_hidden_layers"])
     left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
     for name, ways in _expanded(family, layers):
-        made = next((made for made in ways if all(source in file.tensors for source in made.sources)), None)
+        made = next((made for made in ways if all(_first(source) in file.tensors for source in made.sources)), None)
         if made is None:
+            continue
+        if any("{e}" in source for source in made.sources):
+            tensors.update(_one_by_one(file, name, made, left))
             continue
         for source in made.sources:
             left.pop(source, None)
@@ -96,6 +100,22 @@ def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
             f"{file.path.name} holds {strange}, which Switchyard does not know how to use: its answers would be wrong.",
         )
     return tensors
+
+
+def _first(source: str) -> str:
+    """A tensor, or the first expert's."""
+    return source.replace("{e}", "0")
+
+
+def _one_by_one(file: GgufFile, name: str, made: Made, left: dict[str, None]) -> Iterator[tuple[str, TensorEntry]]:
+    """The tensors of experts that a file has one by one; what is used is taken from `left`."""
+    (source,) = made.sources
+    for expert in itertools.count():
+        theirs, ours = (each.replace("{e}", str(expert)) for each in (source, name))
+        if theirs not in file.tensors:
+            return
+        left.pop(theirs, None)
+        yield ours, replace(file.tensors[theirs], key=ours)
 
 
 @contextmanager
@@ -145,6 +165,40 @@ def _family(file: GgufFile) -> tuple[str, Gguf]:
         f"{file.path.name} holds a model of the architecture {plain_line(file.architecture)[:60]!r}, which Switchyard "
         "does not read from GGUF files: use the model's safetensors version.",
     )
+
+
+def _opened(file: GgufFile) -> tuple[str, Gguf, GgufFile]:
+    """As `_family`, and the file with its queries, keys and values apart where a converter has joined them.
+
+    Raises:
+        EngineError: `MODEL_UNSUPPORTED`; `CHECKPOINT_DAMAGED` if they do not fit the heads.
+    """
+    model_type, family = _family(file)
+    if any("attn_qkv" in source for ways in _ways(family) for made in ways for source in made.sources):
+        return model_type, family, file  # the model has them joined, too, or means something else by it
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in file.tensors.items():
+        place = name.split(".")
+        if len(place) == 4 and place[0] == "blk" and place[2] == "attn_qkv" and place[1].isdecimal():
+            with _sensible(file):
+                parts = rows_of(entry, _attention_rows(file, int(place[1]), entry.shape[0]))
+                tensors.update(zip((name.replace("qkv", part) for part in "qkv"), parts, strict=True))
+        else:
+            tensors[name] = entry
+    return model_type, family, replace(file, tensors=tensors)
+
+
+def _attention_rows(file: GgufFile, layer: int, rows: int) -> tuple[int, int, int]:
+    """How many rows of `rows` are of queries, keys and values, heads being equally wide."""
+
+    def count(key: str) -> int:
+        found = file.value(f"attention.{key}")
+        return int(found[layer] if isinstance(found, np.ndarray) else found)  # type: ignore[arg-type]
+
+    heads = count("head_count")
+    key_heads = heads if file.value("attention.head_count_kv") is None else count("head_count_kv")
+    width = rows // (heads + 2 * key_heads)
+    return heads * width, key_heads * width, key_heads * width
 
 
 class _Keys:
@@ -402,11 +456,7 @@ def _same(value: Any, expected: Any) -> bool:
 
 def _expanded(family: Gguf, layers: int) -> Iterator[tuple[str, list[Made]]]:
     """The names of all tensors that a model of so many layers may have, and what each may be made of."""
-    for name, sources in family.tensors.items():
-        ways = [
-            way if isinstance(way, Made) else Made("", way)
-            for way in (sources if isinstance(sources, tuple) else (sources,))
-        ]
+    for name, ways in zip(family.tensors, _ways(family), strict=True):
         if "{n}" not in name:
             yield name, ways
             continue
@@ -416,3 +466,10 @@ def _expanded(family: Gguf, layers: int) -> Iterator[tuple[str, list[Made]]]:
                 name.replace("{n}", number),
                 [Made(way.how, *(each.replace("{n}", number) for each in way.sources)) for way in ways],
             )
+
+
+def _ways(family: Gguf) -> Iterator[list[Made]]:
+    """What each of a family's tensors may be made of."""
+    for sources in family.tensors.values():
+        ways = sources if isinstance(sources, tuple) else (sources,)
+        yield [way if isinstance(way, Made) else Made("", way) for way in ways]

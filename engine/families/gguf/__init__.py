@@ -1,8 +1,9 @@
 """How a family's models are written in GGUF files: data only.
 
 A checkpoint's name of a tensor is on the left, the file's on the right; `{n}` stands for a layer, `{e}` in the
-checkpoint's name for an expert, of which the file has one stack. What each architecture fixes in llama.cpp's code
-instead of in a file's metadata stands here too: nothing is left to a library's defaults.
+checkpoint's name for an expert, of which the file has one stack, or a tensor each if `{e}` stands there, too. What each
+architecture fixes in llama.cpp's code instead of in a file's metadata stands here too: nothing is left to a library's
+defaults.
 """
 
 from __future__ import annotations
@@ -153,16 +154,22 @@ def attention(query_norm: str = "q_norm", key_norm: str = "k_norm", output: str 
 def experts(
     block: str = "mlp", *, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", router: str = "gate"
 ) -> Tensors:
-    """A router, and experts that the checkpoint has one by one."""
+    """A router, and experts that the checkpoint has one by one, as files from before April 2024 have them."""
     both_halves = "blk.{n}.ffn_gate_up_exps.weight"
+    halves: dict[str, tuple[Made, ...]] = {
+        "gate": (Made("first_half", both_halves),),
+        "up": (Made("second_half", both_halves),),
+    }
     return {
         f"{LAYER}.{block}.{router}.weight": "blk.{n}.ffn_gate_inp.weight",
-        f"{LAYER}.{block}.experts.{{e}}.{gate}.weight": (
-            "blk.{n}.ffn_gate_exps.weight",
-            Made("first_half", both_halves),
-        ),
-        f"{LAYER}.{block}.experts.{{e}}.{up}.weight": ("blk.{n}.ffn_up_exps.weight", Made("second_half", both_halves)),
-        f"{LAYER}.{block}.experts.{{e}}.{down}.weight": "blk.{n}.ffn_down_exps.weight",
+        **{
+            f"{LAYER}.{block}.experts.{{e}}.{theirs}.weight": (
+                f"blk.{{n}}.ffn_{ours}_exps.weight",
+                *halves.get(ours, ()),
+                f"blk.{{n}}.ffn_{ours}.{{e}}.weight",
+            )
+            for ours, theirs in {"gate": gate, "up": up, "down": down}.items()
+        },
     }
 
 

@@ -34,24 +34,26 @@ class ProgressLine:
     def __init__(self, label: str) -> None:
         self._label = label
         self._is_terminal = sys.stderr.isatty()
-        self._shown = -1
+        self._shown = (-1, "")
         self._drawn_at = 0.0
 
     def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_terminal and self._shown >= 0:
+        if self._is_terminal and self._shown[0] >= 0:
             clear_progress()
 
-    def update(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int, words: str = "") -> None:
+        """Shows how far it is; `words` follow the percentage and may change without it."""
         percent = 100 * done // max(total, 1)
         now = time.monotonic()
         interval = _REDRAW_S if self._is_terminal else _LINE_S
-        if percent == self._shown or (percent < 100 and now - self._drawn_at < interval):
+        if (percent, words) == self._shown or (percent < 100 and now - self._drawn_at < interval):
             return
+        text = f"{self._label}: {percent} %" + (f", {words}" if words else "")
         if self._is_terminal:
-            show_progress(f"{self._label}: {percent} %")
+            show_progress(text)
         else:
-            note(f"{self._label}: {percent} %")
-        self._shown, self._drawn_at = percent, now
+            note(text)
+        self._shown, self._drawn_at = (percent, words), now

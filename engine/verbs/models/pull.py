@@ -1,30 +1,134 @@
-"""`switchyard models pull`: gets a model."""
+"""`switchyard models pull`: downloads, shared with the window: what one has begun the other goes on with."""
 
 from __future__ import annotations
 
 import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.checkpoint.library import show
 from engine.checkpoint.names import STARTER_NAME
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import about
 from engine.verbs.models.actions import AddAction
 from engine.verbs.models.library import details
 from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
-from engine.verbs.output import emit
+from engine.verbs.options import parse_size
+from engine.verbs.output import emit, note
+
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.queue import Download
+
+_FOLLOW_S = 0.3
 
 
 def add_actions(action: AddAction) -> None:
     """Adds them to the verb."""
-    action("pull", "get a model (only `starter`)", _pull).add_argument("model", metavar="M")
+    parser = action("pull", "download a model, or go on with a download", _pull)
+    parser.add_argument(
+        "model",
+        metavar="M",
+        nargs="?",
+        help="`starter`, or a model on a hub: ORG/NAME, ORG/NAME:Q4_K_M, modelscope:ORG/NAME",
+    )
+    parser.add_argument("--name", default="", metavar="NAME", help="what to call it (default: the hub's name)")
+    parser.add_argument("--folder", type=Path, metavar="FOLDER", help="the folder of models that it goes into")
+    parser.add_argument("--limit", type=_limit, metavar="SIZE", help="per second, such as 5MB; 0 for no limit")
+    parser.add_argument("--queue", action="store_true", help="instead of a model: all downloads that wait, one by one")
 
 
 def _pull(args: argparse.Namespace) -> int:
-    if args.model != STARTER_NAME:
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED,
-            f"Switchyard can pull only `{STARTER_NAME}` so far: fetch {args.model!r} with "
-            "`hf download ORG/NAME --local-dir FOLDER`, then run `switchyard models import FOLDER`.",
+    if args.queue:
+        return _queue(args)
+    if args.model is None:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "No model was named: give ORG/NAME, `starter`, or --queue.")
+    if args.model == STARTER_NAME:
+        return _pull_starter(args)
+    from engine.checkpoint.downloads import queue
+    from engine.checkpoint.hub import find_candidate
+
+    download = queue.add(find_candidate(args.model), name=args.name, folder=args.folder)
+    queue.resume(download.key)
+    if args.limit is not None:
+        queue.set_limit(download.key, args.limit)
+    with stopped_by_sigterm(), ProgressLine(download.title) as line:
+        try:
+            download = queue.run(download.key, on_progress=lambda now: _show(line, now))
+        except EngineError as error:
+            if error.code is not ErrorCode.BUSY:
+                raise
+            download = _follow(download, line)
+    return _end(download, as_json=args.json)
+
+
+def _limit(text: str) -> int:
+    return 0 if text == "0" else parse_size(text)
+
+
+def _queue(args: argparse.Namespace) -> int:
+    from engine.checkpoint.downloads import queue
+
+    with stopped_by_sigterm(), ProgressLine("downloading") as line:
+        ran = queue.run_queue(on_progress=lambda now: _show(line, now, now.title))
+    emit(
+        {"downloads": ran},
+        as_json=args.json,
+        human=lambda: "\n".join(f"{each.title}: {each.problem or each.state}" for each in ran) or "Nothing waits.",
+    )
+    return 0
+
+
+def _follow(download: Download, line: ProgressLine) -> Download:
+    """Shows the progress of a download that another process runs, until that ends."""
+    from engine.checkpoint.downloads import queue
+
+    while True:
+        found = next((each for each in queue.downloads() if each.key == download.key), None)
+        if found is None or not found.is_mine:
+            return found or download
+        _show(line, found)
+        download = found
+        time.sleep(_FOLLOW_S)
+
+
+def _show(line: ProgressLine, now: Download, title: str = "") -> None:
+    words = [f"{about(now.done_bytes)} of {about(now.total_bytes)}"]
+    if now.problem:
+        words.append(now.problem)
+    elif now.bytes_per_s:
+        words.append(f"{about(round(now.bytes_per_s))}/s")
+        words += [f"{_duration(now.eta_s)} left"] if now.eta_s is not None else []
+    line.update(now.done_bytes, now.total_bytes, ", ".join([*([title] if title else []), *words]))
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds) // 60
+    if not minutes:
+        return f"{round(seconds)} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def _end(download: Download, *, as_json: bool) -> int:
+    if download.state == "failed":
+        raise EngineError(ErrorCode(download.error_code), download.problem)
+    if download.state != "done":
+        emit(
+            download, as_json=as_json, human=f"{download.title} is {download.state}; the same command goes on with it."
         )
+        if as_json:
+            note(f"switchyard: {download.title} is {download.state}.")
+        return 2
+    entry = show(str(download.folder))
+    emit(
+        {"download": download, "model": entry},
+        as_json=as_json,
+        human=f"{download.title} is ready as {download.folder.name} ({about(download.total_bytes)}, all verified).",
+    )
+    return 0
+
+
+def _pull_starter(args: argparse.Namespace) -> int:
     from engine.checkpoint.starter import build_starter  # imports numpy, which no other action needs
 
     with stopped_by_sigterm(), ProgressLine("getting the starter model") as progress:

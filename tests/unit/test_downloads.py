@@ -1,0 +1,439 @@
+"""Downloads against a hub on this machine: what arrives is what is there, whatever happens on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.checkpoint.downloads import download, queue, source, transfer
+from engine.checkpoint.downloads.pace import Waits
+from engine.checkpoint.downloads.queue import Download, DownloadState
+from engine.checkpoint.hub import token as tokens
+from engine.checkpoint.manifest import damaged_files, read_manifest
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import data_dir, models_dir
+from tests.hub_server import Fault, HubServer, Repo
+
+PART = 64 * 1024
+FILES = {
+    "config.json": b'{"model_type": "none"}',
+    "empty.txt": b"",
+    "model-00001-of-00002.safetensors": random.Random(1).randbytes(5 * PART + 17),
+    "model-00002-of-00002.safetensors": random.Random(2).randbytes(3 * PART),
+}
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+TOTAL = sum(map(len, FILES.values()))
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "PART_BYTES", PART)
+    monkeypatch.setattr(Waits, "FIRST_S", 0.01)
+    monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
+    monkeypatch.setattr(source, "STALL_S", 0.5)
+    monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
+    monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
+    monkeypatch.setattr(download, "_LOOK_S", 0.02)
+    monkeypatch.setattr(download, "_REPORT_S", 0.05)
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def repo(hub: HubServer) -> Repo:
+    return hub.add("org/model", FILES)
+
+
+def fetched(hub: HubServer) -> Download:
+    return queue.run(queue.add(hub.candidate("org/model")).key)
+
+
+def assert_whole(download: Download, files: dict[str, bytes] | None = None) -> None:
+    assert (download.state, download.problem) == (DownloadState.DONE, "")
+    assert download.done_bytes == download.total_bytes
+    for path, content in (files or FILES).items():
+        assert (download.folder / path).read_bytes() == content, path
+    manifest = read_manifest(download.folder)
+    assert manifest is not None
+    assert {record.path for record in manifest.files} == set(files or FILES)
+    assert damaged_files(download.folder, manifest) == {}
+    assert not list(download.folder.parent.glob(".download-*"))
+
+
+def test_every_byte_once(hub: HubServer, repo: Repo) -> None:
+    done = fetched(hub)
+    assert_whole(done)
+    assert hub.sent_bytes() == TOTAL
+    assert {each.host for each in hub.asked(FIRST)} == {"hub", "second"}
+    assert all(each.if_range for each in hub.asked(FIRST, "second")[8:])
+    assert [each.state for each in queue.downloads()] == [DownloadState.DONE]
+    assert queue.add(hub.candidate("org/model")).state is DownloadState.DONE
+    queue.cancel(done.key)
+    assert queue.downloads() == []
+    assert done.folder.is_dir()
+    with pytest.raises(EngineError, match="on this PC already"):
+        queue.add(hub.candidate("org/model"))
+
+
+FAULTS = {
+    "drop": Fault("drop", FIRST, "second", times=3, after_bytes=10_000),
+    "drop at once": Fault("drop", "*", times=3),
+    "stall": Fault("stall", FIRST, "second", times=1, after_bytes=20_000),
+    "short": Fault("short", FIRST, "second", times=2, value=100),
+    "long": Fault("long", FIRST, "second", times=2, value=5000),
+    "endless": Fault("endless", FIRST, "second", times=2),
+    "status 500": Fault("status", FIRST, times=4, value=500),
+    "status 503": Fault("status", FIRST, times=2, value=503, headers={"Retry-After": "0"}),
+    "status 429": Fault("status", FIRST, times=2, value=429, headers={"Retry-After": "0"}),
+    "status 416": Fault("status", FIRST, "second", times=2, value=416),
+    "address used up": Fault("status", FIRST, "second", times=3, value=403),
+    "address gone": Fault("status", FIRST, "second", times=2, value=404),
+    "etag": Fault("etag", FIRST, "second", times=2),
+    "etag of a small file": Fault("etag", "config.json", times=1),
+    "commit": Fault("commit", FIRST, "hub", times=2),
+    "linked": Fault("linked", FIRST, "hub", times=1),
+    "wrong range": Fault("wrong_range", FIRST, "second", times=3, value=7),
+    "no range": Fault("no_range", FIRST, "second", times=2),
+    "gzip": Fault("gzip", FIRST, times=2),
+    "refuse": Fault("refuse", "*", times=4),
+    "wrong bytes": Fault("wrong_bytes", FIRST, "second", times=1, after_bytes=1000),
+    "wrong bytes of a small file": Fault("wrong_bytes", "config.json", times=1, after_bytes=3),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_on_the_way_costs_a_part(hub: HubServer, repo: Repo, name: str) -> None:
+    fault = FAULTS[name]
+    hub.order(Fault(**{field: getattr(fault, field) for field in Fault.__dataclass_fields__ if field != "met"}))
+    assert_whole(fetched(hub))
+    met = hub.faults[0].met
+    assert met == fault.times
+    most = met * (PART + 128 * 1024)
+    if fault.kind == "wrong_bytes":  # nobody can tell which part of a file with a wrong checksum is the wrong one
+        most = len(FILES[FIRST])
+    if fault.kind == "etag":  # the server answers with whole files, of which each of the lines takes the beginning
+        most = 4 * len(FILES[FIRST])
+    assert hub.sent_bytes() <= TOTAL + most
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        (Fault("status", FIRST, "hub", times=-1, value=404), ErrorCode.MODEL_NOT_FOUND, "no longer on the hub"),
+        (Fault("status", "*", "hub", times=-1, value=401), ErrorCode.DOWNLOAD_FAILED, "token"),
+        (
+            Fault("status", "*", "hub", times=-1, value=403, headers={"X-Error-Code": "GatedRepo"}),
+            ErrorCode.DOWNLOAD_FAILED,
+            "licence",
+        ),
+        (Fault("wrong_range", FIRST, times=-1, value=7), ErrorCode.DOWNLOAD_FAILED, "another part"),
+        (Fault("gzip", FIRST, times=-1), ErrorCode.DOWNLOAD_FAILED, "packed"),
+        (Fault("commit", FIRST, times=-1), ErrorCode.DOWNLOAD_FAILED, "another version"),
+        (Fault("wrong_bytes", FIRST, "second", times=-1, after_bytes=9), ErrorCode.DOWNLOAD_FAILED, "checksum twice"),
+        (Fault("status", FIRST, "second", times=-1, value=403), ErrorCode.DOWNLOAD_FAILED, "403"),
+    ],
+)
+def test_what_will_not_help_stops_with_a_sentence_and_goes_on_when_put_right(
+    hub: HubServer, repo: Repo, fault: Fault, code: ErrorCode, words: str
+) -> None:
+    hub.order(fault)
+    failed = fetched(hub)
+    assert (failed.state, failed.error_code) == (DownloadState.FAILED, str(code))
+    assert words in failed.problem
+    assert not failed.folder.exists()
+    fault.times = 0
+    queue.resume(failed.key)
+    assert [each.state for each in queue.downloads()] == [DownloadState.WAITING]
+    assert_whole(queue.run(failed.key))
+
+
+def test_no_ranges_at_all(hub: HubServer, repo: Repo) -> None:
+    hub.order(Fault("ignore_range", "*", times=-1))
+    assert_whole(fetched(hub))
+
+
+def test_a_pause_loses_nothing(hub: HubServer, repo: Repo) -> None:
+    hub.per_connection_bytes_per_s = PART
+    key = queue.add(hub.candidate("org/model")).key
+
+    def rest(now: Download) -> None:
+        if now.done_bytes > PART // 2:
+            queue.pause(key)
+
+    paused = queue.run(key, on_progress=rest)
+    assert paused.state is DownloadState.PAUSED
+    assert PART // 2 < paused.done_bytes < TOTAL
+    assert queue.run(key).state is DownloadState.PAUSED
+    hub.per_connection_bytes_per_s = 0
+    before = hub.sent_bytes()
+    queue.resume(key)
+    assert_whole(queue.run(key))
+    assert hub.sent_bytes() - before == TOTAL - paused.done_bytes
+
+
+def test_a_cancelled_one_is_gone(hub: HubServer, repo: Repo) -> None:
+    hub.per_connection_bytes_per_s = 4 * PART
+    key = queue.add(hub.candidate("org/model")).key
+    queue.run(key, on_progress=lambda _: queue.cancel(key))
+    assert queue.downloads() == []
+    assert list(models_dir().iterdir()) == []
+    assert [entry.name for entry in (data_dir() / "downloads").iterdir() if entry.is_dir()] == []
+    waiting = queue.add(hub.candidate("org/model"))
+    queue.cancel(waiting.key)
+    assert list(models_dir().iterdir()) == []
+
+
+def test_one_process_runs_it(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_PATIENCE_S", 0.1)
+    hub.per_connection_bytes_per_s = 4 * PART
+    key = queue.add(hub.candidate("org/model")).key
+    seen: list[Download] = []
+
+    def second(now: Download) -> None:
+        if not seen:
+            seen.append(now)
+            with pytest.raises(EngineError) as refused:
+                queue.run(key)
+            assert refused.value.code is ErrorCode.BUSY
+            hub.per_connection_bytes_per_s = 0
+            hub.cut()
+
+    assert_whole(queue.run(key, on_progress=second))
+    assert seen[0].is_mine
+    assert seen[0].state is DownloadState.RUNNING
+
+
+def test_without_a_network_it_waits_and_goes_on_by_itself(hub: HubServer, repo: Repo) -> None:
+    candidate = hub.candidate("org/model")
+    port = hub.port
+    hub.close()
+    said: list[str] = []
+
+    def come_back(now: Download) -> None:
+        said.append(now.error_code)
+        if now.error_code == queue.WAITING_FOR_NETWORK and not hub._servers:
+            assert now.state is DownloadState.RUNNING
+            assert (now.bytes_per_s, now.eta_s) == (0, None)
+            hub.start(port)
+
+    assert_whole(queue.run(queue.add(candidate).key, on_progress=come_back))
+    assert queue.WAITING_FOR_NETWORK in said
+
+
+def test_the_token_goes_to_the_hub_alone(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo.token, repo.gated = "hf_secret", "manual"
+    failed = fetched(hub)
+    assert failed.state is DownloadState.FAILED
+    assert "licence" in failed.problem
+    monkeypatch.setattr(tokens, "_this_run", {})
+    assert not tokens.save_token("127.0.0.1", " hf_secret\n")  # no keyring here
+    queue.resume(failed.key)
+    assert_whole(queue.run(failed.key))
+    assert {each.authorization for each in hub.asked(host="second")} == {""}
+    assert "Bearer hf_secret" in {each.authorization for each in hub.asked(host="hub")}
+    for file in (data_dir() / "downloads").rglob("*"):
+        assert file.is_dir() or b"hf_secret" not in file.read_bytes()
+    assert "hf_secret" in tokens.for_child()["SWITCHYARD_HUB_TOKENS"]
+    tokens.forget_token("127.0.0.1")
+    assert tokens.read_token("127.0.0.1") == ""
+
+
+def test_a_full_disk_stops_it_and_room_lets_it_go_on(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = transfer._write
+    written = 0
+
+    def until_full(out: Any, data: Any) -> None:
+        nonlocal written
+        written += len(data)
+        if written > 3 * PART:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(out, data)
+
+    monkeypatch.setattr(transfer, "_write", until_full)
+    failed = fetched(hub)
+    assert (failed.state, failed.error_code) == (DownloadState.FAILED, "disk_full")
+    assert failed.done_bytes > 0
+    monkeypatch.setattr(transfer, "_write", write)
+    queue.resume(failed.key)
+    assert_whole(queue.run(failed.key))
+    assert hub.sent_bytes() <= TOTAL + 4 * PART
+
+
+def test_no_room_is_said_before_a_byte_is_fetched(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    repo._digests["huge.safetensors"] = ("a" * 64, "b" * 40)
+    monkeypatch.setattr(Repo, "size", lambda self, path: 10**17 if path == "huge.safetensors" else len(FILES[path]))
+    repo.files["huge.safetensors"] = b""
+    with pytest.raises(EngineError) as refused:
+        queue.add(hub.candidate("org/model"))
+    assert refused.value.code is ErrorCode.DISK_FULL
+    assert hub.requests == []
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="needs a folder that we may not write")
+def test_a_folder_that_cannot_be_written(hub: HubServer, repo: Repo, tmp_path: Path) -> None:
+    folder = tmp_path / "read-only"
+    folder.mkdir(mode=0o500)
+    with pytest.raises(EngineError) as refused:
+        queue.add(hub.candidate("org/model"), folder=folder)
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_folder_that_vanishes(hub: HubServer, repo: Repo) -> None:
+    import shutil
+
+    hub.per_connection_bytes_per_s = PART
+    key = queue.add(hub.candidate("org/model")).key
+
+    def vanish(now: Download) -> None:
+        if now.done_bytes:
+            shutil.rmtree(models_dir() / f".download-{key}", ignore_errors=True)
+
+    failed = queue.run(key, on_progress=vanish)
+    assert (failed.state, failed.error_code) == (DownloadState.FAILED, "invalid_request")
+    hub.per_connection_bytes_per_s = 0
+    queue.resume(key)
+    assert_whole(queue.run(key))
+
+
+def test_what_the_disk_lost_is_fetched_again(hub: HubServer, repo: Repo) -> None:
+    """As after a power cut: the journal knows of parts whose bytes never reached the disk."""
+    hub.order(Fault("status", FIRST, "second", times=-1, value=500, skip=4))
+    key = queue.add(hub.candidate("org/model")).key
+    queue.run(key, on_progress=lambda now: queue.pause(key) if now.error_code == queue.WAITING_FOR_SERVER else None)
+    file = models_dir() / f".download-{key}" / FIRST
+    assert any(file.read_bytes())
+    file.write_bytes(bytes(len(FILES[FIRST])))
+    hub.faults.clear()
+    before = hub.sent_bytes(FIRST)
+    queue.resume(key)
+    assert_whole(queue.run(key))
+    assert hub.sent_bytes(FIRST) - before == len(FILES[FIRST])
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 90])
+def test_a_torn_journal_costs_what_it_does_not_tell(hub: HubServer, repo: Repo, cut: int) -> None:
+    hub.order(Fault("status", SECOND, "hub", times=-1, value=401))
+    failed = fetched(hub)
+    journal = data_dir() / "downloads" / failed.key / "journal"
+    journal.write_bytes(journal.read_bytes()[: -cut or None] + b"part 2 0 12")
+    hub.faults.clear()
+    queue.resume(failed.key)
+    assert_whole(queue.run(failed.key))
+
+
+def test_the_queue_runs_all_in_order(hub: HubServer) -> None:
+    for name in ("one", "two", "three"):
+        hub.add(f"org/{name}", {"config.json": name.encode(), "model.safetensors": FILES[SECOND]})
+    keys = [queue.add(hub.candidate(f"org/{name}")).key for name in ("one", "two", "three")]
+    queue.reorder(keys[2], 0)
+    queue.pause(keys[0])
+    assert [each.key for each in queue.downloads()] == [keys[2], keys[0], keys[1]]
+    assert [each.order for each in queue.downloads()] == [0, 1, 2]
+    assert [each.key for each in queue.run_queue()] == [keys[2], keys[1]]
+    queue.resume(keys[0])
+    assert [each.state for each in queue.run_queue()] == [DownloadState.DONE]
+    assert queue.run_queue() == []
+    speed = queue.line_speed()
+    assert speed is None or speed > 0
+
+
+@pytest.mark.parametrize(
+    "path", ["../x.gguf", "/x.gguf", "a/../x.gguf", "a\\x.gguf", "C:x.gguf", "a//x.gguf", "x.gguf\n", "x" * 300, "a./x"]
+)
+def test_names_that_lead_elsewhere_are_refused(hub: HubServer, path: str) -> None:
+    hub.add("org/model", {path: b"x", "model.gguf": b"x"})
+    with pytest.raises(EngineError) as refused:
+        queue.add(hub.candidate("org/model"))
+    assert refused.value.code is ErrorCode.CHECKPOINT_UNSAFE
+
+
+def test_odd_names_and_folders(hub: HubServer) -> None:
+    files = {
+        "größe 😀 model.json": b"{}",
+        "Q4_K_M/" + "n" * 230 + "-00001-of-00002.gguf": FILES[FIRST],
+        "Q4_K_M/" + "n" * 230 + "-00002-of-00002.gguf": FILES[SECOND],
+    }
+    hub.add("org/Änderung", files)
+    done = queue.run(queue.add(hub.candidate("org/Änderung", "Q4_K_M")).key)
+    assert_whole(done, {path.removeprefix("Q4_K_M/"): content for path, content in files.items()})
+    hub.add("org/same", {"A.json": b"1", "a.json": b"2"})
+    with pytest.raises(EngineError, match="capitals"):
+        queue.add(hub.candidate("org/same"))
+
+
+def test_another_hub(hub: HubServer) -> None:
+    hub.add("org/model", FILES, hub="modelscope")
+    assert_whole(fetched(hub))
+    assert hub.sent_bytes() == TOTAL
+
+
+def test_without_any_checksum_a_change_is_noticed(hub: HubServer) -> None:
+    hub.add("org/model", FILES, hub="modelscope", with_sha256=False)
+    hub.order(Fault("etag", FIRST, times=1, skip=3))
+    assert_whole(fetched(hub))
+
+
+class FakeXet:
+    """As much of the chunk store's library as is used."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files, self.ranges = files, list[tuple[int, int]]()
+        self.asked_with: dict[str, Any] = {}
+
+    def new_download_stream_group(self, **asked_with: Any) -> Any:
+        self.asked_with = asked_with
+        return contextlib.nullcontext(self)
+
+    def download_stream(self, info: Any, start: int, end: int) -> Any:
+        self.ranges.append((start, end))
+        content = self.files[info.hash][start:end]
+
+        class Stream:
+            def __iter__(self) -> Iterator[bytes]:
+                return iter([content[:1000], content[1000:]])
+
+            def cancel(self) -> None:
+                pass
+
+        return Stream()
+
+
+def test_what_is_given_out_in_no_other_way_comes_from_the_chunk_store(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeXet({"c" * 64: FILES[FIRST]})
+    monkeypatch.setattr("huggingface_hub.utils._xet.get_xet_session", lambda: fake)
+    hub.add("org/model", FILES, xet={FIRST: "c" * 64})
+    hub.order(Fault("ignore_range", FIRST, times=-1))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as all other tests have it
+    assert_whole(fetched(hub))
+    assert sorted(fake.ranges) == [(n * PART, min((n + 1) * PART, len(FILES[FIRST]))) for n in range(6)]
+    assert fake.asked_with["token"] == "xet"
+
+
+def test_a_limit_holds_and_can_be_lifted(hub: HubServer, repo: Repo) -> None:
+    key = queue.add(hub.candidate("org/model")).key
+    queue.set_limit(key, PART)
+    seen: list[Download] = []
+
+    def lift(now: Download) -> None:
+        seen.append(now)
+        if len(seen) == 5:
+            queue.set_limit(key, 0)
+
+    assert_whole(queue.run(key, on_progress=lift))
+    assert seen[1].limit_bytes_per_s == PART
+    assert seen[1].done_bytes < TOTAL
