@@ -380,7 +380,7 @@ def test_a_bias_that_is_not_zero(tmp_path: Path) -> None:
 
 
 def test_a_family_that_mlx_stores_otherwise(tmp_path: Path) -> None:
-    packed, _ = quantised_pair(KINDS["mlx"], "ernie4_5_moe", tmp_path)
+    packed, _ = quantised_pair(KINDS["mlx"], "dots1", tmp_path)
     assert refusal(packed).code is ErrorCode.MODEL_UNSUPPORTED
 
 
