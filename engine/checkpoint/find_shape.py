@@ -33,12 +33,22 @@ def find_shape(model: str) -> ModelShape:
         return read_model(model)
     found = find_named(model)
     if found is None and is_reference(model) and not Path(model).exists():
-        known = (shape for shape in map(read_model, model_names()) if shape.hub_id.casefold() == model.casefold())
-        return next(known, None) or candidate_shape(find_candidate(model))
+        return _known(model) or candidate_shape(find_candidate(model))
     if found is None and model.strip() and not is_path_like(model) and model != STARTER_NAME:
         raise _unknown(model)
     folder = resolve(model)
     return shape_of(name_of(folder), read_config(folder), read_tensors(folder).values())
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether `find_shape` would have to ask a hub."""
+    return is_reference(model) and not Path(model).exists() and find_named(model) is None and _known(model) is None
+
+
+def _known(hub_id: str) -> ModelShape | None:
+    """The shipped profile of a model on the hub."""
+    shapes = map(read_model, model_names())
+    return next((shape for shape in shapes if shape.hub_id.casefold() == hub_id.casefold()), None)
 
 
 def _unknown(model: str) -> EngineError:

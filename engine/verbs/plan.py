@@ -31,12 +31,17 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hardware", metavar="P", help="a machine: a name in resources/machines, or a JSON file (default: this one)"
     )
+    add_limit_options(parser)
     parser.add_argument(
         "--workload",
         default="chat",
         metavar="W",
         help="chat, long-prefill, beam, batch, or PROMPTxGENERATED[xSEQUENCES[xBEAMS]] (default: chat)",
     )
+
+
+def add_limit_options(parser: argparse.ArgumentParser) -> None:
+    """Add what bounds the memory and names the context and the precision."""
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: do not use the graphics card")
     parser.add_argument("--precision", choices=[AUTO, *LADDER], default=AUTO, help="of the experts")
     parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
@@ -45,7 +50,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=positive_int, metavar="N", help="longest supported context")
 
 
-def _limits(args: argparse.Namespace) -> Limits:
+def asked_limits(args: argparse.Namespace) -> Limits:
+    """The limits that the options of `add_plan_options` set."""
     from engine.planner.plan import Limits
 
     return Limits(
@@ -58,7 +64,7 @@ def _limits(args: argparse.Namespace) -> Limits:
     )
 
 
-def _this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
+def this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
     """(this machine, what other programs leave of the limits)."""
     from engine.hardware.measured import load_measurements, machine_profile
     from engine.hardware.probe import probe
@@ -97,11 +103,11 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     if args.hardware:
         from engine.hardware.machine import read_machine
 
-        return make_plan(read_machine(args.hardware), model, workload, _limits(args))
+        return make_plan(read_machine(args.hardware), model, workload, asked_limits(args))
     from engine.tuning.machine_look import corrections_here, plan_here
     from engine.tuning.settled import corrected_plan
 
-    look, limits = _this_machine(_limits(args))
+    look, limits = this_machine(asked_limits(args))
     if workload != CHAT:  # only chats are timed
         plan = make_plan(look.profile, model, workload, limits, measured=look.measurements is not None)
         return corrected_plan(plan, corrections_here(look, args.model))

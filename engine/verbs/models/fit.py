@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.sizes import about
 from engine.verbs.models.actions import MODEL, AddAction
 from engine.verbs.output import emit
-from engine.verbs.plan import add_plan_options, plan_of, timing_text, workload_of
+from engine.verbs.plan import add_plan_options, asked_limits, plan_of, this_machine, timing_text, workload_of
+
+if TYPE_CHECKING:
+    from engine.checkpoint.hub import Candidate
+    from engine.checkpoint.model_shape import ModelShape
+    from engine.tuning.fit import FitCard, FitRow
+
+_AT_ONCE = 4
+"""Files of which the headers are read at the same time."""
 
 
 def add_actions(action: AddAction) -> None:
     """Adds them to the verb."""
     fitting = action("fit", "whether a model can run on a machine, and how fast, without downloading it", _fit)
-    fitting.add_argument("model", metavar="M", help=f"{MODEL}, a profile in resources/models, or a hub id")
+    fitting.add_argument(
+        "model",
+        metavar="M",
+        help=f"{MODEL}, a profile in resources/models, or a hub's ORG/NAME, of which every file is compared",
+    )
     add_plan_options(fitting)
 
 
 def _fit(args: argparse.Namespace) -> int:
-    from engine.checkpoint.find_shape import find_shape  # imports numpy, which no other action needs
+    from engine.checkpoint.find_shape import find_shape, is_on_hub  # imports numpy, which no other action needs
     from engine.hardware.machine import read_machine
 
+    if is_on_hub(args.model) and not args.hardware:
+        return _fit_of_hub(args)
     workload, shape = workload_of(args), find_shape(args.model)
     machine = read_machine(args.hardware).name if args.hardware else "this machine"
     document: dict[str, Any] = {"model": shape.name, "machine": machine, "parameters": shape.total_weights}
@@ -60,3 +77,73 @@ def _fit(args: argparse.Namespace) -> int:
         ),
     )
     return 0
+
+
+def _fit_of_hub(args: argparse.Namespace) -> int:
+    """Every candidate of a repository, or the one that is named, on this machine."""
+    from engine.checkpoint.hub import candidates, find_candidate, parse_reference, read_repository
+    from engine.tuning.fit import fit_card
+
+    named = parse_reference(args.model).what
+    found = (find_candidate(args.model),) if named else candidates(read_repository(args.model))
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        shaped = list(pool.map(_shaped, found))
+    look, limits = this_machine(asked_limits(args))
+    card = fit_card(shaped, look, limits)
+    emit(_card_document(card), as_json=args.json, human=lambda: _card_text(card))
+    return 0 if card.recommended is not None else 2
+
+
+def _shaped(candidate: Candidate) -> tuple[Candidate, ModelShape | None]:
+    """The candidate and what it is; with the reason instead, if its header says that it cannot run."""
+    from engine.checkpoint.hub import candidate_shape
+
+    try:
+        return candidate, None if candidate.problem else candidate_shape(candidate)
+    except EngineError as error:
+        if error.code is ErrorCode.DOWNLOAD_FAILED:
+            raise
+        return replace(candidate, problem=error.message), None
+
+
+def _card_document(card: FitCard) -> dict[str, Any]:
+    return {
+        "rows": [_row_document(row) for row in card.rows],
+        "recommended": None if card.recommended is None else card.rows[card.recommended].candidate.reference,
+        "why": card.why,
+    }
+
+
+def _row_document(row: FitRow) -> dict[str, Any]:
+    return {
+        "reference": row.candidate.reference,
+        "label": row.candidate.label,
+        "bytes": row.bytes,
+        "files": [file.path for file in row.candidate.files],
+        "quality": row.quality,
+        "precision": row.precision,
+        "card": asdict(row.card) if row.card is not None else None,
+        "ram": asdict(row.ram) if row.ram is not None else None,
+        "disk": asdict(row.disk),
+        "from_disk": row.from_disk,
+        "kv_at_context": row.kv_at_context,
+        "speed": asdict(row.speed) if row.speed is not None else None,
+        "verdict": row.verdict,
+        "fits_alone": row.fits_alone,
+        "why": row.why,
+        "load_anyway": row.load_anyway,
+    }
+
+
+def _card_text(card: FitCard) -> str:
+    lines = [f"  {'':<18} {'download':>9}  {'quality':<8} {'tokens/s':>17}  {'card':>9} {'RAM':>9}"]
+    for at, row in enumerate(card.rows):
+        speed = f"{row.speed.decode:.3g} ({row.speed.low:.3g}-{row.speed.high:.3g})" if row.speed is not None else ""
+        held = [about(tier.held) if tier is not None else "" for tier in (row.card, row.ram)]
+        mark = "*" if at == card.recommended else " "
+        lines.append(
+            f"{mark} {row.candidate.label:<18} {about(row.bytes):>9}  {row.quality:<8} {speed:>17}  {held[0]:>9} "
+            f"{held[1]:>9}  {row.verdict}"
+        )
+    refused = [f"{row.candidate.label}: {row.why}" for row in card.rows if row.verdict == "too-large"]
+    return "\n".join([*lines, "", *refused, card.why])

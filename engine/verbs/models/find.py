@@ -1,0 +1,113 @@
+"""`switchyard models search` and `recommend`: models on a hub, and those of the catalogue that suit this PC."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.common.sizes import about
+from engine.verbs.models.actions import AddAction
+from engine.verbs.options import positive_int
+from engine.verbs.output import emit
+from engine.verbs.plan import add_limit_options, asked_limits, this_machine
+
+if TYPE_CHECKING:
+    from engine.checkpoint.hub import Found
+    from engine.tuning.fit import Recommendation
+
+_USUAL_LINE = 6e6
+"""Bytes per second of an ordinary line, for times before the first download."""
+_MOST = 100
+
+
+def add_actions(action: AddAction) -> None:
+    """Adds them to the verb."""
+    searching = action("search", "models on a hub whose names match", _search)
+    searching.add_argument("words", nargs="+", metavar="WORD", help="words of the name; modelscope: asks that hub")
+    searching.add_argument("--limit", type=positive_int, default=20, metavar="N", help="at most so many (default: 20)")
+    recommending = action("recommend", "models of the catalogue that suit this machine; asks no network", _recommend)
+    recommending.add_argument(
+        "--catalogue", type=Path, metavar="FILE", help="a newer catalogue, which is kept and used from now on"
+    )
+    add_limit_options(recommending)
+
+
+def _search(args: argparse.Namespace) -> int:
+    from engine.checkpoint.hub import search  # imports numpy, which no other action needs
+
+    found = search(" ".join(args.words), limit=min(args.limit, _MOST))
+    emit({"found": [asdict(one) for one in found]}, as_json=args.json, human=lambda: _found_text(found))
+    return 0
+
+
+def _found_text(found: tuple[Found, ...]) -> str:
+    if not found:
+        return "Nothing found: try fewer words, or the maker's name."
+    able, others = [one for one in found if not one.problem], [one for one in found if one.problem]
+    lines = [
+        f"{one.id:<56} {_size(one.parameters):>7} {one.downloads:>11,} {one.licence:<14}{' gated' if one.gated else ''}"
+        for one in able
+    ]
+    lines = [f"{'':<56} {'weights':>7} {'downloads':>11} licence", *lines] if able else []
+    lines += [f"{one.id}: {one.problem}" for one in others]
+    if able:
+        lines.append(f"\n`switchyard models fit {able[0].id}` says which file of it suits this machine.")
+    return "\n".join(lines)
+
+
+def _size(parameters: float | None) -> str:
+    return f"{parameters / 1e9:.1f} B" if parameters else ""
+
+
+def _recommend(args: argparse.Namespace) -> int:
+    from engine.checkpoint.catalogue import read_catalogue, use_catalogue
+    from engine.checkpoint.downloads.queue import line_speed
+    from engine.tuning.fit import recommend
+
+    catalogue = use_catalogue(args.catalogue) if args.catalogue else read_catalogue()
+    look, limits = this_machine(asked_limits(args))
+    measured = line_speed()
+    line = measured or _USUAL_LINE
+    found = recommend(catalogue, look, limits)
+    document = {
+        "catalogue": catalogue.date,
+        "line_bytes_per_s": line,
+        "line_is_measured": measured is not None,
+        "recommendations": [_document(one, line) for one in found],
+    }
+    emit(document, as_json=args.json, human=lambda: _recommended_text(found, line))
+    return 0
+
+
+def _document(one: Recommendation, line: float) -> dict[str, Any]:
+    entry = one.entry
+    return {
+        "role": one.role,
+        "name": entry.name,
+        "reference": one.reference,
+        "bytes": one.bytes,
+        "licence": entry.licence,
+        "licence_link": entry.licence_link,
+        "verdict": one.verdict,
+        "speed": asdict(one.speed),
+        "seconds_to_first_answer": one.seconds_to_first_answer(line),
+        "sentence": one.sentence,
+        "unchecked": entry.unchecked,
+    }
+
+
+def _recommended_text(found: tuple[Recommendation, ...], line: float) -> str:
+    if not found:
+        return "None of the catalogue would answer fast enough here: `switchyard models pull starter` gets the starter."
+    lines = []
+    for one in found:
+        minutes = one.seconds_to_first_answer(line) / 60
+        lines += [
+            f"{one.role}: {one.entry.name} ({one.reference})",
+            f"  {about(one.bytes)} to download, {minutes:.0f} minutes to the first answer at {about(round(line))}/s; "
+            f"{one.entry.licence}",
+            f"  {one.sentence}",
+        ]
+    return "\n".join([*lines, f"\n`switchyard models pull {found[-1].reference}` fetches one."])

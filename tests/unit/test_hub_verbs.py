@@ -1,0 +1,94 @@
+"""`switchyard models search`, `recommend` and `fit` of what is on a hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
+from engine.cli import main
+from tests.hub_server import HubServer
+from tests.tiny_gguf import write_model
+from tests.unit.made_up_tuning import MACHINE
+
+Run = Callable[..., tuple[int, Any]]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as all other tests have it
+    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    with HubServer() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
+        yield server
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """`run(*arguments)` -> exit code, the JSON document of `switchyard models ...`; the text is printed first."""
+
+    def call(*arguments: str) -> tuple[int, Any]:
+        shown = main(["models", *arguments])
+        assert capsys.readouterr().out or shown == 2
+        code = main(["models", *arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out or "null")
+
+    return call
+
+
+def test_search(hub: HubServer, run: Run) -> None:
+    hub.add("org/tiny-GGUF", {}, tags=("gguf",))
+    hub.add("org/tiny-lora", {}, tags=("lora",))
+    code, found = run("search", "tiny")
+    assert code == 0
+    assert [(one["id"], bool(one["problem"])) for one in found["found"]] == [
+        ("org/tiny-GGUF", False),
+        ("org/tiny-lora", True),
+    ]
+    assert run("search", "nothing") == (0, {"found": []})
+
+
+def test_fit_compares_every_file_of_a_repository(hub: HubServer, run: Run, tmp_path: Path) -> None:
+    folder = make_synthetic("synthetic:qwen3-moe-tiny?layers=2")
+    files: dict[str, bytes | Path] = {path.name: path for path in folder.iterdir()}
+    files["tiny-Q8_0.gguf"] = write_model(folder, tmp_path / "tiny-Q8_0.gguf", "qwen3moe", quantised="Q8_0")
+    hub.add("org/tiny", {**files, "tiny-IQ2_XXS.gguf": b"GGUF", "tiny-Q6_K.gguf": b"GGUF"})
+    code, card = run("fit", "org/tiny", "--context", "256")
+    assert code == 0
+    assert [row["label"] for row in card["rows"]] == ["BF16", "Q8_0", "Q6_K", "IQ2_XXS"]
+    verdicts = {row["label"]: row["verdict"] for row in card["rows"]}
+    assert verdicts == {"BF16": "fast", "Q8_0": "fast", "Q6_K": "too-large", "IQ2_XXS": "too-large"}
+    assert card["recommended"] in ("org/tiny:BF16", "org/tiny:Q8_0")
+    assert all(row["why"] for row in card["rows"])
+    one = run("fit", "org/tiny:Q8_0")[1]
+    assert [row["label"] for row in one["rows"]] == ["Q8_0"]
+    assert run("fit", "org/tiny:IQ2_XXS")[0] == 2
+
+
+def test_offline_is_a_users_matter(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert run("fit", "org/tiny")[0] == 2
+    assert run("search", "tiny")[0] == 2
+
+
+def test_recommend_asks_no_network(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    content = json.loads((catalogue_dir() / "catalogue.json").read_text(encoding="utf-8"))
+    newer = {**content, "date": "2030-01-01", "models": content["models"][-4:]}
+    file = tmp_path / "newer.json"
+    file.write_text(json.dumps(newer), encoding="utf-8")
+    code, found = run("recommend", "--catalogue", str(file))
+    assert code == 0
+    assert own_catalogue().exists()
+    assert found["catalogue"] == "2030-01-01"
+    assert not found["line_is_measured"]
+    assert found["recommendations"]
+    for one in found["recommendations"]:
+        assert one["seconds_to_first_answer"] > one["bytes"] / found["line_bytes_per_s"]
+        assert one["unchecked"]
