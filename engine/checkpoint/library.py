@@ -37,7 +37,9 @@ _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8", "compressed-tensors": "compressed"}
-_MIX = re.compile(r"\b(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|MXFP4(?:_MOE)?|BF16|F16|F32)\b", re.IGNORECASE)
+_MIX = re.compile(
+    r"(?<![a-z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|MXFP4(?:_MOE)?|BF16|F16|F32)(?![a-z0-9])", re.IGNORECASE
+)
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 
 
@@ -225,7 +227,8 @@ def _read(path: Path) -> LibraryEntry:
 
 def _precision_words(path: Path, profile: ModelProfile) -> str:
     stored = profile.quantization or profile.dtype
-    mix = _MIX.search(name_of(path)) if gguf_at(path) is not None else None
+    gguf = gguf_at(path)
+    mix = _MIX.search(f"{gguf.name} {name_of(path)}") if gguf is not None else None
     if mix is not None:  # the name of the whole mixture, which its maker gave it
         return mix[0].upper()
     return _SHORT.get(stored, stored.upper())

@@ -56,6 +56,21 @@ def test_a_model_through_every_action(run: Any, tmp_path: Path) -> None:
     assert json.loads(run("list", "--json")[1])["models"] == []
 
 
+def test_a_model_moves_to_another_folder_and_is_copied_out(run: Any, tmp_path: Path) -> None:
+    run("import", str(write_tiny_checkpoint(tmp_path / "tiny")))
+    disk, out = tmp_path / "disk", tmp_path / "out"
+    out.mkdir()
+    code, printed, _ = run("move", "tiny", str(disk), "--json")
+    assert (code, json.loads(printed)["path"]) == (0, str(disk / "tiny"))
+    assert json.loads(run("folders", "--json")[1])["folders"] == [str(models_dir()), str(disk)]
+    assert json.loads(run("list", "--json")[1])["models"][0]["origin"] == "switchyard"
+    code, printed, _ = run("export", "tiny", str(out), "--json")
+    assert (code, json.loads(printed)["folder"]) == (0, str(out / "tiny"))
+    assert run("folders", "--drop", str(disk), "--add", str(out))[1].splitlines() == [str(models_dir()), str(out)]
+    assert json.loads(run("show", "tiny", "--json")[1])["path"] == str(out / "tiny")
+    assert run("move", "tiny", str(tmp_path / "no" / "folder"))[0] == 2
+
+
 def test_damage_is_exit_code_2_and_named(run: Any, tmp_path: Path) -> None:
     run("import", str(write_tiny_checkpoint(tmp_path / "tiny")))
     (models_dir() / "tiny" / "tokenizer_config.json").write_text("{ }")

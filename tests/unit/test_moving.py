@@ -18,6 +18,7 @@ from engine.checkpoint.in_use import alone_with, is_in_use, reading
 from engine.checkpoint.library import bank_path, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.moving import export, move, remove
+from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.checkpoint.shelves import add_model_folder, model_folders
 from engine.checkpoint.usage import note_use, read_usage
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
@@ -65,7 +66,7 @@ def test_a_model_moves_with_all_that_is_known_of_it(
         request.getfixturevalue("other_disk")
     _bank(tiny)
     note_use(tiny, 12.5, 100)
-    before, times = _files(tiny), {file.name: file.stat().st_mtime_ns for file in tiny.iterdir()}
+    before, mark = _files(tiny), fingerprint(tiny, read_tensors(tiny).values())
     heard: list[tuple[int, int]] = []
     entry = move("tiny", tmp_path / "disk", on_progress=lambda done, total: heard.append((done, total)))
     assert (entry.name, entry.path, entry.origin) == ("tiny", tmp_path / "disk" / "tiny", "switchyard")
@@ -73,9 +74,7 @@ def test_a_model_moves_with_all_that_is_known_of_it(
     assert model_folders() == (models_dir(), tmp_path / "disk")
     assert resolve("tiny") == entry.path
     assert _files(entry.path) == before
-    assert {name: (entry.path / name).stat().st_mtime_ns for name in times if name != MANIFEST_NAME} == {
-        name: time for name, time in times.items() if name != MANIFEST_NAME
-    }
+    assert fingerprint(entry.path, read_tensors(entry.path).values()) == mark  # its prepared experts are still its own
     assert list(models_dir().iterdir()) == []
     assert [file.name for file in (tmp_path / "disk").iterdir()] == ["tiny"]
     assert verify("tiny").damaged == {}

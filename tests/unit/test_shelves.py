@@ -362,6 +362,19 @@ def test_a_name_is_one_models_only(home: Path, tmp_path: Path) -> None:
     assert [resolve(name) for name in entries] == [entry.path for entry in entries.values()]
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Qwen3-30B-A3B-Q4_K_M", "Q4_K_M"),
+        ("model_UD-q4_k_xl", "UD-Q4_K_XL"),
+        ("gpt-oss-20b-MXFP4", "MXFP4"),
+        ("a-IQ4_XS-00001-of-00001", "IQ4_XS"),
+    ],
+)
+def test_a_mixture_of_precisions_has_the_name_that_its_maker_gave_it(tmp_path: Path, name: str, words: str) -> None:
+    assert show(str(write_mixtral(tmp_path / f"{name}.gguf"))).precision_words == words
+
+
 @given(st.text() | st.sampled_from(["con", "Starter", "nul.gguf", "_x", "x." * 60, "CON-", "é", ""]))
 def test_any_name_makes_a_name_for_the_library(name: str) -> None:
     check_new_name(folder_name(name))
