@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from engine.checkpoint.downloads.pace import Waits
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.manifest import damaged_files, read_manifest
+from engine.cli import main
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
 from tests.hub_server import Fault, HubServer, Repo
@@ -35,6 +38,7 @@ TOTAL = sum(map(len, FILES.values()))
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "PART_BYTES", PART)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power is cut here, and the disk may be slow
     monkeypatch.setattr(Waits, "FIRST_S", 0.01)
     monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
     monkeypatch.setattr(source, "STALL_S", 0.5)
@@ -437,3 +441,43 @@ def test_a_limit_holds_and_can_be_lifted(hub: HubServer, repo: Repo) -> None:
     assert_whole(queue.run(key, on_progress=lift))
     assert seen[1].limit_bytes_per_s == PART
     assert seen[1].done_bytes < TOTAL
+
+
+def test_the_terminal_goes_on_with_what_the_window_began(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.checkpoint.hub.find_candidate", lambda reference: hub.candidate("org/model"))
+    begun = queue.add(hub.candidate("org/model"))
+    queue.pause(begun.key)
+    assert main(["models", "pull", "--queue", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"downloads": []}
+    hub.order(Fault("status", FIRST, "hub", value=401))
+    assert main(["models", "pull", "org/model:Q4_K_M", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "download_failed"
+    assert main(["models", "pull", begun.key, "--json", "--limit", "1GB"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["download"]["state"], answer["download"]["limit_bytes_per_s"]) == ("done", 10**9)
+    assert_whole(queue.downloads()[0])
+    assert main(["models", "pull", "org/model:Q4_K_M"]) == 0  # there already
+    assert main(["models", "pull", "--json"]) == 2
+    assert hub.sent_bytes() <= TOTAL + 8 * PART
+
+
+def test_the_terminal_follows_what_the_window_runs(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(queue, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr("engine.verbs.models.pull._FOLLOW_S", 0.02)
+    hub.per_connection_bytes_per_s = 2 * PART
+    key = queue.add(hub.candidate("org/model")).key
+    ended: list[Download] = []
+    window = threading.Thread(target=lambda: ended.append(queue.run(key)))
+    window.start()
+    while not queue.downloads()[0].is_mine:
+        pass
+    code = main(["models", "pull", "org/model:Q4_K_M", "--json"])
+    window.join()
+    assert code == 0
+    assert json.loads(capsys.readouterr().out)["download"]["state"] == "done"
+    assert_whole(ended[0])
+    assert hub.sent_bytes() == TOTAL

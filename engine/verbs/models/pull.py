@@ -48,7 +48,9 @@ def _pull(args: argparse.Namespace) -> int:
     from engine.checkpoint.downloads import queue
     from engine.checkpoint.hub import find_candidate
 
-    download = queue.add(find_candidate(args.model), name=args.name, folder=args.folder)
+    download = _begun(args.model)
+    if download is None:
+        download = queue.add(find_candidate(args.model), name=args.name, folder=args.folder)
     queue.resume(download.key)
     if args.limit is not None:
         queue.set_limit(download.key, args.limit)
@@ -60,6 +62,14 @@ def _pull(args: argparse.Namespace) -> int:
                 raise
             download = _follow(download, line)
     return _end(download, as_json=args.json)
+
+
+def _begun(model: str) -> Download | None:
+    """The download of that reference or key which is not done yet: it goes on without asking the hub what that is."""
+    from engine.checkpoint.downloads import queue
+
+    same = (each for each in queue.downloads() if model in (each.key, each.reference) and each.state != "done")
+    return next(same, None)
 
 
 def _limit(text: str) -> int:
