@@ -186,6 +186,8 @@ _PAGED = ("-ffp-contract=fast", "-Wno-psabi")
 """Allows vectors wider than the target's, and FMA contraction."""
 _BF16 = ("-mavx512vnni", "-mavx512bf16")
 _SPECIAL = {
+    "cached_avx2.cpp": _Special("x86", _AVX2),
+    "cached_avx512.cpp": _Special("x86", _AVX512),
     "kernels_avx2.cpp": _Special("x86", _AVX2),
     "kernels_avx512.cpp": _Special("x86", _AVX512),
     "many_avx2.cpp": _Special("x86", _AVX2),
@@ -198,6 +200,7 @@ _SPECIAL = {
     "tiles_avxvnni.cpp": _Special("x86", _AVX2, newest=("-mavxvnni",)),
     "tiles_avx512.cpp": _Special("x86", _AVX512),
     "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni")),
+    "cached_neon.cpp": _Special("arm"),
     "kernels_neon.cpp": _Special("arm"),
     "paged_neon.cpp": _Special("arm", _PAGED),
     "tiles_neon.cpp": _Special("arm"),

@@ -140,7 +140,7 @@ void try_attention_rows(SwitchyardPool *pool, Random &random, const SwitchyardAt
 void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     SwitchyardAttention layer{};
     layer.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
-    layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 3));
+    layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 10));
     layer.head_dim = static_cast<int32_t>(2 * draw(random, 1, 40));
     layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
     layer.epsilon = 1e-6f;
@@ -164,13 +164,20 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     if (coin(random)) layer.q_bias = q_bias.data(), layer.k_bias = k_bias.data(), layer.v_bias = v_bias.data();
     if (coin(random)) layer.o_bias = o_bias.data();
     if (coin(random)) layer.sinks = sinks.data();
-    const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
+    // Sometimes long enough for threads to share a head's tokens.
+    const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
     const auto x = draw_row(random, hidden), cos = draw_row(random, dim / 2), sin = draw_row(random, dim / 2);
     std::vector<uint16_t> out(x.size());
     require(switchyard_attention_step(pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
                                       capacity, length, out.data()) == 0,
             "no attention");
+    const OwnPool alone(1);
+    std::vector<uint16_t> again(x.size());
+    require(switchyard_attention_step(alone.pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
+                                      capacity, length, again.data()) == 0,
+            "no attention");
+    require(out == again, "attention depends on the number of threads");
     record("attention", out);
     try_attention_rows(pool, random, layer);
 }
@@ -202,7 +209,7 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.norm = norm.data(), layer.kv_norm = kv_norm.data();
     if (has_q_latent) layer.q_a_norm = q_norm.data();
     if (draw(random, 0, 1)) layer.kv_a_bias = kv_bias.data(), layer.o_bias = norm.data();
-    const int64_t capacity = draw(random, 1, 70), length = draw(random, 0, capacity - 1);
+    const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     auto latents = draw_row(random, capacity * layer.rank), keys = draw_row(random, capacity * layer.rope);
     const auto x = draw_row(random, hidden);
     const std::vector<float> angles(static_cast<size_t>(layer.rope), 0.5f);

@@ -5,6 +5,7 @@
 #include <new>
 #include <vector>
 
+#include "cached_attention.h"
 #include "dispatch.h"
 #include "matrix.h"
 #include "rows.h"
@@ -23,16 +24,19 @@ struct AttentionStep {
     std::vector<uint16_t> normed;     // [hidden]
     Vectors x;                        // the same, for the projections
     std::vector<uint16_t> projected;  // q, k and v, [(heads + 2 kv_heads) * head_dim]
-    std::vector<float> spread_q;      // [heads, head_dim padded]
-    std::vector<float> scores;        // [heads, length + 1]
-    std::vector<float> mixed;         // [heads, head_dim]
+    CachedAttention attention;
     std::vector<uint16_t> attended;   // [heads * head_dim]
     Vectors attended_x;               // the same, for the output
+
+    CachedRows rows_of(int64_t kv_head) const {
+        const int64_t dim = layer->head_dim, at = kv_head * capacity * dim;
+        return {keys + at, values + at, dim, dim};
+    }
 };
 
 struct AttentionRun {
     AttentionStep &step;
-    Phase norm, projections, long_norms, heads, attention, spreading, output;
+    Phase norm, projections, long_norms, heads, attention, joining, spreading, output;
 
     AttentionRun(AttentionStep &step, int threads)
         : step(step),
@@ -40,7 +44,8 @@ struct AttentionRun {
           projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v), threads, 1),
           long_norms(step.layer->norms_span_heads ? 2 : 0, threads, 1),
           heads(step.layer->heads + 2 * step.layer->kv_heads, threads, 1),
-          attention(step.layer->heads, threads, 1),
+          attention(step.attention.items(), threads, 1),
+          joining(step.layer->heads, threads, 4),
           spreading(1, threads),
           output(blocks_of(step.layer->o), threads, 1) {}
 };
@@ -86,7 +91,7 @@ void norm_all(AttentionStep &step, int64_t which) {
     rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_rounds_once);
 }
 
-// One projected head: a query is spread for the dot products, keys and values go to their row of the cache.
+// One projected head: a query is scaled, keys and values go to their row of the cache.
 void prepare_head(AttentionStep &step, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t dim = layer.head_dim;
@@ -99,33 +104,20 @@ void prepare_head(AttentionStep &step, int64_t head) {
     const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm;
     if (norm && !layer.norms_span_heads) rms_norm(x, norm, layer.epsilon, dim, x, layer.norm_rounds_once);
     rotate(step, x);
-    if (is_query)
-        step.kernels.rows->spread(x, dim, &step.spread_q[head * padded(dim)]);
-    else
+    if (is_query) {
+        float *query = step.attention.query(head);
+        for (int64_t i = 0; i < dim; ++i) query[i] = from_bf16(x[i]) * layer.scale;
+    } else {
         std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + step.length) * dim);
+    }
 }
 
-void attend(AttentionStep &step, int64_t head) {
-    const auto &layer = *step.layer;
-    const int64_t dim = layer.head_dim, tokens = step.length + 1;
-    const int64_t kv_head = head / (layer.heads / layer.kv_heads);
-    const uint16_t *keys = step.keys + kv_head * step.capacity * dim;
-    float *scores = &step.scores[head * tokens];
-    for (int64_t token = 0; token < tokens; token += 2) {
-        const int64_t other = std::min(token + 1, tokens - 1);
-        step.kernels.rows->dot_pair(keys + token * dim, keys + other * dim, &step.spread_q[head * padded(dim)], dim,
-                               &scores[token], &scores[other]);
-    }
-    float top = *std::max_element(scores, scores + tokens) * layer.scale, total = 0;
-    if (layer.sinks) {
-        const float sink = from_bf16(layer.sinks[head]);
-        top = std::max(top, sink);
-        total = std::exp(sink - top);
-    }
-    for (int64_t token = 0; token < tokens; ++token) total += scores[token] = std::exp(scores[token] * layer.scale - top);
-    float *mixed = &step.mixed[head * dim];
-    step.kernels.rows->mix_rows(step.values + kv_head * step.capacity * dim, tokens, dim, scores, mixed);
-    for (int64_t i = 0; i < dim; ++i) step.attended[head * dim + i] = to_bf16(mixed[i] / total);
+void join_head(AttentionStep &step, int64_t head) {
+    const int64_t dim = step.layer->head_dim;
+    static thread_local std::vector<float> mixed;
+    mixed.resize(static_cast<size_t>(dim));
+    step.attention.finish(head, mixed.data());
+    for (int64_t i = 0; i < dim; ++i) step.attended[head * dim + i] = to_bf16(mixed[i]);
 }
 
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
@@ -159,7 +151,11 @@ void attention_work(void *argument) {
         for (int64_t head = begin; head < end; ++head) prepare_head(step, head);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) attend(step, head);
+        for (int64_t item = begin; item < end; ++item)
+            step.attention.run(item, step.rows_of(step.attention.group_of(item)));
+    });
+    run.joining.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) join_head(step, head);
     });
     run.spreading.run([&](int64_t, int64_t) { step.attended_x.set(step.kernels, 0, step.attended.data()); });
     run.output.run([&](int64_t begin, int64_t end) { output_blocks(step, begin, end); });
@@ -187,9 +183,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.x.resize(attention->q.format, 1, attention->hidden);
     step.attended_x.resize(attention->o.format, 1, heads * dim);
     step.projected.resize(static_cast<size_t>((heads + 2 * kv_heads) * dim));
-    step.spread_q.resize(static_cast<size_t>(heads * padded(dim)));
-    step.scores.resize(static_cast<size_t>(heads * (length + 1)));
-    step.mixed.resize(static_cast<size_t>(heads * dim));
+    step.attention.resize(heads, kv_heads, length + 1, step.rows_of(0), attention->sinks);
     step.attended.resize(static_cast<size_t>(heads * dim));
     AttentionRun run(step, pool->threads());
     int64_t weights = 0;

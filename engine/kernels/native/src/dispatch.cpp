@@ -68,6 +68,7 @@ SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {
     const Kernels kernels = kernels_of(isa);
     if (!kernels.tiles || (isa == kAmx && !amx_permitted())) return 1;
     if (const int32_t wrong = test_rows(*kernels.rows)) return wrong;
+    if (const int32_t wrong = test_cached(*kernels.rows)) return wrong;
     if (const int32_t wrong = test_tiles(*kernels.tiles)) return wrong;
     return test_many(*kernels.many);
 }

@@ -7,6 +7,7 @@
 #include <new>
 #include <vector>
 
+#include "cached_attention.h"
 #include "dispatch.h"
 #include "matrix.h"
 #include "rows.h"
@@ -29,21 +30,20 @@ struct LatentStep {
     Vectors q_x;                       // the same, normalised
     std::vector<uint16_t> queries;     // [heads, nope + rope]
     std::vector<uint16_t> compressed;  // [rank + rope]
-    std::vector<float> absorbed;       // [heads, rank]
-    std::vector<float> spread;         // [heads, padded rank + padded rope]
-    std::vector<float> scores;         // [heads, length + 1]
+    CachedAttention attention;
     Vectors mixed;                     // [heads], [rank]
     std::vector<uint16_t> attended;    // [heads * value_dim]
     Vectors attended_x;
 
     bool has_q_latent() const { return layer->q_a.rows > 0; }
+    CachedRows rows() const { return {latents, latents, layer->rank, layer->rank, rotary_keys, layer->rope}; }
     // The matrix that the hidden state goes through first on its way to queries.
     const SwitchyardMatrix &q_first() const { return has_q_latent() ? layer->q_a : layer->q; }
 };
 
 struct LatentRun {
     LatentStep &step;
-    Phase norm, first, between, queries, heads, spreading, output;
+    Phase norm, first, between, queries, absorbing, attention, joining, spreading, output;
 
     LatentRun(LatentStep &step, int threads)
         : step(step),
@@ -51,7 +51,9 @@ struct LatentRun {
           first(blocks_of(step.q_first()) + blocks_of(step.layer->kv_a), threads, 1),
           between(1, threads),
           queries(step.has_q_latent() ? blocks_of(step.layer->q) : 0, threads, 1),
-          heads(step.layer->heads, threads, 1),
+          absorbing(step.layer->heads, threads, 1),
+          attention(step.attention.items(), threads, 1),
+          joining(step.layer->heads, threads, 1),
           spreading(1, threads),
           output(blocks_of(step.layer->o), threads, 1) {}
 };
@@ -139,41 +141,29 @@ void some_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
     }
 }
 
-void attend(LatentStep &step, int64_t head) {
+// The query of a head as it meets latents and rotary keys, scaled.
+void absorb(LatentStep &step, int64_t head) {
     const auto &layer = *step.layer;
-    const auto &rows = *step.kernels.rows;
-    const int64_t nope = layer.nope, rope = layer.rope, rank = layer.rank, tokens = step.length + 1;
-    const int64_t first_row = head * (nope + layer.value_dim);
+    const int64_t nope = layer.nope, rope = layer.rope, rank = layer.rank;
     static thread_local std::vector<float> numbers;
-    numbers.resize(static_cast<size_t>(std::max(nope, rank)));
+    numbers.resize(static_cast<size_t>(nope));
     uint16_t *query = &step.queries[head * (nope + rope)];
-    float *absorbed = &step.absorbed[head * rank];
     for (int64_t i = 0; i < nope; ++i) numbers[i] = from_bf16(query[i]);
-    transposed_product(step.kernels, layer.kv_b, first_row, nope, numbers.data(), absorbed);
+    float *absorbed = step.attention.query(head);
+    transposed_product(step.kernels, layer.kv_b, head * (nope + layer.value_dim), nope, numbers.data(), absorbed);
     rotate(step, query + nope);
-    float *of_latents = &step.spread[head * (padded(rank) + padded(rope))], *of_keys = of_latents + padded(rank);
-    rows.spread_floats(absorbed, rank, of_latents);
-    rows.spread(query + nope, rope, of_keys);
+    for (int64_t i = 0; i < rope; ++i) absorbed[rank + i] = from_bf16(query[nope + i]);
+    for (int64_t i = 0; i < rank + rope; ++i) absorbed[i] *= layer.scale;
+}
 
-    float *scores = &step.scores[head * tokens];
-    for (int64_t token = 0; token < tokens; token += 2) {
-        const int64_t other = std::min(token + 1, tokens - 1);
-        float by_key[2];
-        rows.dot_pair(step.latents + token * rank, step.latents + other * rank, of_latents, rank, &scores[token],
-                      &scores[other]);
-        rows.dot_pair(step.rotary_keys + token * rope, step.rotary_keys + other * rope, of_keys, rope, &by_key[0],
-                      &by_key[1]);
-        scores[token] += by_key[0];
-        if (other != token) scores[other] += by_key[1];
-    }
-    const float top = *std::max_element(scores, scores + tokens) * layer.scale;
-    float total = 0;
-    for (int64_t token = 0; token < tokens; ++token) total += scores[token] = std::exp(scores[token] * layer.scale - top);
-    rows.mix_rows(step.latents, tokens, rank, scores, numbers.data());
-    for (int64_t i = 0; i < rank; ++i) numbers[i] /= total;
-    step.mixed.set(step.kernels, head, numbers.data());
-    some_rows(step.kernels, layer.kv_b, first_row + nope, layer.value_dim, step.mixed, static_cast<int32_t>(head),
-              &step.attended[head * layer.value_dim]);
+void join_head(LatentStep &step, int64_t head) {
+    const auto &layer = *step.layer;
+    static thread_local std::vector<float> latent;
+    latent.resize(static_cast<size_t>(layer.rank));
+    step.attention.finish(head, latent.data());
+    step.mixed.set(step.kernels, head, latent.data());
+    some_rows(step.kernels, layer.kv_b, head * (layer.nope + layer.value_dim) + layer.nope, layer.value_dim, step.mixed,
+              static_cast<int32_t>(head), &step.attended[head * layer.value_dim]);
 }
 
 void output_block(LatentStep &step, int64_t block) {
@@ -207,8 +197,14 @@ void latent_work(void *argument) {
         for (int64_t block = begin; block < end; ++block)
             product_block(step.kernels, layer.q, block, step.q_x, nullptr, step.queries.data());
     });
-    run.heads.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) attend(step, head);
+    run.absorbing.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) absorb(step, head);
+    });
+    run.attention.run([&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) step.attention.run(item, step.rows());
+    });
+    run.joining.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) join_head(step, head);
     });
     run.spreading.run([&](int64_t, int64_t) { step.attended_x.set(step.kernels, 0, step.attended.data()); });
     run.output.run([&](int64_t begin, int64_t end) {
@@ -241,9 +237,7 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.q_x.resize(layer.q.format, 1, layer.q.columns);
     step.queries.resize(static_cast<size_t>(layer.q.rows));
     step.compressed.resize(static_cast<size_t>(layer.kv_a.rows));
-    step.absorbed.resize(static_cast<size_t>(heads * layer.rank));
-    step.spread.resize(static_cast<size_t>(heads * (padded(layer.rank) + padded(layer.rope))));
-    step.scores.resize(static_cast<size_t>(heads * (length + 1)));
+    step.attention.resize(heads, 1, length + 1, step.rows(), nullptr);
     step.mixed.resize(layer.kv_b.format, heads, layer.rank);
     step.attended.resize(static_cast<size_t>(heads * layer.value_dim));
     step.attended_x.resize(layer.o.format, 1, heads * layer.value_dim);

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <vector>
 
+#include "cached_attention.h"
+
 namespace {
 
 bool near(double got, double wanted, double tolerance) { return std::fabs(got - wanted) <= tolerance; }
@@ -122,6 +124,40 @@ int32_t test_rows(const KernelSet &kernels) {
         kernels.mix_rows(rows.data(), 2, n, shares, mixed.data());
         for (int64_t i = 0; i < n; ++i)
             if (!near(mixed[i], 0.5f * from_bf16(a[i]) - 2.0f * from_bf16(b[i]), 1e-3)) return 3;
+    }
+    return 0;
+}
+
+int32_t test_cached(const KernelSet &kernels) {
+    for (int64_t dim : {6, 32, 40}) {
+        const int64_t tokens = 71, further = 5;
+        const int count = kMostTogether;
+        std::vector<uint16_t> keys(tokens * dim), more(tokens * further), values(keys.size());
+        for (size_t i = 0; i < keys.size(); ++i) {
+            keys[i] = to_bf16(0.125f * static_cast<float>(i * 7 % 23) - 1.0f);
+            values[i] = to_bf16(0.25f * static_cast<float>(i * 5 % 17) - 2.0f);
+        }
+        for (size_t i = 0; i < more.size(); ++i) more[i] = to_bf16(0.5f * static_cast<float>(i * 3 % 13) - 3.0f);
+        std::vector<float> queries(count * (dim + further)), tops(count), totals(count), mixed(count * dim);
+        for (size_t i = 0; i < queries.size(); ++i) queries[i] = 0.01f * static_cast<float>(i % 29) - 0.1f;
+        const CachedRows rows = {keys.data(), values.data(), dim, dim, more.data(), further};
+        attend_rows_of(kernels)(rows, 1, tokens, queries.data(), count, {tops.data(), totals.data(), mixed.data()});
+        for (int query = 0; query < count; ++query) {
+            const float *q = &queries[query * (dim + further)];
+            std::vector<double> sums(dim);
+            double total = 0;
+            for (int64_t token = 1; token < tokens; ++token) {
+                double score = 0;
+                for (int64_t i = 0; i < dim; ++i) score += q[i] * from_bf16(keys[token * dim + i]);
+                for (int64_t i = 0; i < further; ++i) score += q[dim + i] * from_bf16(more[token * further + i]);
+                const double share = std::exp(score - tops[query]);
+                total += share;
+                for (int64_t i = 0; i < dim; ++i) sums[i] += share * from_bf16(values[token * dim + i]);
+            }
+            if (!near(totals[query], total, 1e-3 * total)) return 12;
+            for (int64_t i = 0; i < dim; ++i)
+                if (!near(mixed[query * dim + i], sums[i], 1e-3 * total)) return 13;
+        }
     }
     return 0;
 }

@@ -1,0 +1,3 @@
+#include "cached_impl.h"
+
+const AttendRows kAvx2Attend = attend_cached;

@@ -1,0 +1,3 @@
+#include "cached_impl.h"
+
+const AttendRows kNeonAttend = attend_cached;

@@ -1,0 +1,3 @@
+#include "cached_impl.h"
+
+const AttendRows kPortableAttend = attend_cached;
