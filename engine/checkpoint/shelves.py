@@ -29,7 +29,7 @@ from engine.checkpoint.config_file import CONFIG_NAME
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import disk_errors_explained, write_private
+from engine.common.files import Lock, disk_errors_explained, private_folder, write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import config_dir, models_dir
 from engine.common.plain_text import plain_line
@@ -39,6 +39,7 @@ LM_STUDIO, OLLAMA, JAN, GPT4ALL = "LM Studio", "Ollama", "Jan", "GPT4All"
 
 WITHIN_S = 5.0
 _LOOK_S = 0.05
+_PATIENCE_S = 20.0
 _MOST_FOLDERS = 50
 _MOST_BYTES = 2**20
 _DEEPEST = 6
@@ -89,9 +90,14 @@ def add_model_folder(folder: Path) -> tuple[Path, ...]:
         EngineError: `INVALID_REQUEST` if it is no folder, lies inside one of the folders, or there are too many.
     """
     folder = Path(folder).expanduser().absolute()
-    now = model_folders()
     if not folder.is_dir():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
+    with _changing():
+        return _add(folder)
+
+
+def _add(folder: Path) -> tuple[Path, ...]:
+    now = model_folders()
     for other in now:
         if folder.resolve() == other.resolve():
             return now
@@ -112,11 +118,26 @@ def drop_model_folder(folder: Path) -> tuple[Path, ...]:
     folder = Path(folder).expanduser().absolute()
     if folder == models_dir():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is where new models go: it stays in the list.")
-    added = _added()
-    if folder not in added:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a model folder.")
-    _save(tuple(other for other in added if other != folder))
+    with _changing():
+        added = _added()
+        if folder not in added:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a model folder.")
+        _save(tuple(other for other in added if other != folder))
     return model_folders()
+
+
+@contextlib.contextmanager
+def _changing() -> Iterator[None]:
+    """The right to change the list: for moments only."""
+    with disk_errors_explained(config_dir()):
+        private_folder(config_dir())
+        lock = Lock(config_dir() / "model-folders.lock")
+        if not lock.take(_PATIENCE_S):
+            raise EngineError(ErrorCode.BUSY, "Another process changes the list of model folders: try again.")
+        try:
+            yield
+        finally:
+            lock.release()
 
 
 def _list_file() -> Path:
@@ -134,8 +155,7 @@ def _added() -> tuple[Path, ...]:
 
 def _save(folders: tuple[Path, ...]) -> None:
     text = json.dumps({"folders": [str(folder) for folder in folders]}, indent=2, ensure_ascii=False) + "\n"
-    with disk_errors_explained(config_dir()):
-        write_private(_list_file(), text)
+    write_private(_list_file(), text)
 
 
 def shelves() -> list[Shelf]:

@@ -15,9 +15,10 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -28,6 +29,7 @@ from engine.common.paths import chosen_data_dir
 from engine.common.sizes import rounded_down, rounded_up
 
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
+_LOCK_POLL_S = 0.02
 _SHORT = 40
 """Characters of the name that the hidden file repeats: the name itself may be as long as the disk allows."""
 
@@ -261,6 +263,36 @@ else:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
+@dataclass(slots=True)
+class Lock:
+    """A lock file that dies with its process."""
+
+    path: Path
+    _descriptor: int = field(default=-1, init=False)
+
+    def take(self, patience_s: float = 0.0) -> bool:
+        """Takes the lock, if it becomes free in time.
+
+        Raises:
+            OSError: the file cannot be created.
+        """
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        deadline = time.monotonic() + patience_s
+        while not try_lock(descriptor):
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                return False
+            time.sleep(_LOCK_POLL_S)
+        self._descriptor = descriptor
+        return True
+
+    def release(self) -> None:
+        """Gives the lock back."""
+        unlock(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
 @contextlib.contextmanager
 def locked_file(folder: Path, prefix: str) -> Iterator[Path]:
     """A new file `PREFIX....lock` in a folder, locked by this process until the block ends; the caller deletes it.
@@ -269,13 +301,15 @@ def locked_file(folder: Path, prefix: str) -> Iterator[Path]:
         OSError: the folder cannot be written to.
     """
     while True:
-        descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".lock", dir=folder)
+        path = folder / f"{prefix}{uuid.uuid4().hex[:12]}.lock"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        descriptor = os.open(path, flags, _FILE_MODE)
         # Whoever removes the files of killed processes may have locked or deleted it before we could lock it.
-        if try_lock(descriptor) and os.path.exists(name):
+        if try_lock(descriptor) and path.exists():
             break
         os.close(descriptor)
     try:
-        yield Path(name)
+        yield path
     finally:
         if sys.platform == "win32":
             unlock(descriptor)

@@ -272,6 +272,18 @@ def test_the_users_folders(tmp_path: Path) -> None:
     assert (mine / "loose.gguf").exists()
 
 
+def test_folders_added_at_once_are_all_added(tmp_path: Path) -> None:
+    folders = [tmp_path / f"disk {number}" for number in range(8)]
+    for folder in folders:
+        folder.mkdir()
+    threads = [threading.Thread(target=add_model_folder, args=(folder,)) for folder in folders]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(model_folders()) == {models_dir(), *folders}
+
+
 def test_a_folder_that_has_gone_or_cannot_be_read(tmp_path: Path) -> None:
     gone, shut = tmp_path / "gone", tmp_path / "shut"
     for folder in (gone, shut):

@@ -20,7 +20,6 @@ from engine.checkpoint.downloads import records
 from engine.checkpoint.downloads.records import (
     WAITING_FOR_NETWORK,
     WAITING_FOR_SERVER,
-    Lock,
     Plan,
     PlannedFile,
     Progress,
@@ -30,7 +29,7 @@ from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from engine.checkpoint.names import check_new_name
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.common.files import disk_errors_explained, new_folder, require_space
+from engine.common.files import Lock, disk_errors_explained, new_folder, require_space
 from engine.common.paths import models_dir
 
 __all__ = [

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checkpoint.hub.repository import RepoFile, Repository
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import NewFile, new_folder, private_folder, try_lock, unlock
+from engine.common.files import Lock, NewFile, new_folder, private_folder
 from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
 
 _MAX_JSON_BYTES = 32 * 2**20
-_LOOK_S = 0.02
 _Record = TypeVar("_Record")
 
 
@@ -136,36 +134,6 @@ class _Order:
 class _LineSpeed:
     bytes_per_s: float = 0.0
     measured: float = 0.0
-
-
-@dataclass(slots=True)
-class Lock:
-    """A lock file that dies with its process."""
-
-    path: Path
-    _descriptor: int = field(default=-1, init=False)
-
-    def take(self, patience_s: float = 0.0) -> bool:
-        """Takes the lock, if it becomes free in time.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
-        deadline = time.monotonic() + patience_s
-        while not try_lock(descriptor):
-            if time.monotonic() >= deadline:
-                os.close(descriptor)
-                return False
-            time.sleep(_LOOK_S)
-        self._descriptor = descriptor
-        return True
-
-    def release(self) -> None:
-        """Gives the lock back."""
-        unlock(self._descriptor)
-        os.close(self._descriptor)
-        self._descriptor = -1
 
 
 def downloads_dir() -> Path:
