@@ -29,10 +29,12 @@ class Usage:
 
     Attributes:
         last_used: seconds since the epoch; None if never.
-        tokens_per_s: decode speeds of the last answers, oldest first.
+        how: on which device and in which precision it ran then.
+        tokens_per_s: decode speeds of the last answers that way, oldest first.
     """
 
     last_used: float | None = None
+    how: str = ""
     tokens_per_s: tuple[float, ...] = ()
 
     @property
@@ -50,18 +52,24 @@ def read_usage(model: Path) -> Usage:
     """What is remembered of the checkpoint at a path; nothing if there is no readable record."""
     try:
         found = parse_json(read_foreign(_file(model), _MOST_BYTES))
-        used, speeds = found["last_used"], found["tokens_per_s"]
-        return Usage(float(used), tuple(float(speed) for speed in speeds if 0 < speed < 1e6)[-_ANSWERS:])
+        used, how, speeds = found["last_used"], str(found["how"]), found["tokens_per_s"]
+        return Usage(float(used), how, tuple(float(speed) for speed in speeds if 0 < speed < 1e6)[-_ANSWERS:])
     except (OSError, ValueError, LookupError, TypeError, OverflowError):
         return Usage()
 
 
-def note_use(model: Path, tokens_per_s: float = 0.0, tokens: int = 0) -> None:
-    """Notes that a model was loaded, or answered at this speed.  Never fails: it is not worth an answer."""
-    speeds = read_usage(model).tokens_per_s
+def note_use(model: Path, how: str, tokens_per_s: float = 0.0, tokens: int = 0) -> None:
+    """Notes that a model was loaded, or answered at this speed.  Never fails: it is not worth an answer.
+
+    Args:
+        how: the device and the precision; speeds of another way are forgotten.
+        tokens: of the answer.
+    """
+    before = read_usage(model)
+    speeds = before.tokens_per_s if before.how == how else ()
     if tokens >= LEAST_TOKENS and tokens_per_s > 0:
         speeds = (*speeds, tokens_per_s)[-_ANSWERS:]
-    record = {"model": str(model), "last_used": time.time(), "tokens_per_s": speeds}
+    record = {"model": str(model), "last_used": time.time(), "how": how, "tokens_per_s": speeds}
     with contextlib.suppress(OSError, ValueError):
         write_private(_file(model), json.dumps(record) + "\n")
 

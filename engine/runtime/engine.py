@@ -111,7 +111,7 @@ class Engine:
             held.enter_context(reading(path))
             self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
             self._place, self._held = path, held.pop_all()
-        note_use(path)
+        note_use(path, _how(self._loaded.info))
         self._session = ChatSession(self._loaded)
         self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
         self._asked = config
@@ -189,7 +189,7 @@ class Engine:
             # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
             self._drop_session()
             raise
-        note_use(self._place, result.tokens_per_s, result.generated_tokens)
+        note_use(self._place, _how(loaded.info), result.tokens_per_s, result.generated_tokens)
         return result
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
@@ -214,3 +214,7 @@ class Engine:
         if self._loaded is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, "No model is loaded: choose one first.")
         return self._loaded
+
+
+def _how(info: ModelInfo) -> str:
+    return f"{info.device}, {info.precision}"

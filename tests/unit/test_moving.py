@@ -65,7 +65,7 @@ def test_a_model_moves_with_all_that_is_known_of_it(
     if to_other_disk:
         request.getfixturevalue("other_disk")
     _bank(tiny)
-    note_use(tiny, 12.5, 100)
+    note_use(tiny, "cpu", 12.5, 100)
     before, mark = _files(tiny), fingerprint(tiny, read_tensors(tiny).values())
     heard: list[tuple[int, int]] = []
     entry = move("tiny", tmp_path / "disk", on_progress=lambda done, total: heard.append((done, total)))
@@ -271,7 +271,7 @@ def trash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_removed_model_lies_in_the_trash(tiny: Path, trash: Path) -> None:
     bank, before = _bank(tiny), _files(tiny)
-    note_use(tiny)
+    note_use(tiny, "cpu")
     size = show("tiny").bytes_on_disk
     assert remove("tiny") == size + 8
     assert _files(trash / "tiny") == before
@@ -376,23 +376,25 @@ def test_where_no_lock_can_be_kept_a_model_is_used_all_the_same(tiny: Path) -> N
 
 def test_speed_is_the_median_of_the_last_long_answers(tiny: Path) -> None:
     assert read_usage(tiny).measured_tokens_per_s is None
-    note_use(tiny)
-    note_use(tiny, 1000.0, tokens=2)
+    note_use(tiny, "cpu")
+    note_use(tiny, "cpu", 1000.0, tokens=2)
     usage = read_usage(tiny)
     assert (usage.measured_tokens_per_s, usage.last_used is not None) == (None, True)
     for speed in (1.0, *[5.0] * 5, 6.0, 7.0, 8.0, 9.0):
-        note_use(tiny, speed, tokens=100)
+        note_use(tiny, "cpu", speed, tokens=100)
     assert read_usage(tiny).tokens_per_s[0] == 5.0
     assert look_around().entries[0].measured_tokens_per_s == 5.0
+    note_use(tiny, "cuda:0", 50.0, tokens=100)
+    assert look_around().entries[0].measured_tokens_per_s == 50.0
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"last_used": "x"}', '{"last_used": 1, "tokens_per_s": [null]}', "1" * 99999]
+    "content", ["", "{", "[]", '{"last_used": "x"}', '{"last_used": 1, "how": "", "tokens_per_s": [null]}', "1" * 99999]
 )
 def test_a_damaged_record_of_use_is_forgotten(tiny: Path, content: str) -> None:
-    note_use(tiny)
+    note_use(tiny, "cpu")
     (file,) = (data_dir() / "usage").iterdir()
     file.write_text(content)
     assert show("tiny").last_used is None
-    note_use(tiny, 5.0, 100)
+    note_use(tiny, "cpu", 5.0, 100)
     assert json.loads(file.read_text())["tokens_per_s"] == [5.0]
