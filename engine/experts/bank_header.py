@@ -30,8 +30,8 @@ MAGIC = b"SWYBANK\n"
 FORMAT_VERSION = 1
 """Of the file.  A file of another version is rebuilt, never converted."""
 
-LAYOUT_VERSION = 1
-"""Of the records' content: incremented when kernels need the bytes of a part in another order."""
+LAYOUT_VERSION = 2
+"""Of the records' content: incremented when kernels read the bytes of a part in another way."""
 
 PREAMBLE = struct.Struct("<8sII8s8x")
 _MAX_HEADER = 64 * 2**20

@@ -1,7 +1,8 @@
 """Matrices that are codes already: those of quantised checkpoints, and how their scales and zeros become a record's.
 
-A record's scale is in bf16 and its zero in sixteenths. Codes are kept; the scale and the zero of each group are those
-with the least squared error against what the checkpoint says. native/src/repack.cpp computes the same, bit by bit.
+A record's scale has 16 bits and its zero is in sixteenths. Codes are kept; the scale and the zero of each group are
+those with the least squared error against what the checkpoint says. native/src/repack.cpp computes the same, bit by
+bit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ _CLAMPED = 0.25
 """By how much of a step a zero may be clamped to what a record holds; beyond, its group is fitted again."""
 _HIGHEST_ZERO = 255
 _TINY = 2.0**-120
-_NAN = 0x7FC0
+_NAN, _HALF_NAN = 0x7FC0, 0x7E00
+_HALF_STEP = np.float32(254)
+"""A scale that is off by one part in as many moves no code of int8 by half a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class RecordScales:
     """What a record holds beside the codes of a matrix.
 
     Attributes:
-        scales: bf16 as its bits, uint16 [rows, columns / 32].
+        scales: the bits of their type, uint16 [rows, columns / 32].
         zeros: uint8 [rows, columns / 32] in sixteenths, if the format has them.
         kept: bool [rows, columns / 32]: false for groups that the format cannot hold as they are.
     """
@@ -75,9 +78,13 @@ def record_scales(matrix: CodedMatrix) -> RecordScales:
     scales, zeros = np.ascontiguousarray(matrix.scales, np.float32), matrix.zeros
     strange = ~np.isfinite(scales)
     kept = np.ones(scales.shape, np.bool_)
+    if matrix.format.scale_type == "float16":
+        with np.errstate(all="ignore"):
+            halves = scales.astype(np.float16)
+            near = np.abs(halves.astype(np.float32) - scales) * _HALF_STEP <= np.abs(scales)
+        kept = strange | (near & (matrix.groups != -128).all(-1))  # a record's codes are from -127
+        return RecordScales(np.where(strange, _HALF_NAN, halves.view(np.uint16)).astype(np.uint16), None, kept)
     if zeros is None:
-        if matrix.format.code_bits == 8:
-            kept = (matrix.groups != -128).all(-1) | strange  # a record's codes are from -127
         return RecordScales(np.where(strange, _NAN, _bf16(scales)).astype(np.uint16), None, kept)
     strange |= ~np.isfinite(zeros)
     kept = strange | ((zeros >= -_CLAMPED) & (zeros <= _HIGHEST_ZERO / 16 + _CLAMPED))

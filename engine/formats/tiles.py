@@ -3,8 +3,8 @@
 A tile is 32 rows x 32 columns. Its upper and lower halves (16 rows each) are vectors of 64 bytes, 4 bytes per row, so a
 dot-product instruction needs no shuffling. 8-bit codes: 8 vectors, the j-th with columns 4j..4j+3. 4-bit codes: 4
 vectors, the j-th with columns 4j..4j+3 in the low nibbles and 16+4j..16+4j+3 in the high ones. Each row of a tile, 32
-weights, has a scale in bf16 (which has fp32's range, so no weight is too small for it); anything else, and the meaning
-of a code, is up to the format (`engine.formats.weight_format.TiledFormat`).
+weights, has a scale of 16 bits; its type, anything else, and the meaning of a code, are up to the format
+(`engine.formats.weight_format.TiledFormat`).
 
 Matrices are zero-padded to whole tiles.  native/src/switchyard_kernels.h defines the same layout.
 """
@@ -74,7 +74,7 @@ class TiledMatrix:
 
     Attributes:
         weights: uint8 [blocks, groups, bytes of a tile].
-        scales: bf16 [blocks, groups, 32].
+        scales: [blocks, groups, 32], of the format's type.
         zeros: uint8 [blocks, groups, 32] where the format has them.
         table: int8 [16] where the format has one.
     """
@@ -153,7 +153,8 @@ RecordCodes = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 def keep_codes(matrix: CodedMatrix, rounds: int = ROUNDS) -> RecordCodes:
     """The matrix's own codes; groups that its format cannot hold are fitted to it."""
     stored = record_scales(matrix)
-    codes, scales = torch.from_numpy(matrix.groups.copy()), torch.from_numpy(stored.scales).view(torch.bfloat16)
+    codes = torch.from_numpy(matrix.groups.copy())
+    scales = torch.from_numpy(stored.scales).view(getattr(torch, matrix.format.scale_type))
     zeros = None if stored.zeros is None else torch.from_numpy(stored.zeros)
     if not stored.kept.all():
         others = ~torch.from_numpy(stored.kept)

@@ -81,7 +81,7 @@ class PlainFormat(WeightFormat):
 
 @dataclass(frozen=True, kw_only=True)
 class TiledFormat(WeightFormat):
-    """Codes in tiles of 32 x 32, with a bf16 scale per 32 weights of a row (`engine.formats.tiles`).
+    """Codes in tiles of 32 x 32, with a scale per 32 weights of a row (`engine.formats.tiles`).
 
     A weight is scale * value; the value is the code itself, the code minus a zero point, or a table entry.
 
@@ -90,11 +90,13 @@ class TiledFormat(WeightFormat):
         has_zeros: whether each scale has a zero point, in sixteenths.
         table: the 16 values, from -127 to 127, to which new matrices are fitted, if codes index a table. A stored
             matrix has its own.
+        scale_type: torch's name of the scales' type, of 16 bits.
     """
 
     code_bits: int
     has_zeros: bool = False
     table: tuple[int, ...] | None = None
+    scale_type: str = "bfloat16"
 
     @property
     def is_tiled(self) -> bool:
@@ -106,7 +108,7 @@ class TiledFormat(WeightFormat):
         grid = (-(-rows // TILE_ROWS), -(-columns // GROUP))
         parts: dict[str, tuple[tuple[int, ...], str]] = {
             "": ((*grid, TILE_ROWS * GROUP * self.code_bits // 8), "uint8"),
-            "_scales": ((*grid, TILE_ROWS), "bfloat16"),
+            "_scales": ((*grid, TILE_ROWS), self.scale_type),
         }
         if self.has_zeros:
             parts["_zeros"] = ((*grid, TILE_ROWS), "uint8")
@@ -133,6 +135,6 @@ class TiledFormat(WeightFormat):
             rounds: of the optimisation, if there is one; 0 skips it.
 
         Returns:
-            uint8 codes [..., 32] (int8 if signed), bf16 scales [...], NaN for a group with an infinity or a NaN, and
+            uint8 codes [..., 32] (int8 if signed), scales [...], NaN for a group with an infinity or a NaN, and
             uint8 zeros [...] in sixteenths or `None`.
         """

@@ -131,7 +131,7 @@ def test_codes_mean_the_values(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["gptq", "awq", "pack-quantized, asymmetric", "int-quantized", "mlx"])
 def test_codes_are_kept(kind: str, tmp_path: Path) -> None:
-    """By default, in experts and in dense layers: only the scales are rounded, to bf16."""
+    """By default, in experts and in dense layers: only the scales are rounded."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "num_experts_per_tok": 8}
     packed, plain = quantised_pair(KINDS[kind], "qwen3_moe", tmp_path, **sizes)
     with loaded(plain, "fp32") as exact, loaded(packed, "auto") as ours, torch.no_grad():

@@ -56,7 +56,7 @@ def test_int8_is_within_half_a_step(shape: tuple[int, int], pairing: Pairing, se
     weight = _weight(shape, pairing, seed)
     near = dequantise(quantise(weight, INT8, pairing), torch.float32)
     size, _ = _group_ranges(weight)
-    # A scale is at most 16 bf16 steps above what it would be.
+    # A scale is at most 16 steps of 1/128 above what it would be.
     assert ((near - weight).abs() <= 0.5 / 127 * size * (1 + 16 * 2**-7) + 1e-9).all()
 
 
@@ -148,13 +148,30 @@ def test_a_weight_that_is_no_number_is_not_hidden(kernels: NativeKernels, tiled:
 
 
 @every_format
-@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-45, 1e16])
-def test_no_weight_is_too_small_or_too_large(tiled: TiledFormat, value: float) -> None:
-    weight = torch.full((2, 40), value)
+@pytest.mark.parametrize("value", [0.0, 1e-38, 1e-45, 1e6, 1e16])
+def test_no_weight_is_too_small_or_too_large(kernels: NativeKernels, tiled: TiledFormat, value: float) -> None:
+    weight = torch.full((2, 40), value).bfloat16()
     weight[1] *= -1
-    near = dequantise(quantise(weight, tiled), torch.float32)
-    assert near.isfinite().all()
-    torch.testing.assert_close(near, weight, rtol=0.01, atol=1e-30)
+    natively = TiledMatrix.empty(TiledShape(2, 40, tiled))
+    quantise_natively(weight, natively, kernels)
+    for matrix in (natively, quantise(weight, tiled)):
+        near = dequantise(matrix, torch.float32)
+        assert near.isfinite().all()
+        most = 127 * 65504 if tiled is INT8 else torch.inf  # its scales are in fp16
+        torch.testing.assert_close(near, weight.float().clamp(-most, most), rtol=0.01, atol=1e-30)
+
+
+@pytest.mark.parametrize("spread", [3e-4, 1e-5, 1e-7])
+def test_int8_of_small_weights(kernels: NativeKernels, spread: float) -> None:
+    """Their scales are so small that fp16 has only steps of 2^-24: the next one above is as good as can be."""
+    weight = _weight((64, 96), Pairing.PLAIN, 4, spread).bfloat16()
+    natively = TiledMatrix.empty(TiledShape(64, 96, INT8))
+    quantise_natively(weight, natively, kernels)
+    size, _ = _group_ranges(weight.float())
+    for matrix in (natively, quantise(weight, INT8)):
+        off = (dequantise(matrix, torch.float32) - weight.float()).abs()
+        assert (off <= 0.5 * (size / 127 * (1 + 16 * 2**-7) + 16 * 2**-24)).all()
+        assert off.square().sum() <= (0.01 * weight.float()).square().sum() + off.numel() * (2**-25) ** 2
 
 
 def test_sizes_are_those_promised() -> None:

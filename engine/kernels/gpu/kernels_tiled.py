@@ -4,8 +4,8 @@ The 4 bytes of a row within a vector of a tile form one 32-bit word, and the wor
 whole lines, and each word covers 4 columns (8 of 4-bit codes), without moving bytes within the card.
 
 What a format is: NIBBLES, codes of 4 bits rather than of 8; ZEROS, a zero point beside each scale; TABLE, codes that
-are indices of 16 int8 values at `values_at` of the record. These stay in the L1 cache: one load per code is cheaper
-than selecting among registers.
+are indices of 16 int8 values at `values_at` of the record; SCALES, the type of the scales. A table's values stay in the
+L1 cache: one load per code is cheaper than selecting among registers.
 
 A record is addressed by its distance in bytes from `base`, so that one launch serves slots in any number of memory
 segments. A visit is a pair of a row of `x` and an expert; ids that are no expert give zeros.
@@ -79,6 +79,7 @@ def tiled_by_visit(
     NIBBLES: tl.constexpr,
     ZEROS: tl.constexpr,
     TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
     PAIRING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -108,7 +109,7 @@ def tiled_by_visit(
         per_group: tl.constexpr = 4 if NIBBLES else 8
         record = base + tl.multiple_of(tl.load(table + slot), 64)
         words = (record + weights_at).to(tl.pointer_type(tl.int32), bitcast=True)
-        scales = (record + scales_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        scales = (record + scales_at).to(tl.pointer_type(SCALES), bitcast=True)
         zeros = record + zeros_at
         biases = (record + bias_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         values = (record + values_at).to(tl.pointer_type(tl.int8), bitcast=True)
@@ -200,6 +201,7 @@ def tiled_by_group(
     NIBBLES: tl.constexpr,
     ZEROS: tl.constexpr,
     TABLE: tl.constexpr,
+    SCALES: tl.constexpr,
     PAIRING: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     KIND: tl.constexpr,
@@ -231,7 +233,7 @@ def tiled_by_group(
         x_rows = x + (visit // width)[:, None] * columns
         record = base + tl.multiple_of(tl.load(table + slot), 64)
         words = (record + weights_at).to(tl.pointer_type(tl.int32), bitcast=True)
-        scales = (record + scales_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        scales = (record + scales_at).to(tl.pointer_type(SCALES), bitcast=True)
         zeros = record + zeros_at
         biases = (record + bias_at).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         values = (record + values_at).to(tl.pointer_type(tl.int8), bitcast=True)

@@ -98,12 +98,13 @@ def operand_type(dtype: torch.dtype) -> Any:
     return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
-def constants_of(of_weights: TiledFormat) -> dict[str, bool]:
+def constants_of(of_weights: TiledFormat) -> dict[str, Any]:
     """What the kernels of tiled matrices are compiled for."""
     return {
         "NIBBLES": of_weights.code_bits == 4,
         "ZEROS": of_weights.has_zeros,
         "TABLE": of_weights.table is not None,
+        "SCALES": getattr(tl, of_weights.scale_type),
     }
 
 

@@ -180,7 +180,7 @@ class _Special:
     newest: tuple[str, ...] = ()
 
 
-_AVX2 = ("-mavx2", "-mfma")
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
 _PAGED = ("-ffp-contract=fast", "-Wno-psabi")
 """Allows vectors wider than the target's, and FMA contraction."""

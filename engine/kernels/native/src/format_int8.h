@@ -1,5 +1,5 @@
-// int8: a weight is scale * q, with a scale for each 32 of a row.  A tile is 8 vectors a half, the j-th with columns 4j to
-// 4j + 3 of 16 rows.
+// int8: a weight is scale * q, with a scale in fp16 for each 32 of a row.  A tile is 8 vectors a half, the j-th with
+// columns 4j to 4j + 3 of 16 rows.
 #pragma once
 #include "quantise_group.h"
 
@@ -13,17 +13,20 @@ struct Int8 {
     }
 
     static void expand(const HalfTile &half, uint16_t *out) {
+        float scales[kHalfRows];
+        for (int r = 0; r < kHalfRows; ++r) scales[r] = from_half(half.scales[r]);
+        expand_bytes(half.weights, scales, out);
+    }
+    static void expand_bytes(const uint8_t *weights, const float *scales, uint16_t *out) {
         alignas(64) int8_t rows[kHalfRows][kGroup];
         for (int r = 0; r < kHalfRows; ++r)
-            for (int j = 0; j < 8; ++j) std::memcpy(&rows[r][4 * j], half.weights + j * 64 + r * 4, 4);
-        for (int r = 0; r < kHalfRows; ++r) {
-            const float scale = from_bf16(half.scales[r]);
-            for (int c = 0; c < kGroup; ++c) out[r * kGroup + c] = narrow_finite(scale * static_cast<float>(rows[r][c]));
-        }
+            for (int j = 0; j < 8; ++j) std::memcpy(&rows[r][4 * j], weights + j * 64 + r * 4, 4);
+        for (int r = 0; r < kHalfRows; ++r)
+            for (int c = 0; c < kGroup; ++c) out[r * kGroup + c] = narrow_finite(scales[r] * static_cast<float>(rows[r][c]));
     }
 
-    // Of `rounds` scales, neighbours in bf16 from the least one that clips nothing upwards, that with the least squared
-    // error: some of them happen to meet a group's values much better than others.
+    // Of `rounds` scales from the least one that clips nothing upwards, that with the least squared error: some of them
+    // happen to meet a group's values much better than others.
     static void fit(const float *w, const FitTarget &target) {
         for (int from = 0; from < kLanes; from += kLanesAtOnce) fit_vector(w + from, from, target);
     }
@@ -37,6 +40,8 @@ struct Int8 {
     static constexpr int kVectorBytes = 16;
 #endif
     static constexpr int kLanesAtOnce = kVectorBytes / 4;
+    static constexpr uint16_t kLargestHalf = 0x7bff;
+    static constexpr int kStep = 8;  // between scales in units of fp16's last place: 1/256 to 1/128 of them
     typedef float Lanes __attribute__((vector_size(kVectorBytes)));
     typedef int32_t WholeLanes __attribute__((vector_size(kVectorBytes)));
     typedef int8_t CodeLanes __attribute__((vector_size(kVectorBytes / 4)));
@@ -55,13 +60,17 @@ struct Int8 {
             largest = size > largest ? size : largest;
             odd += size * 0.0f;  // NaN from infinities and NaNs
         }
-        float top[kLanesAtOnce], first[kLanesAtOnce];
+        float top[kLanesAtOnce];
+        int32_t first[kLanesAtOnce];
         std::memcpy(top, &largest, sizeof top);
-        for (int lane = 0; lane < kLanesAtOnce; ++lane) first[lane] = from_bf16(bf16_above(top[lane] / 127.0f));
+        for (int lane = 0; lane < kLanesAtOnce; ++lane) first[lane] = half_above(top[lane] / 127.0f);
         WholeLanes bits = read<WholeLanes>(first);
-        Lanes best = read<Lanes>(first), least = Lanes{} + std::numeric_limits<float>::infinity();
-        for (int step = 0; step < (target.rounds > 1 ? target.rounds : 1); ++step, bits += 0x10000) {
-            const Lanes scale = read<Lanes>(&bits), inverse = 1.0f / scale;
+        const WholeLanes apart = bits < 0x400 ? WholeLanes{} + 1 : WholeLanes{} + kStep;
+        const WholeLanes last = WholeLanes{} + kLargestHalf;
+        Lanes best = from_halves(bits), least = Lanes{} + std::numeric_limits<float>::infinity();
+        for (int step = 0; step < (target.rounds > 1 ? target.rounds : 1); ++step, bits += apart) {
+            bits = bits < last ? bits : last;
+            const Lanes scale = from_halves(bits), inverse = 1.0f / scale;
             Lanes error = {};
             for (int i = 0; i < kGroup; ++i) {
                 const Lanes x = read<Lanes>(w + i * kLanes) * inverse, off = x - whole(x);
@@ -71,20 +80,27 @@ struct Int8 {
             best = squares < least ? scale : best;
             least = squares < least ? squares : least;
         }
-        float inverse[kLanesAtOnce];
-        for (int lane = 0; lane < kLanesAtOnce; ++lane) {
-            const bool is_odd = odd[lane] != odd[lane], nothing = top[lane] < 1e-30f;
-            target.scales[from + lane] = is_odd ? kNaN : nothing ? 0 : to_bf16(best[lane]);
-            inverse[lane] = nothing ? 0 : 1.0f / from_bf16(target.scales[from + lane]);
-        }
-        const Lanes scaled = read<Lanes>(inverse), limit = Lanes{} + 127.0f;
+        const Lanes inverse = 1.0f / best, limit = Lanes{} + 127.0f;
         for (int i = 0; i < kGroup; ++i) {
-            Lanes x = whole(read<Lanes>(w + i * kLanes) * scaled);
+            Lanes x = whole(read<Lanes>(w + i * kLanes) * inverse);
             x = x > -limit ? x : -limit;  // a NaN too: it is the scale that tells of it
             x = x < limit ? x : limit;
             const CodeLanes codes = __builtin_convertvector(__builtin_convertvector(x, WholeLanes), CodeLanes);
             std::memcpy(target.codes + i * kLanes + from, &codes, sizeof codes);
         }
+        for (int lane = 0; lane < kLanesAtOnce; ++lane)
+            target.scales[from + lane] = odd[lane] != odd[lane] ? kHalfNaN : top[lane] < 1e-30f ? 0 : to_half(best[lane]);
+    }
+    // A scale rounded down would clip the largest weight.
+    static uint16_t half_above(float value) {
+        const uint16_t nearest = to_half(value);
+        const auto above = static_cast<uint16_t>(nearest + (from_half(nearest) < value || nearest == 0));
+        return above < kLargestHalf ? above : kLargestHalf;
+    }
+    // Of finite ones that are not negative.
+    static Lanes from_halves(WholeLanes bits) {
+        const WholeLanes shifted = bits << 13;
+        return read<Lanes>(&shifted) * 0x1p112f;
     }
     static Lanes whole(Lanes x) { return (x + kRoundMagic) - kRoundMagic; }
 };

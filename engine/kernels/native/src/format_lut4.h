@@ -23,7 +23,9 @@ struct Lut4 {
             std::memcpy(values + at, &first, sizeof first);
             std::memcpy(values + sizeof values / 2 + at, &second, sizeof second);
         }
-        Int8::expand({values, half.scales, nullptr, nullptr}, out);
+        float scales[kHalfRows];
+        for (int r = 0; r < kHalfRows; ++r) scales[r] = from_bf16(half.scales[r]);
+        Int8::expand_bytes(values, scales, out);
     }
 
     // Tries scales around those at which the largest weight meets either end of the table, refits each by least

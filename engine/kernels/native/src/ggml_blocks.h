@@ -40,12 +40,7 @@ inline uint32_t bits_of(float value) {
 
 inline uint32_t u16_at(const uint8_t *at) { return static_cast<uint32_t>(at[0] | at[1] << 8); }
 
-inline float half_at(const uint8_t *at) {
-    const uint32_t bits = u16_at(at), sign = (bits & 0x8000) << 16, rest = bits & 0x7fff;
-    if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-    if (rest < 0x400) return (sign ? -1.0f : 1.0f) * static_cast<float>(rest) * 0x1p-24f;
-    return float_of(sign | ((rest << 13) + 0x38000000));
-}
+inline float half_at(const uint8_t *at) { return from_half(static_cast<uint16_t>(u16_at(at))); }
 
 // Scale and lowest value of a group in steps of the block's, 6 bits each in 12 bytes: Q4_K and Q5_K.
 inline void steps_at(const uint8_t *packed, int group, float *step, float *lowest) {

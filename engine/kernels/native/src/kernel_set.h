@@ -50,17 +50,17 @@ struct FitTarget {
     int rounds;           // of the optimisation, where the format has one
 };
 
-// What a tile of 32 x 32 weights takes in each format, in the order of switchyard_kernels.h.
+// What a tile of 32 x 32 weights takes in each format, with scales in fp16 or in bf16, in the order of switchyard_kernels.h.
 struct Format {
     int64_t code_bits;
-    bool has_zeros, has_table;
+    bool has_zeros, has_table, half_scales;
     constexpr int64_t half_bytes() const { return kHalfRows * kGroup * code_bits / 8; }
 };
 constexpr Format kFormats[] = {
-    {16, false, false},  // bf16: not in tiles
-    {8, false, false},   // int8
-    {4, true, false},    // int4
-    {4, false, true},    // lut4
+    {16, false, false, false},  // bf16: not in tiles
+    {8, false, false, true},    // int8
+    {4, true, false, false},    // int4
+    {4, false, true, false},    // lut4
 };
 constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
 
@@ -124,3 +124,38 @@ static inline uint16_t to_bf16(float value) {
 }
 
 static inline float round_bf16(float value) { return from_bf16(to_bf16(value)); }
+
+// Without branches, so that compilers make vectors of loops with them.
+static inline float from_half(uint16_t value) {
+    const uint32_t sign = static_cast<uint32_t>(value & 0x8000) << 16, rest = value & 0x7fff;
+    union {
+        uint32_t bits;
+        float number;
+    } normal = {(rest << 13) + (rest < 0x7c00 ? 0x38000000u : 0x70000000u)}, cast;
+    cast.number = rest < 0x400 ? static_cast<float>(static_cast<int32_t>(rest)) * 0x1p-24f : normal.number;
+    cast.bits |= sign;
+    return cast.number;
+}
+
+// As to_bf16.
+static inline uint16_t to_half(float value) {
+    union {
+        float number;
+        uint32_t bits;
+    } cast = {value}, subnormal;
+    const uint32_t sign = cast.bits >> 16 & 0x8000;
+    cast.bits &= 0x7fffffff;
+    subnormal.number = cast.number + 0.5f;  // the sum's last bit is worth 2^-24
+    const uint32_t normal = (cast.bits - 0x38000000 + 0xfff + (cast.bits >> 13 & 1)) >> 13;
+    uint32_t half = cast.bits < 0x38800000 ? subnormal.bits - 0x3f000000 : normal;
+    half = cast.bits < 0x477ff000 ? half : 0x7c00;
+    return static_cast<uint16_t>(cast.bits > 0x7f800000 ? 0x7e00 : sign | half);
+}
+
+// Scales of 32 weights, as a format stores them.
+static inline float scale_from(const Format &format, uint16_t stored) {
+    return format.half_scales ? from_half(stored) : from_bf16(stored);
+}
+static inline uint16_t scale_to(const Format &format, float scale) {
+    return format.half_scales ? to_half(scale) : to_bf16(scale);
+}

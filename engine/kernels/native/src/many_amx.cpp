@@ -45,6 +45,9 @@ static inline __m512 scales_of(const uint16_t *scales) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(scales)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+static inline __m512 half_scales_of(const uint16_t *scales) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(scales)));
+}
 
 // Two numbers of each of 16 rows, side by side.
 static inline __m512i pairs_of(__m512 first, __m512 second) {
@@ -108,7 +111,7 @@ Panel prepare(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
             uint8_t *out = room + (2 * group + half) * kTileBytes;
             for (int64_t line = 0; line < format.half_bytes(); line += 64)
                 _mm_prefetch(reinterpret_cast<const char *>(tile.weights) + line + ahead, _MM_HINT_T0);
-            const __m512 scale = scales_of(tile.scales);
+            const __m512 scale = format.half_scales ? half_scales_of(tile.scales) : scales_of(tile.scales);
             if (matrix.format == SWITCHYARD_INT8)
                 widen_int8(tile.weights, scale, out);
             else if (matrix.format == SWITCHYARD_INT4)

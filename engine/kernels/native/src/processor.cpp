@@ -50,7 +50,7 @@ Processor advertised() {
     if (!has(basic.c, 27)) return can;  // OSXSAVE
     const uint32_t kept = kept_registers();
     if ((kept & 0x06) != 0x06) return can;  // SSE and AVX
-    can.avx2 = has(extended.b, 5) && has(basic.c, 12);
+    can.avx2 = has(extended.b, 5) && has(basic.c, 12) && has(basic.c, 29);
     can.avx_vnni = can.avx2 && has(newer.a, 4);
     if ((kept & 0xe0) != 0xe0) return can;  // masks and both kinds of upper halves
     can.avx512 = can.avx2 && has(extended.b, 16) && has(extended.b, 30) && has(extended.b, 31);

@@ -2,7 +2,7 @@
 #pragma once
 
 struct Processor {
-    bool avx2 = false;         // with FMA
+    bool avx2 = false;         // with FMA and F16C
     bool avx_vnni = false;
     bool avx512 = false;       // F, BW and VL
     bool avx512_vnni = false;

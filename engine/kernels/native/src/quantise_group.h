@@ -74,13 +74,7 @@ void quantise_bf16(const uint16_t *x, int64_t n, const QuantisedVector &out) {
     quantise_vector([x](int64_t i) { return from_bf16(x[i]); }, n, out);
 }
 
-constexpr uint16_t kNaN = 0x7fc0;  // the scale of groups with an infinity or a NaN, in bf16
-
-// Rounds up to bf16: a scale rounded down would clip the largest weight.
-static inline uint16_t bf16_above(float value) {
-    const uint16_t nearest = to_bf16(value);
-    return from_bf16(nearest) < value ? static_cast<uint16_t>(nearest + 1) : nearest;
-}
+constexpr uint16_t kNaN = 0x7fc0, kHalfNaN = 0x7e00;  // the scale of groups with an infinity or a NaN, in bf16 and fp16
 
 // A NaN becomes `low`: the group's scale is NaN already.
 static inline float between(float value, float low, float high) {

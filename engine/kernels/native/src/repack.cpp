@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "dispatch.h"
 #include "ggml_blocks.h"
@@ -18,7 +19,7 @@ constexpr int kLanes = kHalfRows;
 constexpr int64_t kMostElements = 256;           // of a block
 constexpr int64_t kChunk = 2 * kMostElements;    // columns that are unpacked at once
 constexpr float kClamped = 0.25f, kHighestZero = 255.0f, kTiny = 0x1p-120f;
-constexpr uint16_t kNaN = 0x7fc0;
+constexpr uint16_t kNaN = 0x7fc0, kHalfNaN = 0x7e00;
 
 inline float whole(float value) { return (value + 12582912.0f) - 12582912.0f; }  // |value| < 2^22, ties to even
 inline float sixteenths(float value) {
@@ -92,10 +93,13 @@ void choose_zeros(Lanes &lanes) {
     }
 }
 
-void choose_scales(Lanes &lanes, uint8_t zero) {
+// Types that are kept in a format with scales in fp16 have such themselves.
+template <int of_format> void choose_scales(Lanes &lanes, uint8_t zero) {
+    constexpr Format format = kFormats[of_format];
     for (int i = 0; i < kLanes; ++i) {
-        lanes.stored[i] = std::isfinite(lanes.scale[i]) ? to_bf16(lanes.scale[i]) : kNaN;
-        lanes.stored_zero[i] = std::isfinite(lanes.scale[i]) ? zero : 0;
+        const bool finite = std::fabs(lanes.scale[i]) <= std::numeric_limits<float>::max();
+        lanes.stored[i] = finite ? scale_to(format, lanes.scale[i]) : format.half_scales ? kHalfNaN : kNaN;
+        lanes.stored_zero[i] = finite ? zero : 0;
     }
 }
 
@@ -160,7 +164,7 @@ void keep_group(const CodedGroup *groups, int64_t stride, const Rows &rows, Fit 
     if constexpr (Type::kZero == Zero::kAny)
         choose_zeros(lanes);
     else
-        choose_scales(lanes, Type::kZero == Zero::kEight ? 128 : 0);
+        choose_scales<Type::kFormat>(lanes, Type::kZero == Zero::kEight ? 128 : 0);
     for (int i = 0; i < kLanes; ++i) {
         if (!rows[i]) continue;
         target.scales[i] = lanes.stored[i];

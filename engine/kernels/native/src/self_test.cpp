@@ -80,7 +80,7 @@ int32_t test_fit(const TileKernels &kernels, int32_t format) {
     const OwnTiles tiles(format, 1);
     kernels.formats[format].fit(w.data(), {codes, scales, zeros, tiles.table, 16});
     for (size_t i = 0; i < w.size(); ++i) {
-        const float scale = from_bf16(scales[i % kHalfRows]);
+        const float scale = scale_from(kFormats[format], scales[i % kHalfRows]);
         const float value = value_of_code(format, codes[i], scale, zeros[i % kHalfRows], tiles.table);
         const double step = kFormats[format].code_bits == 8 ? 0.51 * scale : 0.05;
         if (codes[i] >> kFormats[format].code_bits || !near(value, w[i], step)) return 8;

@@ -33,7 +33,7 @@ struct OwnTiles {
         const int bytes = kFormats[format].code_bits == 8 ? 255 : 256, from = bytes == 255 ? 129 : 0;  // int8: no -128
         for (std::size_t i = 0; i < weights.size(); ++i)
             weights[i] = static_cast<uint8_t>((i * 89 + 3) % static_cast<std::size_t>(bytes) + static_cast<std::size_t>(from));
-        for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = to_bf16(0.001f * static_cast<float>(i % 13 + 1));
+        for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = scale_to(kFormats[format], 0.001f * static_cast<float>(i % 13 + 1));
         for (std::size_t i = 0; i < zeros.size(); ++i) zeros[i] = static_cast<uint8_t>(i * 73);
         for (int code = 0; code < 16; ++code) table[code] = static_cast<int8_t>(code * code - 127 + code);
     }
@@ -45,6 +45,6 @@ struct OwnTiles {
         const int64_t lane = row % kHalfRows * 4 + c % 4;
         uint8_t code = half[(kFormats[format].code_bits == 8 ? c / 4 : c % 16 / 4) * 64 + lane];
         if (kFormats[format].code_bits == 4) code = c < 16 ? code & 15 : static_cast<uint8_t>(code >> 4);
-        return value_of_code(format, code, from_bf16(scales[at]), zeros[at], table);
+        return value_of_code(format, code, scale_from(kFormats[format], scales[at]), zeros[at], table);
     }
 };

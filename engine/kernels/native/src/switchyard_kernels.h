@@ -18,7 +18,7 @@ typedef struct SwitchyardPool SwitchyardPool;
 //            int8: 8 vectors, the j-th has columns 4j to 4j + 3.
 //            int4: 4 vectors, the j-th has columns 4j to 4j + 3 in its low nibbles, columns 16 + 4j to 16 + 4j + 3 in
 //            its high ones.  lut4: as int4.
-//   scales   bf16 [32] for a tile: one for each row's 32 columns
+//   scales   [32] for a tile, one for each row's 32 columns: fp16 for int8, bf16 for the others
 //   zeros    uint8 [32] for a tile, int4 only: in sixteenths
 //   table    int8 [16] for the matrix, lut4 only: from -127 to 127
 // A weight is scale * q for int8, scale * (q - zero / 16) for int4 and scale * table[q] for lut4.
@@ -123,7 +123,7 @@ typedef struct {
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
 
-// Instruction sets, best last: 0 portable; on x86 1 AVX2 + FMA, 2 plus AVX-VNNI, 3 AVX-512 (F, BW, VL), 4 plus AVX-512
+// Instruction sets, best last: 0 portable; on x86 1 AVX2 + FMA + F16C, 2 plus AVX-VNNI, 3 AVX-512 (F, BW, VL), 4 plus AVX-512
 // VNNI, 5 plus AVX-512 BF16, 6 plus AMX BF16 (which the operating system must permit); on Arm 16 NEON, 17 plus its dot
 // products.  Returns those that the processor advertises and this library was built for, as a set of bits.
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void);

@@ -2,7 +2,7 @@
 // and 256 bits and plain ones.  The including file defines
 //   Bytes     weights of some of a half's 16 rows, 4 columns each; Products, Floats: a number for each of these rows
 //   load, low_nibbles, high_nibbles, look_up, load_table, columns: what makes Bytes
-//   scales_of, zeros_of, every, to_floats, multiply, multiply_add, multiply_subtract, store: Floats
+//   scales_of, half_scales_of, zeros_of, every, to_floats, multiply, multiply_add, multiply_subtract, store: Floats
 //   fetch     prefetches weights
 // and the Math of an instruction set how bytes are multiplied:
 //   none(sum of x), prepared(weights), add(Products, prepared weights, x)  for signed bytes
@@ -53,7 +53,8 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
                     }
                 }
             }
-            const Floats scale = scales_of(scales + part_rows * part);
+            const uint16_t *at_part = scales + part_rows * part;
+            const Floats scale = format.half_scales ? half_scales_of(at_part) : scales_of(at_part);
             for (int v = 0; v < count; ++v) {
                 Floats value;
                 if constexpr (format.has_zeros) {

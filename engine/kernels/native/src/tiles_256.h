@@ -32,6 +32,9 @@ static inline Floats scales_of(const uint16_t *scales) {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
+static inline Floats half_scales_of(const uint16_t *scales) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
+}
 
 static inline Floats zeros_of(const uint8_t *zeros) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(zeros))));

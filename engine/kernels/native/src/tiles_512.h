@@ -32,6 +32,9 @@ static inline Floats scales_of(const uint16_t *scales) {
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(scales)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
+static inline Floats half_scales_of(const uint16_t *scales) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(scales)));
+}
 
 static inline Floats zeros_of(const uint8_t *zeros) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(zeros))));

@@ -1,4 +1,4 @@
-// Compiled with AVX2 and FMA.
+// Compiled with AVX2, FMA and F16C.
 #include "tiles_256.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Compiled with AVX2, FMA and AVX-VNNI, where the compiler knows it.
+// Compiled with AVX2, FMA, F16C and AVX-VNNI, where the compiler knows it.
 #if defined(__AVXVNNI__)
 #include "tiles_256.h"
 

@@ -35,6 +35,9 @@ static inline void fetch(const uint8_t *from, int64_t bytes) {
 static inline float32x4_t scales_of(const uint16_t *scales) {
     return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(scales)), 16));
 }
+static inline float32x4_t half_scales_of(const uint16_t *scales) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(scales)));
+}
 
 // The zeros of 16 rows, 4 in each vector.
 static inline void load_zeros(const uint8_t *zeros, float32x4_t (&out)[4]) {
@@ -84,7 +87,8 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
                 add_lane<Codes, Math, count, 3>(at, table, q, products);
                 for (int part = 0; part < parts; ++part) {
                     const int place = 4 * half + from + part;
-                    const float32x4_t scale = scales_of(row.scales + group * kTileRows + 4 * place);
+                    const uint16_t *scales = row.scales + group * kTileRows + 4 * place;
+                    const float32x4_t scale = format.half_scales ? half_scales_of(scales) : scales_of(scales);
                     for (int v = 0; v < count; ++v) {
                         float32x4_t value = vcvtq_f32_s32(Math::whole_sums(products[v][part]));
                         if constexpr (format.has_zeros) {

@@ -45,6 +45,9 @@ static inline const int8_t *columns(const int8_t *q) { return q; }
 static inline Floats scales_of(const uint16_t *scales) {
     return make<Floats>([&](int r) { return from_bf16(scales[r]); });
 }
+static inline Floats half_scales_of(const uint16_t *scales) {
+    return make<Floats>([&](int r) { return from_half(scales[r]); });
+}
 static inline Floats zeros_of(const uint8_t *zeros) {
     return make<Floats>([&](int r) { return static_cast<float>(zeros[r]); });
 }
