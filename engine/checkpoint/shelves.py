@@ -154,7 +154,7 @@ def _added() -> tuple[Path, ...]:
 
 
 def _save(folders: tuple[Path, ...]) -> None:
-    text = json.dumps({"folders": [str(folder) for folder in folders]}, indent=2, ensure_ascii=False) + "\n"
+    text = json.dumps({"folders": [str(folder) for folder in folders]}, indent=2) + "\n"  # names may be undecodable
     write_private(_list_file(), text)
 
 
@@ -206,7 +206,7 @@ def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[Shelf]:
     """The folder that a program's own settings name."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         folder = Path(parse_json(read_foreign(settings, _MOST_BYTES))[key])
-        if folder.is_absolute():
+        if folder.is_absolute() and "\0" not in str(folder):
             yield Shelf(origin, folder)
 
 
@@ -240,7 +240,8 @@ def find_models(
     Args:
         look_at: called with each model by the thread that found it, before it counts as found.
     """
-    searches = [_search(shelf, look_at) for shelf in shelves()]
+    around = shelves()
+    searches = [_search(shelf, look_at, around) for shelf in around]
     until = time.monotonic() + within_s
     for search in searches:
         while search.is_alive() and time.monotonic() < until and not cancelled():
@@ -266,11 +267,11 @@ def name_at(path: Path) -> str:
 class _Search(threading.Thread):
     """Looks through one shelf; `found` grows while it does."""
 
-    def __init__(self, shelf: Shelf, look_at: Callable[[Found], None]) -> None:
+    def __init__(self, shelf: Shelf, look_at: Callable[[Found], None], around: list[Shelf]) -> None:
         super().__init__(name=f"models in {shelf.folder.name}", daemon=True)
         self._shelf = shelf
         self._look_at = look_at
-        self._walk = _Walk(frozenset(other.folder for other in shelves()))
+        self._walk = _Walk(frozenset(other.folder for other in around))
         self._problem = ""
         self.found: list[Found] = []
 
@@ -296,14 +297,14 @@ _running: dict[tuple[Shelf, Callable[[Found], None]], _Search] = {}
 _running_lock = threading.Lock()
 
 
-def _search(shelf: Shelf, look_at: Callable[[Found], None]) -> _Search:
+def _search(shelf: Shelf, look_at: Callable[[Found], None], around: list[Shelf]) -> _Search:
     """A search that begins now, or the one that has not ended yet."""
     with _running_lock:
         for key in [key for key, search in _running.items() if not search.is_alive()]:
             del _running[key]
         search = _running.get((shelf, look_at))
         if search is None:
-            search = _running[shelf, look_at] = _Search(shelf, look_at)
+            search = _running[shelf, look_at] = _Search(shelf, look_at, around)
             search.start()
         return search
 

@@ -230,11 +230,16 @@ def test_what_a_cache_lacks_is_left_out(home: Path) -> None:
 
 def test_programs_that_keep_models_elsewhere(home: Path, tmp_path: Path) -> None:
     (home / ".lmstudio").mkdir()
-    for key, content in (("downloadsFolder", str(tmp_path / "theirs")), ("downloadsFolder", 7), ("other", "")):
+    for key, content in (
+        ("downloadsFolder", str(tmp_path / "theirs")),
+        ("downloadsFolder", 7),
+        ("downloadsFolder", "/a\0b"),
+        ("other", ""),
+    ):
         (home / ".lmstudio" / "settings.json").write_text(json.dumps({key: content}))
         (tmp_path / "theirs").mkdir(exist_ok=True)
         write_mixtral(tmp_path / "theirs" / "a.gguf")
-        assert list(_entries()) == (["a"] if key == "downloadsFolder" and isinstance(content, str) else [])
+        assert list(_entries()) == (["a"] if content == str(tmp_path / "theirs") else [])
 
 
 def test_other_programs_are_left_alone_if_so_wanted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +420,7 @@ def test_odd_names(tmp_path: Path, name: str) -> None:
 
 
 def test_an_undecodable_name(tmp_path: Path) -> None:
-    folder = tmp_path / "disk"
+    folder = tmp_path / os.fsdecode(b"disk\xff")
     write_tiny_checkpoint(folder / os.fsdecode(b"broken\xff"))
     add_model_folder(folder)
     (entry,) = _entries().values()
