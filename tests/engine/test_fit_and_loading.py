@@ -1,0 +1,139 @@
+"""What a fit card says of a download, against what the engine holds once the same files are loaded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.hub import Candidate, RepoFile, Repository
+from engine.checkpoint.hub.repository import quality_of
+from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import EngineConfig
+from engine.devices.memory_budget import MemoryCategory
+from engine.planner.plan_parts import Limits
+from engine.planner.predict import predict_decode, running_config
+from engine.runtime.load.model import load_model
+from engine.tuning.fit import FitRow, fit_card, machine_of
+from engine.tuning.machine_look import MachineLook, look_at_machine
+from tests.engine.on_devices import memory_use, slots
+from tests.engine.test_stored_precision import type_of
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.tiny_gguf import write_model
+
+MIB = 2**20
+CARD = "emulated:slow-link"
+SYNTHETIC = (
+    "synthetic:qwen3-moe-small?layers=2&experts=16&vocab=1024",
+    "synthetic:qwen3-moe-small?layers=3&experts=24&vocab=512",
+    "synthetic:qwen3-moe-tiny?layers=2&experts=64&vocab=2048",
+)
+SIZES = {"hidden_size": 512, "head_dim": 64, "vocab_size": 2048, "num_key_value_heads": 4}
+CASES = 20
+PADDING = MIB // 4
+"""What tiles and pages add to models so small; in real ones it does not show."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model on this disk, and as a hub would have it."""
+
+    path: Path
+    candidate: Candidate
+    shape: ModelShape
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Made, ...]:
+    home = tmp_path_factory.mktemp("fit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWITCHYARD_HOME", str(home))
+        folders = [make_synthetic(name) for name in SYNTHETIC]
+        tiny = tiny_checkpoint("qwen3_moe", home / "moe", **SIZES, moe_intermediate_size=512, norm_topk_prob=True)
+        dense = tiny_checkpoint("llama", home / "dense", **SIZES, intermediate_size=1024)
+        files = [
+            write_model(tiny, home / "moe-Q8_0.gguf", "qwen3moe", quantised="Q8_0"),
+            write_model(tiny, home / "moe-Q4_K_M.gguf", "qwen3moe", quantised=type_of),
+            write_model(dense, home / "dense-Q4_K_M.gguf", "llama", quantised=type_of),
+        ]
+        return tuple(_made(path) for path in (*folders, *files))
+
+
+def _made(path: Path) -> Made:
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    label = "BF16" if path.is_dir() else path.stem.partition("-")[2]
+    files = tuple(RepoFile(file.name, file.stat().st_size) for file in paths)
+    repository = Repository("huggingface", "org/model", "c", files, "", "", False)
+    return Made(path, Candidate(repository, label, files, quality_of(label)), find_shape(str(path)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_bytes_of_each_memory_for_twenty_drawn_configurations(models: tuple[Made, ...]) -> None:
+    look, draw = look_at_machine(CARD, CARD), random.Random(16)
+    on_card = [_case(models, look, draw) for _ in range(CASES)]
+    assert sum(on_card) >= CASES // 4  # else little was tried
+
+
+def test_bytes_of_a_few(models: tuple[Made, ...]) -> None:
+    look, draw = look_at_machine(CARD, CARD), random.Random(1)
+    assert sum(_case(models, look, draw) for _ in range(3))
+
+
+def _case(models: tuple[Made, ...], look: MachineLook, draw: random.Random) -> bool:
+    """Draws a model and limits until one fits, and loads it; returns whether it uses the card."""
+    while True:
+        made = draw.choice(models)
+        whole = 2 * made.shape.total_weights
+        limits = Limits(
+            vram_bytes=max(MIB // 4, round(whole * draw.uniform(0.1, 2.0)) + draw.randrange(8 * MIB)),
+            ram_bytes=None if draw.random() < 0.7 else round(whole * draw.uniform(0.4, 2.0)) + 4 * MIB,
+            threads=1,
+            context_tokens=draw.choice((None, 64, 200, 700, 2000)),
+            use_card=draw.random() < 0.8,
+        )
+        row = fit_card([(made.candidate, made.shape)], look, limits).rows[0]
+        if row.ram is not None:
+            break
+    config = EngineConfig(
+        str(made.path),
+        device=CARD if limits.use_card else "cpu",
+        vram_bytes=limits.vram_bytes,
+        ram_bytes=limits.ram_bytes,
+        threads=1,
+        context_tokens=limits.context_tokens,
+    )
+    _compare(row, config, replace(limits, vram_of_others=0, ram_of_others=0), look, f"{made.path.name}, {limits}")
+    return row.card is not None
+
+
+def _compare(row: FitRow, config: EngineConfig, limits: Limits, look: MachineLook, said: str) -> None:
+    assert row.ram is not None
+    assert row.speed is not None
+    shape = find_shape(config.model)
+    loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+    try:
+        info = loaded.info
+        assert (info.device != "cpu") == (row.card is not None), f"{said}: {info.device_note}"
+        assert shape.words(info.precision) == row.precision, said
+        if row.card is None:
+            assert row.ram.weights == pytest.approx(info.weights_bytes, rel=0.05, abs=PADDING), said
+        else:
+            used = memory_use(loaded)[0].by_category
+            experts = used[MemoryCategory.EXPERTS] + used[MemoryCategory.STAGING]
+            assert row.card.weights == pytest.approx(used[MemoryCategory.WEIGHTS], rel=0.05, abs=PADDING), said
+            assert row.card.experts + row.card.staging == pytest.approx(experts, rel=0.05, abs=PADDING), said
+        if row.ram.experts:
+            held = loaded.bank.nbytes if loaded.bank is not None else 0
+            assert row.ram.experts == pytest.approx(held or info.experts_bytes, rel=0.05, abs=PADDING), said
+        # What is predicted is the speed of what runs: with the precision and the slots that loading chose.
+        running = running_config(info, config, slots(loaded) if loaded.caches else None)
+        machine = machine_of(look, shape, info.precision)
+        again = predict_decode(machine, shape, running, prompt_tokens=128, tokens=128, limits=limits)
+        assert row.speed.low <= again.tokens_per_s <= row.speed.high, said
+    finally:
+        loaded.close()
