@@ -27,7 +27,7 @@ from app.startup_report import report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
-from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.common.files import make_private
 from engine.common.paths import data_dir, log_dir, own_dirs
 
@@ -83,7 +83,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     from app.services.services import Services
 
     services = Services.around(EngineClient(), ChatStore(), settings, theme)
-    window = MainWindow(services, page_entries())
+    window = MainWindow(services, page_entries(), first_run_entry())
     if settings.notice:
         window.notice_banner.show_text(settings.notice)
     report = reports.pending()
@@ -118,6 +118,22 @@ def page_entries() -> tuple[PageEntry, ...]:
         PageEntry(MODELS, translate("Pages", "Models"), _models),
         PageEntry(SETTINGS, translate("Pages", "Settings"), _settings),
     )
+
+
+def first_run_entry() -> PageEntry:
+    """What takes the chat's place as long as there is no model."""
+    return PageEntry(FIRST_RUN, translate("Pages", "Choose a first model"), _first_run)
+
+
+def _first_run(services: Services) -> Page:
+    from app.views.first_run import FirstRunPage
+    from app.widgets.model_dialog import ask_model
+
+    the = services
+    page = FirstRunPage(the.client, the.hub, the.downloads, the.library, the.download, the.settings)
+    page.load_wanted.connect(the.model_start.begin)
+    page.file_wanted.connect(lambda: ask_model(page, lambda model: the.model_start.open(str(model))))
+    return page
 
 
 def _chat(services: Services) -> Page:

@@ -97,6 +97,10 @@ class Library(QObject):
         """The model of this name, or at this path."""
         return next((one for one in self.entries if name in (one.name, str(one.path))), None)
 
+    def entry_from(self, reference: str) -> LibraryEntry | None:
+        """The model that was downloaded from there: `ORG/NAME:Q4_K_M`."""
+        return next((one for one in self.entries if one.source.startswith(f"{reference}@")), None)
+
     def look(self) -> None:
         """Lists the models; `listed` follows."""
         self._listing.ask(lambda: _look_around(self._closing.is_set), self._on_listed, self._on_not_listed)

@@ -36,6 +36,7 @@ _PAD = 8.0
 _BAR_PX = 8.0
 MOST_ROWS = 7
 """More scroll."""
+_LEAST_MEMORY_EM = 12
 _NARROW_EM = 70
 
 _Index = QModelIndex | QPersistentModelIndex
@@ -115,6 +116,9 @@ class FitTable(QTableView):
         self.setColumnWidth(FitColumn.FILE, round((14 if narrow else 16) * em + 2 * _PAD))
         self.setColumnWidth(FitColumn.SPEED, round((13 if narrow else 15) * em + 2 * _PAD))
         self.setColumnWidth(FitColumn.VERDICT, round((11 if narrow else 12) * em + 22 + _PAD))
+        others = sum(self.columnWidth(column) for column in FitColumn if column is not FitColumn.MEMORY)
+        # The bars below the table show the same of the current row.
+        self.setColumnHidden(FitColumn.MEMORY, self.viewport().width() - others < _LEAST_MEMORY_EM * em)
         height = round(2 * metrics.lineSpacing() + 14)
         self.verticalHeader().setDefaultSectionSize(height)
         shown = max(1, min(MOST_ROWS, self.rows.rowCount()))

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from app.services.services import Services
 
 CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS = "chat", "batch", "monitor", "tune", "models", "settings"
+FIRST_RUN = "first-run"
+"""In place of the chat as long as there is no model."""
 
 
 class Page(QWidget):

@@ -20,7 +20,7 @@ import app.services.hub as hub
 import app.services.library as library
 import app.services.planning as planning
 import app.services.tuning as tuning
-from app.main import page_entries
+from app.main import first_run_entry, page_entries
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
 from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
@@ -42,7 +42,7 @@ from app.widgets.asking import ask
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
 from engine.checkpoint.downloads.queue import Download
-from engine.checkpoint.library import LibraryEntry, Listing
+from engine.checkpoint.library import Listing
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
@@ -105,7 +105,7 @@ class Stage:
         """What lies on the disk."""
         self.dialog: QWidget | None = None
         """What lies over the window, if the scene opened something."""
-        self.window = MainWindow(self.services, page_entries())
+        self.window = MainWindow(self.services, page_entries(), first_run_entry())
 
     # --- the pages ---
 
@@ -424,8 +424,36 @@ def _banners(stage: Stage) -> None:
     )
 
 
-def _starter(stage: Stage) -> None:
-    stage.window.starter_panel.offer()
+def _first_run(stage: Stage) -> None:
+    """No model is here."""
+    stage.engine.unload()
+    services = stage.services
+    found = made.look(made.gpu()), model_parts.RECOMMENDATIONS
+    with (
+        patch.object(hub, "recommended_here", lambda _device: found),
+        patch.object(library, "_look_around", lambda _: Listing(())),
+    ):
+        services.model_start.starter_missing.emit()
+        stage.until(lambda: services.hub.look is not None and services.library.was_listed)
+
+
+def _first_run_downloading(stage: Stage) -> None:
+    """A model is on its way, and other programs have left some."""
+    _first_run(stage)
+    _show_downloads(stage, replace(model_parts.DOWNLOADS[0], reference=model_parts.RECOMMENDATIONS[1].reference))
+    stage.services.library._on_listed(Listing(model_parts.MODELS[1:]))
+
+
+def _first_run_trouble(stage: Stage) -> None:
+    _first_run(stage)
+    _show_downloads(stage, model_parts.DOWNLOADS[2])
+    stage.services.downloads.problem.emit("The hub cannot be reached: check the network. Everything on this PC works.")
+
+
+def _show_downloads(stage: Stage, *found: Download) -> None:
+    stage.downloads = found
+    stage.services.downloads.begin()
+    stage.until(lambda: len(stage.services.downloads.entries) == len(found))
 
 
 # --- models -----------------------------------------------------------------------------------------
@@ -497,28 +525,18 @@ def _models_folders(stage: Stage) -> None:
     stage.dialog = _models(stage).open_folders()
 
 
-LIBRARY = tuple(
-    LibraryEntry(name, Path("/models") / name, bytes_on_disk=size, precision_words=words, **more)  # type: ignore[arg-type]
-    for name, size, words, more in (
-        ("starter", 93_000_000, "bf16", {"measured_tokens_per_s": 38.4}),
-        ("gpt-oss-20b", 12_100_000_000, "MXFP4", {"measured_tokens_per_s": 31.2}),
-        ("Qwen3-30B-A3B-Instruct-2507", 18_560_000_000, "Q4_K_M", {}),
-        ("Granite-4.0-H-Small", 19_400_000_000, "Q4_K_M", {"origin": "LM Studio"}),
-        ("Mixtral-8x7B-Instruct-v0.1-with-a-name-that-someone-made-much-too-long-for-any-list", 0, "bf16", {}),
-        ("half-a-copy", 3_000_000_000, "", {"problem": "model-00002-of-00003.safetensors is missing."}),
-    )
-)
-
-
 def _chat_models(stage: Stage) -> None:
     """The list of models, of which one is loaded and one is too slow to be looked at."""
     picker, services = stage.chat.picker, stage.services
-    stage.engine.model = replace(STARTER, path=str(LIBRARY[0].path))
+    stage.engine.model = replace(STARTER, path=str(model_parts.MODELS[0].path))
     stage.engine.model_loaded.emit(stage.engine.model)
-    with patch.object(library, "_look_around", lambda _: Listing(LIBRARY)), patch.object(services.speeds, "ask"):
+    with (
+        patch.object(library, "_look_around", lambda _: Listing(model_parts.MODELS)),
+        patch.object(services.speeds, "ask"),
+    ):
         stage.chat.choose_model()
-        stage.until(lambda: picker.choices.all)
-    services.speeds.found.emit(str(LIBRARY[2].path), 24.6, False)
+        stage.until(picker.rows.rowCount)
+    services.speeds.found.emit(str(model_parts.MODELS[2].path), 24.6, False)
 
 
 def _chat_loading(stage: Stage) -> None:
@@ -546,7 +564,9 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-loading": _chat_loading,
     "chat-no-model": _chat_no_model,
     "chat-banners": _banners,
-    "chat-no-starter": _starter,
+    "first-run": _first_run,
+    "first-run-downloading": _first_run_downloading,
+    "first-run-trouble": _first_run_trouble,
     "batch-empty": lambda stage: stage.window.show_page(BATCH),
     "batch-new": lambda stage: stage.fill_form(),
     "batch-schema": _batch_schema,

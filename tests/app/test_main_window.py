@@ -12,21 +12,23 @@ from PySide6.QtGui import QDragEnterEvent, QDropEvent, QGuiApplication
 from PySide6.QtWidgets import QApplication, QLabel, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
 
-from app.main import page_entries
+from app.main import first_run_entry, page_entries
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.chat_store import ChatStore
+from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient, EngineState
+from app.services.hub import Hub
+from app.services.library import Library
 from app.services.model_start import ModelStart
 from app.services.services import Services
 from app.services.settings import Settings
-from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
 from app.views.main_window import SMALLEST, MainWindow
-from app.views.main_window.starter_panel import StarterPanel
 from app.views.settings import SettingsPage
-from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.common.config import BatchJob
+from tests.app.scripted_engine import STARTER
 
 PAGES = (CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS)
 WORKER = [sys.executable, str(Path(__file__).with_name("scripted_worker.py"))]
@@ -50,7 +52,7 @@ def open_window(
 
     def build(client: EngineClient) -> MainWindow:
         pages = (PageEntry(CHAT, "Chat", ChatStandIn), *page_entries()[1:])
-        windows.append(MainWindow(Services.around(client, store, settings, theme), pages))
+        windows.append(MainWindow(Services.around(client, store, settings, theme), pages, first_run_entry()))
         qtbot.addWidget(windows[-1])
         windows[-1].show()
         return windows[-1]
@@ -204,83 +206,53 @@ def test_a_model_that_cannot_be_found_is_told(window: MainWindow, settings: Sett
         window.services.model_start.begin()
     assert "no-such-model" in window.problem_banner.text
     assert window.problem_banner.isVisible()
-    assert not window.starter_panel.isVisible()
 
 
-# --- the starter ----------------------------------------------------------------------------------
-
-
-def test_without_the_starter_the_window_offers_it(window: MainWindow, qtbot: QtBot) -> None:
-    with qtbot.waitSignal(window.services.model_start.starter_missing):
-        window.services.model_start.begin()
-    assert window.starter_panel.isVisible()
-    assert not window.problem_banner.isVisible()
-
-
-DOWNLOADS = {
-    "done": "import sys; print('getting: 40 %', file=sys.stderr, flush=True); print('{}')",
-    "refused": 'import sys; print(\'{"error": {"code": "x", "message": "No network is there."}}\'); sys.exit(2)',
-    "crashed": "import os; os.abort()",
-    "endless": "import sys, time; print('getting: 7 %', file=sys.stderr, flush=True); time.sleep(60)",
-}
+# --- no model -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def panel(qtbot: QtBot) -> Iterator[Callable[[str], StarterPanel]]:
-    made: list[StarterDownload] = []
-
-    def make(kind: str) -> StarterPanel:
-        command = [sys.executable, "-c", DOWNLOADS[kind]] if kind in DOWNLOADS else ["/no/such/program"]
-        download = StarterDownload(command=command)
-        made.append(download)
-        result = StarterPanel(download)
-        qtbot.addWidget(result)
-        result.offer()
-        return result
-
-    yield make
-    for download in made:
-        download.close()
-        download.deleteLater()
+def without_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at the machine, at its models or at downloads."""
+    for service, name in ((Hub, "look_at_machine"), (Library, "look"), (Downloads, "watch")):
+        monkeypatch.setattr(service, name, lambda *_, **__: None)
 
 
-def _press(panel: StarterPanel, text: str) -> None:
-    (button,) = [b for b in panel.findChildren(QPushButton) if b.isVisible() and b.text().startswith(text)]
-    button.click()
-
-
-def _says(panel: StarterPanel, text: str) -> bool:
-    return any(text in label.text() for label in panel.findChildren(QLabel) if label.isVisible())
-
-
-def test_getting_the_starter_ends_in_ready(panel: Callable[[str], StarterPanel], qtbot: QtBot) -> None:
-    shown = panel("done")
-    with qtbot.waitSignal(shown.ready):
-        _press(shown, "Get the starter model (93 MB download)")
-    assert not shown.isVisible()
-
-
-@pytest.mark.parametrize(
-    ("kind", "sentence"),
-    [("refused", "No network is there."), ("crashed", "could not be built"), ("absent", "could not be started")],
-)
-def test_a_download_that_fails_says_why_and_can_be_tried_again(
-    panel: Callable[[str], StarterPanel], qtbot: QtBot, kind: str, sentence: str
+def test_without_a_model_the_first_page_takes_the_chat_s_place(
+    window: MainWindow, without_machine: None, qtbot: QtBot
 ) -> None:
-    shown = panel(kind)
-    for button in ("Get the starter", "Try again"):
-        _press(shown, button)
-        qtbot.waitUntil(lambda: _says(shown, sentence))
+    with qtbot.waitSignal(window.services.model_start.starter_missing):
+        window.services.model_start.begin()
+    first_run = window.page(FIRST_RUN)
+    assert window.pages.currentWidget() is first_run
+    assert window.sidebar.button(CHAT).isChecked()
+    assert not window.problem_banner.isVisible()
+    window.show_page(TUNE)
+    window.show_page(CHAT)
+    assert window.pages.currentWidget() is first_run
+    window.services.client.model_loaded.emit(STARTER)
+    assert window.pages.currentWidget() is window.page(CHAT)
 
 
-def test_a_download_shows_how_far_it_is_and_can_be_cancelled(
-    panel: Callable[[str], StarterPanel], qtbot: QtBot
-) -> None:
-    shown = panel("endless")
-    _press(shown, "Get the starter")
-    qtbot.waitUntil(lambda: _says(shown, "7%"))
-    _press(shown, "Cancel")
-    qtbot.waitUntil(lambda: _says(shown, "small Mixture of Experts"))
+def test_whoever_wants_no_model_goes_to_the_chats_and_back(window: MainWindow, without_machine: None) -> None:
+    window.services.model_start.starter_missing.emit()
+    first_run = window.page(FIRST_RUN)
+    first_run.page_wanted.emit(MODELS)
+    assert window.pages.currentWidget() is window.page(MODELS)
+    window.show_page(CHAT)
+    first_run.page_wanted.emit(CHAT)
+    assert window.pages.currentWidget() is window.page(CHAT)
+    window.page(CHAT).page_wanted.emit(FIRST_RUN)
+    assert window.pages.currentWidget() is first_run
+
+
+def test_a_model_loaded_from_another_page_leaves_that_page_shown(window: MainWindow, without_machine: None) -> None:
+    window.services.model_start.starter_missing.emit()
+    window.show_page(TUNE)
+    window.services.client.model_loaded.emit(STARTER)
+    assert window.pages.currentWidget() is window.page(TUNE)
+    window.show_page(CHAT)
+    assert window.pages.currentWidget() is window.page(CHAT)
 
 
 # --- notices --------------------------------------------------------------------------------------

@@ -58,6 +58,9 @@ class FakeLibrary(Recorder):
     def entry(self, name: str) -> LibraryEntry | None:
         return next((one for one in self.entries if name in (one.name, str(one.path))), None)
 
+    def entry_from(self, reference: str) -> LibraryEntry | None:
+        return next((one for one in self.entries if one.source.startswith(f"{reference}@")), None)
+
     def show(self, *entries: LibraryEntry) -> None:
         self.entries = entries
         self.listed.emit()

@@ -9,7 +9,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QAbstractButton, QApplication, QLabel, QWidget
 from pytestqt.qtbot import QtBot
 
-from app.main import page_entries
+from app.main import first_run_entry, page_entries
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, new_id
 from app.services.engine_client import EngineClient
 from app.services.services import Services
@@ -34,7 +34,7 @@ def window(qapp: QApplication, settings: Settings, theme: ThemeController) -> It
     store.create(conversation, [user, answer])
     store.flush()
     settings.set("last_chat", conversation.id)
-    result = MainWindow(Services.around(client, store, settings, theme), page_entries())
+    result = MainWindow(Services.around(client, store, settings, theme), page_entries(), first_run_entry())
     yield result
     result.close()
     store.close()

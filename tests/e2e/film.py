@@ -16,23 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.e2e.screen import Screen, missing_programs, private_screen
+from tests.e2e.screen import SHUTTER, Screen, missing_programs, private_screen
 from tests.e2e.waiting import eventually
 from tests.e2e.window_process import real_window
 from tests.starter import starter_for_tests
 
 ANSWERED_WELL = "What is the capital of France? Answer in one sentence."
 LONG = "Write a long story about a lighthouse keeper and the sea, with many chapters."
-_SHUTTER = """
-import sys, time
-from PySide6.QtGui import QGuiApplication
-app = QGuiApplication([])
-width, height = map(int, sys.argv[2:4])
-for line in sys.stdin:
-    app.primaryScreen().grabWindow(0, 0, 0, width, height).save(f"{sys.argv[1]}/{line.strip()}.png")
-    print(line.strip(), flush=True)
-"""
-"""A process that keeps a picture of the screen for every line that it is given: only a client of the X server can."""
 
 
 def main(argv: list[str]) -> int:
@@ -64,7 +54,7 @@ def _film(args: argparse.Namespace, screen: Screen, home: Path, frames: Path) ->
     settings.write_text(json.dumps({"default_model": str(starter), "theme": args.theme}), encoding="utf-8")
     width, height = args.size.split("x")
     shutter = subprocess.Popen(
-        [sys.executable, "-c", _SHUTTER, str(frames), width, height],
+        [sys.executable, "-c", SHUTTER, str(frames), width, height],
         env=screen.variables,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -6,11 +6,23 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 PROGRAMS = ("Xvfb", "xdotool", "dbus-daemon")
 SIZE = "1400x900"
+
+SHUTTER = """
+import sys
+from PySide6.QtGui import QGuiApplication
+app = QGuiApplication([])
+width, height = map(int, sys.argv[2:4])
+for line in sys.stdin:
+    app.primaryScreen().grabWindow(0, 0, 0, width, height).save(f"{sys.argv[1]}/{line.strip()}.png")
+    print(line.strip(), flush=True)
+"""
+"""A process that keeps a picture of the screen for every line that it is given: only a client of the X server can."""
 
 _BUS_CONFIG = """<busconfig>
   <type>session</type>
@@ -51,6 +63,13 @@ class Screen:
 
     def move(self, x: int, y: int) -> None:
         self._xdotool("mousemove", str(x), str(y))
+
+    def keep_picture(self, path: Path, width: int, height: int) -> None:
+        """Writes the upper left part of the screen as a PNG."""
+        command = [sys.executable, "-c", SHUTTER, str(path.parent), str(width), str(height)]
+        subprocess.run(
+            command, env=self.variables, input=path.stem.encode(), check=True, timeout=60, capture_output=True
+        )
 
     def focus_window_of(self, pid: int) -> None:
         """Gives the keyboard to the process's window: there is no window manager here that would."""

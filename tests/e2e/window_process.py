@@ -151,17 +151,18 @@ class RealWindow:
 
 @contextlib.contextmanager
 def real_window(
-    screen: Screen, home: Path, model: Path, environment: Mapping[str, str] | None = None
+    screen: Screen, home: Path, model: Path | None, environment: Mapping[str, str] | None = None
 ) -> Iterator[RealWindow]:
-    """A window that has just come up; a new folder gets `model` as the model to load at the start.
+    """A window that has just come up; a new folder gets `model` as the model to load at the start, if there is one.
 
     Args:
         environment: variables beside those of the screen.
     """
     settings = home / "config" / "settings.json"
-    if not settings.exists():
+    if model is not None and not settings.exists():
         settings.parent.mkdir(parents=True)
         settings.write_text(json.dumps({"default_model": str(model), "theme": "light"}), encoding="utf-8")
+    home.mkdir(parents=True, exist_ok=True)
     log = home / "stderr.txt"
     with contextlib.ExitStack() as stack:
         # Its sockets lie in the temporary folder; a window that is killed leaves them there.

@@ -32,7 +32,7 @@ from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
-from app.widgets.page import BATCH, MODELS, Page
+from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
 from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.toast import Toast
@@ -66,6 +66,7 @@ class ChatView(Page):
         super().__init__(parent)
         self._client = client
         self._store = store
+        self._library = library
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
         self.presenter = ChatPresenter(client, store, settings, answers, list_model, self)
@@ -163,7 +164,7 @@ class ChatView(Page):
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
         self.empty.example_chosen.connect(self._send_example)
-        self.empty.model_wanted.connect(self.choose_model)
+        self.empty.model_wanted.connect(self._choose_first)
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
@@ -246,6 +247,12 @@ class ChatView(Page):
     def choose_model(self) -> None:
         """Open the list of models, or close it."""
         self.picker.open_for(self.title_bar.model_button)
+
+    def _choose_first(self) -> None:
+        if self._library.was_listed and not self._library.entries:
+            self.page_wanted.emit(FIRST_RUN)
+        else:
+            self.choose_model()
 
     def close_down(self) -> None:
         """Save everything that is only in memory; called before the window closes."""

@@ -6,9 +6,9 @@ from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPointF, QRect, Q
 from PySide6.QtGui import QFont, QFontMetrics, QPainter, QPainterPath
 from PySide6.QtWidgets import QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
 
-from app.models.model_choices import CHOICE_ROLE, ModelChoice
+from app.models.library import ROW_ROLE, ModelRow
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
-from app.views.chat.phrases import about_text, origin_text, rate
+from app.views.chat.phrases import about_text, speed_text, title_text
 
 RADIUS = 8
 INSET = 10
@@ -27,7 +27,7 @@ class ModelDelegate(QStyledItemDelegate):
     def paint(
         self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
     ) -> None:
-        choice: ModelChoice = index.data(CHOICE_ROLE)
+        row: ModelRow = index.data(ROW_ROLE)
         rect: QRect = option.rect
         state: QStyle.StateFlag = option.state
         painter.save()
@@ -46,10 +46,10 @@ class ModelDelegate(QStyledItemDelegate):
         upper = QRect(inside.topLeft(), QSize(inside.width(), QFontMetrics(title).lineSpacing()))
         lower = QRect(upper.bottomLeft(), QSize(inside.width(), QFontMetrics(small).lineSpacing()))
         lower.translate(0, 2)
-        speed = rate(choice.tokens_per_s) if choice.tokens_per_s else ""
-        self._line(painter, upper, title, choice.title, speed, "muted" if choice.problem else "text", choice.is_loaded)
-        about = choice.problem or about_text(choice)
-        self._line(painter, lower, small, about, origin_text(choice), "danger" if choice.problem else "muted")
+        problem = row.entry.problem
+        speed, source = ("", "") if problem else speed_text(row)
+        self._line(painter, upper, title, title_text(row), speed, "muted" if problem else "text", row.is_loaded)
+        self._line(painter, lower, small, problem or about_text(row), source, "danger" if problem else "muted")
         painter.restore()
 
     def _line(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
-from PySide6.QtCore import QEvent, QObject, Qt, Signal
+from PySide6.QtCore import QEvent, QModelIndex, QObject, QPersistentModelIndex, QSortFilterProxyModel, Qt, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
@@ -21,20 +21,17 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.models.model_choices import CHOICE_ROLE, ModelChoice, ModelChoices
+from app.models.library import ROW_ROLE, LibraryTable, ModelRow
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
-from app.services.settings import STARTER, Settings
+from app.services.settings import Settings
 from app.theme import scaled
 from app.views.chat.model_delegate import ModelDelegate
-from app.views.chat.phrases import choice_text
+from app.views.chat.phrases import choice_text, title_text
 from app.widgets.popover import Popover
 from app.widgets.quantities import percent
 from app.widgets.shortcuts import note_keys
-
-if TYPE_CHECKING:
-    from engine.checkpoint.library import LibraryEntry
 
 WIDTH_PX = 460
 MOST_ROWS = 6
@@ -64,14 +61,17 @@ class ModelPicker(Popover):
         self._settings = settings
         self._library = library
         self._speeds = speeds
-        self.choices = ModelChoices(choice_text, self)
+        self._predicted: dict[str, float] = {}
+        self._models = LibraryTable((), lambda row, _column: title_text(row), choice_text, self)
+        self.rows = FoundModels(self)
+        self.rows.setSourceModel(self._models)
         self.filter = QLineEdit(self)
         self.filter.setPlaceholderText(self.tr("Find a model"))
         self.filter.setAccessibleName(self.tr("Find a model"))
         self.filter.setClearButtonEnabled(True)
         self.list = QListView(self)
         self.list.setAccessibleName(self.tr("Models"))
-        self.list.setModel(self.choices)
+        self.list.setModel(self.rows)
         self.list.setItemDelegate(ModelDelegate(self.list))
         self.list.setMouseTracking(True)
         self.list.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -135,7 +135,7 @@ class ModelPicker(Popover):
         self.filter.textChanged.connect(self._on_filter)
         self.list.doubleClicked.connect(self._load)
         self.list.selectionModel().currentChanged.connect(self._show_actions)
-        self.choices.modelReset.connect(self._on_rows)
+        self._models.dataChanged.connect(self._show_actions)
         self._library.listed.connect(self._on_listed)
         self._speeds.found.connect(self._on_speed)
         self._settings.changed.connect(self._on_setting)
@@ -160,41 +160,22 @@ class ModelPicker(Popover):
         self.filter.setFocus()
 
     def _on_listed(self) -> None:
-        if not self.isVisible():
-            return
-        self._show()
-        self._speeds.ask([choice.path for choice in self.choices.all if not (choice.tokens_per_s or choice.problem)])
+        if self.isVisible():
+            self._show()
+            unknown = [row for row in self._models.rows if not (row.entry.measured_tokens_per_s or row.entry.problem)]
+            self._speeds.ask([str(row.entry.path) for row in unknown])
 
     def _show(self) -> None:
-        current = self._current()
-        model = self._client.model
+        current = self.current
+        model, entries = self._client.model, self._library.entries
         loaded = model.path if model is not None else ""
-        choices = [self._choice(entry, loaded) for entry in self._library.entries]
-        if model is not None and not any(choice.is_loaded for choice in choices):  # opened from elsewhere
-            is_default = self._settings.default_model == loaded
-            given = ModelChoice(loaded, model.name, loaded, precision=model.precision, is_default=is_default)
-            choices.insert(0, replace(given, is_loaded=True))
-        known = {choice.path: choice for choice in self.choices.all if choice.tokens_per_s}
-        self.choices.show(choices)
-        for path, choice in known.items():
-            self.choices.set_speed(path, choice.tokens_per_s, is_measured=choice.is_measured)
-        self._select(current.path if current is not None else loaded)
+        if model is not None and not any(str(entry.path) == loaded for entry in entries):  # opened from elsewhere
+            from engine.checkpoint.library import LibraryEntry  # imported late: it is slow to load
 
-    def _choice(self, entry: LibraryEntry, loaded: str) -> ModelChoice:
-        path = str(entry.path)
-        return ModelChoice(
-            entry.name,
-            self.tr("Starter") if entry.name == STARTER else entry.name,
-            path,
-            entry.bytes_on_disk,
-            entry.precision_words,
-            entry.origin if entry.is_in_place else "",
-            entry.measured_tokens_per_s or 0.0,
-            is_measured=entry.measured_tokens_per_s is not None,
-            is_default=self._settings.default_model in (entry.name, path),
-            is_loaded=path == loaded,
-            problem=entry.problem,
-        )
+            given = LibraryEntry(model.name, Path(loaded), precision_words=model.precision, origin="folder")
+            entries = (given, *entries)
+        self._models.show(entries, loaded=loaded, default=self._settings.default_model, predicted=self._predicted)
+        self._select(str(current.entry.path) if current is not None else loaded)
 
     # --- the list ---
 
@@ -202,37 +183,39 @@ class ModelPicker(Popover):
         super().changeEvent(event)
         if event.type() == QEvent.Type.StyleChange and not self.isHidden():
             self.list.doItemsLayout()
-            self._on_rows()
+            self._fit()
 
     def _on_filter(self, text: str) -> None:
-        self.choices.set_filter(text)
+        self.rows.find(text)
         self._select("")
 
-    def _on_rows(self) -> None:
-        shown, everything = len(self.choices.shown), len(self.choices.all)
-        rows = max(1, min(shown, MOST_ROWS))
+    def _fit(self) -> None:
+        shown, everything = self.rows.rowCount(), len(self._models.rows)
         height = self.list.sizeHintForRow(0) if shown else 0
-        self.list.setFixedHeight(rows * height + 2)
+        self.list.setFixedHeight(min(shown, MOST_ROWS) * height + 2)
         self.list.setVisible(shown > 0)
-        self.filter.setVisible(everything > 1)
         self.nothing.setVisible(shown == 0)
         looking = self.tr("No model is on this PC yet.") if self._library.was_listed else self.tr("Looking for models…")
         self.nothing.setText(self.tr("No model has such a name.") if everything else looking)
         self.least_width = scaled(WIDTH_PX)
-        self._show_actions()
 
     def _select(self, path: str) -> None:
-        rows = [row for row, choice in enumerate(self.choices.shown) if choice.path == path]
-        if self.choices.shown:
-            self.list.setCurrentIndex(self.choices.index(rows[0] if rows else 0))
+        """Makes the model at a path the current one, else the first."""
+        self._fit()
+        at = self.rows.mapFromSource(self._models.index(self._models.row_of(path), 0))
+        self.list.setCurrentIndex(at if at.isValid() else self.rows.index(0, 0))
+        self._show_actions()
 
-    def _current(self) -> ModelChoice | None:
-        choice = self.list.currentIndex().data(CHOICE_ROLE)
-        return choice if isinstance(choice, ModelChoice) else None
+    @property
+    def current(self) -> ModelRow | None:
+        """The model that the buttons are about."""
+        row = self.list.currentIndex().data(ROW_ROLE)
+        return row if isinstance(row, ModelRow) else None
 
-    def _on_speed(self, path: str, tokens_per_s: float, is_measured: bool) -> None:
-        if not any(choice.path == path and choice.is_measured for choice in self.choices.all):
-            self.choices.set_speed(path, tokens_per_s, is_measured=is_measured)
+    def _on_speed(self, path: str, tokens_per_s: float) -> None:
+        self._predicted[path] = tokens_per_s
+        if self.isVisible():
+            self._show()
 
     def _on_setting(self, key: str) -> None:
         if key == "default_model" and self.isVisible():
@@ -260,30 +243,30 @@ class ModelPicker(Popover):
         self.loading_bar.setRange(0, 0 if share is None else 100)
         self.loading_bar.setValue(0 if share is None else round(100 * share))
         model = self._client.model
-        loaded = {choice.path for choice in self.choices.all if choice.is_loaded}
+        loaded = {str(row.entry.path) for row in self._models.rows if row.is_loaded}
         if self.isVisible() and loaded != ({model.path} if model is not None else set()):
             self._show()
 
     def _show_actions(self) -> None:
-        choice = self._current()
-        is_loaded = choice is not None and choice.is_loaded
-        is_usable = choice is not None and not choice.problem
+        row = self.current
+        is_loaded = row is not None and row.is_loaded
+        is_usable = row is not None and not row.entry.problem
         self.load_button.setText(self.tr("Unload") if is_loaded else self.tr("Load"))
         self.load_button.setToolTip(self.tr("Frees the memory that the model takes") if is_loaded else "")
         self.load_button.setEnabled(is_usable)
-        self.default_button.setEnabled(is_usable and choice is not None and not choice.is_default)
+        self.default_button.setEnabled(is_usable and row is not None and not row.is_default)
         self.default_button.setToolTip(self.tr("Loaded whenever Switchyard starts"))
 
     def _load(self) -> None:
-        choice = self._current()
-        if choice is not None and not choice.problem:
+        row = self.current
+        if row is not None and not row.entry.problem:
             self.hide()
-            if not choice.is_loaded:
-                self.load_wanted.emit(choice.name)
+            if not row.is_loaded:
+                self.load_wanted.emit(row.entry.name)
 
     def _load_or_unload(self) -> None:
-        choice = self._current()
-        if choice is not None and choice.is_loaded:
+        row = self.current
+        if row is not None and row.is_loaded:
             self.unload_wanted.emit()
         else:
             self._load()
@@ -293,9 +276,10 @@ class ModelPicker(Popover):
         self.filter.setFocus()  # the button goes away
 
     def _set_default(self) -> None:
-        choice = self._current()
-        if choice is not None:
-            self._settings.default_model = choice.name
+        row = self.current
+        if row is not None:
+            is_known = row.entry in self._library.entries
+            self._settings.default_model = row.entry.name if is_known else str(row.entry.path)
             self.list.setFocus()  # the button is disabled now
 
     def _open_file(self) -> None:
@@ -305,3 +289,18 @@ class ModelPicker(Popover):
     def _get_more(self) -> None:
         self.hide()
         self.more_wanted.emit()
+
+
+class FoundModels(QSortFilterProxyModel):
+    """The models whose name or precision has every word that is looked for."""
+
+    def find(self, text: str) -> None:
+        self._words = text.casefold().split()
+        self.invalidate()
+
+    def filterAcceptsRow(self, row: int, _parent: QModelIndex | QPersistentModelIndex) -> bool:
+        entry = self.sourceModel().index(row, 0).data(ROW_ROLE).entry
+        text = f"{entry.name} {entry.precision_words}".casefold()
+        return all(word in text for word in self._words)
+
+    _words: Sequence[str] = ()

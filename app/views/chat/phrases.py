@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
-from app.models.model_choices import ModelChoice
+from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Message, MessageState
+from app.services.settings import STARTER
 from app.widgets.quantities import SEPARATOR, count, file_size, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
@@ -79,29 +80,35 @@ def model_text(model: ModelInfo) -> str:
     return f"{model.name} · {model.precision}"
 
 
-def about_text(choice: ModelChoice) -> str:
+def about_text(row: ModelRow) -> str:
     """What there is to know of a model before it is loaded, its speed apart."""
+    entry = row.entry
     parts = [
-        file_size(choice.size_bytes) if choice.size_bytes else "",
-        choice.precision,
-        choice.origin,
-        translate("Chat", "default") if choice.is_default else "",
-        translate("Chat", "loaded") if choice.is_loaded else "",
+        file_size(entry.bytes_on_disk) if entry.bytes_on_disk else "",
+        entry.precision_words,
+        entry.origin if entry.is_in_place and entry.origin != "folder" else "",
+        translate("Chat", "default") if row.is_default else "",
+        translate("Chat", "loaded") if row.is_loaded else "",
     ]
     return " · ".join(filter(None, parts))
 
 
-def origin_text(choice: ModelChoice) -> str:
-    """Where its speed comes from."""
-    if not choice.tokens_per_s or choice.problem:
-        return ""
-    return translate("Chat", "measured") if choice.is_measured else translate("Chat", "predicted")
+def speed_text(row: ModelRow) -> tuple[str, str]:
+    """The speed of a model, and where it comes from; empty if it is unknown."""
+    if row.entry.measured_tokens_per_s:
+        return rate(row.entry.measured_tokens_per_s), translate("Chat", "measured")
+    return (rate(row.predicted), translate("Chat", "predicted")) if row.predicted else ("", "")
 
 
-def choice_text(choice: ModelChoice) -> str:
-    """A model that can be chosen, in one line."""
-    speed = f"{rate(choice.tokens_per_s)} {origin_text(choice)}" if origin_text(choice) else ""
-    return ". ".join(filter(None, (choice.title, about_text(choice), speed, choice.problem)))
+def title_text(row: ModelRow) -> str:
+    """What a model is called."""
+    return translate("Chat", "Starter") if row.entry.name == STARTER else row.entry.name
+
+
+def choice_text(row: ModelRow) -> str:
+    """A model that can be chosen, for those who do not see how it is painted."""
+    said = (title_text(row), about_text(row), " ".join(speed_text(row)).strip(), row.entry.problem)
+    return "\n".join(filter(None, said))
 
 
 def device_text(model: ModelInfo) -> str:

@@ -14,10 +14,9 @@ from app.services.engine_client import EngineState
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
-from app.views.main_window.starter_panel import StarterPanel
 from app.widgets.banner import Banner, BannerStack
 from app.widgets.dropped_model import dropped_model
-from app.widgets.page import TUNE, Page, PageEntry
+from app.widgets.page import CHAT, FIRST_RUN, TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.shortcuts import add_shortcut, keys_of
 
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from engine.tuning.result import TuningResult
 
 SIZE = QSize(1280, 800)
-_TELEMETRY_AFTER_MS = 500
+_LATER_MS = 500
 """Not while the window is opening."""
 SMALLEST = QSize(640, 400)
 """Fits a notebook of 1440 x 900 pixels at a scale of 2, minus its panel and the title bar."""
@@ -35,12 +34,18 @@ SMALLEST = QSize(640, 400)
 class MainWindow(QMainWindow):
     """The frame around the pages; opens with the first.
 
+    Args:
+        pages: those in the sidebar.
+        first_run: the one that takes the chat's place as long as there is no model.
+
     Signals: `closing`, before the window closes.
     """
 
     closing = Signal()
 
-    def __init__(self, services: Services, pages: Sequence[PageEntry], parent: QWidget | None = None) -> None:
+    def __init__(
+        self, services: Services, pages: Sequence[PageEntry], first_run: PageEntry, parent: QWidget | None = None
+    ) -> None:
         super().__init__(parent)
         self.services = services
         client, settings = services.client, services.settings
@@ -63,16 +68,15 @@ class MainWindow(QMainWindow):
         self.tune_banner.add_action(self.tr("Tune"), self._tune)
         self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
         self.crash_banner = Banner("info", self)
-        self.starter_panel = StarterPanel(services.download, self)
         self.pages = QStackedWidget(self)
-        self._entries = {entry.name: entry for entry in pages}
+        self._entries = {entry.name: entry for entry in (*pages, first_run)}
+        self._needs_model = False
         self._shown = pages[0].name
         self._built: dict[str, Page] = {}
         self._lay_out()
 
         self.sidebar.page_chosen.connect(self.show_page)
-        self.starter_panel.ready.connect(services.model_start.begin)
-        services.model_start.starter_missing.connect(self.starter_panel.offer)
+        services.model_start.starter_missing.connect(self._on_no_model)
         services.model_start.problem.connect(self.problem_banner.show_text)
         settings.save_failed.connect(self.problem_banner.show_text)
         services.hardware_change.noticed.connect(self._on_hardware_change)
@@ -88,11 +92,13 @@ class MainWindow(QMainWindow):
 
     def show_page(self, name: str) -> None:
         """Shows the page of this name."""
+        if name == FIRST_RUN:
+            self._needs_model, name = True, CHAT
         self.sidebar.choose(name)
         self._shown = name
         if name == TUNE:
             self.tune_banner.hide()  # the page itself says it
-        self.pages.setCurrentWidget(self.page(name))
+        self.pages.setCurrentWidget(self.page(FIRST_RUN if name == CHAT and self._needs_model else name))
         if not self.sidebar.has_focus():  # keep the focus during keyboard navigation of the sidebar
             self._focus_page()
 
@@ -100,7 +106,7 @@ class MainWindow(QMainWindow):
         """The page of this name; created when first shown, so that the window opens sooner."""
         if name not in self._built:
             self._built[name] = page = self._entries[name].make(self.services)
-            page.page_wanted.connect(self.show_page)
+            page.page_wanted.connect(self._leave_first_run if name == FIRST_RUN else self.show_page)
             self.closing.connect(page.close_down)
             self.pages.addWidget(page)
         return self._built[name]
@@ -110,7 +116,11 @@ class MainWindow(QMainWindow):
         self.services.devices.start()
         self.services.model_start.begin()
         # Loads numpy and drivers, in its own thread.
-        QTimer.singleShot(_TELEMETRY_AFTER_MS, self.services.telemetry.start)
+        QTimer.singleShot(_LATER_MS, self._begin_later)
+
+    def _begin_later(self) -> None:
+        self.services.telemetry.start()
+        self.services.downloads.begin()
 
     def come_forward(self) -> None:
         """Brings the window to the front, also if it is minimised."""
@@ -201,7 +211,21 @@ class MainWindow(QMainWindow):
 
     def _on_model_loaded(self) -> None:
         self.problem_banner.hide()
-        self.starter_panel.hide()
+        if self._needs_model:
+            self._needs_model = False
+            if self._shown == CHAT:
+                self.show_page(CHAT)
+
+    def _on_no_model(self) -> None:
+        self._needs_model = True
+        if self._shown == CHAT:
+            self.show_page(CHAT)
+
+    def _leave_first_run(self, name: str) -> None:
+        """Goes to a page; to the chat for good."""
+        if name == CHAT:
+            self._needs_model = False
+        self.show_page(name)
 
     # --- building ---------------------------------------------------------------------------------
 
@@ -216,7 +240,7 @@ class MainWindow(QMainWindow):
         right = QVBoxLayout()
         right.setSpacing(0)
         strips = (self.engine_banner, self.problem_banner, self.notice_banner, self.tune_banner, self.crash_banner)
-        right.addWidget(BannerStack((*strips, self.starter_panel), self))
+        right.addWidget(BannerStack(strips, self))
         right.addWidget(self.pages, 1)
         centre = QWidget(self)
         centre.setProperty("pane", "background")

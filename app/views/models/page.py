@@ -24,7 +24,6 @@ from app.services.library import Library, Work
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import STARTER, Settings
 from app.theme import body_px
-from app.views.models.downloads_card import DownloadsCard
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
@@ -32,6 +31,7 @@ from app.views.models.search_card import SearchCard, page_of
 from app.views.models.token_dialog import TokenDialog
 from app.widgets.asking import ask
 from app.widgets.card import Card, muted_label, set_message
+from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.dropped_model import dropped_model
 from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
@@ -152,16 +152,12 @@ class ModelsPage(Page):
     def _show_recommendations(self) -> None:
         found = self._hub.recommendations
         presence: dict[str, Presence] = {one.reference: "downloading" for one in self._downloads.entries}
-        presence |= {one.reference: "here" for one in found if self._entry_from(one.reference) is not None}
+        presence |= {one.reference: "here" for one in found if self._library.entry_from(one.reference) is not None}
         self.recommendations.show_recommendations(found, line_speed(), presence)
         words = self.tr("Looking at this machine…") if self._hub.look is None else ""
         if self._hub.look is not None and not found:
             words = self.tr("No model of the catalogue fits this machine: search for a smaller one.")
         set_message(self._no_recommendation, words)
-
-    def _entry_from(self, reference: str) -> LibraryEntry | None:
-        """The model on this PC that was downloaded from there."""
-        return next((one for one in self._library.entries if one.source.startswith(f"{reference}@")), None)
 
     # --- models on this PC ----------------------------------------------------------------------------
 
@@ -294,7 +290,7 @@ class ModelsPage(Page):
         )
 
     def _take(self, recommendation: Recommendation) -> None:
-        entry = self._entry_from(recommendation.reference)
+        entry = self._library.entry_from(recommendation.reference)
         if entry is not None:
             self.load_wanted.emit(str(entry.path))
         else:
@@ -315,20 +311,8 @@ class ModelsPage(Page):
 
     def _ask_cancel(self, key: str) -> None:
         download = self._downloads.entry(key)
-        if download is None:
-            return
-        if not download.done_bytes:
-            self._downloads.cancel(key)
-            return
-        ask(
-            self,
-            self.tr("Cancel the download of {0}?").format(download.title),
-            self.tr("{0} that are already here are deleted. To keep them, pause it instead.").format(
-                file_size(download.done_bytes)
-            ),
-            [(self.tr("Cancel the download"), "destroy", lambda: self._downloads.cancel(key))],
-            self.tr("Keep it"),
-        )
+        if download is not None:
+            before_cancelling(download, self, lambda: self._downloads.cancel(key))
 
     def _set_limit(self, bytes_per_s: int) -> None:
         self._settings.set(LIMIT_KEY, bytes_per_s)

@@ -1,4 +1,4 @@
-"""The Models page's texts: models and downloads in words, and what came of work on them."""
+"""The Models page's texts: models in words, and what came of work on them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from PySide6.QtCore import QCoreApplication, QDateTime, QLocale
 
 from app.models.library import Column, ModelRow
 from app.services.library import Work
-from app.widgets.fit_words import duration
 from app.widgets.quantities import SEPARATOR, count, figures, file_size, number
-from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import Found
 from engine.checkpoint.library import LibraryEntry, Verification
 
@@ -159,46 +157,6 @@ def _verified(found: Verification) -> str:
     if found.checked == "sha256":
         return translate("Models", "{0} is intact: every file has its checksum.").format(found.name)
     return translate("Models", "{0} is complete; there are no checksums to compare with.").format(found.name)
-
-
-# --- downloads --------------------------------------------------------------------------------------
-
-
-def rate_words(bytes_per_s: float) -> str:
-    """`48.2 MB/s`."""
-    if bytes_per_s >= 1e6:
-        return f"{figures(bytes_per_s / 1e6)} MB/s"
-    return f"{number(bytes_per_s / 1e3, 0)} kB/s"
-
-
-def download_words(download: Download) -> str:
-    """State and figures of a download in one line."""
-    amount = translate("Models", "{0} of {1}").format(file_size(download.done_bytes), file_size(download.total_bytes))
-    if download.problem:
-        return f"{amount}{SEPARATOR}{download.problem}"
-    if download.state is DownloadState.RUNNING:
-        parts = [amount]
-        parts.append(rate_words(download.bytes_per_s) if download.bytes_per_s else translate("Models", "connecting"))
-        if download.eta_s is not None:
-            parts.append(translate("Models", "{0} left").format(duration(download.eta_s)))
-        return SEPARATOR.join(parts)
-    words = {
-        DownloadState.WAITING: translate("Models", "waits for its turn"),
-        DownloadState.PAUSED: translate("Models", "paused"),
-        DownloadState.FAILED: translate("Models", "failed"),
-        DownloadState.DONE: translate("Models", "done"),
-    }[download.state]
-    return (
-        f"{amount}{SEPARATOR}{words}"
-        if download.done_bytes
-        else f"{file_size(download.total_bytes)} {SEPARATOR.strip()} {words}"
-    )
-
-
-def download_text(download: Download) -> str:
-    """A download for screen readers."""
-    percent = 100 * download.done_bytes // download.total_bytes if download.total_bytes else 0
-    return f"{download.title}, {percent}%\n{download_words(download)}"
 
 
 # --- the hub ----------------------------------------------------------------------------------------

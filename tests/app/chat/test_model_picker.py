@@ -14,7 +14,7 @@ from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 import app.services.library as library
-from app.models.model_choices import CHOICE_ROLE
+from app.models.library import ROW_ROLE, ModelRow
 from app.services.model_speeds import ModelSpeeds
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
@@ -47,41 +47,43 @@ def picker(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, monkeypatch: py
     qtbot.waitUntil(page.composer.box.hasFocus)
     qtbot.keyClick(page, Qt.Key.Key_M, Qt.KeyboardModifier.ControlModifier)
     result = page.picker
-    qtbot.waitUntil(lambda: len(result.choices.all) == len(ENTRIES))
+    qtbot.waitUntil(lambda: result.rows.rowCount() == len(ENTRIES))
     return result
 
 
-def _titles(picker: ModelPicker) -> list[str]:
-    return [choice.title for choice in picker.choices.shown]
+def _rows(picker: ModelPicker) -> list[ModelRow]:
+    return [picker.rows.index(row, 0).data(ROW_ROLE) for row in range(picker.rows.rowCount())]
+
+
+def _names(picker: ModelPicker) -> list[str]:
+    return [row.entry.name for row in _rows(picker)]
 
 
 def _choose(picker: ModelPicker, name: str) -> None:
-    row = [choice.name for choice in picker.choices.shown].index(name)
-    picker.list.setCurrentIndex(picker.choices.index(row))
+    picker.list.setCurrentIndex(picker.rows.index(_names(picker).index(name), 0))
 
 
 def test_it_lists_what_is_here_and_says_what_each_is(picker: ModelPicker) -> None:
-    starter, qwen, mixtral, broken = picker.choices.shown
-    assert (starter.is_loaded, starter.is_default) == (True, True)
-    assert (qwen.tokens_per_s, qwen.is_measured, qwen.size_bytes) == (24.6, True, 18_600_000_000)
-    assert (mixtral.origin, mixtral.tokens_per_s) == ("LM Studio", 0.0)
-    assert broken.problem
+    assert _names(picker) == ["starter", "Qwen3-30B", "Mixtral", "broken"]
+    assert [(row.is_loaded, row.is_default) for row in _rows(picker)] == [(True, True), *[(False, False)] * 3]
     picker._speeds.found.emit("/lm/mixtral", 12.5, False)
     picker._speeds.found.emit("/models/q", 3.0, False)  # what was measured stays
-    assert [choice.tokens_per_s for choice in picker.choices.shown] == [0.0, 24.6, 12.5, 0.0]
-    spoken = picker.choices.data(picker.choices.index(1), Qt.ItemDataRole.AccessibleTextRole)
-    assert all(word in spoken for word in ("Qwen3-30B", "18.6 GB", "Q4_K", "24.6"))
+    spoken = [picker.rows.index(row, 0).data(Qt.ItemDataRole.AccessibleTextRole) for row in range(4)]
+    assert all(word in spoken[1] for word in ("Qwen3-30B", "18.6 GB", "Q4_K", "24.6"))
+    assert all(word in spoken[2] for word in ("Mixtral", "LM Studio", "12.5"))
+    assert ENTRIES[3].problem in spoken[3]
 
 
 def test_all_of_it_by_key(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> None:
     wanted = QSignalSpy(picker.load_wanted)
     assert picker.filter.hasFocus()
     qtbot.keyClicks(picker.filter, "Q4")
-    assert _titles(picker) == ["Qwen3-30B"]
+    assert _names(picker) == ["Qwen3-30B"]
     picker.filter.clear()
     qtbot.keyClick(picker.filter, Qt.Key.Key_Down)
     qtbot.keyClick(picker.filter, Qt.Key.Key_Down)
-    assert picker.list.currentIndex().data(CHOICE_ROLE).name == "Mixtral"
+    assert picker.current is not None
+    assert picker.current.entry.name == "Mixtral"
     qtbot.keyClick(picker.filter, Qt.Key.Key_Return)
     assert [wanted.at(n) for n in range(wanted.count())] == [["Mixtral"]]
     assert picker.isHidden()
@@ -107,12 +109,12 @@ def test_the_loaded_model_is_unloaded_and_another_made_the_default(
     picker.load_button.click()
     assert freed.count() == 1
     engine.unload()
-    assert not any(choice.is_loaded for choice in picker.choices.all)
+    assert not any(row.is_loaded for row in _rows(picker))
     assert page.empty.choose_button.isVisibleTo(page)
     _choose(picker, "Qwen3-30B")
     picker.default_button.click()
     assert page.presenter is not None
-    assert [choice.name for choice in picker.choices.all if choice.is_default] == ["Qwen3-30B"]
+    assert [row.entry.name for row in _rows(picker) if row.is_default] == ["Qwen3-30B"]
     assert not picker.default_button.isEnabled()
     _choose(picker, "broken")
     assert not picker.load_button.isEnabled()
@@ -134,8 +136,11 @@ def test_loading_shows_how_far_it_is_and_can_be_cancelled(
     engine.end_loading(replace(STARTER, path="/elsewhere/model.gguf"))
     assert not picker.cancel_button.isVisible()
     assert not page.title_bar.cancel_button.isVisible()
-    first = picker.choices.all[0]  # opened from outside the library, and listed all the same
-    assert (first.path, first.is_loaded) == ("/elsewhere/model.gguf", True)
+    first = _rows(picker)[0]  # opened from outside the library, and listed all the same
+    assert (str(first.entry.path), first.is_loaded) == ("/elsewhere/model.gguf", True)
+    _choose(picker, first.entry.name)
+    picker.default_button.click()
+    assert picker._settings.default_model == "/elsewhere/model.gguf"
 
 
 def test_other_ways_to_a_model(picker: ModelPicker, page: ChatView) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QRectF, QSize, Qt, Signal
+from collections.abc import Callable
+
+from PySide6.QtCore import QCoreApplication, QEvent, QModelIndex, QPersistentModelIndex, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
     QAbstractItemView,
@@ -19,13 +21,17 @@ from PySide6.QtWidgets import (
 from app.icons import icon
 from app.models.downloads import DOWNLOAD_ROLE, DownloadList
 from app.theme import themed
-from app.views.models.phrases import download_text, download_words, rate_words
+from app.widgets.asking import ask
 from app.widgets.card import Card
+from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.flow_layout import Flow
+from app.widgets.quantities import file_size
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common.errors import ErrorCode
+
+translate = QCoreApplication.translate
 
 MOST_ROWS = 4
 _BAR_PX = 6.0
@@ -147,6 +153,21 @@ class DownloadsCard(Card):
 def needs_access(download: Download) -> bool:
     """Whether a token may help: the hub refused the files, which no further try changes."""
     return download.state is DownloadState.FAILED and download.error_code == ErrorCode.DOWNLOAD_FAILED
+
+
+def before_cancelling(download: Download, parent: QWidget, cancel: Callable[[], object]) -> None:
+    """Does `cancel` at once if nothing is here yet, else after the user agrees to lose it."""
+    if not download.done_bytes:
+        cancel()
+        return
+    details = translate("Downloads", "{0} that are already here are deleted. To keep them, pause it instead.")
+    ask(
+        parent,
+        translate("Downloads", "Cancel the download of {0}?").format(download.title),
+        details.format(file_size(download.done_bytes)),
+        [(translate("Downloads", "Cancel the download"), "destroy", cancel)],
+        translate("Downloads", "Keep it"),
+    )
 
 
 class DownloadsView(QListView):

@@ -1,0 +1,249 @@
+"""The page for a PC without a model: what this PC is, what suits it, and the starter beside that."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
+from PySide6.QtWidgets import QBoxLayout, QFrame, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+
+from app.services.downloads import Downloads
+from app.services.engine_client import EngineClient, EngineState
+from app.services.hub import Hub
+from app.services.library import Library
+from app.services.settings import STARTER, Settings
+from app.services.starter_download import StarterDownload
+from app.theme import scaled
+from app.views.first_run.here_card import HereCard
+from app.views.first_run.phrases import meaning_words, parts_words
+from app.views.first_run.starter_card import StarterCard
+from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.widgets.downloads_card import DownloadsCard, before_cancelling
+from app.widgets.flow_layout import Flow
+from app.widgets.page import CHAT, MODELS, Page
+from app.widgets.recommendations import Presence, RecommendationList
+
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.queue import Download
+    from engine.checkpoint.library import LibraryEntry
+    from engine.tuning.fit import Recommendation
+
+SIDE_PX = 28
+GAP_PX = 16
+WIDEST_PX = 1080
+COLUMNS_FROM_PX = 840
+"""Page width, at the standard font size, from which there are two columns."""
+
+
+class FirstRunPage(Page):
+    """Nothing is downloaded before a click; the first model that arrives becomes the default one and is loaded.
+
+    Signals:
+        load_wanted: load the default model, which was just chosen.
+        file_wanted: open a model that lies elsewhere.
+    """
+
+    load_wanted = Signal()
+    file_wanted = Signal()
+
+    def __init__(
+        self,
+        client: EngineClient,
+        hub: Hub,
+        downloads: Downloads,
+        library: Library,
+        starter: StarterDownload,
+        settings: Settings,
+        parent: QWidget | None = None,
+    ) -> None:
+        super().__init__(parent)
+        self._client, self._hub, self._downloads, self._library = client, hub, downloads, library
+        self._settings = settings
+        self._asked: set[str] = set()
+        """References whose download is being prepared."""
+        self.machine = Card(self.tr("This PC"), self)
+        self.recommended = Card(self.tr("Recommended for this PC"), self)
+        self.list = RecommendationList(self.recommended, primary="balanced")
+        self.progress = DownloadsCard(self)
+        self.here = HereCard(self)
+        self.starter = StarterCard(starter, self)
+        self._parts = muted_label(self.machine, role="")
+        self._meaning = muted_label(self.machine)
+        self._note = muted_label(self.recommended, self.tr("Looking at this PC…"))
+        self.problem = warning_label(self)
+        self._lay_out()
+        self._connect()
+        self.setAccessibleName(self.tr("Choose a first model"))
+
+    # --- building ---
+
+    def _lay_out(self) -> None:
+        greeting = QLabel(self.tr("Welcome to Switchyard"), self)
+        greeting.setObjectName("greeting")
+        lead = muted_label(self, self.tr("Choose a first model. Nothing is downloaded before you click."), role="lead")
+        self.machine.body.addWidget(self._parts)
+        self.machine.body.addWidget(self._meaning)
+        self.recommended.body.addWidget(self._note)
+        self.recommended.body.addWidget(self.list)
+        ways = (
+            (self.tr("Open a model file…"), self.file_wanted.emit),
+            (self.tr("Search for others…"), lambda: self.page_wanted.emit(MODELS)),
+            (self.tr("Go to the chats"), lambda: self.page_wanted.emit(CHAT)),
+        )
+        self.ways = [self._way(text, do) for text, do in ways]
+        left, right = QVBoxLayout(), QVBoxLayout()
+        for column, cards in ((left, (self.progress, self.recommended)), (right, (self.machine, self.here))):
+            column.setSpacing(GAP_PX)
+            for card in cards:
+                column.addWidget(card)
+        right.addWidget(self.starter)
+        left.addStretch(1)
+        right.addStretch(1)
+        self._columns = QBoxLayout(QBoxLayout.Direction.LeftToRight)
+        self._columns.setSpacing(GAP_PX)
+        self._columns.addLayout(left, 5)
+        self._columns.addLayout(right, 3)
+        self._middle = QWidget(self)
+        column = QVBoxLayout(self._middle)
+        column.setContentsMargins(0, SIDE_PX, 0, SIDE_PX)
+        column.setSpacing(6)
+        column.addWidget(greeting)
+        column.addWidget(lead)
+        column.addWidget(self.problem)
+        column.addSpacing(8)
+        column.addLayout(self._columns)
+        column.addSpacing(4)
+        column.addWidget(Flow(*self.ways, parent=self._middle))
+        column.addStretch(1)
+        inside = QWidget(self)
+        around = QBoxLayout(QBoxLayout.Direction.LeftToRight, inside)
+        around.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
+        around.addStretch(1)
+        around.addWidget(self._middle, 1000)
+        around.addStretch(1)
+        scroll = QScrollArea(self)
+        scroll.setWidgetResizable(True)
+        scroll.setFrameShape(QFrame.Shape.NoFrame)
+        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        scroll.setWidget(inside)
+        whole = QVBoxLayout(self)
+        whole.setContentsMargins(0, 0, 0, 0)
+        whole.addWidget(scroll)
+        self._fit()
+
+    def _way(self, text: str, do: object) -> QPushButton:
+        button = QPushButton(text, self)
+        button.setProperty("kind", "quiet")
+        button.clicked.connect(do)
+        return button
+
+    def _connect(self) -> None:
+        self._hub.looked.connect(self._show_machine)
+        self._library.listed.connect(self._show_models)
+        self._downloads.changed.connect(self._show_models)
+        self._downloads.finished.connect(self._on_finished)
+        self._downloads.problem.connect(self._on_problem)
+        self.list.wanted.connect(self._get)
+        self.here.chosen.connect(self._use)
+        self.starter.ready.connect(lambda: self._begin(STARTER))
+        self.progress.pause_wanted.connect(self._downloads.pause)
+        self.progress.resume_wanted.connect(self._downloads.resume)
+        self.progress.move_wanted.connect(self._downloads.move)
+        self.progress.limit_wanted.connect(self._downloads.set_limit)
+        self.progress.cancel_wanted.connect(self._cancel)
+        self.progress.token_wanted.connect(lambda _download: self.page_wanted.emit(MODELS))
+
+    # --- what is shown ---
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._hub.look_at_machine(self._settings.device)
+        self._library.look()
+        self._downloads.watch(on=True)
+
+    def hideEvent(self, event: QHideEvent) -> None:
+        super().hideEvent(event)
+        self._downloads.watch(on=False)
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:
+            self._fit()
+
+    def _fit(self) -> None:
+        wide = self.width() >= scaled(COLUMNS_FROM_PX)
+        direction = QBoxLayout.Direction
+        self._columns.setDirection(direction.LeftToRight if wide else direction.TopToBottom)
+        self._middle.setMaximumWidth(scaled(WIDEST_PX))
+
+    def _show_machine(self) -> None:
+        look = self._hub.look
+        if look is not None:
+            self._parts.setText(parts_words(look.probe))
+            self._meaning.setText(meaning_words(look))
+        self._show_models()
+
+    def _show_models(self) -> None:
+        from engine.checkpoint.downloads.queue import line_speed
+
+        offered = self._hub.recommendations
+        set_message(self._note, "" if offered else self._why_none())
+        downloads = self._downloads.entries
+        on_way: dict[str, Presence] = {one.reference: "downloading" for one in downloads}
+        on_way |= dict.fromkeys(self._asked, "downloading")
+        here: dict[str, Presence] = {
+            one.reference: "here" for one in offered if self._library.entry_from(one.reference)
+        }
+        self.list.show_recommendations(offered, line_speed(), on_way | here)
+        self.progress.show_downloads(downloads, self._downloads.limit)
+        self.here.show_models(self._library.entries)
+
+    def _why_none(self) -> str:
+        if self._hub.look is None:
+            return self.tr("Looking at this PC…")
+        return self.tr("No model of the catalogue suits this PC: the starter runs everywhere.")
+
+    # --- what people want ---
+
+    def _get(self, recommendation: Recommendation) -> None:
+        entry = self._library.entry_from(recommendation.reference)
+        if entry is not None:
+            self._use(entry)
+            return
+        set_message(self.problem, "")
+        self._asked.add(recommendation.reference)
+        self._show_models()
+        self._downloads.add_reference(recommendation.reference, self._on_added)
+
+    def _on_added(self, _download: Download) -> None:
+        self._asked.clear()
+
+    def _on_problem(self, sentence: str) -> None:
+        self._asked.clear()
+        set_message(self.problem, sentence)
+        self._show_models()
+
+    def _cancel(self, key: str) -> None:
+        download = self._downloads.entry(key)
+        if download is not None:
+            before_cancelling(download, self, lambda: self._downloads.cancel(key))
+
+    def _on_finished(self, download: Download) -> None:
+        self._library.look()
+        if self._client.model is None and self._client.state is not EngineState.LOADING:
+            self._begin(str(download.folder))
+
+    def _use(self, entry: LibraryEntry) -> None:
+        self._begin(entry.name)
+
+    def _begin(self, model: str) -> None:
+        self._settings.default_model = model
+        self.load_wanted.emit()
+        if self.isVisible():
+            self.page_wanted.emit(CHAT)

@@ -1,0 +1,265 @@
+"""The page for a PC without a model: what it says, what its buttons begin, and what happens when a model is there."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from PySide6.QtTest import QSignalSpy
+from PySide6.QtWidgets import QApplication, QLabel, QMessageBox, QPushButton
+from pytestqt.qtbot import QtBot
+
+import app.services.hub as hub_module
+import app.services.library as library_module
+from app.services.downloads import Downloads
+from app.services.engine_client import EngineState
+from app.services.hub import Hub
+from app.services.library import Library
+from app.services.settings import STARTER, Settings
+from app.services.starter_download import StarterDownload
+from app.views.first_run import FirstRunPage
+from app.views.first_run.phrases import meaning_words, parts_words
+from app.views.first_run.starter_card import StarterCard
+from app.widgets.page import CHAT, MODELS
+from engine.checkpoint.downloads.queue import Download, DownloadState
+from engine.checkpoint.library import LibraryEntry, Listing
+from tests.app import tuning_results as made
+from tests.app.model_parts import DOWNLOADS, RECOMMENDATIONS
+from tests.app.scripted_engine import STARTER as STARTER_INFO
+from tests.app.scripted_engine import ScriptedEngine
+from tests.app.test_accessible_names import without_name
+
+FOUND = (
+    LibraryEntry("Granite", Path("/lm/granite"), bytes_on_disk=19_400_000_000, origin="LM Studio"),
+    LibraryEntry("half", Path("/models/half"), problem="model.safetensors is missing."),
+    LibraryEntry("small", Path("/models/small"), bytes_on_disk=93_000_000),
+)
+
+
+def download(state: DownloadState = DownloadState.RUNNING, **other: object) -> Download:
+    """Of the balanced recommendation, some of which is there."""
+    return replace(DOWNLOADS[0], reference=RECOMMENDATIONS[1].reference, state=state, **other)  # type: ignore[arg-type]
+
+
+class NoDownloads(Downloads):
+    """Notes what is asked for; nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__(command=["/no/such/program"])
+        self.asked: list[tuple[str, str]] = []
+        self.then: Callable[[Download], object] = lambda _download: None
+
+    def watch(self, *, on: bool) -> None:
+        self.asked.append(("watch", str(on)))
+
+    def add_reference(self, reference: str, then: Callable[[Download], object] = lambda _download: None) -> None:
+        self.asked.append(("add", reference))
+        self.then = then
+
+    def pause(self, key: str) -> None:
+        self.asked.append(("pause", key))
+
+    def resume(self, key: str) -> None:
+        self.asked.append(("resume", key))
+
+    def cancel(self, key: str) -> None:
+        self.asked.append(("cancel", key))
+
+    def show(self, *found: Download) -> None:
+        self._entries = found
+        self.changed.emit()
+
+
+@pytest.fixture
+def downloads(qapp: QApplication) -> Iterator[NoDownloads]:
+    result = NoDownloads()
+    yield result
+    result.close()
+    result.deleteLater()
+
+
+@pytest.fixture
+def engine(qapp: QApplication) -> ScriptedEngine:
+    return ScriptedEngine(None)
+
+
+@pytest.fixture
+def page(
+    qtbot: QtBot, engine: ScriptedEngine, downloads: NoDownloads, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FirstRunPage]:
+    """Shown on a made-up machine; the three recommendations are there."""
+    look = made.look(made.gpu())
+    monkeypatch.setattr(hub_module, "recommended_here", lambda _device: (look, RECOMMENDATIONS))
+    monkeypatch.setattr(library_module, "_look_around", lambda _cancelled: Listing(FOUND))
+    hub, library, starter = Hub(), Library(), StarterDownload(command=["/no/such/program"])
+    result = FirstRunPage(engine, hub, downloads, library, starter, settings)  # type: ignore[arg-type]
+    qtbot.addWidget(result)
+    result.resize(1072, 800)
+    result.show()
+    qtbot.waitUntil(lambda: bool(result.list.rows) and not result.here.isHidden())
+    yield result
+    for service in (hub, library, starter):
+        service.close()
+        service.deleteLater()
+
+
+def test_nothing_is_downloaded_before_a_click(page: FirstRunPage, downloads: NoDownloads) -> None:
+    assert downloads.asked == [("watch", "True")]  # goes on with what was begun before, and no more
+    assert [row.recommendation.role for row in page.list.rows] == ["fast", "balanced", "best"]
+    assert [row.button.property("kind") == "primary" for row in page.list.rows] == [False, True, False]
+    page.list.rows[1].button.click()
+    assert downloads.asked[1:] == [("add", RECOMMENDATIONS[1].reference)]
+    assert [row.button.isEnabled() for row in page.list.rows] == [True, False, True]
+    downloads.problem.emit("The hub cannot be reached.")
+    assert page.problem.text() == "The hub cannot be reached."
+    assert page.list.rows[1].button.isEnabled()
+
+
+def test_a_download_is_paused_resumed_and_cancelled_here(
+    page: FirstRunPage, downloads: NoDownloads, qtbot: QtBot
+) -> None:
+    one = download()
+    downloads.show(one)
+    assert not page.list.rows[1].button.isEnabled()
+    page.progress.pause.click()
+    downloads.show(download(DownloadState.PAUSED))
+    page.progress.resume.click()
+    assert downloads.asked[1:] == [("pause", one.key), ("resume", one.key)]
+    page.progress.cancel.click()
+    (box,) = page.findChildren(QMessageBox)  # something of it is there already
+    assert downloads.asked[3:] == []
+    (sure,) = [button for button in box.buttons() if "Cancel the download" in button.text()]
+    sure.click()
+    downloads.show(download(DownloadState.WAITING, done_bytes=0))
+    page.progress.cancel.click()
+    assert downloads.asked[3:] == [("cancel", one.key)] * 2
+
+
+def test_the_model_that_has_come_is_loaded_from_now_on(
+    page: FirstRunPage, downloads: NoDownloads, engine: ScriptedEngine, settings: Settings
+) -> None:
+    loads, pages = QSignalSpy(page.load_wanted), QSignalSpy(page.page_wanted)
+    downloads.finished.emit(download(DownloadState.DONE))
+    assert settings.default_model == str(download().folder)
+    assert (loads.count(), pages.at(0)) == (1, [CHAT])
+    engine.end_loading(STARTER_INFO)
+    downloads.finished.emit(download(DownloadState.DONE, folder=Path("/models/second")))
+    engine.model = None
+    engine.set_state(EngineState.LOADING)
+    downloads.finished.emit(download(DownloadState.DONE, folder=Path("/models/third")))
+    assert loads.count() == 1  # a model is there, or on its way
+
+
+def test_what_is_here_already_is_used_where_it_lies(page: FirstRunPage, settings: Settings) -> None:
+    loads = QSignalSpy(page.load_wanted)
+    granite, small = page.here.buttons  # the largest first; what is damaged is not offered
+    assert granite.accessibleName().endswith("Granite")
+    granite.click()
+    assert (settings.default_model, loads.count()) == ("Granite", 1)
+    small.click()
+    assert (settings.default_model, loads.count()) == ("small", 2)
+
+
+def test_a_recommendation_that_is_here_is_loaded_and_not_fetched_again(
+    page: FirstRunPage, downloads: NoDownloads, settings: Settings
+) -> None:
+    fetched = replace(FOUND[2], source=f"{RECOMMENDATIONS[0].reference}@0123456")
+    page._library._on_listed(Listing((fetched,)))
+    page.list.rows[0].button.click()
+    assert settings.default_model == "small"
+    assert downloads.asked == [("watch", "True")]
+
+
+def test_the_other_ways(page: FirstRunPage, settings: Settings) -> None:
+    files, pages, loads = QSignalSpy(page.file_wanted), QSignalSpy(page.page_wanted), QSignalSpy(page.load_wanted)
+    for button in page.ways:
+        button.click()
+    assert (files.count(), [pages.at(0), pages.at(1)]) == (1, [[MODELS], [CHAT]])
+    settings.default_model = "other"
+    page.starter.ready.emit()
+    assert (settings.default_model, loads.count()) == (STARTER, 1)
+
+
+def test_the_machine_in_plain_words(page: FirstRunPage) -> None:
+    with_card, without = made.look(made.gpu()), made.look()
+    assert "NVIDIA GeForce RTX 4060" in parts_words(with_card.probe)
+    assert all(words in parts_words(without.probe) for words in ("32.0 GB", "8 cores", "440 GB"))
+    said = {meaning_words(look) for look in (with_card, without, replace(with_card, device=""))}
+    assert len(said) == 3
+    assert "27.9 GB" in meaning_words(with_card)
+    assert "21.0 GB" in meaning_words(without)
+
+
+def test_everything_has_a_name(page: FirstRunPage, downloads: NoDownloads) -> None:
+    assert without_name(page) == []
+    downloads.show(download())
+    assert without_name(page) == []
+
+
+# --- the starter ----------------------------------------------------------------------------------
+
+
+COMMANDS = {
+    "done": "import sys; print('getting: 40 %', file=sys.stderr, flush=True); print('{}')",
+    "refused": 'import sys; print(\'{"error": {"code": "x", "message": "No network is there."}}\'); sys.exit(2)',
+    "crashed": "import os; os.abort()",
+    "endless": "import sys, time; print('getting: 7 %', file=sys.stderr, flush=True); time.sleep(60)",
+}
+
+
+@pytest.fixture
+def card(qtbot: QtBot) -> Iterator[Callable[[str], StarterCard]]:
+    made: list[StarterDownload] = []
+
+    def make(kind: str) -> StarterCard:
+        command = [sys.executable, "-c", COMMANDS[kind]] if kind in COMMANDS else ["/no/such/program"]
+        starter = StarterDownload(command=command)
+        made.append(starter)
+        result = StarterCard(starter)
+        qtbot.addWidget(result)
+        result.show()
+        return result
+
+    yield make
+    for one in made:
+        one.close()
+        one.deleteLater()
+
+
+def _press(card: StarterCard, text: str) -> None:
+    (button,) = [b for b in card.findChildren(QPushButton) if b.isVisible() and b.text().startswith(text)]
+    button.click()
+
+
+def _says(card: StarterCard, text: str) -> bool:
+    return any(text in label.text() for label in card.findChildren(QLabel) if label.isVisible())
+
+
+def test_getting_the_starter_ends_in_ready(card: Callable[[str], StarterCard], qtbot: QtBot) -> None:
+    shown = card("done")
+    with qtbot.waitSignal(shown.ready):
+        _press(shown, "Get the starter")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [("refused", "No network is there."), ("crashed", "could not be built"), ("absent", "could not be started")],
+)
+def test_a_download_that_fails_says_why_and_can_be_tried_again(
+    card: Callable[[str], StarterCard], qtbot: QtBot, kind: str, sentence: str
+) -> None:
+    shown = card(kind)
+    for button in ("Get the starter", "Try again"):
+        _press(shown, button)
+        qtbot.waitUntil(lambda: _says(shown, sentence))
+
+
+def test_a_download_shows_how_far_it_is_and_can_be_cancelled(card: Callable[[str], StarterCard], qtbot: QtBot) -> None:
+    shown = card("endless")
+    _press(shown, "Get the starter")
+    qtbot.waitUntil(lambda: _says(shown, "7%"))
+    _press(shown, "Cancel")
+    qtbot.waitUntil(lambda: _says(shown, "small Mixture of Experts"))
