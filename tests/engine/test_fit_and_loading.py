@@ -15,6 +15,7 @@ from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
+from engine.kernels.native.build import library_path
 from engine.planner.plan_parts import Limits
 from engine.planner.predict import predict_decode, running_config
 from engine.runtime.load.model import load_model
@@ -24,6 +25,8 @@ from tests.engine.on_devices import memory_use, slots
 from tests.engine.test_stored_precision import type_of
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_model
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 MIB = 2**20
 CARD = "emulated:slow-link"
