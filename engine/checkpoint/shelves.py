@@ -25,7 +25,7 @@ from pathlib import Path
 
 import platformdirs
 
-from engine.checkpoint.config_file import CONFIG_NAME
+from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.common.errors import EngineError, ErrorCode
@@ -49,6 +49,8 @@ NO_NAME = re.compile(r"model$|ggml-model\b", re.IGNORECASE)
 """What converters call a file whose model they do not know."""
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
+_WRITES_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""How the names of classes end that write text."""
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _OLLAMA_ADAPTER = "application/vnd.ollama.image.adapter"
 
@@ -374,7 +376,7 @@ def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iter
     if origin == FOLDER and MANIFEST_NAME in entries:  # one of ours, moved here or downloaded to here
         yield Found(plain_line(folder.name), folder, OWN)
         return
-    if CONFIG_NAME in entries and _has_weights(entries):
+    if CONFIG_NAME in entries and _has_weights(entries) and (origin == FOLDER or _writes_text(folder / CONFIG_NAME)):
         yield Found(plain_line(folder.name), folder, origin)
     for first in dict.fromkeys(first_part(folder / name) for name in entries if _is_gguf_model(name)):
         parts = all_parts(first)
@@ -392,6 +394,18 @@ def _has_weights(entries: dict[str, os.DirEntry[str]]) -> bool:
     files = [name for name in entries if name.endswith(".safetensors") and _is_file(entries[name])]
     numbered = [match for name in files if (match := _SHARD.search(name))]
     return bool(files) and (not numbered or len(numbered) >= int(numbered[0][1]))
+
+
+def _writes_text(config: Path) -> bool:
+    """Whether it may be a language model, by its class: caches are full of models that embed, classify or see.
+
+    One that cannot be read may be; describing it says what is wrong.
+    """
+    try:
+        classes = parse_json(read_foreign(config, MAX_CONFIG_BYTES))["architectures"]
+        return not classes or any(each.endswith(_WRITES_TEXT) for each in classes)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return True
 
 
 def _is_gguf_model(name: str) -> bool:

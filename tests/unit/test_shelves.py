@@ -29,7 +29,7 @@ from engine.checkpoint.shelves import (
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
 from tests.refusals import refused
-from tests.tiny_checkpoint import write_tiny_checkpoint
+from tests.tiny_checkpoint import CONFIG, write_tiny_checkpoint
 from tests.tiny_gguf import write_mixtral
 
 COMMIT, OLDER = "0123456789" * 4, "abcdef0123" * 4
@@ -226,6 +226,24 @@ def test_what_a_cache_lacks_is_left_out(home: Path) -> None:
     assert _entries() == {}
     write_mixtral(split / "big-00002-of-00002.gguf")
     assert [(entry.name, entry.path.name) for entry in _entries().values()] == [("big", "big-00001-of-00002.gguf")]
+
+
+@pytest.mark.parametrize(
+    ("classes", "is_shown"),
+    [
+        (["Qwen3MoeForCausalLM"], True),
+        (["GPT2LMHeadModel"], True),
+        (["BertModel"], False),
+        (["Qwen3ForSequenceClassification"], False),
+        ([], True),
+        (None, True),
+        (7, True),
+    ],
+)
+def test_a_cache_shows_language_models_only(home: Path, classes: object, is_shown: bool) -> None:
+    config = _hub_model(home, links=False) / "config.json"
+    config.write_text(json.dumps({**CONFIG, "architectures": classes}))
+    assert bool(_entries()) == is_shown
 
 
 def test_programs_that_keep_models_elsewhere(home: Path, tmp_path: Path) -> None:
