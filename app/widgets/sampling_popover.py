@@ -69,7 +69,7 @@ class SamplingPopover(Popover):
         self.dry_base = self._decimal(1.0, 4.0, 0.05)
         self.dry_allowed_length = self._whole(0, 100)
         self.dry_range = self._whole(-1, MOST_TOKENS)
-        self.dry_range.setSpecialValueText(self.tr("all"))
+        self.dry_range.setSpecialValueText(self.tr("answer"))
         self.max_tokens = self._whole(1, MOST_TOKENS)
         self.beams = self._whole(1, 16)
         self.dry_breakers = QLineEdit(self)
@@ -124,7 +124,9 @@ class SamplingPopover(Popover):
             (
                 self.tr("DRY range"),
                 self.dry_range,
-                self.tr("How many of the last tokens are searched for repetitions"),
+                self.tr(
+                    "How many of the last tokens, earlier messages included, are searched; by default only the answer"
+                ),
             ),
             (self.tr("Max tokens"), self.max_tokens, self.tr("Answers stop at this length")),
             (

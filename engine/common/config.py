@@ -84,7 +84,8 @@ class SamplingParams:
             prolong a repetition of n tokens loses dry_multiplier * dry_base^(n - dry_allowed_length).
         dry_base: by how much the penalty grows with each repeated token.
         dry_allowed_length: repetitions shorter than this are free.
-        dry_range: how many of the last tokens are searched for repetitions; -1 is all, 0 turns DRY off.
+        dry_range: how many of the last tokens are searched for repetitions, prompts and earlier answers included; -1 is
+            the answer itself, 0 turns DRY off.
         dry_breakers: texts that no repetition extends across.
     """
 
@@ -115,7 +116,7 @@ class SamplingParams:
             ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 (off) and 100"),
             ("dry_base", 1 <= self.dry_base <= 10, "between 1 and 10"),
             ("dry_allowed_length", self.dry_allowed_length >= 0, "0 or more"),
-            ("dry_range", self.dry_range >= -1, "-1 (everything), 0 (off) or more"),
+            ("dry_range", self.dry_range >= -1, "-1 (the answer), 0 (off) or more"),
         )
         for name, holds, allowed in checks:
             value = getattr(self, name)

@@ -104,7 +104,7 @@ SAMPLING_OPTIONS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
     ("--dry-multiplier", float, "X", "strength of DRY, which ends loops; 0 is off, 0.8 is usual"),
     ("--dry-base", float, "X", "how fast DRY grows with each repeated token (default 1.75)"),
     ("--dry-allowed-length", int, "N", "repetitions shorter than N tokens are free of DRY (default 2)"),
-    ("--dry-range", int, "N", "DRY searches the last N tokens; -1 is all (default), 0 is off"),
+    ("--dry-range", int, "N", "DRY searches the last N tokens; -1 is the answer itself (default), 0 is off"),
     ("--seed", seed, "S", "the same seed gives the same answer on the same machine"),
     ("--beams", int, "B", "beam search with width B"),
 )

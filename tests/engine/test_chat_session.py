@@ -15,6 +15,7 @@ from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.protocol import ChatMessage
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import ignore_progress
+from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
@@ -148,6 +149,30 @@ def test_the_same_seed_gives_the_same_tokens(loaded: LoadedModel) -> None:
     assert first.token_ids == second.token_ids
     other = SamplingParams(temperature=2.0, max_tokens=20, seed=6)
     assert session.generate_from_ids(PROMPT, other, end_ids=NO_END).token_ids != first.token_ids
+
+
+def test_the_repetition_penalty_leaves_earlier_turns_alone(loaded: LoadedModel) -> None:
+    """The last question and the answer are counted, as in a chat that begins with them."""
+    session, question = ChatSession(loaded), ChatMessage("user", "What is a train?")
+    chat = [question, ChatMessage("assistant", "A train is a train."), question]
+    counted: list[list[int]] = []
+
+    class Counting(AnswerSequence):
+        def __init__(self, prefix: Any, *others: Any, earlier: int = 0) -> None:
+            counted.append(list(prefix[earlier:]))
+            super().__init__(prefix, *others, earlier=earlier)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.runtime.decode.chat_session.AnswerSequence", Counting)
+        for penalty in (1.0, 1.3):
+            for messages in ([question], chat):
+                session.generate(messages, SamplingParams(max_tokens=2, repetition_penalty=penalty))
+    alone, whole, _, last = counted
+    assert len(whole) > 2 * len(alone) - 4
+    assert len(last) <= len(alone)
+    assert whole[-len(last) :] == last
+    assert alone[-len(last) :] == last
+    assert loaded.tokenizer.decode(last).count("What is a train?") == 1
 
 
 def test_the_repetition_penalty_is_transformers(loaded: LoadedModel) -> None:

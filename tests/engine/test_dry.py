@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -198,7 +199,7 @@ def _sequence(prefix: list[int], sampling: SamplingParams, constraint: Any = Non
     return AnswerSequence(prefix, sampling, limits, tiny_tokenizer(), constraint)
 
 
-STRONG = SamplingParams(dry_multiplier=50.0, dry_breakers=())
+STRONG = SamplingParams(dry_multiplier=50.0, dry_breakers=(), dry_range=1000)
 
 
 def test_an_end_token_is_never_penalised() -> None:
@@ -208,6 +209,22 @@ def test_an_end_token_is_never_penalised() -> None:
         assert int(_sequence(history, sampling).choose(logits)) == 0
     # Any other token in its place is.
     assert int(_sequence([5, 6, 2, 5, 6], STRONG).choose(torch.tensor([[0.0, 0.9, 1.0, 0, 0, 0, 0]]))) == 1
+
+
+def test_by_default_an_answer_is_compared_with_itself_alone() -> None:
+    """Whoever asks the same again gets the same answer."""
+    asked, said = [1, 2], [5, 6, 3, 4]
+    history = [*asked, *said, *asked]
+    answer, ranged = _sequence(history, replace(STRONG, dry_range=-1)), _sequence(history, STRONG)
+    for token in (5, 6):
+        answer.take(token)
+        ranged.take(token)
+    logits = torch.tensor([[0.0, 0.5, 0.0, 1.0, 0, 0, 0, 0]])
+    assert int(answer.choose(logits)) == 3
+    assert int(ranged.choose(logits)) == 1
+    for token in (3, 5, 6):
+        answer.take(token)
+    assert int(answer.choose(logits)) == 1
 
 
 class _OneOf:

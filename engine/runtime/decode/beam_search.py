@@ -72,8 +72,14 @@ def decode_beams(
     tokenizer: Any,
     on_text: TextCallback,
     cancelled: CancelCheck,
+    *,
+    earlier: int = 0,
 ) -> Decoded:
-    """Beam search; the text comes at the end, since until then another beam may win."""
+    """Beam search; the text comes at the end, since until then another beam may win.
+
+    Args:
+        prefix, earlier: see `AnswerSequence`.
+    """
     moments: list[float] = []
 
     def after_step(length: int) -> bool:
@@ -90,7 +96,7 @@ def decode_beams(
         width=sampling.beams,
         max_tokens=limits.max_tokens,
         end_ids=limits.end_ids,
-        adjust=_beam_penalties(prefix, sampling, limits.end_ids, tokenizer),
+        adjust=_beam_penalties(prefix, earlier, sampling, limits.end_ids, tokenizer),
         ends_in_stop=_stop_check(tokenizer, limits.stop),
         after_step=after_step,
     )
@@ -205,13 +211,13 @@ def _best(
 
 
 def _beam_penalties(
-    prefix: Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
+    prefix: Sequence[int], earlier: int, sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
 ) -> Callable[[torch.Tensor, list[list[int]]], torch.Tensor] | None:
     """Repetition penalty and DRY, each beam by its own tokens; end tokens are never penalised."""
     penalty = sampling.repetition_penalty
     if penalty == 1 and not sampling.uses_dry:
         return None
-    counted = [token for token in prefix if token not in end_ids]
+    counted = [token for token in prefix[earlier:] if token not in end_ids]
 
     def adjust(log_probs: torch.Tensor, generated: list[list[int]]) -> torch.Tensor:
         if penalty != 1:
@@ -222,7 +228,7 @@ def _beam_penalties(
         # From its beginning for every beam and step: beams change places, and are slow anyway.
         rows = []
         for row, ids in enumerate(generated):
-            dry = dry_penalty([*prefix, *ids], sampling, end_ids, tokenizer)
+            dry = dry_penalty(prefix, ids, sampling, end_ids, tokenizer)
             assert dry is not None
             rows.append(dry.apply(log_probs[row : row + 1]))
         return torch.cat(rows)

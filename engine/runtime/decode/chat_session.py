@@ -98,10 +98,12 @@ class ChatSession:
         begun = perf_counter()
         try:
             ids = self.prompt_ids(messages, cancelled)
+            earlier = self._earlier(messages, ids, cancelled) if sampling.repetition_penalty != 1 else 0
         except RequestCancelled:
             return GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
         return self._run(
             ids,
+            earlier,
             sampling,
             (*sampling.stop, *self._implied_stops),
             self._end_ids,
@@ -134,11 +136,25 @@ class ChatSession:
         """
         ends = self._end_ids if end_ids is None else end_ids
         begun = perf_counter()
-        return self._run(list(ids), sampling, sampling.stop, ends, begun, on_progress, on_text, cancelled, constraint)
+        return self._run(
+            list(ids), 0, sampling, sampling.stop, ends, begun, on_progress, on_text, cancelled, constraint
+        )
+
+    def _earlier(self, messages: Sequence[ChatMessage], ids: list[int], cancelled: CancelCheck) -> int:
+        """How many tokens of a conversation, at its beginning, lie before what has been asked since the last answer."""
+        answers = [number for number, message in enumerate(messages[:-1]) if message.role == "assistant"]
+        if not answers or self._encodes:
+            return 0
+        try:
+            before = self.prompt_ids(messages[: answers[-1] + 1], cancelled)
+        except EngineError:  # a template that wants a question in the end
+            return 0
+        return next((at for at, (one, other) in enumerate(zip(before, ids, strict=False)) if one != other), 0)
 
     def _run(
         self,
         ids: list[int],
+        earlier: int,
         sampling: SamplingParams,
         stop: tuple[str, ...],
         end_ids: frozenset[int],
@@ -154,7 +170,11 @@ class ChatSession:
         if room < 1:
             check_length(len(ids), self._loaded.context_tokens)
         limits = AnswerLimits.within(room, sampling, end_ids, stop)
-        run = decode_beams if sampling.beams > 1 else partial(decode, constraint=constraint)
+        run = (
+            partial(decode_beams, earlier=earlier)
+            if sampling.beams > 1
+            else partial(decode, constraint=constraint, earlier=earlier)
+        )
         if RECORDER.on:
             RECORDER.begin_request(seconds_ns(begun))
             RECORDER.phase(lanes.PROMPT, 0)
@@ -203,13 +223,14 @@ def decode(
     on_text: TextCallback,
     cancelled: CancelCheck,
     constraint: TokenConstraint | None = None,
+    earlier: int = 0,
 ) -> Decoded:
     """One token at a time, starting from the logits [1, V] after the prompt.
 
     Args:
-        prefix, constraint: see `AnswerSequence`.
+        prefix, constraint, earlier: see `AnswerSequence`.
     """
-    answer = AnswerSequence(prefix, sampling, limits, tokenizer, constraint, logits.device)
+    answer = AnswerSequence(prefix, sampling, limits, tokenizer, constraint, logits.device, earlier=earlier)
     first_s = last_s = 0.0
     reason: FinishReason | None = None
     while reason is None:

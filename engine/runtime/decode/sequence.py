@@ -63,11 +63,13 @@ class AnswerSequence:
     Tokens that end it are never penalised: they stand in every prompt of a chat, and an answer must be able to end.
 
     Args:
-        prefix: tokens that it continues, which a repetition penalty and DRY count from the start.
+        prefix: tokens that it continues, which a repetition penalty counts from the start, and DRY if it has a range.
         device: of the logits.
         constraint: what it must satisfy; it knows of no token yet.  Penalties then only choose among the tokens that
-            it allows, and DRY counts the answer alone: copying from the prompt, or a choice that the prompt names, is
-            what was asked for.
+            it allows, and DRY always counts the answer alone: copying from the prompt, or a choice that the prompt
+            names, is what was asked for.
+        earlier: how many of the first tokens of the prefix are of earlier turns of a chat. The repetition penalty does
+            not count them: to the same question the same answer is right.
 
     Attributes:
         ids: its tokens so far, an end token included.
@@ -82,13 +84,15 @@ class AnswerSequence:
         tokenizer: Any,
         constraint: TokenConstraint | None = None,
         device: torch.device | None = None,
+        *,
+        earlier: int = 0,
     ) -> None:
         device = device or torch.device("cpu")
         self._limits, self._constraint = limits, constraint
         self._penalty = sampling.repetition_penalty
-        counted = [token for token in prefix if token not in limits.end_ids]
+        counted = [token for token in prefix[earlier:] if token not in limits.end_ids]
         self._seen = _Seen(counted, limits.max_tokens, device) if self._penalty != 1 else None
-        self._dry = dry_penalty(prefix if constraint is None else [], sampling, limits.end_ids, tokenizer)
+        self._dry = dry_penalty([] if constraint is not None else prefix, [], sampling, limits.end_ids, tokenizer)
         self._choose = make_chooser(sampling, device)
         is_plain = self._seen is None and self._dry is None and constraint is None
         self.is_greedy = self._choose is greedy_token and is_plain
@@ -143,11 +147,20 @@ class AnswerSequence:
 
 
 def dry_penalty(
-    history: Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
+    prefix: Sequence[int], ids: Sequence[int], sampling: SamplingParams, end_ids: frozenset[int], tokenizer: Any
 ) -> DryPenalty | None:
-    """DRY for an answer that continues these tokens; `None` if it is off."""
+    """DRY for an answer; `None` if it is off.
+
+    Without a range it counts the answer alone. A loop is within one answer; who asks the same again in a chat, or for a
+    quotation, wants to read the same again.
+
+    Args:
+        prefix: tokens that the answer continues.
+        ids: its own so far.
+    """
     if not sampling.uses_dry:
         return None
+    history = ids if sampling.dry_range < 0 else [*prefix, *ids]
     breakers = breakers_of(tokenizer, sampling.dry_breakers, lambda text: encode(tokenizer, text, special=False))
     return DryPenalty(history, sampling, breakers, end_ids)
 
