@@ -22,6 +22,7 @@ def main() -> None:
     transfer.PART_BYTES = part_bytes
     Waits.FIRST_S, Waits.LONGEST_S = 0.02, 0.2
     source.STALL_S = 1.0
+    transfer._NOTE_S, transfer._NOTE_BYTES = 0.1, part_bytes // 4
     write, written = transfer._write, 0
 
     def until_full(out: Any, data: Any) -> None:

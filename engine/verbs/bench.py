@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,opening,decode,prefill,batch,cache,disk,kernels,quality,loops,telemetry,monitor}",
+        metavar="{startup,opening,decode,prefill,batch,cache,disk,kernels,quality,loops,telemetry,monitor,download}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -142,6 +142,10 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(quality)
     quality.set_defaults(run=_run_quality)
 
+    download = kinds.add_parser("download", help="megabytes per second of our downloader, against one curl")
+    _add_common(download, repeats=3)
+    download.set_defaults(run=_run_download)
+
     loops = kinds.add_parser("loops", help="how many answers to simple questions loop, with DRY and without")
     _add_model(loops)
     loops.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="answers to each of 20 questions")
@@ -179,6 +183,14 @@ def _run_opening(args: argparse.Namespace) -> int:
     from engine.bench.opening import bench_opening
 
     bench_opening(config, args.repeats, report, note)
+    return _emit(report, args)
+
+
+def _run_download(args: argparse.Namespace) -> int:
+    from engine.bench.download import bench_download
+
+    report = _report()
+    bench_download(args.repeats, report, note)
     return _emit(report, args)
 
 

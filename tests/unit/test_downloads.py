@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.downloads import download, queue, source, transfer
-from engine.checkpoint.downloads.pace import Waits
+from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, Waits
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.manifest import damaged_files, read_manifest
@@ -273,7 +273,7 @@ def test_a_full_disk_stops_it_and_room_lets_it_go_on(
     monkeypatch.setattr(transfer, "_write", write)
     queue.resume(failed.key)
     assert_whole(queue.run(failed.key))
-    assert hub.sent_bytes() <= TOTAL + 4 * PART
+    assert hub.sent_bytes() <= TOTAL + FIRST_CONNECTIONS * PART
 
 
 def test_no_room_is_said_before_a_byte_is_fetched(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]
 
-FIRST_CONNECTIONS, MOST_CONNECTIONS = 4, 16
+FIRST_CONNECTIONS, MOST_CONNECTIONS = 8, 16
 _STEP_S = 2.0
 _WORTH_IT = 1.08
 _SETTLED_S = 30.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import functools
+import logging
 import re
 import socket
 import ssl
@@ -35,6 +36,7 @@ _MOST_STALE = 3
 _LONGEST_ASKED_S = 3600.0
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 _AGENT = "switchyard"
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log whole addresses; signed ones are keys
 _ERRORS = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 

@@ -43,13 +43,15 @@ from engine.checkpoint.downloads.source import (
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, is_full, require_space
 
-PART_BYTES = 8 * 2**20
-_LARGEST_PART_BYTES, _MOST_PARTS = 32 * 2**20, 2048
+PART_BYTES = 4 * 2**20
+_LARGEST_PART_BYTES, _MANY_PARTS = 32 * 2**20, 1024
 _READ_BYTES = 2**20
 _MOST_WRONG = 6
 """Wrong answers in a row for one part, before the server is given up."""
 _LEAST_IN_A_STALL = 8 * 1024
 _SILENT_S = 3.0
+_NOTE_S, _NOTE_BYTES = 5.0, 256 * 1024
+"""On a slow line, what has come of a part is noted after so long, if it is worth it."""
 _SYNC_S, _SPACE_S, _RENEW_S = 2.0, 2.0, 5.0
 _LEAST_FREE_BYTES = 20 * 10**6
 _JOIN_S = 3.0
@@ -117,6 +119,7 @@ class _Job:
     Attributes:
         got, digest: what of it is on disk, and its checksum so far.
         expected: of an interrupted part, to be compared first.
+        noted, noted_at: how much of it the journal knows of, and since when.
         wrong: wrong answers in a row.
     """
 
@@ -127,6 +130,8 @@ class _Job:
     got: int = 0
     digest: Any = field(default_factory=xxhash.xxh3_64)
     expected: int | None = None
+    noted: int = 0
+    noted_at: float = field(default_factory=time.monotonic)
     wrong: int = 0
 
 
@@ -375,6 +380,7 @@ class Transfer:
                         job.got += len(chunk)
                         job.wrong = 0
                         job.waits.went_well()
+                        self._note(job)
                         self._arrived(len(chunk), watch)
                 if job.got == before:
                     raise LineBroken("The server sends nothing: trying again.")
@@ -417,6 +423,15 @@ class Transfer:
         if self.limit.bytes_per_s:
             self.limit.wait(count, lambda: self._is_stopped)
             watch.since = time.monotonic()
+
+    def _note(self, job: _Job) -> None:
+        """Notes what has come of a part that takes long, so that a kill costs no more than what came since."""
+        if job.got - job.noted >= _NOTE_BYTES and time.monotonic() - job.noted_at >= _NOTE_S:
+            with self._changed:
+                if job.generation == job.file.generation and self._is_open:
+                    self._journal.partial(job.file.number, job.part, job.got, job.digest.intdigest())
+                    job.file.is_dirty = True
+            job.noted, job.noted_at = job.got, time.monotonic()
 
     def _keep(self, job: _Job) -> None:
         """Notes a part that is on disk."""
@@ -686,7 +701,7 @@ def _write(out: FileIO, data: bytes | memoryview) -> None:
 
 def _part_bytes(size: int) -> int:
     part = PART_BYTES
-    while size > part * _MOST_PARTS and part < _LARGEST_PART_BYTES:
+    while size > part * _MANY_PARTS and part < _LARGEST_PART_BYTES:
         part *= 2
     return part
 
