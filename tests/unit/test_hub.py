@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from gguf import GGUFValueType, GGUFWriter
 
 from engine.bench.synthetic import make_synthetic
 from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
@@ -20,6 +22,7 @@ from engine.checkpoint.hub import (
     Reference,
     candidate_shape,
     candidates,
+    contents,
     file_url,
     find_candidate,
     http,
@@ -31,7 +34,8 @@ from engine.checkpoint.hub import (
 from engine.checkpoint.hub.token import forget_token, save_token
 from engine.common.errors import EngineError, ErrorCode
 from tests.hub_server import Fault, HubServer
-from tests.tiny_gguf import write_model
+from tests.tiny_gguf import write_gguf, write_model
+from tests.unit.test_gguf_checkpoint import EXPERTS, HIDDEN, KEYS, TENSORS
 
 SHAPE = SHAPES["qwen3-moe-tiny"].changed(layers=2, vocab=2048)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -290,6 +294,40 @@ def test_only_headers_are_fetched(hub: HubServer, made: SimpleNamespace, monkeyp
     found = one_of(hub, {"tiny-Q8_0.gguf": made.one})
     candidate_shape(found)
     assert hub.sent_bytes("tiny-Q8_0.gguf") < made.one.stat().st_size / 2
+
+
+def with_vocabulary(file: Path, seed: int, kind: str) -> Path:
+    """A GGUF file of which nearly all of the header is its vocabulary."""
+    count, tensors = 20_000, {**TENSORS, "token_embd.weight": (20_000, HIDDEN)}
+
+    def keys(writer: GGUFWriter) -> None:
+        for name, value in KEYS.items():
+            writer.add_key_value(f"llama.{name}", value, GGUFValueType.get_type(value))
+        writer.add_token_list([f"token {seed} {number}" for number in range(count)])
+        writer.add_eos_token_id(7)
+
+    return write_gguf(
+        file,
+        {name: np.ones(shape) for name, shape in tensors.items()},
+        keys=keys,
+        types={"token_embd.weight": kind},
+    )
+
+
+def test_a_vocabulary_is_fetched_once_for_a_repository(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "_AHEAD_OF_GGUF", 2**14)
+    monkeypatch.setattr(contents, "_heads_read", {})
+    drawn = {"m-F32": (0, "F32"), "m-F16": (0, "F16"), "m-Q8_0": (1, "F16")}  # the last one has other tokens
+    hub.add("org/model", {f"{name}.gguf": with_vocabulary(tmp_path / name, *of) for name, of in drawn.items()})
+    found = read_repository("org/model")
+    shapes = [candidate_shape(find_candidate(f"org/model:{name}.gguf")) for name in drawn]
+    assert {(shape.layers, shape.experts, shape.vocabulary) for shape in shapes} == {(1, EXPERTS, 20_000)}
+    first, again, other = (hub.sent_bytes(f"{name}.gguf") for name in drawn)
+    assert again < first / 4
+    assert other > first / 2
+    assert len(found.files) == 3
 
 
 def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

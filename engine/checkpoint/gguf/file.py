@@ -38,7 +38,7 @@ _MOST_STRINGS = 2**21
 _MOST_DIMENSIONS = 4
 _LONGEST_NAME = 255
 """Bytes; ggml's own names have at most 63."""
-_FIRST_BYTES = 2**16
+_PIECE_BYTES = 2**16
 _OTHER_KINDS = {
     "adapter": "a LoRA adapter, not a model: Switchyard runs whole models only",
     "mmproj": "the part of a model that sees pictures (mmproj): give the file with the language model",
@@ -393,7 +393,7 @@ class _Header:
             raise self._cut_short(end)
         if end > MAX_HEADER:
             raise self._broken(f"a header of more than {MAX_HEADER // 2**20} MiB")
-        self._buffer += self._stream.read(max(end - len(self._buffer), len(self._buffer), _FIRST_BYTES))
+        self._buffer += self._stream.read(max(end - len(self._buffer), _PIECE_BYTES))
         if len(self._buffer) < end:
             raise self._cut_short(end)
         return len(self._buffer)

@@ -70,7 +70,8 @@ _BESIDE_WEIGHTS = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
     "tekken.json", "chat_template.jinja", "chat_template.json", *BESIDE,
 )  # fmt: skip
-_AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**20, 2**17, 2**16
+_AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**18, 2**17, 2**16
+_TOKENS, _TOKENIZER, _PROBE = b"tokenizer.ggml.tokens", b"tokenizer.", 4096
 _KEPT_VERSION = 1
 _MAX_KEPT_BYTES = 2**20
 
@@ -298,8 +299,11 @@ def _read_gguf(candidate: Candidate, place: Place, cancelled: CancelCheck) -> tu
     from engine.checkpoint.gguf.checkpoint import gguf_config, gguf_tensors
     from engine.checkpoint.gguf.file import read_gguf
 
-    open_file = _opener(candidate.repository, place, {Path(file.path): file for file in candidate.files})
-    first = min(Path(file.path) for file in candidate.files)
+    repository, key = candidate.repository, (candidate.repository.id, candidate.repository.commit)
+    files = {Path(file.path): file for file in candidate.files}
+    first = min(files)
+    head = _GgufHead(place, file_url(repository, files[first]), files[first].size, _heads_read.get(key, b""))
+    open_file = _opener(repository, place, files, {first: head})
 
     def read() -> tuple[dict[str, Any], list[Any]]:
         file = read_gguf(first, open_file)
@@ -307,7 +311,58 @@ def _read_gguf(candidate: Candidate, place: Place, cancelled: CancelCheck) -> tu
         check_numbers(first, config)
         return config, list(gguf_tensors(file).values())
 
-    return in_time(place, [read], cancelled)[0]
+    found = in_time(place, [read], cancelled)[0]
+    if key not in _heads_read:
+        _heads_read.clear()  # one repository is looked at after another
+        _heads_read[key] = head.beginning
+    return found
+
+
+_heads_read: dict[tuple[str, str], bytes] = {}
+"""Repository and commit -> the beginning of a GGUF file that was read last."""
+
+
+class _GgufHead(RemoteFile):
+    """The beginning of a GGUF file, of which the vocabulary is not fetched again if another file has the same.
+
+    That is nearly all of a header, and a repository has twenty files with the same. Recognised by its beginning and its
+    end, which must be as far apart as in the other file; nothing that is between them decides about a model's shape.
+
+    Args:
+        like: the beginning of another file of the repository; empty if none has been read.
+    """
+
+    def __init__(self, place: Place, url: str, size: int, like: bytes) -> None:
+        super().__init__(place, url, size, _AHEAD_OF_GGUF)
+        self._like = like
+
+    @property
+    def beginning(self) -> bytes:
+        """As much as is here without a gap."""
+        found = bytearray()
+        for begin, piece in sorted(self.pieces):
+            if begin <= len(found) < begin + len(piece):
+                found += piece[len(found) - begin :]
+        return bytes(found)
+
+    def ahead(self, nbytes: int = 0) -> None:
+        super().ahead(nbytes)
+        if self._like and len(self.pieces) == 1:
+            self._recognise(self.pieces[0][1])
+
+    def _recognise(self, head: bytes) -> None:
+        like, begin, here = self._like, self._like.find(_TOKENS), head.find(_TOKENS)
+        end = like.rfind(_TOKENIZER)
+        known, shown = like[begin:end], head[here:]
+        end_here = here + len(known)
+        if min(begin, here) < 0 or len(known) <= len(shown) + _PROBE or end_here >= self.size:
+            return
+        if not known.startswith(shown):
+            return
+        tail = self.fetched(end_here - _PROBE, min(self.size, end_here + _AHEAD_OF_GGUF))
+        if tail.startswith(known[-_PROBE:]):
+            self.pieces += [(here, known), (end_here - _PROBE, tail)]
+            self._ahead = 0  # what is left is little
 
 
 def _read_folder(

@@ -29,6 +29,7 @@ ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 16 * 2**20
 _TIMEOUT_S = 15.0
 _LOOK_S = 0.05
+_MOST_AHEAD = 4 * 2**20
 _AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
@@ -178,16 +179,22 @@ def api(place: Place, url: str, cancelled: CancelCheck) -> tuple[Any, Mapping[st
 class RemoteFile(io.RawIOBase):
     """A file on a hub, of which only what is read is fetched, by ranges, and that only up to a limit.
 
+    Attributes:
+        size: as the hub listed it.
+        pieces: what is here of it: position and bytes.
+
     Raises, when read:
         HubError: see `fetch`; `BROKEN` if the file has another size than the hub listed.
     """
 
     def __init__(self, place: Place, url: str, size: int, ahead: int = 0) -> None:
-        """`ahead`: bytes to fetch at least, as a request takes as long as some hundred thousand of them."""
+        """`ahead`: bytes to fetch at least, as a request takes as long as some hundred thousand; twice as many the next
+        time."""
         super().__init__()
-        self._place, self._url, self._size, self._ahead = place, url, size, ahead
-        self._at, self._held_from, self._held = 0, 0, b""
-        self._left = 2 * MAX_HEADER
+        self._place, self._url, self._ahead = place, url, ahead
+        self.size = size
+        self.pieces: list[tuple[int, bytes]] = []
+        self._at, self._left = 0, 2 * MAX_HEADER
 
     def readable(self) -> bool:
         return True
@@ -196,36 +203,54 @@ class RemoteFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._size - self._at))
+        wanted = max(0, min(len(buffer), self.size - self._at))
         if not wanted:
             return 0
-        if not self._held_from <= self._at < self._held_from + len(self._held):
+        held = self._held()
+        if held is None:
             self.ahead(wanted)
-        start = self._at - self._held_from
-        piece = self._held[start : start + wanted]
+            held = self._held()
+        assert held is not None
+        piece = held[:wanted]
         buffer[: len(piece)] = piece
         self._at += len(piece)
         return len(piece)
 
+    def _held(self) -> bytes | None:
+        """What is here of the bytes that come next."""
+        for begin, piece in self.pieces:
+            if begin <= self._at < begin + len(piece):
+                return piece[self._at - begin :] if self._at > begin else piece
+        return None
+
     def ahead(self, nbytes: int = 0) -> None:
         """Fetches what comes next, so much of it or more."""
-        end = min(self._size, self._at + max(nbytes, self._ahead))
-        self._left -= end - self._at
+        end = min(self.size, self._at + max(nbytes, self._ahead))
+        self._ahead = min(2 * self._ahead, _MOST_AHEAD)
+        self.pieces.append((self._at, self.fetched(self._at, end)))
+
+    def fetched(self, begin: int, end: int) -> bytes:
+        """These bytes of the file, from the hub.
+
+        Raises:
+            HubError: see the class.
+        """
+        self._left -= end - begin
         if self._left < 0:
             raise broken(self._place, f"the header of {self._name} has no end")
-        answer = fetch(self._place, self._url, end, begin=self._at, end=end)
-        if answer.size is not None and answer.size != self._size:
-            raise broken(self._place, f"{self._name} has {answer.size:,} bytes, but {self._size:,} are listed")
-        if len(answer.content) != end - self._at:
-            raise broken(self._place, f"{self._name} ended after {self._at + len(answer.content):,} bytes")
-        self._held_from, self._held = self._at, answer.content
+        answer = fetch(self._place, self._url, end, begin=begin, end=end)
+        if answer.size is not None and answer.size != self.size:
+            raise broken(self._place, f"{self._name} has {answer.size:,} bytes, but {self.size:,} are listed")
+        if len(answer.content) != end - begin:
+            raise broken(self._place, f"{self._name} ended after {begin + len(answer.content):,} bytes")
+        return answer.content
 
     @property
     def _name(self) -> str:
