@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -482,6 +483,49 @@ def test_nonsense_about_a_model_is_one_sentence(hub: HubServer, monkeypatch: pyt
     with pytest.raises(HubError) as refused:
         read_repository("org/model")
     assert refused.value.reason is HubReason.BROKEN
+
+
+KEYS_OF_HUBS = (
+    "sha", "id", "cardData", "license", "license_link", "gated", "downloads", "tags", "type", "path", "size",
+    "lfs", "oid", "Data", "Files", "Path", "Size", "Sha256", "LatestCommitter", "Id", "License", "models",
+)  # fmt: skip
+
+
+def drawn_value(draw: random.Random, depth: int = 0) -> object:
+    if depth < 3 and draw.random() < 0.4:
+        if draw.random() < 0.5:
+            return [drawn_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+        return {draw.choice(KEYS_OF_HUBS): drawn_value(draw, depth + 1) for _ in range(draw.randrange(6))}
+    return draw.choice([None, True, 0, -1, 2**70, float("nan"), "", "org/model", "x" * 300, "../m.gguf", "a" * 64,
+                        "\ud800", "m-Q4_K_M.gguf", "config.json"])  # fmt: skip
+
+
+def test_any_nonsense_is_an_answer_or_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(16)
+
+    def fetch(_place: http.Place, url: str, *_limits: int, **_range: int) -> http.Answer:
+        value = drawn_value(draw)
+        if "/tree/" in url:
+            value = [
+                value,
+                {"type": "file", "path": draw.choice(["config.json", "m.gguf", 5]), "size": drawn_value(draw)},
+            ]
+        elif isinstance(value, dict):
+            value = {**value, "sha": "abc"} if draw.random() < 0.7 else {"Data": value}
+        return http.Answer(json.dumps(value).encode("utf-8", "surrogatepass"), None, {})
+
+    monkeypatch.setattr(http, "fetch", fetch)
+    monkeypatch.setattr(contents, "fetch", fetch)
+    read = 0
+    for number in range(300):
+        name = ("org/model", "modelscope:org/model")[number % 2]
+        try:
+            assert all(one.reference for one in candidates(read_repository(name)))
+            read += 1
+            search(name)
+        except EngineError as error:
+            assert "\n" not in error.message  # noqa: PT017 - most do not raise
+    assert read > 10
 
 
 @pytest.mark.parametrize("path", ["/api/models/org/model", "config.json", "model-00002*"])

@@ -33,6 +33,7 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REFERENCE = re.compile(
     r"(?:(?P<hub>huggingface|modelscope):)?(?P<id>[^@:\s]+)(?:@(?P<revision>[^:\s]+))?(?::(?P<what>.+))?"
 )
+_COMMIT = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NEXT = re.compile(r'<([^>]+)>;\s*rel="next"')
 _MOST_PAGES, _MOST_FILES, _LONGEST_PATH = 50, 20_000, 1024
@@ -266,7 +267,7 @@ def _on_huggingface(place: Place, asked: Reference, cancelled: CancelCheck) -> R
     base = f"{place.endpoint}/api/models/"
     about = f"{base}{asked.id}" + (f"/revision/{quote(asked.revision, safe='')}" if asked.revision else "")
     said, _ = api(place, about, cancelled)
-    if not isinstance(said, dict) or not _text(said.get("sha")):
+    if not isinstance(said, dict) or not _COMMIT.fullmatch(_text(said.get("sha"))):
         raise broken(place, "it does not say which commit is the newest")
     found = _text(said.get("id"))
     name = found if _ID.fullmatch(found) else asked.id  # another one if it was renamed
@@ -323,6 +324,7 @@ def _on_modelscope(place: Place, asked: Reference, cancelled: CancelCheck) -> Re
             files += _file(item.get("Path"), item.get("Size"), item.get("Sha256"))
     newest = listed.get("LatestCommitter")
     commit = _text(newest.get("Id")) if isinstance(newest, dict) else ""
+    commit = commit if _COMMIT.fullmatch(commit) else ""
     found = _listed(place, files)
     return Repository(
         MODELSCOPE,
