@@ -21,6 +21,7 @@ from PySide6.QtWidgets import (
 
 from app.services.sampling_presets import Preset, own_sampling, preset_of
 from app.widgets.popover import Popover
+from app.widgets.quantities import number
 from engine.common.config import MOST_BREAKERS, SamplingParams
 
 translate = QCoreApplication.translate
@@ -42,8 +43,7 @@ class SamplingPopover(Popover):
         line = QHBoxLayout()
         line.setSpacing(8)
         self.own_button = self._segment(self.tr("Model's own"), lambda: self._choose(self.own))
-        self.own_button.setToolTip(self.tr("As the model's makers suggest"))
-        self.own_button.setAccessibleDescription(self.own_button.toolTip())
+        self._describe_own()
         line.addWidget(self.own_button)
         self.presets: dict[Preset, QPushButton] = {}
         for preset in Preset:
@@ -136,8 +136,8 @@ class SamplingPopover(Popover):
             ),
         )
         field: QWidget
-        for number, (name, field, tip) in enumerate(rows):
-            at_row, at_column = number % ROWS, number // ROWS * 2
+        for place, (name, field, tip) in enumerate(rows):
+            at_row, at_column = place % ROWS, place // ROWS * 2
             self._label(name, field, tip, grid, at_row, at_column)
             field.setFixedWidth(112)
         self._label(
@@ -170,8 +170,23 @@ class SamplingPopover(Popover):
         """The loaded model's own settings, which are shown if the former model's were."""
         showed_own = self.sampling() == self.own
         self.own = own
+        self._describe_own()
         if showed_own:
             self.fill(own)
+
+    def _describe_own(self) -> None:
+        suggests_none = self.own == own_sampling(None)
+        text = (
+            self.tr("The model suggests nothing: {0}")
+            if suggests_none
+            else self.tr("As the model's makers suggest: {0}")
+        )
+        self.own_button.setToolTip(text.format(sampling_words(self.own)))
+        self.own_button.setAccessibleDescription(self.own_button.toolTip())
+
+    def words_of(self, sampling: SamplingParams | None) -> str:
+        """What these settings are; None means the model's own."""
+        return sampling_words(self.own if sampling is None else sampling)
 
     def name_of(self, sampling: SamplingParams | None) -> str:
         """A short name of these settings; None means the model's own."""
@@ -294,6 +309,32 @@ def preset_text(preset: Preset | None) -> str:
         Preset.BALANCED: translate("Chat", "Balanced"),
         Preset.CREATIVE: translate("Chat", "Creative"),
     }[preset]
+
+
+def sampling_words(sampling: SamplingParams) -> str:
+    """What settings say but for their limits: `temperature 0.3, min-p 0.1, loop guard 0.8`."""
+    draws: list[tuple[str, float, bool]]
+    if sampling.beams > 1:
+        draws = [(translate("Chat", "{0} beams"), sampling.beams, True)]
+    elif sampling.temperature == 0:
+        draws = [(translate("Chat", "always the likeliest token"), 0, True)]
+    else:
+        draws = [
+            (translate("Chat", "temperature {0}"), sampling.temperature, True),
+            (translate("Chat", "top-k {0}"), sampling.top_k, sampling.top_k > 0),
+            (translate("Chat", "top-p {0}"), sampling.top_p, sampling.top_p < 1),
+            (translate("Chat", "min-p {0}"), sampling.min_p, sampling.min_p > 0),
+        ]
+    penalties = [
+        (translate("Chat", "repetition penalty {0}"), sampling.repetition_penalty, sampling.repetition_penalty != 1),
+        (translate("Chat", "loop guard {0}"), sampling.dry_multiplier, sampling.uses_dry),
+    ]
+    return ", ".join(text.format(_short(value)) for text, value, counts in (*draws, *penalties) if counts)
+
+
+def _short(value: float) -> str:
+    """With as many decimals as it has, at most two."""
+    return number(value, next(decimals for decimals in range(3) if round(value, decimals) == round(value, 2)))
 
 
 def _joined(texts: Iterable[str]) -> str:

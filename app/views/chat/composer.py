@@ -87,9 +87,7 @@ class Composer(QFrame):
         self.system_button.setText(named)
         unset = self.tr("Instructions the model reads first")
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
-        self.sampling_button.setText(self._sampling.name_of(conversation.sampling))
-        self.sampling_button.setToolTip(self.tr("How the next token is chosen"))
-        self._fit_meter()
+        self._show_sampling(conversation)
         if with_draft:
             self.set_text(conversation.draft)
 
@@ -97,8 +95,13 @@ class Composer(QFrame):
         """The loaded model's own settings, which hold where a chat has none."""
         self._sampling.set_own(own)
         if self._conversation is not None:
-            self.sampling_button.setText(self._sampling.name_of(self._conversation.sampling))
-            self._fit_meter()
+            self._show_sampling(self._conversation)
+
+    def _show_sampling(self, conversation: Conversation) -> None:
+        self.sampling_button.setText(self._sampling.name_of(conversation.sampling))
+        words = self._sampling.words_of(conversation.sampling)
+        self.sampling_button.setToolTip(self.tr("How the next token is chosen: {0}").format(words))
+        self._fit_meter()
 
     def set_text(self, text: str) -> None:
         """Replace the text without emitting `edited`."""

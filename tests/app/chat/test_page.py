@@ -17,6 +17,7 @@ from app.theme import DARK, ThemeController
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.user_message import UserMessage
+from app.widgets.sampling_popover import sampling_words
 from engine.common.config import SamplingParams
 from tests.app.chat.chat_page import answered, last_answer, type_and_send
 from tests.app.scripted_engine import ScriptedEngine
@@ -60,7 +61,12 @@ def test_a_chat_without_settings_of_its_own_takes_those_of_the_model_that_answer
     card = page.composer.sampling_popover
     assert card.own_button.isChecked()
     assert (card.temperature.value(), card.dry_multiplier.value()) == (0.3, 0.8)
+    pill = page.composer.sampling_button
+    for tip in (pill.toolTip(), card.own_button.toolTip(), card.own_button.accessibleDescription()):
+        assert sampling_words(card.own) in tip
+    assert [part.split()[-1] for part in sampling_words(card.own).split(", ")] == ["0.3", "0.1", "0.8"]
     card.presets[Preset.CREATIVE].click()
+    assert sampling_words(Preset.CREATIVE.beside(card.own)) in pill.toolTip()
     stored = page.presenter.conversation.sampling
     assert stored == replace(Preset.CREATIVE.value, dry_multiplier=0.8)
     card.dry_multiplier.setValue(0.0)
