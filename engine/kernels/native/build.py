@@ -186,6 +186,8 @@ _PAGED = ("-ffp-contract=fast", "-Wno-psabi")
 """Allows vectors wider than the target's, and FMA contraction."""
 _BF16 = ("-mavx512vnni", "-mavx512bf16")
 _SPECIAL = {
+    "blocks_avx2.cpp": _Special("x86", _AVX2),
+    "blocks_avx512.cpp": _Special("x86", _AVX512),
     "cached_avx2.cpp": _Special("x86", _AVX2),
     "cached_avx512.cpp": _Special("x86", _AVX512),
     "kernels_avx2.cpp": _Special("x86", _AVX2),

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <new>
 
+#include "block_kernels.h"
 #include "many_kernels.h"
 #include "processor.h"
 #include "self_test.h"
@@ -18,23 +19,23 @@ constexpr int32_t kAmx = 6;
 // AVX-512 VNNI with newer instructions for many vectors; empty if the compiler does not know them.
 Kernels with(const ManyKernels *many) {
     if (!many) return {nullptr, nullptr};
-    return {&kAvx512Kernels, &kAvx512VnniTiles, many};
+    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks};
 }
 #endif
 
 Kernels kernels_of(int32_t isa) {
     switch (isa) {
-        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany};
+        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks};
 #if defined(__x86_64__) || defined(_M_X64)
-        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many};
-        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many};
-        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many};
-        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many};
+        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks};
+        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks};
+        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks};
+        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks};
         case 5: return with(kAvx512Bf16Many);
         case 6: return with(kAmxMany);
 #elif defined(__aarch64__) || defined(_M_ARM64)
-        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany};
-        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany};
+        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks};
+        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks};
 #endif
         default: return {nullptr, nullptr};
     }
@@ -70,7 +71,8 @@ SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {
     if (const int32_t wrong = test_rows(*kernels.rows)) return wrong;
     if (const int32_t wrong = test_cached(*kernels.rows)) return wrong;
     if (const int32_t wrong = test_tiles(*kernels.tiles)) return wrong;
-    return test_many(*kernels.many);
+    if (const int32_t wrong = test_many(*kernels.many)) return wrong;
+    return test_blocks(*kernels.blocks);
 }
 
 SWITCHYARD_API SwitchyardPool *switchyard_pool_create(int32_t threads) {

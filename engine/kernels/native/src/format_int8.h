@@ -32,27 +32,11 @@ struct Int8 {
     }
 
   private:
-#if defined(__AVX512F__)
-    static constexpr int kVectorBytes = 64;
-#elif defined(__AVX2__)
-    static constexpr int kVectorBytes = 32;
-#else
-    static constexpr int kVectorBytes = 16;
-#endif
-    static constexpr int kLanesAtOnce = kVectorBytes / 4;
     static constexpr uint16_t kLargestHalf = 0x7bff;
     static constexpr int kStep = 8;  // between scales in units of fp16's last place: 1/256 to 1/128 of them
-    typedef float Lanes __attribute__((vector_size(kVectorBytes)));
-    typedef int32_t WholeLanes __attribute__((vector_size(kVectorBytes)));
-    typedef int8_t CodeLanes __attribute__((vector_size(kVectorBytes / 4)));
+    static constexpr int kStepsAtOnce = 4;  // sums that do not wait for one another
 
-    template <class To> static To read(const void *from) {
-        To value;
-        std::memcpy(&value, from, sizeof value);
-        return value;
-    }
-
-    // As many lanes as a register has: compilers do not find these vectors by themselves.
+    // As many lanes as a register has.
     static void fit_vector(const float *w, int from, const FitTarget &target) {
         Lanes largest = {}, odd = {};
         for (int i = 0; i < kGroup; ++i) {
@@ -68,24 +52,34 @@ struct Int8 {
         const WholeLanes apart = bits < 0x400 ? WholeLanes{} + 1 : WholeLanes{} + kStep;
         const WholeLanes last = WholeLanes{} + kLargestHalf;
         Lanes best = from_halves(bits), least = Lanes{} + std::numeric_limits<float>::infinity();
-        for (int step = 0; step < (target.rounds > 1 ? target.rounds : 1); ++step, bits += apart) {
-            bits = bits < last ? bits : last;
-            const Lanes scale = from_halves(bits), inverse = 1.0f / scale;
-            Lanes error = {};
-            for (int i = 0; i < kGroup; ++i) {
-                const Lanes x = read<Lanes>(w + i * kLanes) * inverse, off = x - whole(x);
-                error += off * off;
+        const int steps = target.rounds > 1 ? target.rounds : 1;
+        for (int step = 0; step < steps; step += kStepsAtOnce) {
+            Lanes scale[kStepsAtOnce], inverse[kStepsAtOnce], error[kStepsAtOnce];
+            for (int k = 0; k < kStepsAtOnce; ++k, bits += apart) {
+                bits = bits < last ? bits : last;
+                scale[k] = from_halves(bits);
+                inverse[k] = 1.0f / scale[k];
+                error[k] = Lanes{};
             }
-            const Lanes squares = error * scale * scale;
-            best = squares < least ? scale : best;
-            least = squares < least ? squares : least;
+            for (int i = 0; i < kGroup; ++i) {
+                const Lanes value = read<Lanes>(w + i * kLanes);
+                for (int k = 0; k < kStepsAtOnce; ++k) {
+                    const Lanes x = value * inverse[k], off = x - whole(x);
+                    error[k] += off * off;
+                }
+            }
+            for (int k = 0; k < kStepsAtOnce && step + k < steps; ++k) {
+                const Lanes squares = error[k] * scale[k] * scale[k];
+                best = squares < least ? scale[k] : best;
+                least = squares < least ? squares : least;
+            }
         }
         const Lanes inverse = 1.0f / best, limit = Lanes{} + 127.0f;
         for (int i = 0; i < kGroup; ++i) {
             Lanes x = whole(read<Lanes>(w + i * kLanes) * inverse);
             x = x > -limit ? x : -limit;  // a NaN too: it is the scale that tells of it
             x = x < limit ? x : limit;
-            const CodeLanes codes = __builtin_convertvector(__builtin_convertvector(x, WholeLanes), CodeLanes);
+            const ByteLanes codes = __builtin_convertvector(__builtin_convertvector(x, WholeLanes), ByteLanes);
             std::memcpy(target.codes + i * kLanes + from, &codes, sizeof codes);
         }
         for (int lane = 0; lane < kLanesAtOnce; ++lane)
@@ -102,7 +96,6 @@ struct Int8 {
         const WholeLanes shifted = bits << 13;
         return read<Lanes>(&shifted) * 0x1p112f;
     }
-    static Lanes whole(Lanes x) { return (x + kRoundMagic) - kRoundMagic; }
 };
 
 }  // namespace

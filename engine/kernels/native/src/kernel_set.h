@@ -1,6 +1,7 @@
 // What differs between instruction sets.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 // Dot products of bf16 rows.
 struct KernelSet {
@@ -64,6 +65,28 @@ constexpr Format kFormats[] = {
 };
 constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
 
+// 16 rows and 32 columns of a block.
+static inline HalfTile half_tile(const TileRow &row, const Format &format, int64_t group, int64_t half) {
+    const int64_t at = group * kTileRows + half * kHalfRows;
+    return {row.weights + (2 * group + half) * format.half_bytes(), row.scales + at,
+            row.zeros ? row.zeros + at : nullptr, row.table};
+}
+// Writes the codes of a half, q[column * 16 + row].
+static inline void put_codes(uint8_t *weights, bool nibbles, const uint8_t *q) {
+    constexpr int rows = static_cast<int>(kHalfRows);
+    uint8_t pairs[16 * rows];
+    if (nibbles) {
+        for (int i = 0; i < 16 * rows; ++i) pairs[i] = static_cast<uint8_t>(q[i] | q[16 * rows + i] << 4);
+        q = pairs;
+    }
+    for (int j = 0; j < (nibbles ? 4 : 8); ++j, q += 4 * rows) {
+        uint32_t words[rows];
+        for (int i = 0; i < rows; ++i)
+            words[i] = q[i] | uint32_t{q[rows + i]} << 8 | uint32_t{q[2 * rows + i]} << 16 | uint32_t{q[3 * rows + i]} << 24;
+        std::memcpy(weights + j * 64, words, sizeof words);
+    }
+}
+
 // Each weight format in tiles: one file format_*.h.
 struct FormatKernels {
     // out: [count, 32] of the 32 rows with each of `count` <= kMostVectors vectors.
@@ -82,12 +105,14 @@ struct TileKernels {
     FormatKernels formats[kFormatCount];
 };
 
-struct ManyKernels;  // many_kernels.h
+struct ManyKernels;   // many_kernels.h
+struct BlockKernels;  // block_kernels.h
 
 struct Kernels {
     const KernelSet *rows;
     const TileKernels *tiles;
     const ManyKernels *many = nullptr;
+    const BlockKernels *blocks = nullptr;
 };
 
 extern const KernelSet kPortableKernels;

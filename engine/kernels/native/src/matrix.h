@@ -29,29 +29,12 @@ inline TileRow tile_row(const SwitchyardMatrix &matrix, int64_t block) {
             matrix.scales + block * groups * kTileRows,
             matrix.zeros ? matrix.zeros + block * groups * kTileRows : nullptr, matrix.table, groups};
 }
-// 16 rows and 32 columns of a block.
-inline HalfTile half_tile(const TileRow &row, const Format &format, int64_t group, int64_t half) {
-    const int64_t at = group * kTileRows + half * kHalfRows;
-    return {row.weights + (2 * group + half) * format.half_bytes(), row.scales + at,
-            row.zeros ? row.zeros + at : nullptr, row.table};
-}
 // Row of a matrix stored row by row that the i-th row of a block's half is, or -1 beyond it.
 inline int64_t source_row(const SwitchyardMatrix &matrix, int64_t block, int64_t half, int64_t i) {
     const RowOrder order(matrix);
     const int64_t first = block * order.block + i * order.step;
     const int64_t row = first + half * order.partner;
     return first < order.first_limit && row < matrix.rows ? row : -1;
-}
-
-// Writes the codes of a half, q[column * 16 + row].
-inline void put_codes(uint8_t *weights, bool nibbles, const uint8_t *q) {
-    const int vectors = nibbles ? 4 : 8;
-    for (int j = 0; j < vectors; ++j)
-        for (int i = 0; i < kHalfRows; ++i)
-            for (int c = 0; c < 4; ++c) {
-                const uint8_t *code = q + (4 * j + c) * kHalfRows + i;
-                weights[j * 64 + i * 4 + c] = nibbles ? static_cast<uint8_t>(code[0] | code[16 * kHalfRows] << 4) : code[0];
-            }
 }
 
 // Bytes of a matrix's weights, scales and zeros.

@@ -7,14 +7,10 @@
 #include <limits>
 
 #include "kernel_set.h"
+#include "lanes.h"
 #include "switchyard_kernels.h"
 
 namespace {
-
-constexpr int kLanes = 16;
-constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, ties to even
-
-static inline float whole(float value) { return (value + kRoundMagic) - kRoundMagic; }
 
 template <class Get> inline void quantise_group(Get get, int8_t *q, float *scale, int32_t *sum) {
     float x[kGroup], most[kLanes] = {}, odd[kLanes] = {};

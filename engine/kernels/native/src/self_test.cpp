@@ -88,7 +88,37 @@ int32_t test_fit(const TileKernels &kernels, int32_t format) {
     return 0;
 }
 
+// Half a tile row and a row of numbers, made of these blocks by one type's kernels.
+std::vector<uint8_t> made_of(const BlockType &type, const std::vector<uint8_t> &blocks, int64_t columns) {
+    const int32_t format = type.keep ? type.keeps : SWITCHYARD_INT8;
+    const int64_t groups = columns / kGroup;
+    OwnTiles tiles(format, groups);
+    const int64_t bytes = columns / type.elements * type.bytes;
+    BlockHalf half = {tiles.row(), columns, 1, format, kPortableTiles.formats[format].fit, 8, {}};
+    for (int64_t i = 0; i < kHalfRows; ++i) half.rows[i] = blocks.data() + i * bytes;
+    (type.keep ? type.keep : type.fit)(half);
+    std::vector<uint8_t> made(tiles.weights);
+    for (const uint16_t scale : tiles.scales) made.insert(made.end(), {static_cast<uint8_t>(scale), static_cast<uint8_t>(scale >> 8)});
+    made.insert(made.end(), tiles.zeros.begin(), tiles.zeros.end());
+    std::vector<uint8_t> row(columns * 2);
+    type.unpack(blocks.data(), columns, false, row.data());
+    made.insert(made.end(), row.begin(), row.end());
+    return made;
+}
+
 }  // namespace
+
+int32_t test_blocks(const BlockKernels &kernels) {
+    constexpr int64_t columns = 512;
+    for (std::size_t i = 0; i < sizeof kernels.types / sizeof *kernels.types; ++i) {
+        const BlockType &type = kernels.types[i];
+        std::vector<uint8_t> blocks(kHalfRows * columns / type.elements * type.bytes);
+        uint32_t state = 1;
+        for (uint8_t &byte : blocks) byte = static_cast<uint8_t>((state = state * 1664525 + 1013904223) >> 24);
+        if (made_of(type, blocks, columns) != made_of(kPortableBlocks.types[i], blocks, columns)) return 20;
+    }
+    return 0;
+}
 
 int32_t test_tiles(const TileKernels &kernels) {
     for (int32_t format = 1; format < kFormatCount; ++format) {

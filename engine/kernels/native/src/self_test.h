@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "block_kernels.h"
 #include "kernel_set.h"
 #include "many_kernels.h"
 #include "matrix.h"
@@ -12,6 +13,7 @@ int32_t test_rows(const KernelSet &kernels);
 int32_t test_cached(const KernelSet &kernels);
 int32_t test_tiles(const TileKernels &kernels);
 int32_t test_many(const ManyKernels &kernels);
+int32_t test_blocks(const BlockKernels &kernels);
 
 inline float value_of_code(int32_t format, uint8_t code, float scale, uint8_t zero, const int8_t *table) {
     if (kFormats[format].has_table) return scale * static_cast<float>(table[code]);

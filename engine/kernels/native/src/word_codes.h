@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "ggml_blocks.h"
-#include "matrix.h"
+#include "kernel_set.h"
 #include "switchyard_kernels.h"
 
 namespace {
