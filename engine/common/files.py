@@ -241,6 +241,13 @@ if sys.platform == "win32":
             return False
         return True
 
+    def is_locked(descriptor: int) -> bool:
+        """Whether another holds the lock, or looks just now."""
+        is_free = try_lock(descriptor)
+        if is_free:
+            unlock(descriptor)
+        return not is_free
+
     def unlock(descriptor: int) -> None:
         """Releases the lock."""
         with contextlib.suppress(OSError):
@@ -257,6 +264,15 @@ else:
         except OSError:
             return False
         return True
+
+    def is_locked(descriptor: int) -> bool:
+        """Whether another holds the lock; any number may look at once."""
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        return False
 
     def unlock(descriptor: int) -> None:
         """Releases the lock."""
@@ -285,6 +301,17 @@ class Lock:
             time.sleep(_LOCK_POLL_S)
         self._descriptor = descriptor
         return True
+
+    def is_held(self) -> bool:
+        """Whether a process holds it.  Looking takes nothing from anybody."""
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+        except OSError:
+            return False
+        try:
+            return is_locked(descriptor)
+        finally:
+            os.close(descriptor)
 
     def release(self) -> None:
         """Gives the lock back."""

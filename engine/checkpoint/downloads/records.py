@@ -239,16 +239,7 @@ def write_line_speed(bytes_per_s: float) -> None:
 
 def is_run(key: str) -> bool:
     """Whether a process runs it."""
-    lock = Lock(folder_of(key) / "lock")
-    try:
-        if not lock.path.exists():
-            return False
-        if lock.take():
-            lock.release()
-            return False
-    except OSError:
-        return False
-    return True
+    return Lock(folder_of(key) / "lock").is_held()
 
 
 def forget(plan: Plan) -> None:

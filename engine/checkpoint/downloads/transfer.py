@@ -54,7 +54,7 @@ _NOTE_S, _NOTE_BYTES = 5.0, 256 * 1024
 """On a slow line, what has come of a part is noted after so long, if it is worth it."""
 _SYNC_S, _SPACE_S, _RENEW_S = 2.0, 2.0, 5.0
 _LEAST_FREE_BYTES = 20 * 10**6
-_JOIN_S = 3.0
+_JOIN_S = 2.0
 _LOOK_S = 0.2
 
 
