@@ -88,18 +88,6 @@ class Catalogue:
     date: str
     entries: tuple[CatalogueEntry, ...]
 
-    def entry_of(self, repository: str) -> CatalogueEntry | None:
-        """The entry that a repository (`ORG/NAME`) belongs to."""
-        wanted = repository.casefold()
-        return next(
-            (
-                entry
-                for entry in self.entries
-                if any(file.reference.rpartition(":")[0].casefold() == wanted for file in entry.files)
-            ),
-            None,
-        )
-
 
 def catalogue_dir() -> Path:
     """The shipped catalogue's folder."""

@@ -149,9 +149,13 @@ def test_a_repository(hub: HubServer) -> None:
     assert COMMIT in file_url(found, found.files[0])
 
 
-def test_a_list_in_pages(hub: HubServer) -> None:
+@pytest.mark.parametrize("named", ["its own", "another"])
+def test_a_list_in_pages(hub: HubServer, named: str) -> None:
+    """The following ones come from the same hub, whatever host its links name."""
     hub.page = 3
     hub.add("org/model", {f"part-{number}.txt": b"" for number in range(10)})
+    if named == "another":
+        hub.endpoint = "http://127.0.0.1:9"
     assert len(read_repository("org/model").files) == 10
 
 
@@ -297,13 +301,15 @@ def test_only_headers_are_fetched(hub: HubServer, made: SimpleNamespace, monkeyp
     assert hub.sent_bytes("tiny-Q8_0.gguf") < made.one.stat().st_size / 2
 
 
-def with_vocabulary(file: Path, seed: int, kind: str) -> Path:
+def with_vocabulary(file: Path, seed: int, kind: str, *, count: int = 20_000, pre: str = "qwen2") -> Path:
     """A GGUF file of which nearly all of the header is its vocabulary."""
-    count, tensors = 20_000, {**TENSORS, "token_embd.weight": (20_000, HIDDEN)}
+    tensors = {**TENSORS, "token_embd.weight": (count, HIDDEN)}
 
     def keys(writer: GGUFWriter) -> None:
         for name, value in KEYS.items():
             writer.add_key_value(f"llama.{name}", value, GGUFValueType.get_type(value))
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(pre)
         writer.add_token_list([f"token {seed} {number}" for number in range(count)])
         writer.add_eos_token_id(7)
 
@@ -329,6 +335,13 @@ def test_a_vocabulary_is_fetched_once_for_a_repository(
     assert again < first / 4
     assert other > first / 2
     assert len(found.files) == 3
+
+
+def test_a_text_splitter_that_is_unknown_is_found_before_the_download(hub: HubServer, tmp_path: Path) -> None:
+    found = one_of(hub, {"m-F16.gguf": with_vocabulary(tmp_path / "m", 0, "F16", count=10, pre="of tomorrow")})
+    with pytest.raises(EngineError) as refused:
+        candidate_shape(found)
+    assert refused.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
 def test_a_known_model_needs_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

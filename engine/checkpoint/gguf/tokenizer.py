@@ -109,6 +109,17 @@ def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
     return files
 
 
+def check_kind(metadata: Metadata, path: Path) -> None:
+    """Checks that the tokenizer is of a kind that is known, without building it: for a file that is still elsewhere.
+
+    Raises:
+        EngineError: as `tokenizer_files`.
+    """
+    with _explained(path):
+        if _BUILDERS[_kind(metadata)] is _byte_pairs:
+            _pre_tokenizer(metadata)
+
+
 def end_token_ids(metadata: Metadata, path: Path) -> tuple[int, ...]:
     """The tokens that end an answer: those that the file declares, and those known by their names; in order.
 
@@ -160,14 +171,7 @@ class _Vocabulary:
 
     @classmethod
     def of(cls, metadata: Metadata) -> _Vocabulary:
-        kind = metadata.get("tokenizer.ggml.model")
-        if not isinstance(kind, str) or not kind:
-            raise _DamagedError("does not say of which kind it is (tokenizer.ggml.model)")
-        if kind not in _BUILDERS:
-            raise _UnsupportedError(
-                f"has a tokenizer of the kind {quoted(kind)}, which Switchyard does not know: "
-                "use the model's safetensors files instead"
-            )
+        kind = _kind(metadata)
         tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_strings(metadata, "tokens"))]
         if not tokens:
             raise _DamagedError("has no vocabulary (tokenizer.ggml.tokens)")
@@ -334,6 +338,18 @@ def _post_processor(vocabulary: _Vocabulary, metadata: Metadata) -> _Json | None
 
 
 # The parts of tokenizer.json, for each kind of tokenizer.
+
+
+def _kind(metadata: Metadata) -> str:
+    kind = metadata.get("tokenizer.ggml.model")
+    if not isinstance(kind, str) or not kind:
+        raise _DamagedError("does not say of which kind it is (tokenizer.ggml.model)")
+    if kind not in _BUILDERS:
+        raise _UnsupportedError(
+            f"has a tokenizer of the kind {quoted(kind)}, which Switchyard does not know: "
+            "use the model's safetensors files instead"
+        )
+    return kind
 
 
 def _pre_tokenizer(metadata: Metadata) -> PreTokenizer:

@@ -298,6 +298,7 @@ def _read_shape(candidate: Candidate, cancelled: CancelCheck) -> ModelShape:
 def _read_gguf(candidate: Candidate, place: Place, cancelled: CancelCheck) -> tuple[dict[str, Any], list[Any]]:
     from engine.checkpoint.gguf.checkpoint import gguf_config, gguf_tensors
     from engine.checkpoint.gguf.file import read_gguf
+    from engine.checkpoint.gguf.tokenizer import check_kind
 
     repository, key = candidate.repository, (candidate.repository.id, candidate.repository.commit)
     files = {Path(file.path): file for file in candidate.files}
@@ -309,6 +310,7 @@ def _read_gguf(candidate: Candidate, place: Place, cancelled: CancelCheck) -> tu
         file = read_gguf(first, open_file)
         config = gguf_config(file)
         check_numbers(first, config)
+        check_kind(file.metadata, first)
         return config, list(gguf_tensors(file).values())
 
     found = in_time(place, [read], cancelled)[0]

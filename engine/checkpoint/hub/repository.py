@@ -303,9 +303,9 @@ def _huggingface_files(place: Place, url: str, cancelled: CancelCheck) -> tuple[
         following = _NEXT.search(headers.get("link", ""))
         if following is None:
             return _listed(place, found)
-        url = urljoin(url, following[1])
-        if urlsplit(url)[:2] != urlsplit(place.endpoint)[:2]:
-            raise broken(place, "the rest of its list is on another server")
+        rest = urlsplit(urljoin(url, following[1]))
+        here = urlsplit(place.endpoint)  # and not where the answer leads: some mirrors name the hub that they copy
+        url = f"{place.endpoint}{rest.path.removeprefix(here.path)}?{rest.query}"
     raise broken(place, f"its list of files has more than {_MOST_PAGES} pages")
 
 
