@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QObject, Signal
+from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.background import LatestTask
 from engine.common.config import EngineConfig
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from engine.tuning.machine_look import MachineLook
 
 _JUDGE_MS = 60
+FRESH_MS = 30_000
+"""A look at the machine, and a plan for each entry of the catalogue, take a second or more of a processor."""
 
 Shaped = tuple["Candidate", "ModelShape | None"]
 """A candidate and what it is; None if it cannot run."""
@@ -96,6 +98,8 @@ class Hub(QObject):
         self._look: MachineLook | None = None
         self._recommendations: tuple[Recommendation, ...] = ()
         self._opened_last: object = None
+        self._device = ""
+        self._fresh = QTimer(self, singleShot=True, interval=FRESH_MS)
         self._read.connect(self._on_read)
 
     @property
@@ -109,11 +113,14 @@ class Hub(QObject):
         return self._recommendations
 
     def look_at_machine(self, device: str = "auto") -> None:
-        """Looks at the machine, and what of the catalogue suits it; `looked` follows.
+        """Looks at the machine, and what of the catalogue suits it, unless it has just done so; `looked` follows.
 
         Args:
             device: `EngineConfig.device`.
         """
+        if self._fresh.isActive() and device == self._device:
+            return
+        self._device = device
         self._looking.ask(lambda: recommended_here(device), self._on_looked)
 
     def search(self, text: str) -> None:
@@ -155,6 +162,7 @@ class Hub(QObject):
 
     def _on_looked(self, found: tuple[MachineLook, tuple[Recommendation, ...]]) -> None:
         self._look, self._recommendations = found
+        self._fresh.start()
         self.looked.emit()
 
 
@@ -182,7 +190,7 @@ class _Question(QObject):
 
 
 def _trouble(error: Exception) -> Trouble:
-    from engine.checkpoint.hub.http import HubError, HubReason
+    from engine.checkpoint.hub import HubError, HubReason
 
     if not isinstance(error, EngineError):
         raise error
@@ -212,16 +220,24 @@ def read_candidates(
     found = candidates(read_repository(reference, cancelled=cancelled), cancelled=cancelled)
     shaped: list[Shaped] = []
     for candidate in found:
-        shaped.append((candidate, _shape_of(candidate, cancelled)))
+        shaped.append(_shaped(candidate, cancelled))
         if len(shaped) < len(found):
             say(RepositoryAnswer(reference, tuple(shaped), len(found)))
     return RepositoryAnswer(reference, tuple(shaped), len(found))
 
 
-def _shape_of(candidate: Candidate, cancelled: CancelCheck) -> ModelShape | None:
-    from engine.checkpoint.hub import candidate_shape
+def _shaped(candidate: Candidate, cancelled: CancelCheck) -> Shaped:
+    """With what it is; a candidate whose files are damaged or unknown does not keep the others from being judged."""
+    from engine.checkpoint.hub import HubError, candidate_shape
 
-    return None if candidate.problem else candidate_shape(candidate, cancelled=cancelled)
+    if candidate.problem:
+        return candidate, None
+    try:
+        return candidate, candidate_shape(candidate, cancelled=cancelled)
+    except HubError:
+        raise
+    except EngineError as error:
+        return replace(candidate, problem=error.message), None
 
 
 def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limits) -> FitCard:

@@ -69,17 +69,8 @@ class DownloadsCard(Card):
         self.down = self._arrow("chevron-down", self.tr("Later (Alt+Down)"))
         for button in (self.pause, self.resume, self.token, self.cancel):
             button.setProperty("compact", "true")
-        self.buttons = Flow(
-            self.pause,
-            self.resume,
-            self.token,
-            self.cancel,
-            self.up,
-            self.down,
-            self.limit,
-            parent=self,
-            ends_right=True,
-        )
+        self.buttons = Flow(self.pause, self.resume, self.token, self.cancel, self.up, self.down, parent=self)
+        self.head.addWidget(self.limit)
         self.body.addWidget(self.list)
         self.body.addWidget(self.buttons)
         self.pause.clicked.connect(lambda: self._on(self.pause_wanted))

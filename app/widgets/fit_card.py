@@ -180,9 +180,17 @@ class FitCardView(QWidget):
             set_message(self.details, "")
             return
         self.bars.show_tiers(fit_bars(row))
-        first = first_token_words(row.speed) if row.speed is not None else ""
-        anyway = row.load_anyway if too_large else ""
-        set_message(self.details, SEPARATOR.join(filter(None, (problem or row.why, first, anyway))))
+        said = [problem or row.why]
+        if row.speed is not None:
+            said += [
+                first_token_words(row.speed),
+                self.tr("runs in {0}").format(row.precision) if row.precision else "",
+            ]
+        if row.kv_at_context and not problem:
+            said.append(self.tr("keys and values of that context: {0}").format(memory(row.kv_at_context)))
+        if too_large:
+            said.append(row.load_anyway)
+        set_message(self.details, SEPARATOR.join(filter(None, said)))
         self.download.setText(self.tr("Download {0}").format(row.candidate.label))
         self.anyway.setAccessibleName(self.tr("Load {0} anyway").format(row.candidate.label))
 

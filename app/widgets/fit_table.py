@@ -37,6 +37,7 @@ _BAR_PX = 8.0
 MOST_ROWS = 7
 """More scroll."""
 _LEAST_MEMORY_EM = 12
+_MOST_TOTAL = 200
 _NARROW_EM = 70
 
 _Index = QModelIndex | QPersistentModelIndex
@@ -194,9 +195,10 @@ def _two_lines(
 
 
 def _amount(tier: TierBar) -> str:
-    """`VRAM 7.1/8`."""
+    """`VRAM 7.1/8`; of a disk, whose size says little beside a file's, only what is taken."""
     used = number(tier.used / tier.unit, 1)
-    return f"{tier.name} {used}/{number(tier.total / tier.unit, 0)}" if tier.total else f"{tier.name} {used}"
+    total = tier.total / tier.unit
+    return f"{tier.name} {used}/{number(total, 0)}" if 0 < total < _MOST_TOTAL else f"{tier.name} {used}"
 
 
 def draw_verdict_mark(painter: QPainter, area: QRectF, verdict: str) -> None:

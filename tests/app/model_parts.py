@@ -152,7 +152,7 @@ def fit_row(candidate: Candidate, context: int = 8192, vram: int = 8 * GIB) -> F
     speed = FitSpeed(decode, 0.8 * decode, 1.2 * decode, 30 / decode, "estimated")
     return FitRow(
         candidate, size, candidate.quality, card, ram, disk, 0, speed, verdict,
-        "All experts fit into RAM; a quarter of them into VRAM.", "",
+        "All experts fit into RAM; a quarter of them into VRAM.", "It loads, and answers at that speed.", "int4", kv,
     )  # fmt: skip
 
 

@@ -9,9 +9,13 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 import app.services.hub as hub_service
+import engine.checkpoint.hub as engine_hub
 from app.services.hub import Hub, RepositoryAnswer, SearchAnswer
+from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.http import HubError, HubReason
+from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from tests.app import model_parts as parts
 
 
 @pytest.fixture
@@ -85,3 +89,23 @@ def test_candidates_arrive_one_by_one_and_only_of_the_last_repository(
     hub.open("org/new")
     qtbot.waitUntil(lambda: len(answers) == 2)
     assert [(answer.reference, answer.is_whole) for answer in answers] == [("org/new", False), ("org/new", True)]
+
+
+def test_one_damaged_file_does_not_hide_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = parts.CANDIDATES[3], parts.CANDIDATES[4]
+
+    def shape(candidate: Candidate, **_: object) -> ModelShape:
+        if candidate is bad:
+            raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "Its header is broken.")
+        return read_model("qwen3-30b-a3b")
+
+    monkeypatch.setattr(engine_hub, "read_repository", lambda *_, **__: parts.REPOSITORY)
+    monkeypatch.setattr(engine_hub, "candidates", lambda *_, **__: (good, bad))
+    monkeypatch.setattr(engine_hub, "candidate_shape", shape)
+    said: list[RepositoryAnswer] = []
+    answer = hub_service.read_candidates(parts.REPOSITORY.id, lambda: False, said.append)
+    assert [(one.label, one.problem, found is None) for one, found in answer.shaped] == [
+        (good.label, "", False),
+        (bad.label, "Its header is broken.", True),
+    ]
+    assert [len(one.shaped) for one in said] == [1]

@@ -451,6 +451,25 @@ def test_a_gated_model_asks_for_a_token_before_the_download(scene: Scene, qtbot:
     assert scene.downloads.calls.add.call_count == 2
 
 
+def test_a_repository_that_is_not_open_is_read_again_with_a_token(scene: Scene) -> None:
+    search = scene.page.search
+    search.field.setText("org/x")
+    search.button.click()
+    assert search.token.isHidden()
+    trouble = Trouble("It is not open to everybody.", needs_token=True, link="https://huggingface.co/org/x")
+    scene.hub.opened.emit(RepositoryAnswer("org/x", trouble=trouble))
+    search.token.click()
+    dialog = scene.page.findChild(TokenDialog)
+    assert dialog is not None
+    dialog.field.setText("hf_secret")
+    dialog.save.click()
+    host, _token, then = scene.downloads.calls.save_token.call_args.args
+    assert host == "huggingface.co"
+    then(True)
+    assert scene.hub.calls.open.call_count == 2
+    assert search.token.isHidden()
+
+
 # --- downloads --------------------------------------------------------------------------------------
 
 

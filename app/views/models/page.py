@@ -19,7 +19,7 @@ from PySide6.QtWidgets import QFileDialog, QFrame, QGridLayout, QPushButton, QSc
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
-from app.services.hub import Hub, RepositoryAnswer
+from app.services.hub import Hub, RepositoryAnswer, Trouble
 from app.services.library import Library, Work
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import STARTER, Settings
@@ -249,6 +249,17 @@ class ModelsPage(Page):
         else:
             self._open_token_dialog(repository.id, page_of(repository), host, "", go_on)
 
+    def _ask_token_to_read(self, trouble: Trouble) -> None:
+        """Of a repository that cannot even be read without."""
+        reference = self.search.reference
+        self._open_token_dialog(
+            reference,
+            trouble.link,
+            QUrl(trouble.link).host(),
+            trouble.sentence,
+            lambda: self.search.read_again(reference),
+        )
+
     def _ask_token_of(self, download: Download) -> None:
         hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
         host = "modelscope.cn" if hub == "modelscope" else "huggingface.co"
@@ -358,6 +369,7 @@ class ModelsPage(Page):
         hub.judged.connect(self._on_judged)
         self.search.search_wanted.connect(hub.search)
         self.search.repository_wanted.connect(hub.open)
+        self.search.token_wanted.connect(self._ask_token_to_read)
         self.search.fit.limits_changed.connect(self._judge)
         self.search.fit.download_wanted.connect(self._download)
         self.search.fit.anyway_wanted.connect(self._ask_anyway)

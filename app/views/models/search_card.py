@@ -32,7 +32,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.services.hub import RepositoryAnswer, SearchAnswer
+from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
 from app.theme import ColourName, scaled, themed
 from app.views.models.phrases import found_text, found_words
 from app.widgets.card import Card, muted_label, set_message, warning_label
@@ -54,10 +54,12 @@ class SearchCard(Card):
     """Signals:
     search_wanted(str): words to look for.
     repository_wanted(str): a repository was chosen, or named outright.
+    token_wanted(Trouble): the repository is not open to everybody.
     """
 
     search_wanted = Signal(str)
     repository_wanted = Signal(str)
+    token_wanted = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -78,12 +80,15 @@ class SearchCard(Card):
         self.facts.setProperty("role", "secondary")
         self.open_page = QPushButton(self.tr("Open its page"), self)
         self.open_page.setProperty("kind", "quiet")
+        self.token = QPushButton(self.tr("Access token…"), self)
+        self._trouble: Trouble | None = None
         self.fit = FitCardView(self)
         self._lay_out()
         self.field.returnPressed.connect(self._search)
         self.button.clicked.connect(self._search)
         self.results.chosen.connect(self._choose)
         self.open_page.clicked.connect(lambda: QDesktopServices.openUrl(QUrl(self._page)))
+        self.token.clicked.connect(lambda: self.token_wanted.emit(self._trouble))
         self._show_hint()
 
     @property
@@ -106,8 +111,10 @@ class SearchCard(Card):
 
     def show_repository(self, answer: RepositoryAnswer) -> None:
         """What a repository holds, as far as it has been read."""
-        if answer.trouble is not None:
-            self.fit.show_trouble(answer.trouble.sentence)
+        self._trouble = trouble = answer.trouble
+        self.token.setVisible(trouble is not None and trouble.needs_token)
+        if trouble is not None:
+            self.fit.show_trouble(trouble.sentence)
             return
         self.fit.show_reading(len(answer.shaped), answer.total)
         self.fit.show_models(answer.context_tokens)
@@ -145,12 +152,16 @@ class SearchCard(Card):
         self._open(found.id if found.hub == "huggingface" else f"{found.hub}:{found.id}")
 
     def _open(self, reference: str) -> None:
-        if reference == self._reference and self.fit.trouble.isHidden():
-            return
+        if reference != self._reference or not self.fit.trouble.isHidden():
+            self.read_again(reference)
+
+    def read_again(self, reference: str) -> None:
+        """Reads a repository, also if it is shown already: a token may have opened it."""
         self._reference = reference
         self.name.set_full_text(reference)
         self.facts.hide()
         self.open_page.hide()
+        self.token.hide()
         self.right.show()
         self.fit.clear()
         self.fit.show_reading(0, 0)
@@ -193,7 +204,7 @@ class SearchCard(Card):
         titles.addWidget(self.facts)
         head.addLayout(titles, 1)
         head.addWidget(self.open_page, 0, Qt.AlignmentFlag.AlignTop)
-        for button in (self.fit.download, self.fit.anyway):
+        for button in (self.token, self.fit.download, self.fit.anyway):
             head.addWidget(button, 0, Qt.AlignmentFlag.AlignTop)
         self.right = QWidget(self)
         column = QVBoxLayout(self.right)
