@@ -347,6 +347,8 @@ def _recommended(rows: Sequence[FitRow]) -> tuple[int | None, str]:
             continue
         at, row = min(there, key=lambda one: _worth(one[1]))
         return at, _why(row, better=any(_class(other) < _class(row) for _, other in able))
+    if rows and all(row.candidate.problem for row in rows):
+        return None, rows[0].candidate.problem
     return None, "None of these can run on this machine as it is now."
 
 

@@ -123,6 +123,8 @@ def test_a_full_disk() -> None:
 def test_what_cannot_run_keeps_its_reason() -> None:
     one = row((candidate("IQ2_XXS", 10**9, problem="It cannot be read."), None), look())
     assert (one.verdict, one.why) == ("too-large", "It cannot be read.")
+    card = fit_card([(one.candidate, None)], look(), Limits())
+    assert (card.recommended, card.why) == (None, "It cannot be read.")
 
 
 def test_the_best_quality_that_is_fast_is_recommended() -> None:

@@ -141,9 +141,12 @@ def _card_text(card: FitCard) -> str:
         speed = f"{row.speed.decode:.3g} ({row.speed.low:.3g}-{row.speed.high:.3g})" if row.speed is not None else ""
         held = [about(tier.held) if tier is not None else "" for tier in (row.card, row.ram)]
         mark = "*" if at == card.recommended else " "
+        verdict = "cannot run" if row.candidate.problem else row.verdict
         lines.append(
             f"{mark} {row.candidate.label:<18} {about(row.bytes):>9}  {row.quality:<8} {speed:>17}  {held[0]:>9} "
-            f"{held[1]:>9}  {row.verdict}"
+            f"{held[1]:>9}  {verdict}"
         )
     refused = [f"{row.candidate.label}: {row.why}" for row in card.rows if row.verdict == "too-large"]
+    if len(card.rows) == 1 and card.rows[0].candidate.problem:
+        return card.why
     return "\n".join([*lines, "", *refused, card.why])
