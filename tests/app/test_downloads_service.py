@@ -45,7 +45,7 @@ def test_a_download_is_added_paused_resumed_ordered_and_cancelled(make: Make, qt
     downloads.set_limit(1000)
     downloads.add(CANDIDATE, added.append)
     downloads.add(replace(CANDIDATE, label="Q8_0"), added.append)
-    qtbot.waitUntil(lambda: len(downloads.entries) == 2)
+    qtbot.waitUntil(lambda: len(downloads.entries) == len(added) == 2)
     first, second = downloads.entries
     assert (first.state, first.limit_bytes_per_s, first.total_bytes) == (DownloadState.WAITING, 1000, 1000)
     assert [one.key for one in added] == [first.key, second.key]

@@ -155,16 +155,6 @@ def pause(key: str) -> None:
 def resume(key: str) -> None:
     """Lets a paused or failed one wait for its turn again.  Raises as `pause`."""
     _want(key, action=records.RUN)
-    lock = Lock(records.folder_of(key) / "lock")
-    with disk_errors_explained(lock.path.parent):
-        if lock.take():
-            try:
-                now = records.read_progress(key)
-                if now.state == DownloadState.FAILED:
-                    waiting = replace(now, state=str(DownloadState.WAITING), problem="", error_code="")
-                    records.write_progress(key, waiting)
-            finally:
-                lock.release()
 
 
 def cancel(key: str) -> None:
@@ -228,9 +218,9 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
             records.write_progress(key, progress)
             on_progress(_download(key))
 
-        last = fetch(plan, report, cancelled) if records.read_wanted(key).action == records.RUN else None
-        if last is not None:
-            records.write_progress(key, last)
+        wanted = records.read_wanted(key)
+        if wanted.action == records.RUN:
+            records.write_progress(key, replace(fetch(plan, report, cancelled), tries=wanted.tries))
         if records.read_wanted(key).action == records.CANCEL:
             return _dropped(plan)
     finally:
@@ -277,17 +267,19 @@ def _want(key: str, *, action: str | None = None, limit: int | None = None) -> N
     _plan(key)
     with disk_errors_explained(records.downloads_dir()), records.changing():
         now = records.read_wanted(key)
-        records.write_wanted(
-            key, Wanted(now.action if action is None else action, now.limit_bytes_per_s if limit is None else limit)
-        )
+        tries = now.tries + (action == records.RUN)
+        limit = now.limit_bytes_per_s if limit is None else limit
+        records.write_wanted(key, Wanted(action or now.action, limit, tries))
 
 
 def _describe(plan: Plan, place: int) -> Download:
     wanted, progress, live = records.read_wanted(plan.key), records.read_progress(plan.key), records.is_run(plan.key)
     if live:
         state = DownloadState.RUNNING
-    elif progress.state in (DownloadState.DONE, DownloadState.FAILED):
-        state = DownloadState(progress.state)
+    elif progress.state == DownloadState.DONE:
+        state = DownloadState.DONE
+    elif progress.state == DownloadState.FAILED and progress.tries == wanted.tries:
+        state = DownloadState.FAILED
     else:
         state = DownloadState.WAITING if wanted.action == records.RUN else DownloadState.PAUSED
     moves = live and time.time() - progress.updated < _FRESH_S

@@ -97,10 +97,17 @@ WAITING_FOR_NETWORK, WAITING_FOR_SERVER = "waiting_for_network", "waiting_for_se
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What people want of a download: `run`, `pause` or `cancel`, and its limit in bytes per second (0: none)."""
+    """What people want of a download.
+
+    Attributes:
+        action: `run`, `pause` or `cancel`.
+        limit_bytes_per_s: 0 for none.
+        tries: how often people have let it go on; a failure counts for the try that it ended.
+    """
 
     action: str = RUN
     limit_bytes_per_s: int = 0
+    tries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +120,7 @@ class Progress:
         eta_s: None while nobody can tell.
         problem, error_code: a sentence and an `ErrorCode`, or what it is waiting for; empty if all is well.
         updated: seconds since the epoch.
+        tries: as in `Wanted`, when it ended.
     """
 
     state: str = "waiting"
@@ -123,6 +131,7 @@ class Progress:
     error_code: str = ""
     connections: int = 0
     updated: float = 0.0
+    tries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
