@@ -71,6 +71,13 @@ class FitSpeed:
     ttft: float
     timing: str
 
+    @property
+    def ttft_range(self) -> tuple[float, float]:
+        """(shortest, longest) time to the first token: as far from `ttft` as the others are from `decode`."""
+        if not self.decode:
+            return self.ttft, self.ttft
+        return self.ttft * self.low / self.decode, self.ttft * self.high / self.decode
+
 
 @dataclass(frozen=True, slots=True)
 class FitRow:

@@ -127,7 +127,7 @@ def _row_document(row: FitRow) -> dict[str, Any]:
         "disk": asdict(row.disk),
         "from_disk": row.from_disk,
         "kv_at_context": row.kv_at_context,
-        "speed": asdict(row.speed) if row.speed is not None else None,
+        "speed": {**asdict(row.speed), "ttft_range": row.speed.ttft_range} if row.speed is not None else None,
         "verdict": row.verdict,
         "fits_alone": row.fits_alone,
         "why": row.why,
@@ -136,15 +136,16 @@ def _row_document(row: FitRow) -> dict[str, Any]:
 
 
 def _card_text(card: FitCard) -> str:
-    lines = [f"  {'':<18} {'download':>9}  {'quality':<8} {'tokens/s':>17}  {'card':>9} {'RAM':>9}"]
+    lines = [f"  {'':<18} {'download':>9}  {'quality':<8} {'tokens/s':>17} {'first after':>11}  {'card':>9} {'RAM':>9}"]
     for at, row in enumerate(card.rows):
         speed = f"{row.speed.decode:.3g} ({row.speed.low:.3g}-{row.speed.high:.3g})" if row.speed is not None else ""
+        first = f"{row.speed.ttft:.2g} s" if row.speed is not None else ""
         held = [about(tier.held) if tier is not None else "" for tier in (row.card, row.ram)]
         mark = "*" if at == card.recommended else " "
         verdict = "cannot run" if row.candidate.problem else row.verdict
         lines.append(
-            f"{mark} {row.candidate.label:<18} {about(row.bytes):>9}  {row.quality:<8} {speed:>17}  {held[0]:>9} "
-            f"{held[1]:>9}  {verdict}"
+            f"{mark} {row.candidate.label:<18} {about(row.bytes):>9}  {row.quality:<8} {speed:>17} {first:>11}  "
+            f"{held[0]:>9} {held[1]:>9}  {verdict}"
         )
     refused = [f"{row.candidate.label}: {row.why}" for row in card.rows if row.verdict == "too-large"]
     if len(card.rows) == 1 and card.rows[0].candidate.problem:
