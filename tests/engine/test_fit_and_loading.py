@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import Candidate, RepoFile, Repository
 from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
+from engine.formats import STORED
 from engine.kernels.native.build import library_path
 from engine.planner.plan_parts import Limits
 from engine.planner.predict import predict_decode, running_config
@@ -140,3 +142,16 @@ def _compare(row: FitRow, config: EngineConfig, limits: Limits, look: MachineLoo
         assert row.speed.low <= again.tokens_per_s <= row.speed.high, said
     finally:
         loaded.close()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_label_and_a_size_say_nearly_as_much_as_a_header(tmp_path: Path, kind: str) -> None:
+    """What is recommended without a network goes by them."""
+    tiny = tiny_checkpoint("qwen3_moe", tmp_path / "moe", **SIZES, moe_intermediate_size=512, norm_topk_prob=True)
+    file = write_model(tiny, tmp_path / "m.gguf", "qwen3moe", quantised=kind)
+    exact, guessed = find_shape(str(file)), as_quantised(find_shape(str(tiny)), kind, file.stat().st_size)
+    assert exact.stored is not None
+    assert guessed.stored is not None
+    assert guessed.precisions == exact.precisions
+    assert guessed.expert_bytes(STORED) == pytest.approx(exact.expert_bytes(STORED), rel=0.01)
+    assert guessed.stored.dense_bytes == pytest.approx(exact.stored.dense_bytes, rel=0.15)
