@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from pathlib import Path
 
 from PySide6.QtCore import QMimeData
 
 SUFFIX = ".gguf"
 _CONFIG = "config.json"
+_MOST_ENTRIES = 1000
+"""Of a folder, looked through while it is dragged."""
 
 
 def dropped_model(data: QMimeData) -> Path | None:
@@ -16,4 +20,11 @@ def dropped_model(data: QMimeData) -> Path | None:
     if len(urls) != 1 or not urls[0].isLocalFile():
         return None
     path = Path(urls[0].toLocalFile())
-    return path if path.suffix.lower() == SUFFIX or (path / _CONFIG).is_file() else None
+    if path.suffix.lower() == SUFFIX or (path / _CONFIG).is_file():
+        return path
+    try:
+        with os.scandir(path) as entries:
+            found = any(entry.name.lower().endswith(SUFFIX) for entry in itertools.islice(entries, _MOST_ENTRIES))
+    except OSError:
+        return None  # a file of another kind, or a folder that cannot be read
+    return path if found else None

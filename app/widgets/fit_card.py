@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from PySide6.QtCore import Qt, Signal
@@ -10,11 +11,11 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSlider, QVBoxLa
 from app.theme import use_tabular_figures
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fit_table import FitTable
-from app.widgets.fit_words import TOO_LARGE, first_token_words, fit_bars
+from app.widgets.fit_words import TOO_LARGE, Presence, first_token_words, fit_bars
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
 from engine.planner.plan_parts import Limits
-from engine.tuning.fit import FitCard
+from engine.tuning.fit import FitCard, FitRow
 from engine.tuning.machine_look import MachineLook
 
 _FIRST_CONTEXT = 2048
@@ -28,7 +29,8 @@ class FitCardView(QWidget):
 
     Signals:
     limits_changed: another context or budget is wanted; ask for a new card.
-    download_wanted(FitRow), anyway_wanted(FitRow): the second for a file that is too large for this machine.
+    download_wanted(FitRow): to be downloaded, or loaded if it is here already.
+    anyway_wanted(FitRow): the same for a file that is too large for this machine.
     """
 
     limits_changed = Signal()
@@ -39,6 +41,7 @@ class FitCardView(QWidget):
         super().__init__(parent)
         self._look: MachineLook | None = None
         self._contexts: tuple[int, ...] = (_USUAL_CONTEXT,)
+        self._presence: Mapping[str, Presence] = {}
         self._context_text, self._memory_text = self._value(), self._value()
         self.context = self._slider(self.tr("Context in tokens"))
         self.memory = self._slider(self.tr("Memory for the expert cache"))
@@ -120,6 +123,17 @@ class FitCardView(QWidget):
         self.table.show_card(card)
         self._show_row()
 
+    def show_presence(self, presence: Mapping[str, Presence]) -> None:
+        """Which candidates, by their reference, are here already or on their way."""
+        if presence != self._presence:
+            self._presence = dict(presence)
+            self._show_row()
+
+    @property
+    def rows(self) -> tuple[FitRow, ...]:
+        """Those of the card that is shown."""
+        return self.table.rows.card.rows
+
     # --- what is wanted -------------------------------------------------------------------------------
 
     @property
@@ -191,12 +205,20 @@ class FitCardView(QWidget):
         if too_large:
             said.append(row.load_anyway)
         set_message(self.details, SEPARATOR.join(filter(None, said)))
-        self.download.setText(self.tr("Download {0}").format(row.candidate.label))
+        presence = self._presence.get(row.candidate.reference)
+        words = {
+            None: self.tr("Download {0}"),
+            "downloading": self.tr("Downloading {0}"),
+            "here": self.tr("Load {0}"),
+        }[presence]
+        self.download.setText(words.format(row.candidate.label))
+        for button in (self.download, self.anyway):
+            button.setEnabled(presence != "downloading")
         self.anyway.setAccessibleName(self.tr("Load {0} anyway").format(row.candidate.label))
 
     def _on_button(self) -> None:
         row = self.table.row
-        if row is not None and not row.candidate.problem:
+        if row is not None and not row.candidate.problem and self.download.isEnabled():
             (self.anyway_wanted if row.verdict == TOO_LARGE else self.download_wanted).emit(row)
 
     def _slider(self, name: str) -> QSlider:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from PySide6.QtCore import QCoreApplication
 
 from app.theme import ColourName
@@ -10,6 +12,9 @@ from app.widgets.quantities import SEPARATOR, figures, file_size, number
 from engine.tuning.fit import FitRow, FitSpeed
 
 translate = QCoreApplication.translate
+
+Presence = Literal["downloading", "here"]
+"""Of a model that can be downloaded: it is on its way, or on this PC."""
 
 FAST, WORKS, BATCH_ONLY, TOO_LARGE = "fast", "works", "batch-only", "too-large"
 VERDICT_LOOKS: dict[str, tuple[int, ColourName]] = {

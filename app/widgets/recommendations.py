@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from PySide6.QtCore import QCoreApplication, Qt, Signal
 from PySide6.QtGui import QPainter, QPaintEvent
@@ -12,7 +11,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePol
 from app.theme import set_look, use_tabular_figures
 from app.widgets.card import muted_label
 from app.widgets.fit_table import draw_verdict_mark
-from app.widgets.fit_words import duration, range_words, speed_words, verdict_words
+from app.widgets.fit_words import Presence, duration, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, file_size
 from engine.tuning.fit import Recommendation
 
@@ -20,8 +19,6 @@ translate = QCoreApplication.translate
 
 ASSUMED_BYTES_PER_S = 100e6 / 8
 """Before any download has been measured: 100 Mbit/s, which is said."""
-
-Presence = Literal["downloading", "here"]
 
 
 def role_words(role: str) -> str:

@@ -245,12 +245,17 @@ def test_work_shows_how_far_it_is_and_can_be_stopped(scene: Scene) -> None:
     scene.library.work_changed.emit()
     assert line.isHidden()
     scene.library.ended.emit(Work("verify", "gpt-oss-20b", problem="The disk is gone."))
-    assert scene.page.toast.text == "The disk is gone."
+    assert scene.page.trouble.text == "The disk is gone."
 
 
-def test_a_dropped_model_is_imported(scene: Scene, tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.touch()
+@pytest.mark.parametrize("name", ["model.gguf", "folder"])
+def test_a_dropped_model_is_imported(scene: Scene, tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    if name == "folder":
+        file.mkdir()
+        (file / "model.gguf").touch()
+    else:
+        file.touch()
     data = QMimeData()
     data.setUrls([QUrl.fromLocalFile(str(file))])
     event = QDropEvent(
@@ -334,6 +339,21 @@ def test_a_search_leads_to_a_repository_and_its_recommended_file(scene: Scene, q
     assert row.candidate.label == "Q4_K_M"
     search.fit.download.click()
     assert scene.downloads.calls.add.call_args.args[0] == row.candidate
+
+
+def test_a_file_that_is_here_is_loaded_and_one_on_its_way_is_not_asked_for_again(scene: Scene, qtbot: QtBot) -> None:
+    scene.hub.show()
+    fit, reference = scene.page.search.fit, parts.CANDIDATES[4].reference
+    scene.downloads.show(replace(parts.download("one"), reference=reference))
+    assert not fit.download.isEnabled()
+    qtbot.keyClick(fit.table, Qt.Key.Key_Return)
+    scene.downloads.calls.add.assert_not_called()
+    scene.downloads.show()
+    scene.library.show(replace(parts.MODELS[1], source=f"{reference}@0123"))
+    with qtbot.waitSignal(scene.page.load_wanted) as wanted:
+        fit.download.click()
+    assert wanted.args == [str(parts.MODELS[1].path)]
+    scene.downloads.calls.add.assert_not_called()
 
 
 def test_a_pasted_link_is_opened_without_a_search(scene: Scene) -> None:

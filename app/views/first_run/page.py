@@ -20,9 +20,10 @@ from app.views.first_run.phrases import meaning_words, parts_words
 from app.views.first_run.starter_card import StarterCard
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
+from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.page import CHAT, MODELS, Page
-from app.widgets.recommendations import Presence, RecommendationList
+from app.widgets.recommendations import RecommendationList
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from PySide6.QtCore import QDir, Qt, QTimer, QUrl, Signal
@@ -27,21 +27,24 @@ from app.theme import body_px
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
-from app.views.models.search_card import SearchCard, page_of
+from app.views.models.search_card import SearchCard, page_at, page_of
 from app.views.models.token_dialog import TokenDialog
 from app.widgets.asking import ask
+from app.widgets.banner import Banner
 from app.widgets.card import Card, muted_label, set_message
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.dropped_model import dropped_model
+from app.widgets.fit_words import Presence
 from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 from app.widgets.quantities import file_size
-from app.widgets.recommendations import Presence, RecommendationList
+from app.widgets.recommendations import RecommendationList
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.toast import Toast
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
+from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.checkpoint.library import LibraryEntry
 from engine.tuning.fit import FitCard, FitRow, Recommendation
 
@@ -78,8 +81,10 @@ class ModelsPage(Page):
         self.setAcceptDrops(True)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setAccessibleName(self.tr("Models"))
-        self.here = OnThisPcCard(self)
+        self.trouble = Banner("warning", self)
+        self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.downloads = DownloadsCard(self)
+        self.here = OnThisPcCard(self)
         self.recommended = Card("", self)
         self.recommended.set_heading(self.tr("Recommended for this PC"))
         self.recommendations = RecommendationList(self)
@@ -151,13 +156,18 @@ class ModelsPage(Page):
 
     def _show_recommendations(self) -> None:
         found = self._hub.recommendations
-        presence: dict[str, Presence] = {one.reference: "downloading" for one in self._downloads.entries}
-        presence |= {one.reference: "here" for one in found if self._library.entry_from(one.reference) is not None}
+        presence = self._presence(one.reference for one in found)
         self.recommendations.show_recommendations(found, line_speed(), presence)
+        self.search.fit.show_presence(self._presence(row.candidate.reference for row in self.search.fit.rows))
         words = self.tr("Looking at this machine…") if self._hub.look is None else ""
         if self._hub.look is not None and not found:
             words = self.tr("No model of the catalogue fits this machine: search for a smaller one.")
         set_message(self._no_recommendation, words)
+
+    def _presence(self, references: Iterable[str]) -> dict[str, Presence]:
+        """What of this is on this PC, or on its way."""
+        coming: dict[str, Presence] = {one.reference: "downloading" for one in self._downloads.entries}
+        return coming | {one: "here" for one in references if self._library.entry_from(one) is not None}
 
     # --- models on this PC ----------------------------------------------------------------------------
 
@@ -192,10 +202,11 @@ class ModelsPage(Page):
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(folder)))
 
     def _on_work_ended(self, work: Work) -> None:
-        words = work.problem or ended_words(work)
         if isinstance(work.result, LibraryEntry):
             self._choose_next = str(work.result.path)
-        if words:
+        if work.problem:
+            self.trouble.show_text(work.problem)
+        elif words := ended_words(work):
             self.toast.show_text(words)
 
     def open_folders(self) -> FoldersDialog:
@@ -218,8 +229,9 @@ class ModelsPage(Page):
             self._hub.judge(self._answer.shaped, self.search.fit.wanted(limits))
 
     def _on_judged(self, card: FitCard) -> None:
-        is_first = not self.search.fit.table.rows.card.rows
+        is_first = not self.search.fit.rows
         self.search.fit.show_card(card)
+        self.search.fit.show_presence(self._presence(row.candidate.reference for row in card.rows))
         if is_first:
             self._scroll_to_search()
 
@@ -230,8 +242,10 @@ class ModelsPage(Page):
         self._judge()
 
     def _download(self, row: FitRow) -> None:
-        repository = row.candidate.repository
-        if repository.gated:
+        entry = self._library.entry_from(row.candidate.reference)
+        if entry is not None:
+            self.load_wanted.emit(str(entry.path))
+        elif row.candidate.repository.gated:
             self._ask_token_before(row.candidate)
         else:
             self._downloads.add(row.candidate, self._on_added)
@@ -262,8 +276,8 @@ class ModelsPage(Page):
 
     def _ask_token_of(self, download: Download) -> None:
         hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
-        host = "modelscope.cn" if hub == "modelscope" else "huggingface.co"
-        page = f"https://{host}/{'models/' if hub else ''}{name}"
+        page = page_at(endpoint_of(hub or HUGGINGFACE), hub, name)
+        host = QUrl(page).host()
         self._open_token_dialog(name, page, host, download.problem, lambda: self._downloads.resume(download.key))
 
     def _open_token_dialog(
@@ -356,7 +370,7 @@ class ModelsPage(Page):
         here.cancel_wanted.connect(library.cancel)
         downloads.changed.connect(self._show_downloads)
         downloads.finished.connect(self._on_finished)
-        downloads.problem.connect(self.toast.show_text)
+        downloads.problem.connect(self.trouble.show_text)
         self.downloads.pause_wanted.connect(downloads.pause)
         self.downloads.resume_wanted.connect(downloads.resume)
         self.downloads.cancel_wanted.connect(self._ask_cancel)
@@ -413,6 +427,7 @@ class ModelsPage(Page):
         whole.setContentsMargins(0, 0, 0, 0)
         whole.setSpacing(0)
         whole.addWidget(self.header)
+        whole.addWidget(self.trouble)
         whole.addWidget(self.scrolling, 1)
         whole.addWidget(self.toast)
         self._arrange()

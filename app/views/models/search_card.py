@@ -41,6 +41,7 @@ from app.widgets.fit_card import FitCardView
 from app.widgets.quantities import SEPARATOR
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.hub import Found, Repository
+from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE
 
 FOUND_ROLE = Qt.ItemDataRole.UserRole + 1
 WIDE_EM = 92
@@ -149,7 +150,7 @@ class SearchCard(Card):
         self.search_wanted.emit(text)
 
     def _choose(self, found: Found) -> None:
-        self._open(found.id if found.hub == "huggingface" else f"{found.hub}:{found.id}")
+        self._open(found.id if found.hub == HUGGINGFACE else f"{found.hub}:{found.id}")
 
     def _open(self, reference: str) -> None:
         if reference != self._reference or not self.fit.trouble.isHidden():
@@ -224,10 +225,14 @@ class SearchCard(Card):
 
 def page_of(repository: Repository) -> str:
     """The address of a repository's page on its hub."""
-    endpoint = repository.endpoint.rstrip("/")
+    return page_at(repository.endpoint, repository.hub, repository.id)
+
+
+def page_at(endpoint: str, hub: str, name: str) -> str:
+    """The page of `ORG/NAME`; empty if the endpoint is no address of the web."""
     if not endpoint.startswith(("https://", "http://")):
         return ""
-    return f"{endpoint}/models/{repository.id}" if repository.hub == "modelscope" else f"{endpoint}/{repository.id}"
+    return f"{endpoint.rstrip('/')}/{'models/' if hub == MODELSCOPE else ''}{name}"
 
 
 class ResultList(QAbstractListModel):
