@@ -156,7 +156,7 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
                     report.skip_peer(name, str(failure))
                     continue
                 _describe(name, theirs, reference.score, report)
-                report.rows.append(_perplexity(precision, score, name, theirs))
+                report.rows += [_perplexity(precision, score, name, theirs), *_above(precision, score, name, theirs)]
 
 
 def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Callable[[str], None]) -> Path:
@@ -172,14 +172,21 @@ def _describe_reference(score: TextScore, report: Report) -> None:
 
 
 def _describe(name: str, score: TextScore, reference: TextScore, report: Report) -> None:
-    more = (score.surprise - reference.surprise).double()
-    error = float(more.std()) / math.sqrt(len(more)) if len(more) > 1 else 0.0
     report.rows += [
         _perplexity(name, score, _REFERENCE, reference),
-        ReportRow(f"perplexity of {name} above that of {_REFERENCE}", 100 * math.expm1(float(more.mean())), "%", 1),
-        ReportRow(f"standard error of that ({name})", 100 * error, "%", 1),
+        *_above(name, score, _REFERENCE, reference),
         ReportRow(f"divergence of {name} from {_REFERENCE}", float(score.divergence.mean()), "nats", 1),
         ReportRow(f"tokens where {name} agrees with {_REFERENCE}", 100 * float(score.agrees.float().mean()), "%", 1),
+    ]
+
+
+def _above(name: str, score: TextScore, peer: str, other: TextScore) -> list[ReportRow]:
+    """By how much one's perplexity is above the other's; the error is that of differences token by token."""
+    more = (score.surprise - other.surprise).double()
+    error = float(more.std()) / math.sqrt(len(more)) if len(more) > 1 else 0.0
+    return [
+        ReportRow(f"perplexity of {name} above that of {peer}", 100 * math.expm1(float(more.mean())), "%", 1),
+        ReportRow(f"standard error of that ({name}, {peer})", 100 * error, "%", 1),
     ]
 
 
