@@ -114,6 +114,7 @@ def as_quantised(shape: ModelShape, label: str, nbytes: int) -> ModelShape:
         formats=tuple(sorted({most.name, half.name, INT8.name})),
         experts=tuple((most.name, (half if layer % 2 else most).name) for layer in range(shape.moe_layers)),
         dense_bytes=round(layers * most.bytes_per_weight + head * (in_head + 2.0)),
+        layers=(round(layers * most.bytes_per_weight / shape.layers),) * shape.layers,
         layer_bytes_per_weight=most.bytes_per_weight,
         head_bytes_per_weight=in_head,
         is_repacked=True,
@@ -127,7 +128,8 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
     if STORED not in precisions:
         return None
     of_experts, formats = set(map(id, experts)), Counter[str]()
-    layers = head = embeddings = 0
+    layers = [0] * shape.layers
+    others = head = embeddings = 0
     for entry in (entry for entry in mine if id(entry) not in of_experts):
         plain, kept = 2 * entry.numel, _kept_linear(entry)
         tiled = plain if kept is None else sum(kept.part_bytes(*entry.shape))
@@ -136,8 +138,10 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
         elif _layer(entry.key) < 0 and len(entry.shape) == 2:  # an embedding is quantised only as a tied head
             embeddings += plain
             head += tiled if shape.tied_embeddings and kept is not None and entry.shape[1] == shape.hidden else 0
+        elif 0 <= _layer(entry.key) < shape.layers:
+            layers[_layer(entry.key)] += tiled
         else:
-            layers += tiled
+            others += tiled
         formats[kept.name if kept is not None else BF16.name] += entry.numel
     matrices = [entry for entry in experts if not _BIAS.search(entry.key)]
     usual = formats.most_common(1)[0][0]
@@ -147,8 +151,9 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
         precisions=precisions,
         formats=tuple(sorted(used)),
         experts=tuple(by_layer),
-        dense_bytes=layers + head + embeddings,
-        layer_bytes_per_weight=layers / max(shape.non_expert_weights - shape.embedding_weights, 1),
+        dense_bytes=sum(layers) + others + head + embeddings,
+        layers=tuple(layers),
+        layer_bytes_per_weight=(sum(layers) + others) / max(shape.non_expert_weights - shape.embedding_weights, 1),
         head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
         is_repacked=all(type_of(piece) is not None for entry in matrices for piece in pieces_of(entry)),
     )

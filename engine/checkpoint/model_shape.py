@@ -12,7 +12,7 @@ from typing import Any
 from engine.checkpoint.stored import StoredWeights
 from engine.common.paths import resources_dir
 from engine.common.profile_file import ProfileFile, find_profile, refused
-from engine.formats import LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
+from engine.formats import BF16, LADDER, STORED, WeightFormat, careful, format_of, head_format, measured_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,10 @@ class ModelShape:
     def precisions(self) -> tuple[str, ...]:
         """The precisions that `auto` chooses from, best quality first."""
         return self.stored.precisions if self.stored is not None else LADDER
+
+    def run_as(self, precision: str) -> str:
+        """The precision that this one comes to: what is not quantised is stored in 16 bits."""
+        return BF16.name if precision == STORED and self.stored is None else precision
 
     def measured_as(self, precision: str) -> str:
         """The precision whose measured speeds hold for this one: see `engine.formats.measured_as`."""

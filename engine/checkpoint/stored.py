@@ -35,6 +35,7 @@ class StoredWeights:
         formats: names of all formats that something is kept in.
         experts: of each MoE layer, names of the formats of an expert's gate and up matrices, and of its down matrix.
         dense_bytes: everything but the experts, on a card.
+        layers: the part of it that each layer has.
         layer_bytes_per_weight: of what is neither expert nor embedding nor head.
         head_bytes_per_weight: of the head.
         is_repacked: whether experts' records are made of what is stored, without their numbers in between.
@@ -44,6 +45,7 @@ class StoredWeights:
     formats: tuple[str, ...]
     experts: tuple[tuple[str, str], ...]
     dense_bytes: int
+    layers: tuple[int, ...]
     layer_bytes_per_weight: float
     head_bytes_per_weight: float
     is_repacked: bool

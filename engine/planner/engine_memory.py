@@ -148,9 +148,9 @@ def context_tokens(model: ModelShape, limits: Limits) -> int:
 def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
     """The model's sizes in these precisions, estimated from its shape."""
     model = costs.model
-    width = as_stored(precisions[0]).width
-    in_files = _spread(model, width * model.non_expert_weights, width)
-    experts = width * model.experts * model.expert_weights
+    plain = as_stored(precisions[0])
+    in_files = _spread(model, plain.width * model.non_expert_weights, plain.name)
+    experts = plain.width * model.experts * model.expert_weights
     return Sizes(
         name=model.name,
         weights=tuple(_weights(replace(costs, precision=precision)) for precision in precisions),
@@ -158,7 +158,7 @@ def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
             nbytes + (experts if layer >= model.dense_layers else 0) for layer, nbytes in enumerate(in_files[0])
         ),
         elsewhere=in_files[1],
-        kv_per_token=round(model.kv_bytes_per_token()) * width // 2,
+        kv_per_token=round(model.kv_bytes_per_token()) * plain.width // 2,
         activations_per_token=activation_token_bytes(model, precisions[0]),
         context_tokens=context_tokens(model, limits),
         experts_per_token=model.experts_per_token,
@@ -244,7 +244,7 @@ def _weights(costs: Costs) -> Weights:
     plain = as_stored(precision).name
     is_quantised = format_of(precision).is_tiled and gpu is not None and not _is_emulated(gpu)
     in_ram = dense_in_ram(model, plain)
-    layers, elsewhere = _spread(model, dense_on_card(costs), as_stored(precision).width)
+    layers, elsewhere = _spread(model, dense_on_card(costs), precision)
     records = records_nbytes(model, precision)
     return Weights(
         precision,
@@ -262,9 +262,14 @@ def _weights(costs: Costs) -> Weights:
     )
 
 
-def _spread(model: ModelShape, dense: int, width: int) -> tuple[tuple[int, ...], int]:
-    """(bytes of each layer, of the embedding and of the head) for `dense` bytes in all: all layers count as equal."""
-    elsewhere = min(dense, width * model.embedding_weights)
+def _spread(model: ModelShape, dense: int, precision: str) -> tuple[tuple[int, ...], int]:
+    """(bytes of each layer, of the embedding and of the head) for `dense` bytes in all.
+
+    What is stored is known layer by layer, unless it is unpacked; else all layers count as equal.
+    """
+    if precision == STORED and model.stored is not None and dense == model.stored.dense_bytes:
+        return model.stored.layers, dense - sum(model.stored.layers)
+    elsewhere = min(dense, as_stored(precision).width * model.embedding_weights)
     each, rest = divmod(dense - elsewhere, max(model.layers, 1))
     return (each,) * model.layers, elsewhere + rest
 

@@ -62,7 +62,7 @@ def make_plan(
     """
     limits = limits or Limits()
     question = Question(machine, model, workload, limits, model.precisions[-1])
-    precision = choose_precision(question) if limits.precision == "auto" else limits.precision
+    precision = choose_precision(question) if limits.precision == "auto" else model.run_as(limits.precision)
     question = replace(question, precision=precision)
     outcomes = search(question)
     able = ((one, _memory(question, one)) for one in in_order(outcomes, workload))

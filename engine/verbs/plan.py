@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.formats import AUTO, LADDER
+from engine.formats import AUTO, LADDER, STORED
 from engine.verbs.options import parse_size, positive_int
 from engine.verbs.output import emit
 
@@ -43,7 +43,12 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """Add what bounds the memory and names the context and the precision."""
     parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: do not use the graphics card")
-    parser.add_argument("--precision", choices=[AUTO, *LADDER], default=AUTO, help="of the experts")
+    parser.add_argument(
+        "--precision",
+        choices=[AUTO, STORED, *LADDER],
+        default=AUTO,
+        help="of the experts; stored: as they are in the files",
+    )
     parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
     parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 16GB")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")

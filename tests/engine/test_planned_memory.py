@@ -21,7 +21,7 @@ from engine.kernels.dense import quantised_sizes
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, decide
-from engine.planner.plan import make_plan
+from engine.planner.plan import Limits, make_plan
 from engine.planner.predict import limits_of
 from engine.runtime.decoder_layers import layer_names
 from engine.runtime.load import decision
@@ -202,10 +202,17 @@ def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, 
         )
     dense = [sum(weights.dense_layers) + weights.dense_elsewhere for weights in (ours, theirs)]
     assert dense[0] == pytest.approx(dense[1], rel=0.001)
+    assert ours.dense_layers == pytest.approx(theirs.dense_layers, rel=0.01)
     assert ours.dense_in_ram == pytest.approx(theirs.dense_in_ram, rel=0.001)
     assert planned.kv_per_token == counted.kv_per_token
     on_cpu = engine_costs(machine(0), shape, STORED, 1)
     assert on_cpu.host_dense_bytes == pytest.approx(dense[1], rel=0.01)
+
+
+def test_what_is_not_quantised_is_stored_in_16_bits(folder: Path) -> None:
+    shape = find_shape(str(folder))
+    as_it_is, plain = (make_plan(machine(0), shape, limits=Limits(precision=name)) for name in (STORED, "bf16"))
+    assert as_it_is == replace(plain, limits=as_it_is.limits)
 
 
 def test_the_plan_of_what_is_stored_loads(tmp_path: Path) -> None:

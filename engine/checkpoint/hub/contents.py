@@ -72,7 +72,7 @@ _BESIDE_WEIGHTS = (
 )  # fmt: skip
 _AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**18, 2**17, 2**16
 _TOKENS, _TOKENIZER, _PROBE = b"tokenizer.ggml.tokens", b"tokenizer.", 4096
-_KEPT_VERSION = 1
+_KEPT_VERSION = 2
 _MAX_KEPT_BYTES = 2**20
 
 
@@ -460,6 +460,7 @@ def _read_kept(path: Path) -> ModelShape | None:
                     **stored,
                     "precisions": tuple(stored["precisions"]),
                     "formats": tuple(stored["formats"]),
+                    "layers": tuple(stored["layers"]),
                     "experts": tuple((most, down) for most, down in stored["experts"]),
                 }
             )
