@@ -112,6 +112,13 @@ FAULTS = {
     "no range": Fault("no_range", FIRST, "second", times=2),
     "gzip": Fault("gzip", FIRST, times=2),
     "refuse": Fault("refuse", "*", times=4),
+    "nonsense address": Fault("status", FIRST, "hub", times=2, value=302, headers={"Location": "http://[::/x"}),
+    "no address": Fault("status", FIRST, "hub", times=2, value=302),
+    "other kind of address": Fault("status", FIRST, "hub", times=1, value=302, headers={"Location": "file:///etc/x"}),
+    "address of nobody": Fault(
+        "status", FIRST, "hub", times=1, value=302, headers={"Location": "http://localhost:1/x"}
+    ),
+    "circle": Fault("status", FIRST, "hub", times=6, value=302, headers={"Location": "?again"}),
     "wrong bytes": Fault("wrong_bytes", FIRST, "second", times=1, after_bytes=1000),
     "wrong bytes of a small file": Fault("wrong_bytes", "config.json", times=1, after_bytes=3),
 }

@@ -21,7 +21,7 @@ from engine.checkpoint.downloads.records import (
 )
 from engine.checkpoint.downloads.source import Client, NetworkAway
 from engine.checkpoint.downloads.transfer import Transfer
-from engine.checkpoint.manifest import FileRecord, Manifest, read_manifest, write_manifest
+from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
 from engine.common.errors import CancelCheck, EngineError
 from engine.common.files import disk_errors_explained
 
@@ -114,4 +114,7 @@ def _put_in_place(plan: Plan, journal: Journal) -> None:
     """Writes the manifest and gives the folder its name."""
     found = (FileRecord(file.place, file.size, journal.of(number).verified) for number, file in enumerate(plan.files))
     write_manifest(plan.work, Manifest(plan.source, tuple(sorted(found, key=lambda file: file.path))))
+    with (plan.work / MANIFEST_NAME).open("rb+") as manifest:
+        os.fsync(manifest.fileno())
     os.rename(plan.work, plan.target)
+    (records.folder_of(plan.key) / "journal").unlink(missing_ok=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import functools
-import logging
 import re
 import socket
 import ssl
@@ -36,7 +35,6 @@ _MOST_STALE = 3
 _LONGEST_ASKED_S = 3600.0
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 _AGENT = "switchyard"
-logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log whole addresses; signed ones are keys
 _ERRORS = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 
@@ -118,7 +116,7 @@ class Client:
 
         Raises:
             Trouble: the network's.
-            EngineError: the address is none, or the other side's certificate is not good.
+            EngineError: the address is none.
         """
         client = self._client
         try:
@@ -149,10 +147,9 @@ def _trouble(error: Exception, url: str) -> Exception:
     host = urlsplit(url).hostname or "the hub"
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         if "CERTIFICATE" in str(error).upper():
-            return EngineError(
-                ErrorCode.DOWNLOAD_FAILED,
-                f"The certificate of {host} is not trusted: check this computer's date, and if a company's proxy reads "
-                "along, add its certificate to the system's.",
+            return NetworkAway(
+                f"The certificate of {host} is not trusted: check this computer's date and whether the network wants a "
+                "login; if a company's proxy reads along, add its certificate to the system's."
             )
         return NetworkAway(f"{host} cannot be reached: waiting for the network.")
     if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol | httpx2.LocalProtocolError):
@@ -253,24 +250,30 @@ class Source:
                 self._check_status(response, url)
                 self._url = url
                 return response
-            following = urljoin(url, response.headers.get("Location", ""))
+            following = self._following(url, response.headers.get("Location", ""))
             hop.close()
-            if urlsplit(following).scheme not in ("https", urlsplit(self._hub_url).scheme):
-                raise EngineError(
-                    ErrorCode.DOWNLOAD_FAILED,
-                    self._words("leads to an address that is not protected; nothing was sent there"),
-                )
             if _origin(following) != self._origin:
                 self._url = following
                 return None
             url = following
         raise WrongAnswer(self._words("leads in circles"))
 
+    def _following(self, url: str, location: str) -> str:
+        """Where a redirect leads."""
+        try:
+            following = urljoin(url, location)
+            scheme, host, _ = _origin(following)
+        except ValueError:
+            raise WrongAnswer(self._words("names an address that is none")) from None
+        if scheme not in ("https", self._origin[0]) or not host:
+            raise WrongAnswer(self._words("leads to an address that is not protected; nothing was sent there"))
+        return following
+
     def _headers(self, url: str, start: int, end: int | None) -> dict[str, str]:
         headers = {"Accept-Encoding": "identity"}
         if end is not None:
             headers["Range"] = f"bytes={start}-{end - 1}"
-            if self.etag and not self.etag.startswith("W/"):
+            if self.etag and not self.etag.startswith("W/") and self.etag.isascii():
                 headers["If-Range"] = self.etag
         if _origin(url) == self._origin:
             headers |= self.token_headers()

@@ -311,6 +311,8 @@ class Transfer:
         except EngineError as error:
             self._fail(error)
         except Exception as error:
+            if self._stopping:  # its line was closed under it
+                return
             self._fail(EngineError(ErrorCode.INTERNAL, f"The download stopped by a mistake of ours ({error!r})."))
             raise
 
@@ -488,6 +490,7 @@ class Transfer:
             self._later.append(job)
             match trouble:
                 case NetworkAway():
+                    job.file.source.forget_address()  # of a second host, which the hub may replace
                     self._network.failed()
                     self._renew()
                 case LineBroken():

@@ -8,6 +8,7 @@ it when an answer leads elsewhere.
 from __future__ import annotations
 
 import io
+import logging
 import os
 import re
 import threading
@@ -34,6 +35,8 @@ _AT_ONCE = 8
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 _Result = TypeVar("_Result")
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # it would log whole addresses, and signed ones are keys
 
 
 class HubReason(StrEnum):
