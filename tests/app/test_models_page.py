@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 import pytest
 from PySide6.QtCore import QMimeData, QModelIndex, QObject, QPointF, Qt, QUrl, Signal
 from PySide6.QtGui import QDropEvent
-from PySide6.QtWidgets import QMessageBox, QPushButton
+from PySide6.QtWidgets import QMessageBox, QPushButton, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.models.library import Column
@@ -583,3 +583,29 @@ def test_everything_has_a_name(scene: Scene) -> None:
     dialog = scene.page.open_folders()
     assert without_name(scene.page) == []
     dialog.accept()
+
+
+def test_tab_goes_through_the_page_from_top_to_bottom(scene: Scene, qtbot: QtBot) -> None:
+    scene.library.show(*parts.MODELS)
+    scene.downloads.show(*parts.DOWNLOADS)
+    scene.hub.found.emit(SearchAnswer("qwen", parts.FOUND))
+    scene.hub.show()
+    page, search = scene.page, scene.page.search
+    wanted: list[QWidget] = [
+        page.folders_button,
+        page.downloads.list,
+        page.downloads.limit,
+        page.here.table,
+        page.here.load,
+        page.here.more,
+        *(row.button for row in page.recommendations.rows),
+        search.field,
+        search.results,
+        search.fit.context,
+        search.fit.table,
+        search.fit.download,
+    ]
+    seen: list[QWidget] = [page]
+    while (following := seen[-1].nextInFocusChain()) is not page:
+        seen.append(following)
+    assert [one for one in seen if one in wanted] == wanted

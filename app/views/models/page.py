@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -81,6 +82,10 @@ class ModelsPage(Page):
         self.setAcceptDrops(True)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.setAccessibleName(self.tr("Models"))
+        # In the order in which Tab goes through them.
+        self.header = PageHeader(self.tr("Models"), self)
+        self.folders_button = QPushButton(self.tr("Folders…"), self)
+        self.import_button = QPushButton(self.tr("Import…"), self)
         self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.downloads = DownloadsCard(self)
@@ -159,6 +164,9 @@ class ModelsPage(Page):
         presence = self._presence(one.reference for one in found)
         self.recommendations.show_recommendations(found, line_speed(), presence)
         self.search.fit.show_presence(self._presence(row.candidate.reference for row in self.search.fit.rows))
+        keys = [self.here.more, *(row.button for row in self.recommendations.rows), self.search.field]
+        for before, after in itertools.pairwise(keys):
+            self.setTabOrder(before, after)
         words = self.tr("Looking at this machine…") if self._hub.look is None else ""
         if self._hub.look is not None and not found:
             words = self.tr("No model of the catalogue fits this machine: search for a smaller one.")
@@ -403,9 +411,6 @@ class ModelsPage(Page):
         self.search.field.selectAll()
 
     def _lay_out(self) -> None:
-        self.header = PageHeader(self.tr("Models"), self)
-        self.folders_button = QPushButton(self.tr("Folders…"), self)
-        self.import_button = QPushButton(self.tr("Import…"), self)
         for button in (self.folders_button, self.import_button):
             self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         self.recommended.body.addWidget(self._no_recommendation)
