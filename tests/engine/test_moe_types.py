@@ -10,10 +10,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
+from engine import families
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import resources_dir
 from engine.runtime.load.checkpoint import open_checkpoint
 from tests.engine.test_family_parity import greedy, loaded, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
@@ -88,3 +91,10 @@ def test_the_text_part_of_qwen3_omni_is_found_in_the_whole_model(tmp_path: Path)
 def test_a_model_that_could_see_says_that_it_does_not(family: str, sees: bool, tmp_path: Path) -> None:
     with loaded(tiny_checkpoint(family, tmp_path), "fp32") as ours:
         assert ("images" in ours.info.device_note) == sees
+
+
+def test_the_kinds_that_are_known_without_the_library_are_those_it_knows() -> None:
+    """Before a download nothing asks the library. To renew: write this, sorted, a name a line."""
+    tasks = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
+    theirs = {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+    assert (resources_dir() / "model_types.txt").read_text().split() == sorted(theirs | families._FILE_OF.keys())

@@ -252,6 +252,7 @@ def test_quantised_folders_are_labelled(hub: HubServer, stored: dict[str, object
         {"mmproj-F16.gguf": b""},
         {"README.md": b""},
         {"config.json": b'{"model_type": "bert", "architectures": ["BertModel"]}', "model.safetensors": b""},
+        {"config.json": b'{"model_type": "of_tomorrow"}', "model.safetensors": b""},
         {"config.json": b'{"quantization_config": {"quant_method": "quip"}, "model_type": "llama"}',
          "model.safetensors": b""},
     ],

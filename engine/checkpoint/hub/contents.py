@@ -49,7 +49,7 @@ from engine.checkpoint.stored import StoredWeights
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign
-from engine.common.paths import cache_dir
+from engine.common.paths import cache_dir, resources_dir
 from engine.common.plain_text import quoted
 
 _WANTED = ("good", "near", "original", "fair", "poor")
@@ -223,7 +223,19 @@ def _label_of_folder(folder: Path, config: Mapping[str, Any]) -> str:
     return f"{name} {bits}-bit" if type(bits) is int and method in ("gptq", "awq", MLX, "compressed-tensors") else name
 
 
+@functools.cache
+def _kinds() -> frozenset[str]:
+    """The `model_type`s that the library has a class for that writes text, listed so that it need not be asked."""
+    return frozenset((resources_dir() / "model_types.txt").read_text(encoding="utf-8").split())
+
+
 def _writes_no_text(config: Mapping[str, Any]) -> str:
+    kind = str(config["model_type"])
+    if kind not in _kinds():
+        return (
+            f"It is a model of the kind {quoted(kind[:60])}, which Switchyard does not know: a newer version of "
+            "Switchyard may, or there may be a GGUF version of it."
+        )
     classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     if not names or any(_TEXT_MODELS.search(name) for name in names):
