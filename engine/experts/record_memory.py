@@ -7,9 +7,10 @@ once per page; 2 MiB pages divide both by 512.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -56,6 +57,16 @@ class RecordMemory:
             end = (self._skip + (last + 1) * nbytes) // page * page
             if end > begin:
                 self._map.madvise(_GIVE_BACK, begin, end - begin)
+
+
+def empty_in_huge_pages(
+    shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None
+) -> torch.Tensor:
+    """`torch.empty`, in huge pages where it is large enough for them, in RAM."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < 2 * _HUGE or (device is not None and device.type != "cpu"):
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return RecordMemory(1, nbytes).records[0].view(dtype).view(*shape)
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:

@@ -11,7 +11,7 @@ Matrices are zero-padded to whole tiles.  native/src/switchyard_kernels.h define
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -86,9 +86,14 @@ class TiledMatrix:
     table: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, shape: TiledShape, device: torch.device | None = None) -> TiledMatrix:
-        """Allocates one: the table is set to the format's, nothing else is initialised."""
-        made = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in shape.parts.items()}
+    def empty(
+        cls,
+        shape: TiledShape,
+        device: torch.device | None = None,
+        empty: Callable[..., torch.Tensor] = torch.empty,
+    ) -> TiledMatrix:
+        """Allocates one, like `empty`: the table is set to the format's, nothing else is initialised."""
+        made = {name: empty(size, dtype=dtype, device=device) for name, (size, dtype) in shape.parts.items()}
         matrix = cls(shape, *(made.get(suffix) for suffix in ("", "_scales", "_zeros", "_table")))  # type: ignore[arg-type]
         matrix.set_table()
         return matrix

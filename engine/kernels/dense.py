@@ -45,6 +45,11 @@ def quantised_sizes(
     return result | {f"{name}.weight": sizes[f"{name}.weight"] for name in tied if f"{name}.weight" in sizes}
 
 
+def card_layers(model: Any, precision: str, stored: Mapping[str, TiledFormat] | None = None) -> list[str]:
+    """Names of the layers that `quantise_on_cards` changes, whether the model has its weights yet or not."""
+    return [name for name, _, _ in _layers(model, precision, stored)]
+
+
 def quantise_on_cards(
     model: Any,
     precision: str,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,18 @@ import torch
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BY_NAME
+from engine.common import footprint
+from engine.common.config import EngineConfig
+from engine.common.errors import RequestCancelled, never_cancelled
+from engine.experts.direct_file import DirectFile
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
-from engine.runtime.load import fill_bank
+from engine.runtime.load import repacking
+from engine.runtime.load.model import load_model
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_family_parity import decoded_logits, greedy, loaded, logits
 from tests.engine.tiny_families import tiny_checkpoint
@@ -114,6 +121,77 @@ def test_dense_layers_keep_their_codes(tmp_path: Path) -> None:
             assert near(step, wanted)
 
 
+@pytest.fixture
+def dense_file(tmp_path: Path) -> Path:
+    """Most of its bytes are in layers that are kept, the head among them."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 512, "head_dim": 64, "num_key_value_heads": 4}
+    folder = tiny_checkpoint("qwen3", tmp_path / "checkpoint", tie_word_embeddings=False, **sizes)
+    return write_model(folder, tmp_path / "model.gguf", "qwen3", quantised=type_of)
+
+
+def test_what_a_file_stores_is_read_once(dense_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, told = [], list[tuple[int, int]]()
+    into = DirectFile.read_into
+
+    def counted(self: DirectFile, offset: int, target: memoryview) -> None:
+        read.append(len(target))
+        into(self, offset, target)
+
+    monkeypatch.setattr(DirectFile, "read_into", counted)
+    config = EngineConfig(model=str(dense_file), device="cpu")
+    loaded_model = load_model(config, on_progress=lambda *now: told.append(now), cancelled=never_cancelled)
+    loaded_model.close()
+    stored = sum(entry.nbytes for entry in read_gguf(dense_file).tensors.values())
+    assert sum(read) == stored
+    assert told[-1] == (stored, stored)
+    assert told == sorted(told)
+
+
+def test_layers_that_are_kept_can_be_cancelled_to_the_last(dense_file: Path) -> None:
+    config = EngineConfig(model=str(dense_file), device="cpu")
+
+    def load(until: int) -> int:
+        asked = itertools.count()
+        try:
+            load_model(config, on_progress=lambda *_: None, cancelled=lambda: next(asked) >= until).close()
+        except RequestCancelled:
+            return -1
+        return next(asked)
+
+    times = load(sys.maxsize)
+    assert times >= len(read_gguf(dense_file).tensors)  # each tensor asks
+    assert load(times) == times
+    assert [load(until) for until in (0, times // 2, times - 1)] == [-1, -1, -1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux says how much memory there was")
+def test_loading_takes_little_more_memory_than_the_model(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "vocab_size": 512,
+        "head_dim": 64,
+        "num_key_value_heads": 4,
+    }
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)
+    file = write_model(folder, tmp_path / "model.gguf", "llama", quantised=lambda _name: "Q4_0")
+    with loaded(file, "auto"):
+        pass  # what is imported and kept from then on
+
+    def memory(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")  # the most so far is forgotten
+    before = memory("VmRSS")
+    with loaded(file, "auto") as model:
+        assert model.info.precision == STORED
+        in_bf16 = 2 * model.info.parameters
+        # Two rooms for what is read; in bf16 alone, weights would take more.
+        assert memory("VmHWM") - before < model.info.weights_bytes + 2 * footprint.REPACKED_BYTES + 2**26 < in_bf16
+
+
 def test_experts_are_the_same_from_disk(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded(file, "auto") as in_ram, torch.no_grad():
         wanted = logits(in_ram.model)
@@ -144,7 +222,7 @@ def test_few_bytes_are_read_at_once(file: Path, monkeypatch: pytest.MonkeyPatch)
     """Whatever is in one batch, the records are the same."""
     records = []
     for batch in (1, 2**30):
-        monkeypatch.setattr(fill_bank, "_BATCH", batch)
+        monkeypatch.setattr(repacking, "_BATCH", batch)
         with loaded(file, "auto") as model:
             assert model.bank is not None
             records.append([layer.records.clone() for layer in model.bank.layers.values()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -49,15 +49,21 @@ class StoredMatrices(Protocol):
         """The weight of one of them."""
 
 
+def keepable(model: torch.nn.Module, formats: Mapping[str, TiledFormat]) -> dict[str, torch.nn.Linear]:
+    """The layers that `keep_linears` changes, by name, whether the model has its weights yet or not."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name in formats and _is_large(module) and name.rpartition(".")[2] not in ROUTERS
+    }
+
+
 def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: NativeKernels) -> int:
     """As `quantise_linears` for the layers whose codes the checkpoint has; all others stay as they are."""
-    count, formats = 0, stored.formats
-    for name, module in model.named_modules():
-        if name in formats and _is_plain(module) and name.rpartition(".")[2] not in ROUTERS:
-            assert isinstance(module, torch.nn.Linear)
-            module.forward = QuantisedLinear(module, stored.matrix(name, kernels), kernels)  # type: ignore[method-assign]
-            count += 1
-    return count
+    layers = keepable(model, stored.formats)
+    for name, module in layers.items():
+        module.forward = QuantisedLinear(module, stored.matrix(name, kernels), kernels)  # type: ignore[method-assign]
+    return len(layers)
 
 
 def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
@@ -118,17 +124,16 @@ def out_of_memory() -> EngineError:
     return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer.")
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
+def _is_large(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     if type(module) is not torch.nn.Linear:
         return False
     weight, bias = module.weight, module.bias
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and weight.numel() >= SMALLEST
-        and weight.is_contiguous()
-        and (bias is None or bias.dtype == torch.bfloat16)
-    )
+    kinds = {weight.dtype, bias.dtype} if bias is not None else {weight.dtype}
+    return kinds == {torch.bfloat16} and weight.numel() >= SMALLEST
+
+
+def _is_plain(module: torch.nn.Module) -> bool:
+    return _is_large(module) and module.weight.device.type == "cpu" and module.weight.is_contiguous()
 
 
 class _PlainLinear:

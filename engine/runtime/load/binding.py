@@ -35,7 +35,7 @@ from engine.kernels import choose_kernel
 from engine.kernels.gpu.proof import runs_kernels
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.kernels.native.linear import keep_linears, quantise_linears, speed_up_linears
+from engine.kernels.native.linear import quantise_linears, speed_up_linears
 from engine.planner.placement import cache_slots
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
@@ -48,7 +48,6 @@ from engine.runtime.load.foresight import (
     find_gates,
     load_popularity,
 )
-from engine.runtime.load.stored import StoredLinears
 from engine.runtime.loaded_model import LoadingParts
 
 _log = logging.getLogger(__name__)
@@ -71,9 +70,7 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
     kernels = parts.kernels
     if kernels is None:
         return
-    if decision.precision == STORED:
-        keep_linears(opened.model, StoredLinears(opened), kernels)
-    elif format_of(decision.precision).is_tiled:
+    if decision.precision != STORED and format_of(decision.precision).is_tiled:  # what is stored was kept when read
         quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels)
     speed_up_linears(opened.model, kernels)
     speed_up_decoder_layers(opened.model, kernels)

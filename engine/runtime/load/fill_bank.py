@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource, PartSources
-from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import format_of_codes, pieces_of, rows_of
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
@@ -18,11 +16,11 @@ from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
 from engine.experts.record import PartSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
-from engine.formats.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.repack import repack
 from engine.runtime.load.blocks import Stored, StoredCodes, stored_of
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.repacking import Job, Repacker
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
 _BATCH = footprint.REPACKED_BYTES
@@ -48,18 +46,19 @@ def fill_bank(
     filled: set[str] = set()
     layers = {site.name: bank.add_layer(site.name, site.num_experts, site.layout) for site in sites}
     room, repacked = _Room(), {site.name: site for site in sites if _is_repacked(site, plan)}
-    for name, parts in plan.index.modules.items():
-        if name in repacked:
-            filled |= _repack_layer(model, repacked[name], plan, reader, layers[name], kernels)
-            continue
-        quantises = name in layers and isinstance(layers[name].layout, QuantisedLayout)
-        if quantises:
-            room.add_layer(name, by_name[name].num_experts, by_name[name].layout)
-        for part in parts.values():
-            converter = PartConverter(model, by_name, plan.converters[part.target])
-            filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
-        if quantises:
-            quantise_layer(room.layers.pop(name), layers[name], kernels)
+    with Repacker(reader, kernels) as repacker:
+        for name, parts in plan.index.modules.items():
+            if name in repacked:
+                filled |= _repack_layer(model, repacked[name], plan, reader, layers[name], repacker)
+                continue
+            quantises = name in layers and isinstance(layers[name].layout, QuantisedLayout)
+            if quantises:
+                room.add_layer(name, by_name[name].num_experts, by_name[name].layout)
+            for part in parts.values():
+                converter = PartConverter(model, by_name, plan.converters[part.target])
+                filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
+            if quantises:
+                quantise_layer(room.layers.pop(name), layers[name], kernels)
     wanted = {target for site in sites for target in site.targets}
     if wanted - filled:
         raise EngineError(
@@ -82,18 +81,25 @@ def _is_repacked(site: ExpertsSite, plan: LoadingPlan) -> bool:
     parts = plan.index.modules.get(site.name)
     if parts is None or not isinstance(site.layout, QuantisedLayout):
         return False
-    return all(_blocks_of_part(site.layout, name, parts[name], plan, 0) for name, _ in site.layout.formats)
+    return all(_blocks_of_part(site.layout, name, parts[name], plan, [0])[0] for name, _ in site.layout.formats)
 
 
 def _blocks_of_part(
-    layout: QuantisedLayout, name: str, part: PartSources, plan: LoadingPlan, expert: int
-) -> list[Stored]:
-    """What one matrix of an expert is made of: its rows, or gate and then up rows; nothing if it takes more."""
+    layout: QuantisedLayout, name: str, part: PartSources, plan: LoadingPlan, experts: Iterable[int]
+) -> list[list[Stored]]:
+    """What one matrix of each of these experts is made of: its rows, or gate and then up rows; nothing if it takes
+    more."""
     order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
-    spec = next(spec for spec in layout.plain.parts if spec.name == name)
     if order is None or not (part.is_fused or part.is_per_expert):
-        return []
-    sources = {source.pattern: source for source in part.of_expert(expert)}
+        return [[] for _ in experts]
+    return [_blocks_of_expert(layout, name, order, part.of_expert(expert)) for expert in experts]
+
+
+def _blocks_of_expert(
+    layout: QuantisedLayout, name: str, order: list[str], of_expert: list[ExpertSource]
+) -> list[Stored]:
+    spec = next(spec for spec in layout.plain.parts if spec.name == name)
+    sources = {source.pattern: source for source in of_expert}
     packings = [rows_of(sources[pattern]) for pattern in order]
     if any(spec.transposed != (packing is not None and packing.transposed) for packing in packings):
         return []
@@ -116,7 +122,7 @@ def _repack_layer(
     plan: LoadingPlan,
     reader: TensorReader,
     layer: BankLayer,
-    kernels: NativeKernels | None,
+    repacker: Repacker,
 ) -> set[str]:
     """Makes the records of one layer of its blocks; what is not tiled is converted as ever."""
     layout, parts, filled = site.layout, plan.index.modules[site.name], set[str]()
@@ -127,80 +133,20 @@ def _repack_layer(
         records[:, begin:end].zero_()  # so that equal experts have equal bytes
     made = ExpertBank(torch.device("cpu"))
     made.layers[site.name] = target = BankLayer(site.name, layout, records)
-    jobs: list[_Job] = []
+    jobs: list[Job] = []
     for name, part in parts.items():
         if layout.is_tiled(name):
-            for expert in range(part.experts):
-                matrix = layout.matrix(target.rows, name, expert)
-                jobs.append((_blocks_of_part(layout, name, part, plan, expert), matrix))
+            blocks = _blocks_of_part(layout, name, part, plan, range(part.experts))
+            jobs += [(each, layout.matrix(target.rows, name, expert)) for expert, each in enumerate(blocks)]
             filled.add(part.target)
         else:
             converter = PartConverter(model, {site.name: site}, plan.converters[part.target])
             filled |= _fill_part(part, converter, reader, made, {site.name: site})
-    _repack_in_batches(jobs, reader, kernels)
+    repacker.add(jobs)
     if not here:
+        repacker.finish()
         layer.records.copy_(records)
     return filled
-
-
-_Job = tuple[list[Stored], TiledMatrix]
-
-
-def _repack_in_batches(jobs: list[_Job], reader: TensorReader, kernels: NativeKernels | None) -> None:
-    """Reads some while those before are repacked."""
-    sizes = [sum(_aligned(part.nbytes) for stored in sources for part in stored.sources) for sources, _ in jobs]
-    rooms = [torch.empty(min(max(_BATCH, *sizes, 0), sum(sizes)), dtype=torch.uint8) for _ in range(2)]
-    pending: list[Future[None]] = []
-    with ThreadPoolExecutor(1, "repack") as pool:
-        for turn, batch in enumerate(_batches(list(zip(jobs, sizes, strict=True)))):
-            if len(pending) > 1:
-                pending.pop(0).result()  # it has read from this room
-            pending.append(pool.submit(_repack_batch, _read_batch(batch, rooms[turn % 2], reader), kernels))
-        for future in pending:
-            future.result()
-
-
-_Read = tuple[list[tuple[Stored, list[torch.Tensor]]], TiledMatrix]
-"""Where the bytes of each source of a matrix have been read to."""
-
-
-def _read_batch(batch: list[_Job], room: torch.Tensor, reader: TensorReader) -> list[_Read]:
-    used, found = 0, list[_Read]()
-    places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
-    for sources, target in batch:
-        read = []
-        for stored in sources:
-            raw = []
-            for part in stored.sources:
-                raw.append(room[used : used + part.nbytes])
-                used += _aligned(part.nbytes)
-            places += zip(stored.sources, raw, strict=True)
-            read.append((stored, raw))
-        found.append((read, target))
-    reader.read_into(places)
-    return found
-
-
-def _repack_batch(batch: list[_Read], kernels: NativeKernels | None) -> None:
-    repack([([stored.in_memory(raw) for stored, raw in read], target) for read, target in batch], kernels)
-
-
-def _aligned(nbytes: int) -> int:
-    """Numbers of any type may begin after so many bytes."""
-    return -(-nbytes // 16) * 16
-
-
-def _batches(jobs: list[tuple[_Job, int]]) -> Iterator[list[_Job]]:
-    batch: list[_Job] = []
-    held = 0
-    for job, nbytes in jobs:
-        if batch and held + nbytes > _BATCH:
-            yield batch
-            batch, held = [], 0
-        batch.append(job)
-        held += nbytes
-    if batch:
-        yield batch
 
 
 class _Room(ExpertBank):

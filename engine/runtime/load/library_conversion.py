@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ from engine.checkpoint.packed import PackedEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
-from engine.runtime.load.tensor_reader import LazyTensor, TensorReader
+from engine.runtime.load.tensor_reader import LazyTensor, ReadApart, TensorReader
 
 # The library would read in threads of its own: progress and cancelling then come from anywhere, and a load that fails
 # leaves threads running for a while.
@@ -251,11 +251,18 @@ class _OneExpertView:
         return getattr(self.get_submodule(module), parameter)
 
 
-def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device_map: Mapping[str, torch.device]) -> None:
+def load_rest(
+    model: Any,
+    plan: LoadingPlan,
+    reader: TensorReader,
+    device_map: Mapping[str, torch.device],
+    apart: Collection[str] = (),
+) -> None:
     """Loads everything but the experts through the library, ties, and computes the buffers that are not stored.
 
     Args:
         device_map: module name -> where it goes with all that is in it; the empty name is the whole model.
+        apart: parameters that something else reads, by name: they only get their shape.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
@@ -273,7 +280,11 @@ def load_rest(model: Any, plan: LoadingPlan, reader: TensorReader, device_map: M
     )
     dtype_of = parameter_dtypes(model, plan.dtype)
     dtypes = {name: dtype_of(name, parameter) for name, parameter in model.named_parameters()}
-    state = {key: LazyTensor(reader, entry) for key, entry in plan.rest.items()}
+    read_apart = {id(plan.renamed[name]): dtypes[name] for name in apart}
+    state = {
+        key: ReadApart(entry, read_apart[id(entry)]) if id(entry) in read_apart else LazyTensor(reader, entry)
+        for key, entry in plan.rest.items()
+    }
     info, _ = convert_and_load_state_dict_in_model(model, state, config, None)
     if info.conversion_errors or info.mismatched_keys:
         names = sorted([*info.conversion_errors, *(key[0] for key in info.mismatched_keys)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,14 +12,15 @@ from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import beside, common_format, linear_format, pieces_of, target_of, type_of
 from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.record_memory import empty_in_huge_pages
 from engine.experts.sites import ExpertsSite, pairing_of, quantised
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, format_of
 from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.repack import repack
-from engine.runtime.load.blocks import read_stored, stored_of
+from engine.runtime.load.blocks import stored_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.library_conversion import LoadingPlan
+from engine.runtime.load.repacking import Repacker
 from engine.runtime.load.tensor_reader import TensorReader
 
 
@@ -46,16 +47,33 @@ def _as_stored(site: ExpertsSite, plan: LoadingPlan) -> ExpertsSite:
 
 
 class StoredLinears:
-    """The linear layers whose codes a checkpoint has, by the names of their modules."""
+    """The linear layers whose codes a checkpoint has, by the names of their modules.
 
-    def __init__(self, opened: OpenedCheckpoint) -> None:
-        self._plan = opened.plan
+    Args:
+        reader: of the checkpoint; only to ask for a `matrix`.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, reader: TensorReader | None = None) -> None:
+        self._plan, self._reader = opened.plan, reader
         self._tied: dict[str, str] = {}
         model = opened.model
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         names = {id(module): name for name, module in model.named_modules()}
         if id(head) in names and id(embeddings) in names:
             self._tied = {names[id(head)]: names[id(embeddings)]}
+        self._shared = set[str]()
+        for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+            self._shared.update(pair)
+
+    def read_apart(self, names: Iterable[str]) -> set[str]:
+        """Of the layers with these names, the weights that nothing but their `matrix` is made of."""
+        weights = {f"{name}.weight" for name in names}
+        return {name for name in weights if name in self._plan.renamed and name not in self._shared}
+
+    def read_twice(self, names: Iterable[str]) -> int:
+        """Bytes that are read for weights and again for these layers."""
+        entries = [self._entry(name) for name in names if f"{name}.weight" not in self.read_apart([name])]
+        return sum(entry.nbytes for entry in entries if entry is not None)
 
     @property
     def formats(self) -> Mapping[str, TiledFormat]:
@@ -78,16 +96,18 @@ class StoredLinears:
         """Reads the weight of the module of this name, one of `formats`.
 
         Raises:
-            EngineError: as `TensorReader.read`.
+            EngineError, RequestCancelled: as `TensorReader.read`.
         """
         entry = self._entry(name)
         assert entry is not None
         stored, target_format = stored_of(entry), linear_format(entry)
         assert stored is not None
         assert target_format is not None
-        matrix = TiledMatrix.empty(TiledShape(stored.rows, stored.columns, target_format))
-        with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
-            repack([((read_stored(stored, reader),), matrix)], kernels)
+        assert self._reader is not None
+        shape = TiledShape(stored.rows, stored.columns, target_format)
+        matrix = TiledMatrix.empty(shape, empty=empty_in_huge_pages)
+        with Repacker(self._reader, kernels) as repacker:
+            repacker.add([([stored], matrix)])
         return matrix
 
 

@@ -26,6 +26,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.direct_file import DirectFile
+from engine.experts.record_memory import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import unpack_into
 from engine.runtime.load.blocks import blocks_of
@@ -143,7 +144,7 @@ class TensorReader:
         if blocks is not None and self._kernels is not None:
             raw = [torch.empty(blocks.source.nbytes, dtype=torch.uint8)]
             self.read_into([(blocks.source, raw[0])])
-            matrix = torch.empty(blocks.rows, blocks.columns, dtype=self._dtype)
+            matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=self._dtype)
             unpack_into(blocks.in_memory(raw), matrix, self._kernels)
             return matrix if row is None else matrix[None]
         arrays = self.read_arrays(entry, row)
@@ -272,3 +273,21 @@ class LazyTensor:
     def is_floating_point(self) -> bool:
         """As a tensor."""
         return self.get_dtype().startswith(("F", "BF"))
+
+
+class ReadApart:
+    """As `LazyTensor` for a weight that is made elsewhere: all of it is one number, for which there is no memory."""
+
+    def __init__(self, entry: TensorEntry, dtype: torch.dtype) -> None:
+        self._entry, self._dtype = entry, dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.zeros(1, dtype=self._dtype).expand(self._entry.shape)[index]
+
+    def get_shape(self) -> list[int]:
+        """As a safetensors slice."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """As a safetensors slice."""
+        return "BF16"

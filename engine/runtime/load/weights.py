@@ -20,7 +20,8 @@ from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
 from engine.experts.sites import bind, empty_modules
 from engine.formats import STORED
-from engine.kernels.dense import quantise_on_cards
+from engine.kernels.dense import card_layers, quantise_on_cards
+from engine.kernels.native.linear import keep_linears, keepable
 from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision, dense_on_cards
@@ -67,28 +68,52 @@ def read_weights(
             source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
         )
         on_progress = progress.second
-    with TensorReader(on_progress, cancelled, plan.nbytes, dtype=plan.dtype, kernels=parts.kernels) as reader:
+    kept = _kept_linears(opened, decision, parts)
+    total = plan.nbytes + StoredLinears(opened).read_twice(kept)
+    with TensorReader(on_progress, cancelled, total, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
             fill_bank(model, resident, plan, reader, parts.bank, parts.kernels)
             empty_modules(model, sites)
             bind(resident, parts.bank, parts.kernels)
         if parts.disk_backed is not None:
             bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
-        _read_rest(opened, plan, decision, parts, reader)
+        _read_rest(opened, plan, decision, parts, reader, kept)
+
+
+def _kept_linears(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> list[str]:
+    """Names of the linear layers that are made of what the checkpoint stores."""
+    if decision.precision != STORED:
+        return []
+    formats, places = StoredLinears(opened).formats, _places(decision)
+    if decision.devices and dense_on_cards(opened, places, STORED) is not None:
+        return card_layers(opened.model, STORED, formats)
+    on_cpu = parts.kernels is not None and all(place.type == "cpu" for place in places)
+    return list(keepable(opened.model, formats)) if on_cpu else []
+
+
+def _places(decision: Decision) -> list[torch.device]:
+    return [device.torch_device for device in decision.devices] or [decision.dense]
 
 
 def _read_rest(
-    opened: OpenedCheckpoint, plan: LoadingPlan, decision: Decision, parts: LoadingParts, reader: TensorReader
+    opened: OpenedCheckpoint,
+    plan: LoadingPlan,
+    decision: Decision,
+    parts: LoadingParts,
+    reader: TensorReader,
+    kept: list[str],
 ) -> None:
     """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
-    layers, model = decision.layers, opened.model
-    places = [device.torch_device for device in decision.devices] or [decision.dense]
+    layers, model, places = decision.layers, opened.model, _places(decision)
+    stored = StoredLinears(opened, reader) if decision.precision == STORED else None
+    apart = stored.read_apart(kept) if stored is not None else set()
     precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
     if precision is None:
-        load_rest(model, plan, reader, layers.device_map(places))
+        load_rest(model, plan, reader, layers.device_map(places), apart)
+        if kept and stored is not None and parts.kernels is not None:
+            keep_linears(model, stored, parts.kernels)
         return
-    load_rest(model, plan, reader, {"": torch.device("cpu")})
-    stored = StoredLinears(opened) if precision == STORED else None
+    load_rest(model, plan, reader, {"": torch.device("cpu")}, apart)
     quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels, stored)
     for name, module in model.named_modules():
         place = places[layers.of(f"{name}.")]
