@@ -19,6 +19,7 @@ from engine.planner.engine_memory import (
     EngineMemory,
     all_records_nbytes,
     card_usable,
+    dense_in_ram,
     headroom_bytes,
     ram_usable,
     records_nbytes,
@@ -84,7 +85,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     gpu, policy = costs.machine.gpu, outcome.batch
     assert gpu is not None
     assert policy is not None
-    layer = model.experts * max(records_nbytes(model, precision)) + 2 * model.layer_weights
+    layer = model.experts * max(records_nbytes(model, precision)) + round(costs.card_layer_bytes)
     resident = round(policy.resident * model.layers * layer)
     embedding = 2 * model.embedding_weights
     staging = round(2 * layer * (1 - policy.resident))
@@ -104,7 +105,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     )
     total, usable = costs.machine.cpu.ram_bytes, ram_usable(costs, limits)
     kv = min(kv - kv_on_card, usable)
-    dense, experts = 2 * model.non_expert_weights, all_records_nbytes(model, precision)
+    dense, experts = dense_in_ram(model, precision), all_records_nbytes(model, precision)
     held = min(experts, max(0, usable - dense - kv))
     ram = TierBytes(
         total,

@@ -101,6 +101,11 @@ class Costs:
         return self.model.expert_bytes(self.precision)
 
     @property
+    def card_layer_bytes(self) -> float:
+        """Of one MoE layer's weights without its routed experts, on a card."""
+        return self.model.layer_bytes_per_weight(self.card_dense_precision) * self.model.layer_weights
+
+    @property
     def host_dense_bytes(self) -> float:
         """Bytes of all weights but the routed experts, as the CPU uses them; the embedding is never quantised."""
         model, head = self.model, self.model.vocabulary * self.model.hidden

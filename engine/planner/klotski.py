@@ -75,7 +75,7 @@ def block_times(costs: Costs, workload: Workload, micro_batch: int, resident: fl
         gate=2.0 * costs.efficiency.operator_s,
         hot=costs.gpu_experts(of_experts * share, hot),
         cold=costs.gpu_experts(of_experts * (1 - share), max(used - hot, 0.0)),
-        load_attention=costs.h2d(2.0 * (model.layer_weights - gate)),
+        load_attention=costs.h2d(costs.card_layer_bytes * (1 - gate / model.layer_weights)),
         load_gate=costs.h2d(2.0 * gate),
         load_expert=costs.h2d(costs.expert_bytes * (1 - resident)),
         prefetched=hot,

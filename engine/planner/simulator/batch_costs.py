@@ -90,7 +90,7 @@ class PassCosts:
             hidden=_to_ram(costs, hidden),
             cache=_to_card(costs, cached * (1 - policy.cached)),
             new_cache=_to_ram(costs, leaving),
-            dense=self._weights(2.0 * model.layer_weights * away),
+            dense=self._weights(costs.card_layer_bytes * away),
             expert=self._weights(costs.expert_bytes * away),
             experts=model.experts,
             wanted=wanted,
