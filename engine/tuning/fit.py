@@ -304,7 +304,12 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
 def _predicted(
     shape: ModelShape, look: MachineLook, limits: Limits, config: EngineConfig, precision: str
 ) -> DecodePrediction:
-    return predict_decode(
+    """The prediction; kept, because a card is asked for again with each candidate that becomes known."""
+    key = shape, limits, config, precision
+    kept = _kept.get(key)
+    if kept is not None and kept[0] == look:
+        return kept[1]
+    found = predict_decode(
         machine_of(look, shape, precision),
         shape,
         config,
@@ -312,6 +317,14 @@ def _predicted(
         tokens=CHAT.generated_tokens,
         limits=limits,
     )
+    if len(_kept) >= _MOST_KEPT:
+        _kept.clear()
+    _kept[key] = look, found
+    return found
+
+
+_MOST_KEPT = 200
+_kept: dict[tuple[ModelShape, Limits, EngineConfig, str], tuple[MachineLook, DecodePrediction]] = {}
 
 
 def machine_of(look: MachineLook, shape: ModelShape, precision: str) -> HardwareProfile:

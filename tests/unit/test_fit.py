@@ -17,6 +17,7 @@ from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
 from engine.hardware.measured import machine_profile
 from engine.planner.plan_parts import Limits
+from engine.tuning import fit
 from engine.tuning.fit import (
     FAST_TOKENS_PER_S,
     WORKS_TOKENS_PER_S,
@@ -169,6 +170,21 @@ def test_what_was_timed_here_is_said_of_the_same_files(monkeypatch: pytest.Monke
     assert timings == ["measured here", "estimated"]
     assert found.rows[0].speed is not None
     assert found.rows[0].speed.decode == pytest.approx(0.8 * before.speed.decode_tokens_per_s)
+
+
+def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    real = fit.predict_decode
+    monkeypatch.setattr(fit, "predict_decode", lambda *given, **more: (asked.append(given), real(*given, **more))[1])
+    monkeypatch.setattr(fit, "_kept", {})
+    found = [quantised(OLMOE, "Q4_K_M", 4.85)]
+    first = fit_card(found, look(), Limits())
+    assert fit_card([*found, quantised(OLMOE, "Q8_0", 8.5)], look(), Limits()).rows[0] == first.rows[0]
+    times = len(asked)
+    fit_card(found, look(8), Limits())
+    assert len(asked) > times  # another machine
+    fit_card(found, look(8), Limits(context_tokens=512))
+    assert len({str(each) for each in asked}) == len(asked)
 
 
 # Recommendations
