@@ -34,6 +34,7 @@ from engine.checkpoint.hub import (
 )
 from engine.checkpoint.hub.token import forget_token, save_token
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import cache_dir
 from tests.hub_server import Fault, HubServer
 from tests.tiny_gguf import write_gguf, write_model
 from tests.unit.test_gguf_checkpoint import EXPERTS, HIDDEN, KEYS, TENSORS
@@ -293,6 +294,20 @@ def test_the_same_shape_as_on_disk(hub: HubServer, made: SimpleNamespace) -> Non
         assert found[label].total_weights == here.total_weights
         assert found[label].kv_bytes_per_token() == here.kv_bytes_per_token()
     assert len(made.parts) > 1
+
+
+def test_a_shape_that_was_kept_is_the_same(hub: HubServer, made: SimpleNamespace) -> None:
+    found = one_of(hub, {"m-Q8_0.gguf": made.one})
+    shape = candidate_shape(found)
+    assert shape.stored is not None
+    asked = len(hub.asked("*", method="any"))
+    assert candidate_shape(found) == shape
+    assert hash(candidate_shape(found)) == hash(shape)
+    assert len(hub.asked("*", method="any")) == asked
+    (kept,) = (cache_dir() / "hub").iterdir()
+    kept.write_text(kept.read_text(encoding="utf-8").replace('"layers"', '"of another version"'), encoding="utf-8")
+    assert candidate_shape(found) == shape
+    assert len(hub.asked("*", method="any")) > asked
 
 
 def test_only_headers_are_fetched(hub: HubServer, made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

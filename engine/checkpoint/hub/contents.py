@@ -35,7 +35,7 @@ from engine.checkpoint.hub.repository import (
     quality_of,
     read_repository,
 )
-from engine.checkpoint.model_shape import AttentionShape, ModelShape
+from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.quantised.declared import BESIDE, MLX, declared_quantisation
 from engine.checkpoint.shards import (
     INDEX_NAME,
@@ -45,10 +45,10 @@ from engine.checkpoint.shards import (
     read_tensors,
     weight_files,
 )
-from engine.checkpoint.stored import StoredWeights
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign
+from engine.common.json_fields import from_fields
 from engine.common.paths import cache_dir, resources_dir
 from engine.common.plain_text import quoted
 
@@ -465,17 +465,7 @@ def _read_kept(path: Path) -> ModelShape | None:
         content = parse_json(read_foreign(path, _MAX_KEPT_BYTES))
         if content.pop("version") != _KEPT_VERSION:
             return None
-        stored = content.pop("stored")
-        if stored is not None:
-            stored = StoredWeights(
-                **{
-                    **stored,
-                    "precisions": tuple(stored["precisions"]),
-                    "formats": tuple(stored["formats"]),
-                    "layers": tuple(stored["layers"]),
-                    "experts": tuple((most, down) for most, down in stored["experts"]),
-                }
-            )
-        return ModelShape(**{**content, "attention": AttentionShape(**content["attention"]), "stored": stored})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        shape = from_fields(ModelShape, content)
+        return shape if isinstance(shape, ModelShape) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, EngineError):
         return None
