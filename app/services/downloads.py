@@ -6,6 +6,7 @@ stops it when it closes, and shows downloads that a terminal runs as well.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -194,7 +195,7 @@ class Downloads(QObject):
         def done(stays: bool) -> None:
             if self._process is not None:
                 self._starts = 0
-                self._process.terminate()  # it has the old tokens; another is started
+                self._stop(self._process)  # it has the old tokens; another is started
             then(stays)
 
         self._ask(doing, done)
@@ -204,14 +205,14 @@ class Downloads(QObject):
         self._closing.set()
         self._timer.stop()
         self._again.stop()
-        self._looking.close()
-        self._asking.close()
         process = self._process
         if process is not None:
-            process.terminate()
-            if not process.waitForFinished(TERMINATE_MS):
-                process.kill()
-                process.waitForFinished(TERMINATE_MS)
+            self._stop(process)
+        self._looking.close()
+        self._asking.close()
+        if process is not None and not process.waitForFinished(TERMINATE_MS):
+            process.kill()
+            process.waitForFinished(TERMINATE_MS)
 
     def _limited(self, download: Download) -> Download:
         """With the limit that holds for all; runs in the background."""
@@ -305,6 +306,14 @@ class Downloads(QObject):
             self._again.start(START_AGAIN_MS)
         else:
             self.problem.emit(self.tr("The downloads stopped and could not be started again; try Resume."))
+
+    @staticmethod
+    def _stop(process: QProcess) -> None:
+        """Asks it to end; on Windows a program without a window hears nothing, and a kill loses nothing either."""
+        if sys.platform == "win32":
+            process.kill()
+        else:
+            process.terminate()
 
     def _forget(self) -> None:
         if self._process is not None:
