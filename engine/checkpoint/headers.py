@@ -57,6 +57,11 @@ class TensorEntry:
         """Every file that holds some of it."""
         return (self.file,)
 
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """The tensors in files that it is made of."""
+        return (self,)
+
 
 def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name.

@@ -13,7 +13,7 @@ from engine.checkpoint.gguf.names import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
 from engine.checkpoint.names import check_new_name, folder_name, name_of, resolve
-from engine.checkpoint.shards import INDEX_NAME, read_tensors
+from engine.checkpoint.shards import INDEX_NAME, check_filled, read_tensors
 from engine.checkpoint.shelves import NO_NAME
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
@@ -92,6 +92,7 @@ def weights_of(source: Path) -> list[Path]:
     """
     read_config(source)
     tensors = read_tensors(source)
+    check_filled(tensors.values())
     gguf = gguf_at(source)
     if gguf is None:
         return sorted({file for tensor in tensors.values() for file in tensor.files})

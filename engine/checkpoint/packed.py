@@ -73,6 +73,11 @@ class PackedEntry(TensorEntry):
         """See `TensorEntry`."""
         return tuple(file for source in self.sources for file in source.files)
 
+    @property
+    def stored(self) -> tuple[TensorEntry, ...]:
+        """See `TensorEntry`."""
+        return tuple(part for source in self.sources for part in source.stored)
+
 
 @dataclass(frozen=True, slots=True)
 class RotaryRows:

@@ -26,6 +26,7 @@ SINGLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
 _LONGEST_NAME = 255
+_LARGE, _LOOKED_AT = 2**20, 2**12
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -66,6 +67,39 @@ def read_tensors(
 
         return quantised_tensors(directory.name, str(config.get("model_type")), stored, tensors)
     return tensors
+
+
+def check_filled(tensors: Iterable[TensorEntry]) -> None:
+    """Refuses files that have their full size, but not yet their contents, as other programs' downloads do.
+
+    Of the last large matrix of each file a beginning, a middle and an end are read: nothing but zeros is no matrix.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`.
+    """
+    last: dict[Path, TensorEntry] = {}
+    for entry in (part for tensor in tensors for part in tensor.stored):
+        if (
+            entry.nbytes >= _LARGE
+            and len(entry.shape) > 1
+            and entry.offset >= getattr(last.get(entry.file), "offset", 0)
+        ):
+            last[entry.file] = entry
+    for file, entry in last.items():
+        try:
+            with open_foreign(file) as stream:
+                looked_at = b""
+                for place in (0, (entry.nbytes - _LOOKED_AT) // 2, entry.nbytes - _LOOKED_AT):
+                    stream.seek(entry.offset + place)
+                    looked_at += stream.read(_LOOKED_AT)
+        except OSError as error:
+            raise _damaged(f"{file} cannot be read ({reason(error)})") from error
+        if not any(looked_at):
+            raise EngineError(
+                ErrorCode.CHECKPOINT_DAMAGED,
+                f"{file} has its full size, but its end is empty: another program is still downloading it, or gave up. "
+                "Wait for that program, or download the model again.",
+            )
 
 
 def weight_files(directory: Path, names: Collection[str] | None = None) -> list[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.checkpoint.config_file import read_config, text_part
-from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.shards import check_filled, read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
@@ -152,3 +152,28 @@ def test_no_such_folder(tmp_path: Path) -> None:
 
 def test_text_part_of_a_multimodal_config() -> None:
     assert text_part({"thinker_config": {"text_config": {"hidden_size": 5}}}) == {"hidden_size": 5}
+
+
+@pytest.mark.parametrize(("filled", "is_whole"), [(0, False), (1, False), (2, True), (3, True)])
+def test_a_file_of_full_size_whose_end_is_empty_is_still_being_downloaded(
+    tmp_path: Path, filled: int, is_whole: bool
+) -> None:
+    """Two matrices and a vector; the part that another program has written ends within them."""
+    file, size = tmp_path / "model.safetensors", 2**20
+    shapes = {"a": [1024, 512], "b": [1024, 512], "norm": [4096]}
+    begins = [0, size, 2 * size, 2 * size + 8192]
+    header = json.dumps(
+        {
+            name: {"dtype": "BF16", "shape": shape, "data_offsets": [begins[at], begins[at + 1]]}
+            for at, (name, shape) in enumerate(shapes.items())
+        }
+    ).encode()
+    data = b"\1" * begins[filled] + bytes(begins[3] - begins[filled])
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    tensors = read_tensors(tmp_path).values()
+    if is_whole:
+        check_filled(tensors)
+    else:
+        with pytest.raises(EngineError) as caught:
+            check_filled(tensors)
+        assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED

@@ -12,7 +12,7 @@ from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.names import name_of
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
-from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.shards import check_filled, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
@@ -102,6 +102,7 @@ def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
     adapter = adapter_for(raw["model_type"])
     model_class, part = model_class_for(library_config, adapter)
     tensors = read_tensors(directory)
+    check_filled(tensors.values())
     profile = profile_of(raw, tensors.values())
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
