@@ -34,11 +34,18 @@ class Peer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """What to run: `tokens` decoded per repeat, after one warm-up; `peers`: also run transformers and llama.cpp."""
+    """What to run.
+
+    Attributes:
+        tokens: decoded per repeat, after one warm-up.
+        peers: also run transformers and llama.cpp.
+        prompt_tokens: of the prompt before them, which is not timed; `None`: a sentence.
+    """
 
     tokens: int
     repeats: int
     peers: bool
+    prompt_tokens: int | None = None
 
 
 def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Callable[[str], None]) -> None:
@@ -50,6 +57,9 @@ def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Ca
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
         prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
+        if plan.prompt_tokens is not None:
+            prompt = (prompt * -(-plan.prompt_tokens // len(prompt)))[: plan.prompt_tokens]
+        name = "decode" if plan.prompt_tokens is None else f"decode after {plan.prompt_tokens:,} tokens"
         contestants: dict[str, Callable[[], float]] = {
             "ours": lambda: time_decode(loaded, prompt, plan.tokens).tokens_per_s
         }
@@ -62,11 +72,10 @@ def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Ca
                     contestants[peer.name] = lambda peer=peer: peer.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
             rates = _rates(contestants, plan.repeats, report, say)
         ours = rates.pop("ours")
-        limit = read_bandwidth() / _bytes_per_token(loaded) if loaded.info.device == "cpu" else None
-        report.rows.append(row("decode", ours, "tokens/s", limit=limit))
-        report.rows += [
-            row("decode", ours, "tokens/s", peer=name, peer_values=theirs) for name, theirs in rates.items()
-        ]
+        read = _bytes_per_token(loaded) + loaded.info.kv_bytes_per_token * (len(prompt) + plan.tokens / 2)
+        limit = read_bandwidth() / read if loaded.info.device == "cpu" else None
+        report.rows.append(row(name, ours, "tokens/s", limit=limit))
+        report.rows += [row(name, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
     finally:
         loaded.close()
 

@@ -60,6 +60,9 @@ def add_parser(subparsers: Any) -> None:
     _add_model(decode)
     decode.set_defaults(model=None)
     decode.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
+    decode.add_argument(
+        "--prompt-tokens", type=positive_int, metavar="N", help="length of the prompt before them (default: a sentence)"
+    )
     decode.add_argument("--peers", action="store_true", help="also run transformers and llama.cpp, in turn")
     decode.add_argument(
         "--strategies",
@@ -219,7 +222,7 @@ def _run_decode(args: argparse.Namespace) -> int:
     else:
         from engine.bench.decode import DecodePlan, bench_decode
 
-        bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers), report, note)
+        bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers, args.prompt_tokens), report, note)
     return _emit(report, args)
 
 

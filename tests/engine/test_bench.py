@@ -162,7 +162,18 @@ def test_a_gguf_file_is_decoded_by_us_and_by_llama_cpp(
     split_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.bench.llama_cpp.peer.peer_python", lambda: PEER)
-    arguments = ("decode", "--model", str(split_file), "--tokens", "4", "--device", "cpu", "--peers")
+    arguments = (
+        "decode",
+        "--model",
+        str(split_file),
+        "--tokens",
+        "4",
+        "--device",
+        "cpu",
+        "--peers",
+        "--prompt-tokens",
+        "70",
+    )
     document = bench(capsys, *arguments)
     assert {"transformers (default experts)", "transformers (eager experts)"} <= not_run(document)
     peers = {row["peer"] for row in document["rows"] if row["peer"]}
