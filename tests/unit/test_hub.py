@@ -216,6 +216,17 @@ def test_two_models_in_one_repository_keep_their_names(hub: HubServer) -> None:
     assert {one.label for one in candidates(read_repository("org/both"))} == {"base-Q4_K_M", "chat-Q4_K_M"}
 
 
+def test_the_plainest_of_a_label_has_it(hub: HubServer) -> None:
+    hub.add("org/more", {"m-Q4_K_M.gguf": b"", "m-Q4_K_M-for-phones.gguf": b"", "m.BF16-mmproj.gguf": b""})
+    assert {one.label for one in candidates(read_repository("org/more"))} == {"Q4_K_M", "m-Q4_K_M-for-phones"}
+
+
+def test_a_makers_mark_before_labels_may_be_left_out(hub: HubServer) -> None:
+    hub.add("org/marked", {"m-UD-Q4_K_M.gguf": b"", "m-Q8_0.gguf": b""})
+    assert find_candidate("org/marked:Q4_K_M").label == find_candidate("org/marked").label == "UD-Q4_K_M"
+    assert find_candidate("org/marked:UD-Q8_0").label == "Q8_0"
+
+
 def test_a_folder_of_safetensors_files(hub: HubServer) -> None:
     more = {"consolidated.safetensors": b"", "pytorch_model.bin": b"", "original/x.safetensors": b"", "train.py": b""}
     files = sharded()

@@ -54,7 +54,7 @@ from engine.common.plain_text import quoted
 
 _WANTED = ("good", "near", "original", "fair", "poor")
 """The order in which one is taken for people who named none."""
-_USUAL = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "IQ4_XS", "Q5_K_M")
+_USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "IQ4_XS", "Q5_K_M")
 """Of quality `good`, the most usual first."""
 _LABEL = re.compile(
     r"(?<![A-Z0-9])((?:UD-)?(?:IQ[1-4]_[A-Z]+|Q[2-8]_K(?:_[A-Z]+)?|Q[2-8]_[01](?:_\d+)*|TQ[12]_0|BF16|FP?16|FP?32"
@@ -112,10 +112,14 @@ def find_candidate(reference: str, *, cancelled: CancelCheck = never_cancelled) 
 
 def _named(asked: Reference, found: Sequence[Candidate]) -> Candidate:
     wanted = _plain(asked.what)
-    for one in found:
-        names = (one.label, *(file.path for file in one.files), *(PurePosixPath(file.path).name for file in one.files))
-        if wanted in map(_plain, names):
-            return one
+    names = [
+        {_plain(name) for file in one.files for name in (one.label, file.path, PurePosixPath(file.path).name)}
+        for one in found
+    ]
+    for each in (wanted, f"ud-{wanted}", wanted.removeprefix("ud-")):  # some makers mark all their labels so
+        for one, called in zip(found, names, strict=True):
+            if each in called:
+                return one
     there = ", ".join(one.label for one in found if not one.problem) or "nothing that can run"
     raise EngineError(
         ErrorCode.MODEL_NOT_FOUND,
@@ -149,14 +153,17 @@ def _in_gguf(repository: Repository) -> Iterator[Candidate]:
         part = PART.match(path.name)
         stem = str(path.with_name(part["stem"])) if part else str(path.with_suffix(""))
         models.setdefault((stem, int(part["count"]) if part else 1), []).append(file)
-    labels: dict[str, int] = {}
-    for stem, _ in models:
-        labels[_label_of(stem)] = labels.get(_label_of(stem), 0) + 1
+    stems = [stem for stem, _ in models]
     for (stem, count), files in models.items():
         label = _label_of(stem)
         problem = _unread(label) if len(files) == count else f"{len(files)} of its {count} parts are there: {stem}."
-        unique = label if labels[label] == 1 else PurePosixPath(stem).name
-        yield Candidate(repository, unique, tuple(files), quality_of(label, repository.id), problem)
+        yield Candidate(
+            repository,
+            label if _is_plainest(stem, label, stems) else PurePosixPath(stem).name,
+            tuple(files),
+            quality_of(label, repository.id),
+            problem,
+        )
 
 
 def _label_of(stem: str) -> str:
@@ -167,6 +174,13 @@ def _label_of(stem: str) -> str:
         if found:
             return str(found[-1])
     return path.name
+
+
+def _is_plainest(stem: str, label: str, stems: Sequence[str]) -> bool:
+    """Whether a file is what its label means: alone with it, or the only one that ends with it."""
+    same = [other for other in stems if _label_of(other) == label]
+    ending = [other for other in same if other.upper().endswith(label)]
+    return len(same) == 1 or ending == [stem]
 
 
 def _unread(label: str) -> str:
