@@ -206,7 +206,7 @@ def _differences(
     where = parse_reference(file.reference)
     if repository.id != where.id:
         yield f"{entry.name}: {where.id} is called {repository.id} now"
-    if repository.licence and repository.licence.casefold() != entry.licence.casefold():
+    if repository.licence and _plain(repository.licence) != _plain(entry.licence):
         yield f"{entry.name}: {repository.id} is under {repository.licence}, not {entry.licence}"
     if repository.gated:
         yield f"{entry.name}: {repository.id} is gated"
@@ -218,6 +218,11 @@ def _differences(
         yield f"{entry.name}: {file.reference} cannot run: {one.problem}"
     elif one.bytes != file.bytes:
         yield f"{entry.name}: {file.reference} has {one.bytes} bytes, not {file.bytes}"
+
+
+def _plain(licence: str) -> str:
+    """`LFM 1.0` and `lfm1.0` are one."""
+    return re.sub(r"[^a-z0-9]", "", licence.casefold())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -117,6 +117,6 @@ def test_a_maintainer_sees_what_changed(
         assert len(found) == 4
         assert main(["check", "--file", str(path)]) == 1
         assert len(capsys.readouterr().out.splitlines()) == 4
-        agreed = written(tmp_path, {"licence": "Apache-2.0", "files": files[:1]})
+        agreed = written(tmp_path, {"licence": "Apache 2.0", "files": files[:1]})
         assert main(["check", "--file", str(agreed)]) == 0
     assert main(["check", "--file", str(tmp_path / "none.json")]) == 2
