@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -176,7 +177,7 @@ def test_no_ranges_at_all(hub: HubServer, repo: Repo) -> None:
 
 
 def test_a_pause_loses_nothing(hub: HubServer, repo: Repo) -> None:
-    hub.per_connection_bytes_per_s = PART
+    hub.per_connection_bytes_per_s = PART // 2
     key = queue.add(hub.candidate("org/model")).key
 
     def rest(now: Download) -> None:
@@ -195,7 +196,7 @@ def test_a_pause_loses_nothing(hub: HubServer, repo: Repo) -> None:
 
 
 def test_a_cancelled_one_is_gone(hub: HubServer, repo: Repo) -> None:
-    hub.per_connection_bytes_per_s = 4 * PART
+    hub.per_connection_bytes_per_s = PART // 4
     key = queue.add(hub.candidate("org/model")).key
     queue.run(key, on_progress=lambda _: queue.cancel(key))
     assert queue.downloads() == []
@@ -208,7 +209,7 @@ def test_a_cancelled_one_is_gone(hub: HubServer, repo: Repo) -> None:
 
 def test_one_process_runs_it(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "_PATIENCE_S", 0.1)
-    hub.per_connection_bytes_per_s = 4 * PART
+    hub.per_connection_bytes_per_s = PART // 4
     key = queue.add(hub.candidate("org/model")).key
     seen: list[Download] = []
 
@@ -303,9 +304,7 @@ def test_a_folder_that_cannot_be_written(hub: HubServer, repo: Repo) -> None:
 
 
 def test_a_folder_that_vanishes(hub: HubServer, repo: Repo) -> None:
-    import shutil
-
-    hub.per_connection_bytes_per_s = PART
+    hub.per_connection_bytes_per_s = PART // 2
     key = queue.add(hub.candidate("org/model")).key
 
     def vanish(now: Download) -> None:
@@ -488,3 +487,23 @@ def test_the_terminal_follows_what_the_window_runs(
     assert json.loads(capsys.readouterr().out)["download"]["state"] == "done"
     assert_whole(ended[0])
     assert hub.sent_bytes() == TOTAL
+
+
+def test_a_disk_that_others_fill_stops_it_in_time(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system cannot set space aside."""
+    monkeypatch.setattr(transfer, "_SPACE_S", 0.0)
+    reserve = transfer._reserve
+    monkeypatch.setattr(transfer, "_reserve", lambda path, size: bool(reserve(path, size) and False))
+    hub.per_connection_bytes_per_s = PART // 2
+    key = queue.add(hub.candidate("org/model")).key
+    free = shutil.disk_usage(data_dir())._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    monkeypatch.setattr(transfer, "require_space", lambda *_: None)
+    failed = queue.run(key)
+    assert (failed.state, failed.error_code) == (DownloadState.FAILED, "disk_full")
+
+
+def test_all_lines_dead_at_once_as_after_a_change_of_network(hub: HubServer, repo: Repo) -> None:
+    hub.order(Fault("stall", "*", "second", times=FIRST_CONNECTIONS, after_bytes=1000))
+    assert_whole(fetched(hub))
+    assert hub.sent_bytes() <= TOTAL + FIRST_CONNECTIONS * PART
