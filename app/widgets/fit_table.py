@@ -118,8 +118,11 @@ class FitTable(QTableView):
         self.setColumnWidth(FitColumn.SPEED, round((13 if narrow else 15) * em + 2 * _PAD))
         self.setColumnWidth(FitColumn.VERDICT, round((11 if narrow else 12) * em + 22 + _PAD))
         others = sum(self.columnWidth(column) for column in FitColumn if column is not FitColumn.MEMORY)
-        # The bars below the table show the same of the current row.
-        self.setColumnHidden(FitColumn.MEMORY, self.viewport().width() - others < _LEAST_MEMORY_EM * em)
+        left = self.viewport().width() - others
+        # Without room for bars, those below the table show the same of the current row.
+        self.setColumnHidden(FitColumn.MEMORY, left < _LEAST_MEMORY_EM * em)
+        if self.isColumnHidden(FitColumn.MEMORY):
+            self.setColumnWidth(FitColumn.SPEED, max(0, left) + self.columnWidth(FitColumn.SPEED))
         height = round(2 * metrics.lineSpacing() + 14)
         self.verticalHeader().setDefaultSectionSize(height)
         shown = max(1, min(MOST_ROWS, self.rows.rowCount()))
