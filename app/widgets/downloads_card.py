@@ -103,8 +103,11 @@ class DownloadsCard(Card):
     def _show_buttons(self) -> None:
         download = self.list.download
         state = download.state if download is not None else None
+        had_focus = self.pause.hasFocus() or self.resume.hasFocus()
         self.pause.setVisible(state in (DownloadState.RUNNING, DownloadState.WAITING))
         self.resume.setVisible(state in (DownloadState.PAUSED, DownloadState.FAILED))
+        if had_focus:  # not to Cancel, which is the next
+            (self.resume if self.pause.isHidden() else self.pause).setFocus()
         self.token.setVisible(download is not None and needs_access(download))
         at, rows = self.list.currentIndex().row(), self.list.rows.rowCount()
         for arrow in (self.up, self.down):

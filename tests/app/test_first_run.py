@@ -15,7 +15,6 @@ from pytestqt.qtbot import QtBot
 import app.services.hub as hub_module
 import app.services.library as library_module
 from app.services.downloads import Downloads
-from app.services.engine_client import EngineState
 from app.services.hub import Hub
 from app.services.library import Library
 from app.services.settings import STARTER, Settings
@@ -124,8 +123,10 @@ def test_a_download_is_paused_resumed_and_cancelled_here(
     one = download()
     downloads.show(one)
     assert not page.list.rows[1].button.isEnabled()
+    page.progress.pause.setFocus()
     page.progress.pause.click()
     downloads.show(download(DownloadState.PAUSED))
+    assert page.progress.resume.hasFocus()  # and not Cancel, which would be pressed by the next key
     page.progress.resume.click()
     assert downloads.asked[1:] == [("pause", one.key), ("resume", one.key)]
     page.progress.cancel.click()
@@ -139,18 +140,38 @@ def test_a_download_is_paused_resumed_and_cancelled_here(
 
 
 def test_the_model_that_has_come_is_loaded_from_now_on(
-    page: FirstRunPage, downloads: NoDownloads, engine: ScriptedEngine, settings: Settings
+    page: FirstRunPage, downloads: NoDownloads, engine: ScriptedEngine, settings: Settings, qtbot: QtBot
 ) -> None:
     loads, pages = QSignalSpy(page.load_wanted), QSignalSpy(page.page_wanted)
-    downloads.finished.emit(download(DownloadState.DONE))
-    assert settings.default_model == str(download().folder)
+    come = replace(FOUND[2], source=f"{RECOMMENDATIONS[1].reference}@0123456")
+
+    def finish(entry: LibraryEntry) -> None:
+        downloads.finished.emit(download(DownloadState.DONE))
+        page._library._on_listed(Listing((entry,)))
+
+    finish(FOUND[2])  # from elsewhere
+    assert loads.count() == 0
+    finish(come)
+    assert settings.default_model == "small"
     assert (loads.count(), pages.at(0)) == (1, [CHAT])
+    finish(replace(come, name="other"))
+    engine.start_loading()
+    finish(come)
     engine.end_loading(STARTER_INFO)
-    downloads.finished.emit(download(DownloadState.DONE, folder=Path("/models/second")))
-    engine.model = None
-    engine.set_state(EngineState.LOADING)
-    downloads.finished.emit(download(DownloadState.DONE, folder=Path("/models/third")))
-    assert loads.count() == 1  # a model is there, or on its way
+    finish(come)
+    assert loads.count() == 2  # a model was there, or on its way
+
+
+def test_a_download_that_ended_between_two_windows_is_loaded_by_the_later_one(
+    page: FirstRunPage, downloads: NoDownloads
+) -> None:
+    page.list.rows[1].button.click()
+    downloads.then(download())
+    loads = QSignalSpy(page.load_wanted)
+    page._library._on_listed(Listing(FOUND))
+    assert loads.count() == 0
+    page._library._on_listed(Listing((replace(FOUND[2], source=f"{RECOMMENDATIONS[1].reference}@0123456"),)))
+    assert loads.count() == 1
 
 
 def test_what_is_here_already_is_used_where_it_lies(page: FirstRunPage, settings: Settings) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
     from engine.tuning.fit import Recommendation
 
+WANTED_KEY = "first_model"
+"""Setting: the download to load when it is here, be it in a later window."""
 SIDE_PX = 28
 GAP_PX = 16
 WIDEST_PX = 1080
@@ -99,6 +101,7 @@ class FirstRunPage(Page):
             for card in cards:
                 column.addWidget(card)
         right.addWidget(self.starter)
+        left.addWidget(Flow(*self.ways, parent=self))
         left.addStretch(1)
         right.addStretch(1)
         self._columns = QBoxLayout(QBoxLayout.Direction.LeftToRight)
@@ -114,8 +117,6 @@ class FirstRunPage(Page):
         column.addWidget(self.problem)
         column.addSpacing(8)
         column.addLayout(self._columns)
-        column.addSpacing(4)
-        column.addWidget(Flow(*self.ways, parent=self._middle))
         column.addStretch(1)
         inside = QWidget(self)
         around = QBoxLayout(QBoxLayout.Direction.LeftToRight, inside)
@@ -142,7 +143,7 @@ class FirstRunPage(Page):
 
     def _connect(self) -> None:
         self._hub.looked.connect(self._show_machine)
-        self._library.listed.connect(self._show_models)
+        self._library.listed.connect(self._on_listed)
         self._downloads.changed.connect(self._show_models)
         self._downloads.finished.connect(self._on_finished)
         self._downloads.problem.connect(self._on_problem)
@@ -222,8 +223,9 @@ class FirstRunPage(Page):
         self._show_models()
         self._downloads.add_reference(recommendation.reference, self._on_added)
 
-    def _on_added(self, _download: Download) -> None:
+    def _on_added(self, download: Download) -> None:
         self._asked.clear()
+        self._settings.set(WANTED_KEY, download.reference)
 
     def _on_problem(self, sentence: str) -> None:
         self._asked.clear()
@@ -236,9 +238,17 @@ class FirstRunPage(Page):
             before_cancelling(download, self, lambda: self._downloads.cancel(key))
 
     def _on_finished(self, download: Download) -> None:
+        self._settings.set(WANTED_KEY, download.reference)
         self._library.look()
-        if self._client.model is None and self._client.state is not EngineState.LOADING:
-            self._begin(str(download.folder))
+
+    def _on_listed(self) -> None:
+        self._show_models()
+        wanted = self._settings.get(WANTED_KEY, "")
+        entry = self._library.entry_from(wanted) if wanted else None
+        if entry is not None:
+            self._settings.set(WANTED_KEY, "")
+            if self._client.model is None and self._client.state is not EngineState.LOADING:
+                self._use(entry)
 
     def _use(self, entry: LibraryEntry) -> None:
         self._begin(entry.name)
