@@ -30,23 +30,30 @@ def open_xet(found: Any, size: int, start: int, end: int, headers: dict[str, str
         raise EngineError(
             ErrorCode.DOWNLOAD_FAILED, "This file needs the library hf_xet, which is missing: run the set-up again."
         ) from None
-    with contextlib.ExitStack() as stack:
+    with _again():
+        connection = refresh_xet_connection_info(file_data=found, headers=headers)
+        session: Any = get_xet_session()  # type: ignore[no-untyped-call]
+        group = session.new_download_stream_group(
+            endpoint=connection.endpoint,
+            token=connection.access_token,
+            token_expiry_unix_secs=connection.expiration_unix_epoch,
+            token_refresh_url=found.refresh_route,
+            token_refresh_headers=headers,
+            custom_headers=xet_headers_without_auth(headers),
+        )
+
+    def abort() -> None:
+        # Not the stream's own `cancel`, which fails while another thread waits for bytes; nor the group's end as a
+        # context, which raises after this.
+        with contextlib.suppress(Exception):
+            group.abort()
+
+    try:
         with _again():
-            connection = refresh_xet_connection_info(file_data=found, headers=headers)
-            session: Any = get_xet_session()  # type: ignore[no-untyped-call]
-            group = stack.enter_context(
-                session.new_download_stream_group(
-                    endpoint=connection.endpoint,
-                    token=connection.access_token,
-                    token_expiry_unix_secs=connection.expiration_unix_epoch,
-                    token_refresh_url=found.refresh_route,
-                    token_refresh_headers=headers,
-                    custom_headers=xet_headers_without_auth(headers),
-                )
-            )
             stream = group.download_stream(XetFileInfo(found.file_hash, size), start=start, end=end)
-        stack.callback(stream.cancel)
-        yield Stream(_chunks(stream), stream.cancel)
+        yield Stream(_chunks(stream), abort)
+    finally:
+        abort()
 
 
 def _chunks(stream: Any) -> Iterator[bytes]:
