@@ -68,8 +68,10 @@ struct OwnMatrix {
         tiles.resize(count * (format == SWITCHYARD_INT8 ? 1024 : 512));
         scales.resize(count * 32);
         if (format == SWITCHYARD_INT4) zeros.resize(count * 32);
-        if (format == SWITCHYARD_LUT4)
-            for (int code = 0; code < 16; ++code) table.push_back(static_cast<int8_t>(draw(random, -127, 127)));
+        if (format == SWITCHYARD_LUT4) {
+            const int most = coin(random) ? 127 : 16;  // tables of small values are multiplied in another way
+            for (int code = 0; code < 16; ++code) table.push_back(static_cast<int8_t>(draw(random, -most, most)));
+        }
         matrix.weights = tiles.data();
         matrix.scales = scales.data();
         matrix.zeros = zeros.empty() ? nullptr : zeros.data();

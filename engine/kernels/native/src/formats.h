@@ -7,11 +7,27 @@
 
 namespace {
 
+template <class Codes, class Math, bool small>
+void dot_rows(const TileRow &row, const QuantisedVector *x, int count, float *out) {
+    if (count == 1) return tile_rows<Codes, Math, 1, small>(row, x, out);
+    if (count == 2) return tile_rows<Codes, Math, 2, small>(row, x, out);
+    if (count == 3) return tile_rows<Codes, Math, 3, small>(row, x, out);
+    tile_rows<Codes, Math, 4, small>(row, x, out);
+}
+
 template <class Codes, class Math> void dot(const TileRow &row, const QuantisedVector *x, int count, float *out) {
-    if (count == 1) return tile_rows<Codes, Math, 1>(row, x, out);
-    if (count == 2) return tile_rows<Codes, Math, 2>(row, x, out);
-    if (count == 3) return tile_rows<Codes, Math, 3>(row, x, out);
-    tile_rows<Codes, Math, 4>(row, x, out);
+    if constexpr (kFormats[Codes::kFormat].has_table && Math::has_small_sums) {
+        alignas(16) int8_t raised[16];
+        bool small = true;
+        for (int code = 0; code < 16; ++code) {
+            small &= row.table[code] >= -kSmallTable && row.table[code] <= kSmallTable;
+            raised[code] = static_cast<int8_t>(row.table[code] + Math::raised_by);
+        }
+        TileRow of_small = row;
+        of_small.table = raised;
+        if (small) return dot_rows<Codes, Math, true>(of_small, x, count, out);
+    }
+    dot_rows<Codes, Math, false>(row, x, count, out);
 }
 
 template <class Codes, class Math> constexpr FormatKernels kernels_of_format() {

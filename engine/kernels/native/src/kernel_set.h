@@ -63,6 +63,7 @@ constexpr Format kFormats[] = {
     {4, true, false, false},    // int4
     {4, false, true, false},    // lut4
 };
+constexpr int kSmallTable = 16;  // 16 products of such values with x fit 16 bits
 constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
 
 // 16 rows and 32 columns of a block.

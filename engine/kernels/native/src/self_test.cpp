@@ -39,8 +39,8 @@ int32_t test_quantise(const TileKernels &kernels, int64_t groups, int seed, OwnV
 }
 
 // Every byte value is among the weights.
-int32_t test_dots(const TileKernels &kernels, int32_t format, int64_t groups, int count) {
-    OwnTiles tiles(format, groups);
+int32_t test_dots(const TileKernels &kernels, int32_t format, int64_t groups, int count, bool small) {
+    OwnTiles tiles(format, groups, small);
     std::vector<OwnVector> vectors(count, OwnVector(groups));
     std::vector<QuantisedVector> x;
     for (int v = 0; v < count; ++v) {
@@ -124,7 +124,8 @@ int32_t test_tiles(const TileKernels &kernels) {
     for (int32_t format = 1; format < kFormatCount; ++format) {
         for (int64_t groups : {1, 2, 5})
             for (int count = 1; count <= kMostVectors; ++count)
-                if (const int32_t wrong = test_dots(kernels, format, groups, count)) return wrong;
+                for (bool small : {false, true})
+                    if (const int32_t wrong = test_dots(kernels, format, groups, count, small)) return wrong;
         if (const int32_t wrong = test_expansion(kernels, format)) return wrong;
         if (const int32_t wrong = test_fit(kernels, format)) return wrong;
     }

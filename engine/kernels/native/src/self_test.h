@@ -29,7 +29,8 @@ struct OwnTiles {
     std::vector<uint16_t> scales;
     alignas(16) int8_t table[16];
 
-    OwnTiles(int32_t format, int64_t tiles)
+    // small: whether the table's values are at most kSmallTable.
+    OwnTiles(int32_t format, int64_t tiles, bool small = false)
         : format(format), tiles(tiles), weights(tiles * 2 * kFormats[format].half_bytes()), zeros(tiles * kTileRows),
           scales(tiles * kTileRows) {
         const int bytes = kFormats[format].code_bits == 8 ? 255 : 256, from = bytes == 255 ? 129 : 0;  // int8: no -128
@@ -37,7 +38,8 @@ struct OwnTiles {
             weights[i] = static_cast<uint8_t>((i * 89 + 3) % static_cast<std::size_t>(bytes) + static_cast<std::size_t>(from));
         for (std::size_t i = 0; i < scales.size(); ++i) scales[i] = scale_to(kFormats[format], 0.001f * static_cast<float>(i % 13 + 1));
         for (std::size_t i = 0; i < zeros.size(); ++i) zeros[i] = static_cast<uint8_t>(i * 73);
-        for (int code = 0; code < 16; ++code) table[code] = static_cast<int8_t>(code * code - 127 + code);
+        for (int code = 0; code < 16; ++code)
+            table[code] = static_cast<int8_t>(small ? 2 * code - (code < 8 ? 16 : 14) : code * code - 127 + code);
     }
     TileRow row() const { return {weights.data(), scales.data(), zeros.data(), table, tiles}; }
     // The weight in a row of 32 and a column of all tiles' columns.

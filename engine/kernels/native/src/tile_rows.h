@@ -5,8 +5,9 @@
 //   scales_of, half_scales_of, zeros_of, every, to_floats, multiply, multiply_add, multiply_subtract, store: Floats
 //   fetch     prefetches weights
 // and the Math of an instruction set how bytes are multiplied:
-//   none(sum of x), prepared(weights), add(Products, prepared weights, x)  for signed bytes
-//   Nibbles, add_unsigned(Nibbles, nibbles, x), whole_sums(Nibbles)        for numbers from 0 to 15
+//   none(sum of x), prepared(weights), add<count of vectors>(Products, prepared weights, x)  for signed bytes
+//   Nibbles, add_unsigned(Nibbles, nibbles, x), whole_sums(Nibbles)                        for numbers from 0 to 15
+//   whole_sums(Nibbles, Nibbles, start)  for numbers from 0 to 32, half of them in each, if has_small_sums
 #pragma once
 #include "kernel_set.h"
 
@@ -17,18 +18,26 @@ struct Weights {
     Bytes first, second;
 };
 
-template <class Math, bool nibbles> static inline auto no_products(int32_t sum_of_x) {
-    if constexpr (nibbles)
+// Of a table whose values are not larger than 16, such as MXFP4's: raised by 16, they are multiplied almost as nibbles are.
+template <class Math> struct SmallSums {
+    typename Math::Nibbles first, second;
+};
+
+template <class Math, bool nibbles, bool small> static inline auto no_products(int32_t sum_of_x) {
+    if constexpr (small)
+        return SmallSums<Math>{};
+    else if constexpr (nibbles)
         return typename Math::Nibbles{};
     else
         return Math::none(sum_of_x);
 }
 
-template <class Codes, class Math, int count>
+template <class Codes, class Math, int count, bool small>
 void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
     constexpr Format format = kFormats[Codes::kFormat];
     constexpr int parts = 128 / sizeof(Bytes), part_rows = static_cast<int>(kTileRows) / parts;
-    const Bytes table = format.has_table ? Math::prepared(load_table(row.table)) : Bytes{};
+    const Bytes codes_mean = format.has_table ? load_table(row.table) : Bytes{};
+    const Bytes table = format.has_table && !small ? Math::prepared(codes_mean) : codes_mean;
     Floats sums[count][parts];
     for (auto &vector : sums)
         for (auto &sum : vector) sum = every(0.0f);
@@ -38,18 +47,21 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
         for (int part = 0; part < parts; ++part) {
             const uint8_t *at = w + part * 2 / parts * format.half_bytes() + part % (parts / 2) * sizeof(Bytes);
             if (part % (parts / 2) == 0) fetch(at, format.half_bytes());
-            decltype(no_products<Math, format.has_zeros>(0)) products[count];
-            for (int v = 0; v < count; ++v) products[v] = no_products<Math, format.has_zeros>(x[v].sums[group]);
+            decltype(no_products<Math, format.has_zeros, small>(0)) products[count];
+            for (int v = 0; v < count; ++v) products[v] = no_products<Math, format.has_zeros, small>(x[v].sums[group]);
             for (int j = 0; j < 4; ++j) {
                 const Weights weights = Codes::template unpack<Math>(at + 64 * j, table);
                 for (int v = 0; v < count; ++v) {
                     const int8_t *q = x[v].q + group * kGroup + 4 * j;
-                    if constexpr (format.has_zeros) {
+                    if constexpr (small) {
+                        products[v].first = Math::add_unsigned(products[v].first, weights.first, columns(q));
+                        products[v].second = Math::add_unsigned(products[v].second, weights.second, columns(q + 16));
+                    } else if constexpr (format.has_zeros) {
                         products[v] = Math::add_unsigned(products[v], weights.first, columns(q));
                         products[v] = Math::add_unsigned(products[v], weights.second, columns(q + 16));
                     } else {
-                        products[v] = Math::add(products[v], weights.first, columns(q));
-                        products[v] = Math::add(products[v], weights.second, columns(q + 16));
+                        products[v] = Math::template add<count>(products[v], weights.first, columns(q));
+                        products[v] = Math::template add<count>(products[v], weights.second, columns(q + 16));
                     }
                 }
             }
@@ -57,7 +69,10 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
             const Floats scale = format.half_scales ? half_scales_of(at_part) : scales_of(at_part);
             for (int v = 0; v < count; ++v) {
                 Floats value;
-                if constexpr (format.has_zeros) {
+                if constexpr (small) {
+                    const int32_t raised = -kSmallTable * x[v].sums[group];
+                    value = to_floats(Math::whole_sums(products[v].first, products[v].second, raised));
+                } else if constexpr (format.has_zeros) {
                     const float sixteenths = static_cast<float>(x[v].sums[group]) * 0.0625f;
                     value = to_floats(Math::whole_sums(products[v]));
                     value = multiply_subtract(zeros_of(zeros + part_rows * part), every(sixteenths), value);

@@ -18,7 +18,9 @@ struct NeonMath {
     }
     static int32x4_t whole_sums(int32x4_t sum) { return sum; }
 
-    // Of the two upper and the two lower rows; 8 times 2 products of 15 * 127 fit 16 bits.
+    // Of the two upper and the two lower rows; 8 times 2 products of 16 * 127 fit 16 bits.
+    static constexpr bool has_small_sums = true;
+    static constexpr int raised_by = 0;  // numbers may be negative, too
     struct Nibbles {
         int16x8_t low, high;
     };

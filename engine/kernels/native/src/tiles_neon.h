@@ -2,7 +2,7 @@
 //   parts(count)  how many vectors of rows are worked on at once for `count` vectors of x, so that the sums fit the registers
 //   add<lane>(int32x4_t &sum, weights, x)  adds for 4 rows the products with 4 columns, those of x's `lane`
 //   Nibbles, add<lane>(Nibbles &sum, nibbles, x)  the same for numbers from 0 to 15
-//   whole_sums of either, prepared(weights)
+//   whole_sums of either, prepared(weights), has_small_sums: whether tables of small values are multiplied as nibbles
 #pragma once
 #include <arm_neon.h>
 
@@ -62,11 +62,11 @@ static inline void add_lane(const uint8_t *at, Bytes table, const Bytes (*q)[2],
 }
 
 // As in tile_rows.h, with x in registers: the instructions take a lane of them.
-template <class Codes, class Math, int count>
+template <class Codes, class Math, int count, bool small>
 void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
     constexpr Format format = kFormats[Codes::kFormat];
     constexpr int parts = Math::parts(count);
-    using Products = std::conditional_t<format.has_zeros, typename Math::Nibbles, int32x4_t>;
+    using Products = std::conditional_t<format.has_zeros || small, typename Math::Nibbles, int32x4_t>;
     const Bytes table = format.has_table ? load_table(row.table) : Bytes{};
     float32x4_t sums[count][8] = {};
     const uint8_t *w = row.weights;

@@ -5,6 +5,7 @@ namespace {
 
 struct NeonDotMath {
     using Nibbles = int32x4_t;
+    static constexpr bool has_small_sums = false;
     static constexpr int parts(int) { return 4; }
 
     static Bytes prepared(Bytes weights) { return weights; }

@@ -76,7 +76,7 @@ struct PlainMath {
     };
     static Products none(int32_t) { return {}; }
     static const Bytes &prepared(const Bytes &weights) { return weights; }
-    static Products add(Products sum, const Bytes &weights, const int8_t *x) {
+    template <int> static Products add(Products sum, const Bytes &weights, const int8_t *x) {
         for (int r = 0; r < kHalfRows; ++r)
             for (int c = 0; c < 4; ++c) sum.at[r] += weights.at[4 * r + c] * x[c];
         return sum;
@@ -87,6 +87,7 @@ struct PlainMath {
             for (int c = 0; c < 4; ++c) sum.at[4 * r + c] += static_cast<int16_t>(nibbles.at[4 * r + c] * four[c]);
         return sum;
     }
+    static constexpr bool has_small_sums = false;
     static Products whole_sums(const Nibbles &sum) {
         Products sums;
         for (int r = 0; r < kHalfRows; ++r) {
@@ -102,4 +103,50 @@ struct PlainMath {
 #include "tile_rows.h"
 #include "formats.h"
 
-const TileKernels kPortableTiles = tile_kernels<PlainMath>();
+namespace {
+
+// tile_rows for a table: without instructions that look up many codes at once, both of a byte are looked up together.
+template <int count> void table_rows(const TileRow &row, const QuantisedVector *x, float *out) {
+    int16_t pairs[256][2];
+    for (int pair = 0; pair < 256; ++pair) {
+        pairs[pair][0] = row.table[pair & 15];
+        pairs[pair][1] = row.table[pair >> 4];
+    }
+    std::memset(out, 0, count * kTileRows * sizeof *out);
+    const uint8_t *w = row.weights;
+    for (int64_t group = 0; group < row.groups; ++group)
+        for (int64_t half = 0; half < 2; ++half, w += kHalfRows * kGroup / 2) {
+            int16_t values[count][kGroup];  // in the order of the codes
+            for (int v = 0; v < count; ++v)
+                for (int i = 0; i < kGroup; ++i) values[v][i] = x[v].q[group * kGroup + i % 2 * 16 + i / 2];
+            for (int64_t r = 0; r < kHalfRows; ++r) {
+                int16_t weights[kGroup];
+                for (int i = 0; i < kGroup / 2; ++i)
+                    std::memcpy(weights + 2 * i, pairs[w[i / 4 * 64 + 4 * r + i % 4]], sizeof *pairs);
+                const int64_t place = half * kHalfRows + r;
+                const float scale = from_bf16(row.scales[group * kTileRows + place]);
+                for (int v = 0; v < count; ++v) {
+                    int32_t sum = 0;
+                    for (int i = 0; i < kGroup; ++i) sum += weights[i] * values[v][i];
+                    out[v * kTileRows + place] += static_cast<float>(sum) * (scale * x[v].scales[group]);
+                }
+            }
+        }
+}
+
+void table_dot(const TileRow &row, const QuantisedVector *x, int count, float *out) {
+    if (count == 1) return table_rows<1>(row, x, out);
+    if (count == 2) return table_rows<2>(row, x, out);
+    if (count == 3) return table_rows<3>(row, x, out);
+    table_rows<4>(row, x, out);
+}
+
+constexpr TileKernels portable_tiles() {
+    TileKernels tiles = tile_kernels<PlainMath>();
+    tiles.formats[SWITCHYARD_LUT4].dot = table_dot;
+    return tiles;
+}
+
+}  // namespace
+
+const TileKernels kPortableTiles = portable_tiles();
