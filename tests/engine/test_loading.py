@@ -171,6 +171,13 @@ def test_cancel(mixtral: Path, after: int) -> None:
         )
 
 
+def test_a_broken_tokenizer_is_said_before_anything_else(mixtral: Path) -> None:
+    (mixtral / "tokenizer.json").write_text("{}")
+    error = refusal(mixtral, ram_bytes=10_000)
+    assert error.code is ErrorCode.CHECKPOINT_DAMAGED
+    assert "tokenizer" in error.message
+
+
 # --- checkpoints that are not what they say -------------------------------------------------------
 
 

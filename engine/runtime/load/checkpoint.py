@@ -1,8 +1,8 @@
-"""What a checkpoint holds: its tokenizer, and a model without weights that says which it wants."""
+"""What a checkpoint holds: a model without weights that says which it wants."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from engine.runtime.load.library_models import (
     quantizer_for,
     read_library_config,
 )
-from engine.runtime.load.tokenizer import load_tokenizer
 
 _UNKNOWN_CONTEXT = 32_768
 """For models that set themselves no limit (state-space models, say)."""
@@ -47,7 +46,6 @@ class OpenedCheckpoint:
 
     directory: Path
     profile: ModelProfile
-    tokenizer: Any
     model: Any
     sites: list[ExpertsSite]
     plan: LoadingPlan
@@ -74,7 +72,7 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
-    """Reads headers and the tokenizer of `config.model`, and builds the model on the meta device.
+    """Reads headers of `config.model`, but not its tokenizer, and builds the model on the meta device.
 
     Raises:
         EngineError: the checkpoint is damaged, or not one that runs here.
@@ -87,11 +85,11 @@ def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
     directory = Path(config.model)
     opened = read_headers(directory, config.precision)
     finish_generation_config(opened.model, directory)
-    return replace(opened, tokenizer=load_tokenizer(directory))
+    return opened
 
 
 def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
-    """The same without the tokenizer; seconds, and no weights.
+    """The same without what the model says about sampling.
 
     Raises:
         EngineError: as `open_checkpoint`.
@@ -110,4 +108,4 @@ def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
     left_out = left_out_note(directory, raw)
-    return OpenedCheckpoint(directory, profile, None, model, sites, plan, dtype, weights, unread_inputs(raw), left_out)
+    return OpenedCheckpoint(directory, profile, model, sites, plan, dtype, weights, unread_inputs(raw), left_out)

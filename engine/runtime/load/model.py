@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +37,7 @@ from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.stored import stored_note
-from engine.runtime.load.tokenizer import template_note
+from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, read_weights
 from engine.runtime.loaded_model import LoadedModel, LoadingParts
 
@@ -100,11 +102,23 @@ def _load(
 ) -> LoadedModel:
     parts = LoadingParts(devices=devices, foresight=Foresight(learns_always=config.prefetch == "mlp"))
     try:
-        with torch.no_grad(), quiet_library():
+        with torch.no_grad(), quiet_library(), _without_collector():
             return _load_parts(config, parts, on_progress, cancelled, note)
     except BaseException:
         parts.close()
         raise
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Looking for cycles among the objects of vocabularies, again and again, takes as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _load_parts(
@@ -114,8 +128,27 @@ def _load_parts(
     cancelled: Callable[[], bool],
     note: str,
 ) -> LoadedModel:
-    threads = torch.get_num_threads()
     opened = open_checkpoint(config)
+    with tokenizer_meanwhile(opened.directory) as tokenizer:
+
+        def stops() -> bool:
+            if tokenizer.done():
+                tokenizer.result()  # if there is something wrong with it, nothing else need be read
+            return cancelled()
+
+        return _load_weights(config, opened, tokenizer, parts, on_progress, stops, note)
+
+
+def _load_weights(
+    config: EngineConfig,
+    opened: OpenedCheckpoint,
+    tokenizer: Future[Any],
+    parts: LoadingParts,
+    on_progress: Callable[[int, int], None],
+    cancelled: Callable[[], bool],
+    note: str,
+) -> LoadedModel:
+    threads = torch.get_num_threads()
     model = parts.model = opened.model
     decision = decide(opened, config, parts.devices.devices)
     parts.place(decision.devices, decision.layers)
@@ -136,6 +169,7 @@ def _load_parts(
     verify(model, decision.sites)
     return _hand_over(
         opened,
+        tokenizer.result(),
         decision,
         parts,
         config,
@@ -147,6 +181,7 @@ def _load_parts(
 
 def _hand_over(
     opened: OpenedCheckpoint,
+    tokenizer: Any,
     decision: Decision,
     parts: LoadingParts,
     config: EngineConfig,
@@ -199,11 +234,11 @@ def _hand_over(
         experts_bytes=sum(each.nbytes for each in held if each is not None),
         kv_bytes_per_token=kv_bytes,
         device_note=" ".join(filter(None, notes)),
-        template_note=template_note(opened.tokenizer),
+        template_note=template_note(tokenizer),
     )
     return LoadedModel(
         model=opened.model,
-        tokenizer=opened.tokenizer,
+        tokenizer=tokenizer,
         info=info,
         bank=parts.bank,
         disk_backed=parts.disk_backed,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +48,28 @@ def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) ->
         for name, content in tokenizer_files(read_gguf(gguf).metadata, gguf).items():
             Path(made, name).write_text(content, encoding="utf-8")
         return _load(Path(made), gguf, cancelled)
+
+
+@contextlib.contextmanager
+def tokenizer_meanwhile(directory: Path) -> Iterator[Future[Any]]:
+    """Loads the tokenizer on a thread while the body runs.
+
+    What is wrong with it is raised whatever else the body finds wrong with the model.
+
+    Raises:
+        EngineError: as `load_tokenizer`.
+    """
+    stopped = threading.Event()
+    with ThreadPoolExecutor(1, "tokenizer") as pool:
+        loading = pool.submit(load_tokenizer, directory, stopped.is_set)
+        try:
+            yield loading
+        except EngineError:
+            loading.result()
+            raise
+        except BaseException:
+            stopped.set()
+            raise
 
 
 def _load(directory: Path, shown: Path, cancelled: CancelCheck) -> Any:
