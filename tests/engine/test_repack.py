@@ -197,7 +197,7 @@ every_codes = pytest.mark.parametrize("kind", CODES)
 
 
 def made_up_codes(kind: str, rows: int, columns: int, group: int, seed: int) -> Codes:
-    """Some scales are 0, some infinite, some zeros beyond what a record has, where these are not fixed."""
+    """Some scales are 0, some infinite or beyond fp16, some zeros beyond what a record has, where these are not fixed."""
     arrangement, bits, other = CODES[kind]
     rng = np.random.default_rng(seed)
     shape = {
@@ -211,6 +211,7 @@ def made_up_codes(kind: str, rows: int, columns: int, group: int, seed: int) -> 
     scales = rng.uniform(0.01, 0.02, of_groups).astype(np.float32)
     scales[rng.random(of_groups) < 0.1] = 0
     scales[0, 0] = np.inf
+    scales[1:3, 0] = (6.6e4, 1.4e-7) if bits == 8 else 0.01
     zeros = rng.integers(0, 18, of_groups) if bits < 8 else np.full(of_groups, 128)
     added = rng.uniform(-0.16, 0.01, of_groups).astype(np.float32) if other == "added" else None
     return Codes(

@@ -3,6 +3,7 @@
 #pragma once
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "block_kernels.h"
 #include "block_lanes.h"
@@ -76,6 +77,9 @@ void fit_strays(const CodedGroup *groups, int64_t stride, const GroupScales &sca
     }
 }
 
+// Whether fp16 holds a scale so nearly that no code of int8 moves by half a step.
+inline bool is_near_half(float scale) { return std::fabs(from_half(to_half(scale)) - scale) * 254.0f <= std::fabs(scale); }
+
 // One group of 16 rows: groups[i * stride] of the i-th.
 template <class Type> void keep_group(const CodedGroup *groups, int64_t stride, const BlockHalf &half, int64_t group) {
     constexpr int words = Type::kFormat == SWITCHYARD_INT8 ? 8 : 4;
@@ -94,6 +98,7 @@ template <class Type> void keep_group(const CodedGroup *groups, int64_t stride, 
             sums_of(own, &scales.total[i], &scales.squares[i]);
         }
         if constexpr (words == 8) kept[i] = !has_lowest(own) || !std::isfinite(own.scale);
+        if constexpr (std::is_same_v<Type, EightBits>) kept[i] &= is_near_half(own.scale) || !std::isfinite(own.scale);
         for (int j = 0; j < words; ++j) std::memcpy(weights + j * 64 + i * 4, &own.words[j], 4);
     }
     std::memcpy(scales.kept, kept, sizeof kept);

@@ -60,7 +60,7 @@ void choose_zeros(GroupScales &group) {
     }
 }
 
-// Types that are kept in a format with scales in fp16 have such themselves.
+// GGUF's types that are kept in a format with scales in fp16 have such themselves.
 template <int of_format> void choose_scales(GroupScales &group, uint8_t zero) {
     constexpr Format format = kFormats[of_format];
     for (int i = 0; i < kLanes; ++i) {

@@ -41,7 +41,9 @@ struct OwnTiles {
         for (int code = 0; code < 16; ++code)
             table[code] = static_cast<int8_t>(small ? 2 * code - (code < 8 ? 16 : 14) : code * code - 127 + code);
     }
-    TileRow row() const { return {weights.data(), scales.data(), zeros.data(), table, tiles}; }
+    TileRow row() const {
+        return {weights.data(), scales.data(), kFormats[format].has_zeros ? zeros.data() : nullptr, table, tiles};
+    }
     // The weight in a row of 32 and a column of all tiles' columns.
     float weight(int64_t row, int64_t column) const {
         const int64_t tile = column / kGroup, c = column % kGroup, at = tile * kTileRows + row;
