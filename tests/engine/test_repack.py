@@ -197,7 +197,7 @@ every_codes = pytest.mark.parametrize("kind", CODES)
 
 
 def made_up_codes(kind: str, rows: int, columns: int, group: int, seed: int) -> Codes:
-    """Some scales are 0, some infinite or beyond fp16, some zeros beyond what a record has, where these are not fixed."""
+    """Some scales are 0, infinite or beyond fp16, some zeros beyond what a record has, where these are not fixed."""
     arrangement, bits, other = CODES[kind]
     rng = np.random.default_rng(seed)
     shape = {
