@@ -78,11 +78,11 @@ class Strings:
         return self.count
 
     def __iter__(self) -> Iterator[str]:
-        at = 0
+        raw, end, length_at = self.raw, 0, _LENGTH.unpack_from
         for _ in range(self.count):
-            end = at + 8 + int.from_bytes(self.raw[at : at + 8], "little")
-            yield self.raw[at + 8 : end].decode("utf-8")
-            at = end
+            at = end + 8
+            end = at + length_at(raw, end)[0]
+            yield str(raw[at:end], "utf-8")
 
 
 Value = str | bool | int | float | Strings | NDArray[Any]

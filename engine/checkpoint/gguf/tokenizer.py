@@ -18,6 +18,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from engine.checkpoint.gguf.file import Strings
 from engine.checkpoint.gguf.pre_tokenizers import DEFAULT, PRE_TOKENIZERS, PreTokenizer
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import quoted
@@ -609,6 +610,8 @@ def _strings(metadata: Metadata, key: str) -> Sequence[str]:
         raise _DamagedError(f"has no texts as tokenizer.ggml.{key}")
     if len(found) > _MOST_TOKENS:
         raise _DamagedError(f"has {len(found):,} tokenizer.ggml.{key}, more than any vocabulary")
+    if isinstance(found, Strings) and len(found.raw) <= _MOST_BYTES:
+        return list(found)
     texts = []
     size = 0
     for text in found:

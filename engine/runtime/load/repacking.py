@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 
 import torch
@@ -84,20 +85,50 @@ class Repacker:
         return self._rooms[-1]
 
     def _read(self, batch: Sequence[Job], room: torch.Tensor) -> list[_Read]:
-        used, found = 0, list[_Read]()
-        places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
-        for sources, target in batch:
-            read = []
-            for stored in sources:
-                raw = []
-                for part in stored.sources:
-                    raw.append(room[used : used + part.nbytes])
-                    used += _aligned(part.nbytes)
-                places += zip(stored.sources, raw, strict=True)
-                read.append((stored, raw))
-            found.append((read, target))
-        self._reader.read_into(places)
-        return found
+        """Neighbours in a file become neighbours in the room, so that they are read at once."""
+        parts = [part for sources, _ in batch for stored in sources for part in stored.sources]
+        raw: dict[int, torch.Tensor] = {}
+        used, runs = 0, list[_Run]()
+        for index in sorted(range(len(parts)), key=lambda index: _place_of(parts[index])):
+            file, offset = _place_of(parts[index])
+            nbytes = parts[index].nbytes
+            if runs and runs[-1].ends_at(file, offset, used):
+                runs[-1].nbytes += nbytes
+            else:
+                runs.append(_Run(file, offset, used, nbytes))
+            raw[index] = room[used : used + nbytes]
+            used += _aligned(nbytes)
+        self._reader.read_into((run.entry, room[run.begin : run.begin + run.nbytes]) for run in runs)
+        numbers = iter(range(len(parts)))
+        return [
+            ([(stored, [raw[next(numbers)] for _ in stored.sources]) for stored in sources], target)
+            for sources, target in batch
+        ]
+
+
+@dataclass(slots=True)
+class _Run:
+    """Bytes of a file, and where in a room they begin."""
+
+    file: Path
+    offset: int
+    begin: int
+    nbytes: int
+
+    def ends_at(self, file: Path, offset: int, place: int) -> bool:
+        """Whether what is there goes on with it, in the file and in the room."""
+        return file == self.file and offset == self.offset + self.nbytes and place == self.begin + self.nbytes
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The same as a tensor of bytes."""
+        return TensorEntry(self.file, "neighbours", "U8", (self.nbytes,), self.offset, self.nbytes)
+
+
+def _place_of(part: TensorEntry | ExpertSource) -> tuple[Path, int]:
+    if isinstance(part, TensorEntry):
+        return part.file, part.offset
+    return part.entry.file, part.entry.offset + (part.row or 0) * part.nbytes
 
 
 def _repack(batch: list[_Read], kernels: NativeKernels | None) -> None:
