@@ -13,12 +13,9 @@ from app.widgets.card import muted_label
 from app.widgets.fit_table import draw_verdict_mark
 from app.widgets.fit_words import Presence, duration, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, file_size
-from engine.tuning.fit import Recommendation
+from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation
 
 translate = QCoreApplication.translate
-
-ASSUMED_BYTES_PER_S = 100e6 / 8
-"""Before any download has been measured: 100 Mbit/s, which is said."""
 
 
 def role_words(role: str) -> str:
@@ -128,7 +125,7 @@ class RecommendationRow(QWidget):
     def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:
         """Where it is, and how long it takes to get."""
         one = self.recommendation
-        seconds = one.seconds_to_first_answer(bytes_per_s or ASSUMED_BYTES_PER_S)
+        seconds = one.seconds_to_first_answer(bytes_per_s or ASSUMED_LINE_BYTES_PER_S)
         words = (
             self.tr("first answer in about {0}") if bytes_per_s else self.tr("first answer in about {0} at 100 Mbit/s")
         )

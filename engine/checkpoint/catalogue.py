@@ -34,13 +34,11 @@ class CatalogueFile:
         reference: for `engine.checkpoint.hub.find_candidate`: `ORG/NAME:LABEL`.
         bytes: of all its files.
         quality: as in `Candidate`.
-        is_checked: whether the hub was asked; otherwise `bytes` is from elsewhere, or rounded.
     """
 
     reference: str
     bytes: int
     quality: str
-    is_checked: bool = False
 
     @property
     def label(self) -> str:
@@ -172,8 +170,7 @@ def _file(file: ProfileFile, model: str) -> CatalogueFile:
     reference = file.text("reference")
     if not is_reference(reference) or not reference.partition("/")[2].partition(":")[2]:
         raise refused(file.path, f"has {quoted(reference[:80])} as a reference, which must be like ORG/NAME:Q4_K_M")
-    checked = file.content.get("checked") is True
-    found = CatalogueFile(reference, file.whole("bytes", 1, 10**14), "", checked)
+    found = CatalogueFile(reference, file.whole("bytes", 1, 10**14), "")
     return replace(found, quality=quality_of(found.label, model))
 
 

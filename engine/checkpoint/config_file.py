@@ -15,6 +15,8 @@ from engine.families import family_of
 
 CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 * 2**20
+TEXT_CLASS = re.compile(r"(CausalLM|ConditionalGeneration|LMHeadModel|Seq2SeqLM|BlockDiffusion)$")
+"""How the names of classes end that write text."""
 _MOST = ((re.compile(r"(^|_)(layers|n_layer|num_layer)$"), 4096), (re.compile("experts"), 2**20))
 """Names of numbers that are checked."""
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")

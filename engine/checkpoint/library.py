@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
-from engine.checkpoint.gguf.names import all_parts, gguf_at
+from engine.checkpoint.gguf.names import LABEL, all_parts, gguf_at
 from engine.checkpoint.in_use import reading
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
@@ -37,9 +37,6 @@ _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8", "compressed-tensors": "compressed"}
-_MIX = re.compile(
-    r"(?<![a-z0-9])(?:UD-)?(?:I?Q\d(?:_[A-Z0-9]+)*|MXFP4(?:_MOE)?|BF16|F16|F32)(?![a-z0-9])", re.IGNORECASE
-)
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 
 
@@ -228,9 +225,9 @@ def _read(path: Path) -> LibraryEntry:
 def _precision_words(path: Path, profile: ModelProfile) -> str:
     stored = profile.quantization or profile.dtype
     gguf = gguf_at(path)
-    mix = _MIX.search(f"{gguf.name} {name_of(path)}") if gguf is not None else None
+    mix = LABEL.search(f"{gguf.name} {name_of(path)}".upper()) if gguf is not None else None
     if mix is not None:  # the name of the whole mixture, which its maker gave it
-        return mix[0].upper()
+        return mix[0]
     return _SHORT.get(stored, stored.upper())
 
 

@@ -14,7 +14,8 @@ from engine.common.paths import models_dir
 STARTER_NAME = "starter"
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,98}[A-Za-z0-9_-])?")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+"""`ORG/NAME` of a model on a hub."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _WINDOWS_DEVICES = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -158,7 +159,7 @@ def _resolve_path(model: str) -> Path:
             ErrorCode.MODEL_NOT_FOUND,
             f"{model} is a file: give the folder with it and its {CONFIG_NAME}, or a GGUF file.",
         )
-    if _HUB_ID.fullmatch(model):
+    if HUB_ID.fullmatch(model):
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"There is no folder {model}; if it is a model on the Hugging Face hub, `switchyard models pull {model}` "

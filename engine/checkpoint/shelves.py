@@ -25,7 +25,7 @@ from pathlib import Path
 
 import platformdirs
 
-from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES
+from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.common.errors import EngineError, ErrorCode
@@ -49,8 +49,6 @@ NO_NAME = re.compile(r"model$|ggml-model\b", re.IGNORECASE)
 """What converters call a file whose model they do not know."""
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
 _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
-_WRITES_TEXT = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How the names of classes end that write text."""
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _OLLAMA_ADAPTER = "application/vnd.ollama.image.adapter"
 
@@ -403,7 +401,7 @@ def _writes_text(config: Path) -> bool:
     """
     try:
         classes = parse_json(read_foreign(config, MAX_CONFIG_BYTES))["architectures"]
-        return not classes or any(each.endswith(_WRITES_TEXT) for each in classes)
+        return not classes or any(TEXT_CLASS.search(each) for each in classes)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return True
 

@@ -30,6 +30,9 @@ from engine.common.sizes import rounded_down, rounded_up
 
 _FILE_MODE, _FOLDER_MODE = 0o600, 0o700
 _LOCK_POLL_S = 0.02
+_HELD_OPEN = (5, 32)
+"""Windows' codes for a file that another program reads just now: access denied, sharing violation."""
+_REPLACE_TRIES, _REPLACE_AGAIN_S = 20, 0.05
 _SHORT = 40
 """Characters of the name that the hidden file repeats: the name itself may be as long as the disk allows."""
 
@@ -67,6 +70,15 @@ class NewFile:
             OSError: the old file is unchanged.
         """
         self.finish()
+        for _ in range(_REPLACE_TRIES):
+            try:
+                self.path.replace(self._target)
+            except PermissionError as error:
+                if getattr(error, "winerror", None) not in _HELD_OPEN:
+                    raise
+                time.sleep(_REPLACE_AGAIN_S)
+            else:
+                return
         self.path.replace(self._target)
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from engine.checkpoint.catalogue import Catalogue, CatalogueEntry
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.repository import QUALITIES
-from engine.checkpoint.library import list_models
+from engine.checkpoint.library import LibraryEntry, list_models
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
@@ -33,6 +33,8 @@ FAST_TOKENS_PER_S = 10.0
 """From here on, text appears faster than most people read."""
 WORKS_TOKENS_PER_S = 3.0
 """Below, a chat is a matter of minutes, and only a batch that may take all night makes sense."""
+ASSUMED_LINE_BYTES_PER_S = 100e6 / 8
+"""Of a download before any has been measured: 100 Mbit/s."""
 _TO_SPARE = 2 * FAST_TOKENS_PER_S
 """From here on, a better quality is worth the time."""
 _AT_MOST = {"int8": "near", "int4": "good"}
@@ -163,8 +165,8 @@ def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: Machine
         found: candidates and what they are; None where `Candidate.problem` says that it cannot run.
         limits: the budgets, the wanted context and precision; the memory of the card bounds the cache.
     """
-    timed = bool(all_results())
-    rows = tuple(_row(candidate, shape, look, limits, timed=timed) for candidate, shape in found)
+    here = list_models() if all_results() else ()  # a scan of all shelves: once per card
+    rows = tuple(_row(candidate, shape, look, limits, here) for candidate, shape in found)
     at, why = _recommended(rows)
     return FitCard(rows, at, why)
 
@@ -181,7 +183,11 @@ class _Run:
 
 
 def _row(
-    candidate: Candidate, shape: ModelShape | None, look: MachineLook, limits: Limits, *, timed: bool = False
+    candidate: Candidate,
+    shape: ModelShape | None,
+    look: MachineLook,
+    limits: Limits,
+    here: Sequence[LibraryEntry] = (),
 ) -> FitRow:
     disk = DiskBytes(look.probe.models_disk_free_bytes or 0, candidate.bytes)
     row = FitRow(candidate, candidate.bytes, candidate.quality, None, None, disk, 0, None, "too-large", "", "")
@@ -190,7 +196,7 @@ def _row(
         return replace(row, why=why, load_anyway="It cannot be loaded.", fits_alone=False)
     row = replace(row, kv_at_context=round(shape.kv_bytes_per_token()) * context_tokens(shape, limits))
     try:
-        run = _run(shape, look, limits, _installed(candidate) if timed else None)
+        run = _run(shape, look, limits, _installed(candidate, here))
     except EngineError as error:
         if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
             raise
@@ -211,7 +217,7 @@ def _row(
     if disk.free and short > 0:
         return replace(
             row,
-            why=f"The disk of the models has {about(disk.free)} free: {rounded_up(short)} too little.",
+            why=f"The disk of the models has {about(disk.free)} free: {rounded_up(short)} short.",
             load_anyway=f"The download begins once {rounded_up(short)} more are free, or in a folder on another disk.",
         )
     return _judged(row, run)
@@ -341,10 +347,10 @@ def _left(quality: str, precision: str) -> str:
     return max(quality, most, key=QUALITIES.index)
 
 
-def _installed(candidate: Candidate) -> Path | None:
-    """Where the candidate's files are on this machine already, by their names and sizes."""
+def _installed(candidate: Candidate, here: Sequence[LibraryEntry]) -> Path | None:
+    """Where the candidate's files are among the models of this machine, by their names and sizes."""
     wanted = [(PurePosixPath(file.path).name, file.size) for file in candidate.files]
-    for entry in list_models():
+    for entry in here:
         folder = entry.path if entry.path.is_dir() else entry.path.parent
         try:
             if wanted and all((folder / name).stat().st_size == size for name, size in wanted):

@@ -357,7 +357,13 @@ def test_a_file_that_is_here_is_loaded_and_one_on_its_way_is_not_asked_for_again
 
 
 def test_a_pasted_link_is_opened_without_a_search(scene: Scene) -> None:
-    for text in ("https://huggingface.co/org/Name", "org/Name", "modelscope:org/Name", "org/Name:Q4_K_M"):
+    for text in (
+        "https://huggingface.co/org/Name",
+        "org/Name",
+        "modelscope:org/Name",
+        "org/Name:Q4_K_M",
+        "hf.co/org/Name:Q4_K_M",
+    ):
         scene.page.search.field.setText(text)
         scene.page.search.button.click()
         assert scene.hub.calls.open.call_args.args == (text,)

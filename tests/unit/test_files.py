@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -160,3 +161,27 @@ def test_files_are_put_in_place_by_one_piece_of_code() -> None:
         or ("mkstemp(" in text and ".replace(" in text)
     }
     assert makers == set()
+
+
+@pytest.mark.parametrize(("code", "is_replaced"), [(5, True), (32, True), (None, False)])
+def test_a_reader_of_the_old_file_delays_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int | None, *, is_replaced: bool
+) -> None:
+    """On Windows nothing takes the place of a file that is open; virus scanners open every file."""
+    replace, left = Path.replace, [2]
+
+    def held(path: Path, target: Path) -> Path:
+        if left[0]:
+            left[0] -= 1
+            error = PermissionError(errno.EACCES, "it is being used by another process")
+            error.winerror = code  # type: ignore[attr-defined,unused-ignore]
+            raise error
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", held)
+    monkeypatch.setattr("engine.common.files._REPLACE_AGAIN_S", 0.0)
+    path = tmp_path / "wanted.json"
+    with contextlib.nullcontext() if is_replaced else pytest.raises(PermissionError):
+        write_private(path, "{}")
+    assert path.exists() == is_replaced
+    assert list(tmp_path.iterdir()) == ([path] if is_replaced else [])

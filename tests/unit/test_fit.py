@@ -172,6 +172,14 @@ def test_what_was_timed_here_is_said_of_the_same_files(monkeypatch: pytest.Monke
     assert found.rows[0].speed.decode == pytest.approx(0.8 * before.speed.decode_tokens_per_s)
 
 
+def test_the_models_of_this_pc_are_looked_for_once_per_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(fit, "all_results", lambda: [object()])
+    monkeypatch.setattr(fit, "list_models", lambda: looks.append(1) or ())
+    fit_card([quantised(OLMOE, label, 4.85) for label in ("Q4_K_M", "Q4_K_S", "IQ4_XS")], look(), Limits())
+    assert looks == [1]
+
+
 def test_what_was_predicted_is_not_predicted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
     real = fit.predict_decode

@@ -445,6 +445,57 @@ def test_gated_models_name_the_page_and_open_with_a_token(hub: HubServer, made: 
     assert {each.authorization for each in hub.asked(host="second")} == {""}  # the token stays with its host
 
 
+@pytest.mark.parametrize("message", ["Invalid credentials in Authorization header", ""])
+def test_a_token_that_has_expired_bars_nothing_that_is_open(
+    hub: HubServer, made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, message: str
+) -> None:
+    monkeypatch.setattr("engine.checkpoint.hub.token._refused", set())
+    monkeypatch.setattr("engine.checkpoint.hub.token._this_run", {"127.0.0.1": "hf_expired"})
+    headers = {"X-Error-Message": message}
+    hub.add("org/model", {"m-Q8_0.gguf": made.one})
+    hub.order(Fault("status", value=401, headers=headers))
+    assert candidate_shape(find_candidate("org/model")).experts == SHAPE.experts
+    assert [bool(each.authorization) for each in hub.requests if each.host == "hub"][:3] == [True, False, False]
+
+
+def test_a_token_that_has_expired_is_named_where_it_is_needed(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.checkpoint.hub.token._this_run", {"127.0.0.1": "hf_expired"})
+    hub.add("org/model", {})
+    hub.order(Fault("status", value=401, headers={"X-Error-Message": "Invalid credentials"}, times=-1))
+    with pytest.raises(HubError) as refused:
+        read_repository("org/model")
+    assert refused.value.reason is HubReason.WRONG_TOKEN
+    assert len(hub.requests) == 2
+
+
+@pytest.mark.parametrize("ask", [search, read_repository])
+def test_a_refusal_that_names_no_licence_is_not_taken_for_one(hub: HubServer, ask: Callable[[str], object]) -> None:
+    hub.add("org/model", {})
+    hub.order(Fault("status", value=403, times=-1))
+    with pytest.raises(HubError) as refused:
+        ask("org/model")
+    assert refused.value.reason is HubReason.REFUSED
+
+
+def test_a_file_of_a_gated_repository_needs_its_licence(hub: HubServer, made: SimpleNamespace) -> None:
+    hub.add("org/model", {"m-Q8_0.gguf": made.one}, gated="auto")
+    found = find_candidate("org/model")
+    hub.order(Fault("status", value=403, path="m-Q8_0.gguf", times=-1))
+    with pytest.raises(HubError) as refused:
+        candidate_shape(found)
+    assert refused.value.reason is HubReason.NEEDS_LICENCE
+
+
+def test_a_list_of_too_many_files_is_given_up_at_once(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.checkpoint.hub.repository._MOST_FILES", 5)
+    hub.page = 3
+    hub.add("org/model", {f"part-{number:02}.txt": b"" for number in range(30)})
+    with pytest.raises(HubError) as refused:
+        read_repository("org/model")
+    assert refused.value.reason is HubReason.BROKEN
+    assert len(hub.requests) == 3  # what it is, and two pages
+
+
 def test_cancelled(hub: HubServer) -> None:
     hub.add("org/model", {})
     with pytest.raises(HubError) as stopped:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import keyring
 import pytest
 from keyring.backend import KeyringBackend
 
 from engine.checkpoint.hub import token as tokens
-from engine.checkpoint.hub.token import for_child, forget_token, read_token, save_token
+from engine.checkpoint.hub.token import for_child, forget_token, read_token, save_token, set_aside
 from engine.common.errors import EngineError
 
 
@@ -43,7 +44,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setattr(tokens, "_this_run", {})
+    for name in ("_this_run", "_of_keyring"):
+        monkeypatch.setattr(tokens, name, {})
+    monkeypatch.setattr(tokens, "_refused", set())
     for name in ("HF_TOKEN", "HF_ENDPOINT", "HUGGING_FACE_HUB_TOKEN", "MODELSCOPE_API_TOKEN", "SWITCHYARD_HUB_TOKENS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", f"{tmp_path}/none")
@@ -96,3 +99,35 @@ def test_what_the_hub_s_own_programs_have_goes_to_that_hub(monkeypatch: pytest.M
     assert read_token("mirror.example") == ""
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
     assert read_token("mirror.example") == "hf_env"
+
+
+def test_a_keyring_is_asked_once_for_a_host_by_however_many(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A locked one may open a dialog each time, also where it holds nothing."""
+    asked: list[str] = []
+
+    def ask(_service: str, host: str) -> str | None:
+        asked.append(host)
+        return memory.kept.get(("Switchyard", host))
+
+    monkeypatch.setattr(memory, "get_password", ask)
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(read_token, ["hub.example"] * 64)) == {""}
+    assert asked == ["hub.example"]
+    assert save_token("hub.example", "hf_abc")
+    monkeypatch.setattr(tokens, "_this_run", {})
+    assert [read_token("hub.example") for _ in range(3)] == ["hf_abc"] * 3
+    assert asked == ["hub.example"] * 2  # once more, to see whether it stays
+    forget_token("hub.example")
+    assert read_token("hub.example") == ""
+
+
+def test_a_token_that_is_set_aside_leaves_the_next_one(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_env")
+    save_token("huggingface.co", "hf_old")
+    set_aside("huggingface.co", "hf_old")
+    assert read_token("huggingface.co") == "hf_env"
+    set_aside("huggingface.co", "hf_env")
+    assert read_token("huggingface.co") == ""
+    save_token("huggingface.co", "hf_old")  # given again: it may be accepted now
+    assert read_token("huggingface.co") == "hf_old"
+    assert memory.kept

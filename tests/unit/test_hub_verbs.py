@@ -11,7 +11,9 @@ import pytest
 
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
+from engine.checkpoint.hub.token import read_token, save_token
 from engine.cli import main
+from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S
 from tests.hub_server import HubServer
 from tests.tiny_gguf import write_model
 from tests.unit.made_up_tuning import MACHINE
@@ -87,8 +89,18 @@ def test_recommend_asks_no_network(run: Run, monkeypatch: pytest.MonkeyPatch, tm
     assert code == 0
     assert own_catalogue().exists()
     assert found["catalogue"] == "2030-01-01"
-    assert not found["line_is_measured"]
+    assert (found["line_is_measured"], found["line_bytes_per_s"]) == (False, ASSUMED_LINE_BYTES_PER_S)
     assert found["recommendations"]
     for one in found["recommendations"]:
         assert one["seconds_to_first_answer"] > one["bytes"] / found["line_bytes_per_s"]
         assert one["unchecked"]
+
+
+def test_a_token_is_forgotten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    save_token("mirror.example", "hf_abc")
+    assert run("forget-token") == (0, {"host": "mirror.example", "is_another_left": False})
+    assert read_token("mirror.example") == ""
+    monkeypatch.setenv("HF_TOKEN", "hf_env")
+    assert run("forget-token", "huggingface") == (0, {"host": "mirror.example", "is_another_left": True})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from PySide6.QtCore import (
     QAbstractListModel,
     QEvent,
@@ -40,13 +38,12 @@ from app.widgets.chip import ElidedLabel
 from app.widgets.fit_card import FitCardView
 from app.widgets.quantities import SEPARATOR
 from app.widgets.small_font import draw_elided, small_font
-from engine.checkpoint.hub import Found, Repository
+from engine.checkpoint.hub import Found, Repository, is_reference
 from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE
 
 FOUND_ROLE = Qt.ItemDataRole.UserRole + 1
 WIDE_EM = 92
 _LIST_PX, _ROWS = 260, 9
-_REFERENCE = re.compile(r"(https?://\S+|(modelscope:)?[\w.-]+/[\w.-]+(@\S+)?(:\S+)?)")
 
 _Index = QModelIndex | QPersistentModelIndex
 
@@ -139,7 +136,7 @@ class SearchCard(Card):
         if not text:
             return
         set_message(self.trouble, "")
-        if _REFERENCE.fullmatch(text):
+        if is_reference(text):
             self.results.show_found(())
             self.results.hide()
             set_message(self.hint, "")

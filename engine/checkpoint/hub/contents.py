@@ -19,9 +19,16 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, check_numbers, read_config, text_part
+from engine.checkpoint.config_file import (
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    TEXT_CLASS,
+    check_numbers,
+    read_config,
+    text_part,
+)
 from engine.checkpoint.counted_shape import shape_of
-from engine.checkpoint.gguf.names import PART, SUFFIX
+from engine.checkpoint.gguf.names import LABEL, PART, SUFFIX
 from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
 from engine.checkpoint.hub.repository import (
     QUALITIES,
@@ -56,15 +63,10 @@ _WANTED = ("good", "near", "original", "fair", "poor")
 """The order in which one is taken for people who named none."""
 _USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "IQ4_XS", "Q5_K_M")
 """Of quality `good`, the most usual first."""
-_LABEL = re.compile(
-    r"(?<![A-Z0-9])((?:UD-)?(?:IQ[1-4]_[A-Z]+|Q[2-8]_K(?:_[A-Z]+)?|Q[2-8]_[01](?:_\d+)*|TQ[12]_0|BF16|FP?16|FP?32"
-    r"|MXFP4(?:_MOE)?|NVFP4))(?![A-Z0-9])"
-)
 _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft|vocab)([-_.]|$)", re.IGNORECASE)
 """GGUF files that are no model."""
 _UNREAD = re.compile(r"(UD-)?(IQ[1-3]_|TQ\d|NVFP4)|.*_\d_\d$")
 """Labels of GGUF files whose blocks are not read."""
-_TEXT_MODELS = re.compile(r"(CausalLM|ConditionalGeneration|LMHeadModel|Seq2SeqLM|MaskedLM|BlockDiffusion)$")
 _BESIDE_WEIGHTS = (
     CONFIG_NAME, INDEX_NAME, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
@@ -170,7 +172,7 @@ def _label_of(stem: str) -> str:
     """`Q4_K_M` from a file's name without its ending, or from its folder's; the whole name without one."""
     path = PurePosixPath(stem)
     for name in (path.name, path.parent.name):
-        found = _LABEL.findall(name.upper())
+        found = LABEL.findall(name.upper())
         if found:
             return str(found[-1])
     return path.name
@@ -252,7 +254,7 @@ def _writes_no_text(config: Mapping[str, Any]) -> str:
         )
     classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-    if not names or any(_TEXT_MODELS.search(name) for name in names):
+    if not names or any(TEXT_CLASS.search(name) for name in names):
         return ""
     return f"It is a {quoted(names[0][:60])}, which writes no text: Switchyard runs models for chat and text only."
 
@@ -463,7 +465,7 @@ def _fetch_small(repository: Repository, folder: Path, names: Sequence[str], can
 
 
 def _place(repository: Repository) -> Place:
-    return place_of(repository.hub, repository.id, repository.endpoint)
+    return place_of(repository.hub, repository.id, repository.endpoint, gated=repository.gated)
 
 
 def _kept_file(candidate: Candidate) -> Path:

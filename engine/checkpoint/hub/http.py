@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from engine.checkpoint.headers import MAX_HEADER
-from engine.checkpoint.hub.token import read_token
+from engine.checkpoint.hub.token import read_token, set_aside
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
 from engine.common.plain_text import plain_line
@@ -45,6 +45,7 @@ class HubReason(StrEnum):
     OFFLINE = "offline"  # no connection, or the hub's server is in trouble
     NEEDS_LICENCE = "needs-licence"  # to be accepted on the hub's page, signed in
     WRONG_TOKEN = "wrong-token"
+    REFUSED = "refused"  # neither for want of a licence nor of a token, as far as the answer says
     NOT_FOUND = "not-found"  # or private: a hub does not tell the difference
     TOO_MANY = "too-many"  # requests
     BROKEN = "broken"  # an answer that makes no sense
@@ -74,22 +75,28 @@ class Place:
         hub: its name for people; endpoint: its address.
         subject: what is asked for: `ORG/NAME`, or words.
         link: the page of it.
+        gated: whether it is given only to people who accepted its licence.
     """
 
     hub: str
     endpoint: str
     subject: str
     link: str
+    gated: bool = False
 
     def headers(self, url: str) -> dict[str, str]:
         """What goes with a request; the token only to the endpoint itself."""
         # No compression: it could unpack to more than the limit.
         found = {"Accept-Encoding": "identity", "User-Agent": "switchyard"}
         if urlsplit(url)[:2] == urlsplit(self.endpoint)[:2]:
-            token = read_token(urlsplit(url).hostname or "")
+            token = self.token()
             if token:
                 found["Authorization"] = f"Bearer {token}"
         return found
+
+    def token(self) -> str:
+        """The hub's token, or an empty string."""
+        return read_token(urlsplit(self.endpoint).hostname or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +126,28 @@ def fetch(place: Place, url: str, most_bytes: int, *, begin: int = 0, end: int |
         HubError: as `HubReason` says; `BROKEN` too for an answer that has more bytes than `most_bytes`, or others than
             asked for.
     """
+    headers = place.headers(url)
+    token = headers.get("Authorization", "").removeprefix("Bearer ")
+    try:
+        return _fetch(place, url, headers, most_bytes, begin, end)
+    except HubError as error:
+        if not token or error.reason is not HubReason.WRONG_TOKEN:
+            raise
+        # An expired token bars what is open to everybody, too.
+        del headers["Authorization"]
+        try:
+            answer = _fetch(place, url, headers, most_bytes, begin, end)
+        except HubError:
+            raise error from None
+    set_aside(urlsplit(url).hostname or "", token)
+    return answer
+
+
+def _fetch(place: Place, url: str, headers: Mapping[str, str], most_bytes: int, begin: int, end: int | None) -> Answer:
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
-    headers = place.headers(url)
     if end is not None:
-        headers["Range"] = f"bytes={begin}-{end - 1}"
+        headers = {**headers, "Range": f"bytes={begin}-{end - 1}"}
     try:
         with get_session().stream("GET", url, headers=headers, timeout=_TIMEOUT_S) as response:
             told = {name.lower(): value for name, value in response.headers.items()}
@@ -316,22 +340,33 @@ def in_time(place: Place, jobs: Sequence[Callable[[], _Result]], cancelled: Canc
 def refusal(place: Place, status: int, headers: Mapping[str, str]) -> HubError:
     """The error for a status of 400 and above; headers with names in small letters."""
     code, subject, hub = headers.get("x-error-code", ""), place.subject, place.hub
-    if code == "GatedRepo" or (status == 403 and code != "RepoNotFound"):
+    is_invalid = "invalid" in headers.get("x-error-message", "").lower()
+    if code == "GatedRepo" or (place.gated and status in (401, 403) and not is_invalid):
+        then = "check that Switchyard's access token is of" if place.token() else "give Switchyard an access token of"
         return HubError(
             HubReason.NEEDS_LICENCE,
-            f"{subject} is given only to people who accepted its licence: sign in at {place.link}, accept it there, "
-            "and give Switchyard an access token of that account.",
+            f"{subject} asks you to accept its licence first: sign in at {place.link}, accept it there, and {then} "
+            "that account.",
             place.link,
             status,
         )
-    if status == 401 and (code != "RepoNotFound" or "invalid" in headers.get("x-error-message", "").lower()):
+    if status == 401 and (code != "RepoNotFound" or is_invalid):
+        what = (
+            f"{hub} does not accept the access token, which may have expired or been withdrawn: give a new one, or "
+            "remove it (`switchyard models forget-token`)."
+            if place.token()
+            else f"{hub} gives {subject} only to those it knows: enter an access token of an account that may read it."
+        )
+        return HubError(HubReason.WRONG_TOKEN, what, place.link, status)
+    if status == 403 and code != "RepoNotFound":
         return HubError(
-            HubReason.WRONG_TOKEN,
-            f"{hub} does not accept the access token: it may have expired or been withdrawn. Give a new one, or none.",
+            HubReason.REFUSED,
+            f"{hub} refuses access to {subject}: a proxy or a firewall may be in the way, or the access token may lack "
+            "the right to read it.",
             place.link,
             status,
         )
-    if status in (401, 404, 410):
+    if status in (401, 403, 404, 410):
         what = "revision" if code == "RevisionNotFound" else "file" if code == "EntryNotFound" else "model"
         return HubError(
             HubReason.NOT_FOUND,
@@ -355,8 +390,7 @@ def unreachable(place: Place, error: Exception) -> HubError:
     why = said[:120] if said else type(error).__name__
     return HubError(
         HubReason.OFFLINE,
-        f"Could not read {place.subject} from {place.hub} ({why}): check the network; what is on this PC works "
-        "without.",
+        f"Could not read {place.subject} from {place.hub} ({why}): check the network; models on this PC still work.",
     )
 
 

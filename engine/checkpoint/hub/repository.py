@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 
 from engine.checkpoint.hub.http import Place, api, broken
+from engine.checkpoint.names import HUB_ID
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.plain_text import plain_line, quoted
 
@@ -29,7 +30,6 @@ _HOSTS = {
     **dict.fromkeys(("huggingface.co", "www.huggingface.co", "hf.co"), HUGGINGFACE),
     **dict.fromkeys(("modelscope.cn", "www.modelscope.cn", "modelscope.ai", "www.modelscope.ai"), MODELSCOPE),
 }
-_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _REFERENCE = re.compile(
     r"(?:(?P<hub>huggingface|modelscope):)?(?P<id>[^@:\s]+)(?:@(?P<revision>[^:\s]+))?(?::(?P<what>.+))?"
 )
@@ -50,7 +50,7 @@ _NO_MODEL = {
     "openvino": "it holds OpenVINO files, which Switchyard does not read",
     "pytorch": "its weights are pickle files, which can run code when opened: look for its safetensors or GGUF version",
 }
-_WRITES_TEXT = (
+_TEXT_TASKS = (
     "text-generation", "text2text-generation", "image-text-to-text", "video-text-to-text", "audio-text-to-text",
     "any-to-any", "conversational", "",
 )  # fmt: skip
@@ -190,7 +190,7 @@ def parse_reference(text: str) -> Reference:
     if "://" in text or hub:
         return _from_address(text, bare, hub)
     found = _REFERENCE.fullmatch(text)
-    if found is None or not _ID.fullmatch(found["id"]):
+    if found is None or not HUB_ID.fullmatch(found["id"]):
         raise _no_reference(text)
     return Reference(found["hub"] or HUGGINGFACE, found["id"], found["revision"] or "", found["what"] or "")
 
@@ -221,7 +221,7 @@ def _from_address(text: str, bare: str, hub: str) -> Reference:
     if len(parts) > 3 and parts[2] in ("tree", "blob", "resolve", "raw"):
         revision, what = parts[3], "/".join(parts[4:]) or what
     found = f"{parts[0]}/{name}"
-    if not _ID.fullmatch(found):
+    if not HUB_ID.fullmatch(found):
         raise _no_reference(text)
     return Reference(hub, found, revision, what)
 
@@ -241,11 +241,11 @@ def endpoint_of(hub: str) -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
-def place_of(hub: str, subject: str, endpoint: str = "") -> Place:
+def place_of(hub: str, subject: str, endpoint: str = "", *, gated: bool = False) -> Place:
     """Where requests about a repository, or a search, go."""
     endpoint = endpoint or endpoint_of(hub)
     page = f"{endpoint}/models/{subject}" if hub == MODELSCOPE else f"{endpoint}/{subject}"
-    return Place(NAMES[hub], endpoint, subject, page if _ID.fullmatch(subject) else endpoint)
+    return Place(NAMES[hub], endpoint, subject, page if HUB_ID.fullmatch(subject) else endpoint, gated)
 
 
 def read_repository(reference: str, *, cancelled: CancelCheck = never_cancelled) -> Repository:
@@ -270,7 +270,7 @@ def _on_huggingface(place: Place, asked: Reference, cancelled: CancelCheck) -> R
     if not isinstance(said, dict) or not _COMMIT.fullmatch(_text(said.get("sha"))):
         raise broken(place, "it does not say which commit is the newest")
     found = _text(said.get("id"))
-    name = found if _ID.fullmatch(found) else asked.id  # another one if it was renamed
+    name = found if HUB_ID.fullmatch(found) else asked.id  # another one if it was renamed
     card = said.get("cardData") if isinstance(said.get("cardData"), dict) else {}
     assert isinstance(card, dict)
     url = f"{base}{name}/tree/{quote(said['sha'], safe='')}?recursive=true"
@@ -300,13 +300,15 @@ def _huggingface_files(place: Place, url: str, cancelled: CancelCheck) -> tuple[
                 big = item.get("lfs") if isinstance(item.get("lfs"), dict) else {}
                 assert isinstance(big, dict)
                 found += _file(item.get("path"), big.get("size", item.get("size")), big.get("oid", big.get("sha256")))
+        if len(found) > _MOST_FILES:
+            break
         following = _NEXT.search(headers.get("link", ""))
         if following is None:
             return _listed(place, found)
         rest = urlsplit(urljoin(url, following[1]))
         here = urlsplit(place.endpoint)  # and not where the answer leads: some mirrors name the hub that they copy
         url = f"{place.endpoint}{rest.path.removeprefix(here.path)}?{rest.query}"
-    raise broken(place, f"its list of files has more than {_MOST_PAGES} pages")
+    raise broken(place, f"its list has more than {_MOST_FILES:,} files, or more than {_MOST_PAGES} pages")
 
 
 def _on_modelscope(place: Place, asked: Reference, cancelled: CancelCheck) -> Repository:
@@ -423,7 +425,7 @@ def search(text: str, *, limit: int = 20, cancelled: CancelCheck = never_cancell
         items, _ = api(place, f"{place.endpoint}/api/models?{query}", cancelled)
     if not isinstance(items, list):
         raise broken(place, "it does not list what it found")
-    found = [_found(hub, item) for item in items if isinstance(item, dict) and _ID.fullmatch(_text(item.get("id")))]
+    found = [_found(hub, item) for item in items if isinstance(item, dict) and HUB_ID.fullmatch(_text(item.get("id")))]
     return tuple(sorted(found[:limit], key=lambda one: bool(one.problem)))
 
 
@@ -452,6 +454,6 @@ def _problem(tags: set[str], task: str) -> str:
     for tag, why in _NO_MODEL.items():
         if tag in tags and (tag not in ("onnx", "openvino", "pytorch") or not tags.intersection(_RUNS)):
             return f"Nothing here can run: {why}."
-    if task not in _WRITES_TEXT:
+    if task not in _TEXT_TASKS:
         return f"Nothing here can run: it is made for {task.replace('-', ' ')}, not for writing text."
     return ""

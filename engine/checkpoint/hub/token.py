@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import re
+import threading
 from urllib.parse import urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
@@ -19,15 +20,30 @@ _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 _HUGGINGFACE, _MODELSCOPE = "huggingface.co", ("modelscope.cn", "www.modelscope.cn")
 
 _this_run: dict[str, str] = {}
+_of_keyring: dict[str, str] = {}
+"""What the keyring said; an empty string where it had nothing: asking again could open a dialog of the system's."""
+_refused: set[tuple[str, str]] = set()
+"""Hosts and tokens that these did not accept."""
+_asking = threading.Lock()
 
 
 def read_token(host: str) -> str:
     """The token for a host such as `huggingface.co`, or an empty string.
 
-    What was saved here comes first, then what the hub's own programs would use.
+    What was saved here comes first, then what the hub's own programs would use. The keyring is asked once per host, so
+    this may wait for it, and for people who unlock it.
     """
     host = host.lower()
-    return _this_run.get(host) or _inherited().get(host) or _in_keyring(host) or _of_other_programs(host)
+    for found in (_this_run.get, _inherited().get, _in_keyring, _of_other_programs):
+        token = found(host)
+        if token and (host, token) not in _refused:
+            return token
+    return ""
+
+
+def set_aside(host: str, token: str) -> None:
+    """Does without a token for the rest of this run: the host does not accept it, and gives without it."""
+    _refused.add((host.lower(), token))
 
 
 def save_token(host: str, token: str) -> bool:
@@ -46,6 +62,9 @@ def save_token(host: str, token: str) -> bool:
         import keyring
 
         keyring.set_password(_SERVICE, host, token)
+    _refused.discard((host, token))
+    with _asking:
+        _of_keyring.pop(host, None)
     return _in_keyring(host) == token  # a backend may accept and keep nothing
 
 
@@ -57,6 +76,8 @@ def forget_token(host: str) -> None:
         import keyring
 
         keyring.delete_password(_SERVICE, host)
+    with _asking:
+        _of_keyring.pop(host, None)
 
 
 def for_child() -> dict[str, str]:
@@ -72,6 +93,13 @@ def _inherited() -> dict[str, str]:
 
 
 def _in_keyring(host: str) -> str:
+    with _asking:  # many connections begin at once
+        if host not in _of_keyring:
+            _of_keyring[host] = _ask_keyring(host)
+        return _of_keyring[host]
+
+
+def _ask_keyring(host: str) -> str:
     with contextlib.suppress(Exception):  # as above: none, locked, or without a session to ask in
         import keyring
 

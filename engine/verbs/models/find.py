@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from engine.common.sizes import about
 from engine.verbs.models.actions import AddAction
@@ -17,8 +18,7 @@ if TYPE_CHECKING:
     from engine.checkpoint.hub import Found
     from engine.tuning.fit import Recommendation
 
-_USUAL_LINE = 6e6
-"""Bytes per second of an ordinary line, for times before the first download."""
+HUBS = ("huggingface", "modelscope")
 _MOST = 100
 
 
@@ -32,6 +32,8 @@ def add_actions(action: AddAction) -> None:
         "--catalogue", type=Path, metavar="FILE", help="a newer catalogue, which is kept and used from now on"
     )
     add_limit_options(recommending)
+    forgetting = action("forget-token", "remove the access token that was entered for a hub", _forget_token)
+    forgetting.add_argument("hub", nargs="?", choices=HUBS, default=HUBS[0], help=f"default: {HUBS[0]}")
 
 
 def _search(args: argparse.Namespace) -> int:
@@ -61,15 +63,29 @@ def _size(parameters: float | None) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters else ""
 
 
+def _forget_token(args: argparse.Namespace) -> int:
+    from engine.checkpoint.hub.repository import NAMES, endpoint_of
+    from engine.checkpoint.hub.token import forget_token, read_token
+
+    host = urlsplit(endpoint_of(args.hub)).hostname or ""
+    forget_token(host)
+    is_left = bool(read_token(host))
+    human = f"Switchyard keeps no access token for {NAMES[args.hub]}."
+    if is_left:
+        human += " Another program's is still used: see `hf auth logout` and the environment (HF_TOKEN)."
+    emit({"host": host, "is_another_left": is_left}, as_json=args.json, human=human)
+    return 0
+
+
 def _recommend(args: argparse.Namespace) -> int:
     from engine.checkpoint.catalogue import read_catalogue, use_catalogue
     from engine.checkpoint.downloads.queue import line_speed
-    from engine.tuning.fit import recommend
+    from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, recommend
 
     catalogue = use_catalogue(args.catalogue) if args.catalogue else read_catalogue()
     look, limits = this_machine(asked_limits(args))
     measured = line_speed()
-    line = measured or _USUAL_LINE
+    line = measured or ASSUMED_LINE_BYTES_PER_S
     found = recommend(catalogue, look, limits)
     document = {
         "catalogue": catalogue.date,
