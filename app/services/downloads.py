@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
 from app.services.background import LatestTask, TaskQueue
+from app.services.settings import Settings
 from engine.common.errors import EngineError
 from engine.common.paths import python_module
 
@@ -25,6 +26,8 @@ LOOK_MS = 500
 IDLE_LOOK_MS = 3000
 """While nothing is to be done: a terminal may begin a download at any time."""
 START_AGAIN_MS = 5000
+LIMIT_KEY = "download_limit"
+"""Setting: bytes a second for each download that is added in the window."""
 MOST_STARTS = 5
 """In a row, of a process that ends with something left to do."""
 TERMINATE_MS = 3000
@@ -41,17 +44,18 @@ class Downloads(QObject):
     finished = Signal(object)
     problem = Signal(str)
 
-    def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
+    def __init__(self, settings: Settings, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
         """`command` replaces the installed command line."""
         super().__init__(parent)
         own, self._variables = python_module("engine.cli")
         self._command = command or [*own, "models", "pull", "--queue", "--json"]
         self._entries: tuple[Download, ...] | None = None
         self._looking, self._asking = LatestTask(self), TaskQueue(self)
+        self._tokens = LatestTask(self)  # a locked keyring waits for its owner: nothing else waits with it
         self._process: QProcess | None = None
         self._starts = 0
         self._forgotten: set[str] = set()
-        self._limit = 0
+        self._settings = settings
         self._is_watched = False
         self._closing = threading.Event()
         self._timer = QTimer(self, interval=IDLE_LOOK_MS)
@@ -66,8 +70,8 @@ class Downloads(QObject):
 
     @property
     def limit(self) -> int:
-        """Bytes a second for each download; 0 for no limit."""
-        return self._limit
+        """Bytes a second for each download, kept in the settings; 0 for no limit."""
+        return max(0, self._settings.get(LIMIT_KEY, 0))
 
     @property
     def is_running(self) -> bool:
@@ -96,9 +100,9 @@ class Downloads(QObject):
         def doing() -> Download:
             from engine.checkpoint.downloads.queue import add
 
-            return self._limited(add(candidate))
+            return _limited(add(candidate), limit)
 
-        self._starts = 0
+        self._starts, limit = 0, self.limit
         self._ask(doing, then)
 
     def add_reference(self, reference: str, then: Callable[[Download], object] = lambda _download: None) -> None:
@@ -108,9 +112,9 @@ class Downloads(QObject):
             from engine.checkpoint.downloads.queue import add
             from engine.checkpoint.hub import find_candidate
 
-            return self._limited(add(find_candidate(reference, cancelled=self._closing.is_set)))
+            return _limited(add(find_candidate(reference, cancelled=self._closing.is_set)), limit)
 
-        self._starts = 0
+        self._starts, limit = 0, self.limit
         self._ask(doing, then)
 
     def pause(self, key: str) -> None:
@@ -165,7 +169,7 @@ class Downloads(QObject):
 
     def set_limit(self, bytes_per_s: int) -> None:
         """Limits every download, also those that are added later, to so many bytes a second; 0 for no limit."""
-        self._limit = bytes_per_s
+        self._settings.set(LIMIT_KEY, bytes_per_s)
         keys = [one.key for one in self.entries]
         if not keys:
             return
@@ -178,11 +182,15 @@ class Downloads(QObject):
 
         self._ask(doing)
 
-    def has_token(self, host: str) -> bool:
-        """Whether there is a token for a hub."""
-        from engine.checkpoint.hub.token import read_token
+    def ask_token(self, host: str, then: Callable[[bool], object]) -> None:
+        """`then` gets whether there is a token for a hub, for the latest question only: a keyring may be slow."""
 
-        return bool(read_token(host))
+        def doing() -> bool:
+            from engine.checkpoint.hub.token import read_token
+
+            return bool(read_token(host))
+
+        self._tokens.ask(doing, then)
 
     def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
         """Keeps a hub's token, with which all downloads go on; `then` gets whether it stays after this run."""
@@ -208,19 +216,11 @@ class Downloads(QObject):
         process = self._process
         if process is not None:
             self._stop(process)
-        self._looking.close()
-        self._asking.close()
+        for task in (self._looking, self._asking, self._tokens):
+            task.close()
         if process is not None and not process.waitForFinished(TERMINATE_MS):
             process.kill()
             process.waitForFinished(TERMINATE_MS)
-
-    def _limited(self, download: Download) -> Download:
-        """With the limit that holds for all; runs in the background."""
-        from engine.checkpoint.downloads.queue import set_limit
-
-        if self._limit:
-            set_limit(download.key, self._limit)
-        return download
 
     # --- following --------------------------------------------------------------------------------------
 
@@ -326,3 +326,12 @@ def read_downloads() -> tuple[Download, ...]:
     from engine.checkpoint.downloads.queue import downloads
 
     return tuple(downloads())
+
+
+def _limited(download: Download, bytes_per_s: int) -> Download:
+    """With the limit that holds for all; runs in the background."""
+    from engine.checkpoint.downloads.queue import set_limit
+
+    if bytes_per_s:
+        set_limit(download.key, bytes_per_s)
+    return download

@@ -112,7 +112,7 @@ class Services:
         """The queue of downloads."""
         from app.services.downloads import Downloads
 
-        return Downloads()
+        return Downloads(self.settings)
 
     @cached_property
     def speeds(self) -> ModelSpeeds:

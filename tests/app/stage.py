@@ -32,7 +32,6 @@ from app.views.chat.chat_view import ChatView
 from app.views.main_window import MainWindow
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.models import ModelsPage
-from app.views.models.token_dialog import TokenDialog
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
@@ -41,6 +40,7 @@ from app.views.tune.step_bar import TIMED
 from app.widgets.asking import ask
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
+from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.library import Listing
 from engine.common.errors import ErrorCode

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from pytestqt.qtbot import QtBot
 
 import app.services.downloads as service
-from app.services.downloads import MOST_STARTS, Downloads
+from app.services.downloads import LIMIT_KEY, MOST_STARTS, Downloads
+from app.services.settings import Settings
 from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import Download, DownloadState
-from engine.checkpoint.hub import Candidate, RepoFile, Repository
+from engine.checkpoint.hub import Candidate, RepoFile, Repository, token
 from engine.common.errors import EngineError, ErrorCode
 from tests.app.model_parts import download
 
@@ -26,17 +27,41 @@ Make = Callable[[list[str]], Downloads]
 
 
 @pytest.fixture
-def make(switchyard_home: Path, qtbot: QtBot) -> Iterator[Make]:
+def make(settings: Settings, qtbot: QtBot) -> Iterator[Make]:
     made: list[Downloads] = []
 
     def make(command: list[str]) -> Downloads:
-        made.append(Downloads(command=command))
+        made.append(Downloads(settings, command=command))
         return made[-1]
 
     yield make
     for one in made:
         one.close()
         one.deleteLater()
+
+
+def test_a_limit_that_was_set_elsewhere_stays_until_another_is_chosen(
+    make: Make, settings: Settings, qtbot: QtBot
+) -> None:
+    key = queue.add(CANDIDATE).key
+    queue.set_limit(key, 2000)
+    settings.set(LIMIT_KEY, 1000)
+    downloads = make(SLEEPS)
+    downloads.add(replace(CANDIDATE, label="Q8_0"))
+    qtbot.waitUntil(lambda: sorted(one.limit_bytes_per_s for one in downloads.entries) == [1000, 2000])
+    downloads.set_limit(0)
+    qtbot.waitUntil(lambda: [one.limit_bytes_per_s for one in downloads.entries] == [0, 0])
+
+
+def test_whether_there_is_a_token_is_asked_in_the_background(
+    make: Make, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[threading.Thread] = []
+    answers: list[bool] = []
+    monkeypatch.setattr(token, "read_token", lambda _host: asked.append(threading.current_thread()) or "hf_x")
+    make(SLEEPS).ask_token("hub.example", answers.append)
+    qtbot.waitUntil(lambda: answers == [True])
+    assert asked != [threading.main_thread()]
 
 
 def test_a_download_is_added_paused_resumed_ordered_and_cancelled(make: Make, qtbot: QtBot) -> None:

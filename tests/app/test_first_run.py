@@ -23,6 +23,7 @@ from app.views.first_run import FirstRunPage
 from app.views.first_run.phrases import meaning_words, parts_words
 from app.views.first_run.starter_card import StarterCard
 from app.widgets.page import CHAT, MODELS
+from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
 from tests.app import tuning_results as made
@@ -46,8 +47,8 @@ def download(state: DownloadState = DownloadState.RUNNING, **other: object) -> D
 class NoDownloads(Downloads):
     """Notes what is asked for; nothing is fetched."""
 
-    def __init__(self) -> None:
-        super().__init__(command=["/no/such/program"])
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings, command=["/no/such/program"])
         self.asked: list[tuple[str, str]] = []
         self.then: Callable[[Download], object] = lambda _download: None
 
@@ -64,6 +65,10 @@ class NoDownloads(Downloads):
     def resume(self, key: str) -> None:
         self.asked.append(("resume", key))
 
+    def save_token(self, host: str, token: str, then: Callable[[bool], object]) -> None:
+        self.asked.append(("token", host))
+        then(True)
+
     def cancel(self, key: str) -> None:
         self.asked.append(("cancel", key))
 
@@ -73,8 +78,8 @@ class NoDownloads(Downloads):
 
 
 @pytest.fixture
-def downloads(qapp: QApplication) -> Iterator[NoDownloads]:
-    result = NoDownloads()
+def downloads(qapp: QApplication, settings: Settings) -> Iterator[NoDownloads]:
+    result = NoDownloads(settings)
     yield result
     result.close()
     result.deleteLater()
@@ -154,12 +159,39 @@ def test_the_model_that_has_come_is_loaded_from_now_on(
     finish(come)
     assert settings.default_model == "small"
     assert (loads.count(), pages.at(0)) == (1, [CHAT])
-    finish(replace(come, name="other"))
     engine.start_loading()
     finish(come)
     engine.end_loading(STARTER_INFO)
     finish(come)
-    assert loads.count() == 2  # a model was there, or on its way
+    engine.unload()
+    finish(replace(come, name="other"))
+    assert (loads.count(), settings.default_model) == (1, "small")  # only the first model is nobody else's choice
+
+
+def test_a_download_that_is_asked_for_here_is_loaded_after_another_model_was_unloaded(
+    page: FirstRunPage, downloads: NoDownloads, engine: ScriptedEngine, settings: Settings
+) -> None:
+    engine.end_loading(STARTER_INFO)
+    engine.unload()
+    page.list.rows[1].button.click()
+    downloads.then(download())
+    page._library._on_listed(Listing((replace(FOUND[2], source=f"{RECOMMENDATIONS[1].reference}@0123456"),)))
+    assert settings.default_model == "small"
+
+
+def test_a_download_that_needs_permission_is_given_a_token_here(page: FirstRunPage, downloads: NoDownloads) -> None:
+    downloads.show(download(DownloadState.FAILED, error_code="download_failed", problem="Its makers ask for more."))
+    page.progress.token.click()
+    dialog = page.findChild(TokenDialog)
+    assert dialog is not None
+    dialog.field.setText("hf_secret")
+    dialog.save.click()
+    assert downloads.asked[1:] == [("token", "huggingface.co"), ("resume", downloads.entries[0].key)]
+
+
+def test_the_speed_limit_is_kept(page: FirstRunPage, settings: Settings) -> None:
+    page.progress.limit_wanted.emit(5_000_000)
+    assert settings.get("download_limit", 0) == 5_000_000
 
 
 def test_a_download_that_ended_between_two_windows_is_loaded_by_the_later_one(

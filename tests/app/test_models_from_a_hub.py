@@ -31,7 +31,7 @@ class Opened:
     def __init__(self, settings: Settings) -> None:
         self.is_closed = False
         self.engine = ScriptedEngine()
-        self.library, self.downloads, self.hub = Library(), Downloads(), Hub()
+        self.library, self.downloads, self.hub = Library(), Downloads(settings), Hub()
         self.speeds = ModelSpeeds(settings)
         self.page = ModelsPage(
             self.engine,  # type: ignore[arg-type]

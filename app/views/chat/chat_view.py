@@ -72,7 +72,7 @@ class ChatView(Page):
         self.presenter = ChatPresenter(client, store, settings, answers, list_model, self)
         self._counter = counter
         self._counter.counted.connect(self._on_counted)
-        self.title_bar = TitleBar(client, self)
+        self.title_bar = TitleBar(client, library, self)
         self.picker = ModelPicker(client, settings, library, speeds, self)
         self.panel = ConversationPanel(list_model, self)
         self.transcript = Transcript(self.presenter.model, self)

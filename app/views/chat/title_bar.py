@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from PySide6.QtCore import QEvent, Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QToolButton, QWidget
 
 from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
+from app.services.library import Library
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import device_text, model_text, rate
 from app.widgets.chip import Chip, ChipButton, ElidedLabel
@@ -16,6 +20,8 @@ from engine.protocol import Finished
 
 HEIGHT = 56
 SPACING_PX = 12
+_NO_NAME = re.compile(r"(sha256[-:])?[0-9a-f]{40,}")
+"""What a hub's cache and Ollama call the files of a model."""
 LEAST_TITLE_CHARACTERS = 14
 """A shorter title is useless: something else makes room for it."""
 
@@ -33,9 +39,9 @@ class TitleBar(QFrame):
     models_wanted = Signal()
     cancel_wanted = Signal()
 
-    def __init__(self, client: EngineClient, parent: QWidget | None = None) -> None:
+    def __init__(self, client: EngineClient, library: Library, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._client = client
+        self._client, self._library = client, library
         self.setObjectName("chatTitleBar")
         self._title = ElidedLabel(self)
         self._title.setProperty("role", "title")
@@ -141,8 +147,9 @@ class TitleBar(QFrame):
         elif not self._client.is_responding:
             show(self.tr("engine not responding"), dot="miss", tip=self._client.last_error)
         elif state is EngineState.LOADING:
-            part = "" if self._client.loading is None else f" {percent(self._client.loading)}"
-            show(self.tr("loading the model") + part, dot="cpu")
+            config, part = self._client.config, self._client.loading
+            words = self.tr("loading {0}").format(self._name_at(config.model if config else ""))
+            show(words if part is None else f"{words} {percent(part)}", dot="cpu", tip=config.model if config else "")
         elif state is EngineState.STARTING:
             show(self.tr("starting the engine"), dot="cpu")
         elif model is not None:
@@ -158,6 +165,14 @@ class TitleBar(QFrame):
             text = " · ".join(filter(None, (device_text(model), said)))
             self.device_chip.show_text(text, warns=bool(note) and not model.is_tuned, tip=note)
         self._fit()
+
+    def _name_at(self, path: str) -> str:
+        """What to call the model at a path that is being loaded: as it is listed, else as its file is called."""
+        entry = self._library.entry(path)
+        if entry is not None:
+            return entry.name
+        name = Path(path).name.removesuffix(".gguf")
+        return self.tr("the model") if not name or _NO_NAME.fullmatch(name) else name
 
     def _on_answered(self, answer: Finished) -> None:
         if answer.tokens_per_s > 0:

@@ -24,6 +24,7 @@ from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.page import CHAT, MODELS, Page
 from app.widgets.recommendations import RecommendationList
+from app.widgets.token_dialog import ask_token_of
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
@@ -63,6 +64,8 @@ class FirstRunPage(Page):
         super().__init__(parent)
         self._client, self._hub, self._downloads, self._library = client, hub, downloads, library
         self._settings = settings
+        self._is_needed = client.model is None
+        """Until the first model is loaded or chosen: what arrives later is nobody's first model."""
         self._asked: set[str] = set()
         """References whose download is being prepared."""
         self.machine = Card(self.tr("This PC"), self)
@@ -142,6 +145,7 @@ class FirstRunPage(Page):
         return button
 
     def _connect(self) -> None:
+        self._client.model_loaded.connect(self._end)
         self._hub.looked.connect(self._show_machine)
         self._library.listed.connect(self._on_listed)
         self._downloads.changed.connect(self._show_models)
@@ -155,7 +159,7 @@ class FirstRunPage(Page):
         self.progress.move_wanted.connect(self._downloads.move)
         self.progress.limit_wanted.connect(self._downloads.set_limit)
         self.progress.cancel_wanted.connect(self._cancel)
-        self.progress.token_wanted.connect(lambda _download: self.page_wanted.emit(MODELS))
+        self.progress.token_wanted.connect(lambda one: ask_token_of(one, self._downloads, self))
 
     # --- what is shown ---
 
@@ -218,6 +222,7 @@ class FirstRunPage(Page):
         if entry is not None:
             self._use(entry)
             return
+        self._is_needed = self._client.model is None
         set_message(self.problem, "")
         self._asked.add(recommendation.reference)
         self._show_models()
@@ -225,7 +230,8 @@ class FirstRunPage(Page):
 
     def _on_added(self, download: Download) -> None:
         self._asked.clear()
-        self._settings.set(WANTED_KEY, download.reference)
+        if self._is_needed:
+            self._settings.set(WANTED_KEY, download.reference)
 
     def _on_problem(self, sentence: str) -> None:
         self._asked.clear()
@@ -238,22 +244,26 @@ class FirstRunPage(Page):
             before_cancelling(download, self, lambda: self._downloads.cancel(key))
 
     def _on_finished(self, download: Download) -> None:
-        self._settings.set(WANTED_KEY, download.reference)
-        self._library.look()
+        if self._is_needed:
+            self._settings.set(WANTED_KEY, download.reference)
+            self._library.look()
 
     def _on_listed(self) -> None:
         self._show_models()
         wanted = self._settings.get(WANTED_KEY, "")
         entry = self._library.entry_from(wanted) if wanted else None
-        if entry is not None:
-            self._settings.set(WANTED_KEY, "")
-            if self._client.model is None and self._client.state is not EngineState.LOADING:
-                self._use(entry)
+        if entry is not None and self._is_needed and self._client.state is not EngineState.LOADING:
+            self._use(entry)
 
     def _use(self, entry: LibraryEntry) -> None:
         self._begin(entry.name)
 
+    def _end(self, _model: object = None) -> None:
+        self._is_needed = False
+        self._settings.set(WANTED_KEY, "")
+
     def _begin(self, model: str) -> None:
+        self._end()
         self._settings.default_model = model
         self.load_wanted.emit()
         if self.isVisible():

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from PySide6.QtCore import QDir, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QDialog, QFileDialog, QHBoxLayout, QListWidget, QPushButton, QVBoxLayout, QWidget
 
+from app.services.background import TaskQueue
 from app.widgets.card import muted_label, set_message, warning_label
 from engine.checkpoint.shelves import add_model_folder, drop_model_folder, model_folders
 from engine.common.errors import EngineError
 
 
 class FoldersDialog(QDialog):
-    """Signals: `changed`, when a folder was added or dropped."""
+    """Folders are added and dropped in the background: one on a network that does not answer takes long to look at.
+
+    Signals: `changed`, when a folder was added or dropped.
+    """
 
     changed = Signal()
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         self.setWindowTitle(self.tr("Model folders"))
+        self._changes = TaskQueue(self)
         words = muted_label(
             self,
             self.tr(
                 "Models in these folders are listed and used where they lie. Downloads go into the first. Those of LM "
-                "Studio, Ollama, Jan, GPT4All and the hub's own cache are found by themselves."
+                "Studio, Ollama, Jan, GPT4All and the hub's own cache are found automatically."
             ),
         )
         self.list = QListWidget(self)
@@ -34,7 +39,7 @@ class FoldersDialog(QDialog):
         self.list.setTextElideMode(Qt.TextElideMode.ElideMiddle)
         self.trouble = warning_label(self)
         self.add = QPushButton(self.tr("Add a folder…"), self)
-        self.drop = QPushButton(self.tr("Take off the list"), self)
+        self.drop = QPushButton(self.tr("Remove from list"), self)
         self.open_ = QPushButton(self.tr("Open"), self)
         close = QPushButton(self.tr("Close"), self)
         row = QHBoxLayout()
@@ -53,7 +58,8 @@ class FoldersDialog(QDialog):
         self.drop.clicked.connect(self._drop)
         self.open_.clicked.connect(self._open)
         close.clicked.connect(self.accept)
-        self.list.currentRowChanged.connect(lambda at: self.drop.setEnabled(at > 0))
+        self.list.currentRowChanged.connect(lambda _at: self._show_buttons())
+        self.finished.connect(lambda _result: self._delete_when_idle())
         self._show(model_folders())
 
     def add_folder(self, folder: Path) -> None:
@@ -71,24 +77,42 @@ class FoldersDialog(QDialog):
     def _drop(self) -> None:
         item = self.list.currentItem()
         if item is not None:
-            self._change(lambda: drop_model_folder(Path(item.text())))
+            folder = Path(item.text())
+            self._change(lambda: drop_model_folder(folder))
 
     def _open(self) -> None:
         item = self.list.currentItem()
         if item is not None:
             QDesktopServices.openUrl(QUrl.fromLocalFile(item.text()))
 
-    def _change(self, change: object) -> None:
-        try:
-            folders = change()  # type: ignore[operator]
-        except EngineError as error:
-            set_message(self.trouble, error.message)
-            return
+    def _change(self, change: Callable[[], tuple[Path, ...]]) -> None:
         set_message(self.trouble, "")
+        self._changes.add(change, self._on_changed, self._on_failed)
+        self._show_buttons()
+
+    def _on_changed(self, folders: tuple[Path, ...]) -> None:
         self._show(folders)
         self.changed.emit()
+        self._delete_when_idle()
+
+    def _on_failed(self, error: Exception) -> None:
+        self._show_buttons()
+        self._delete_when_idle()
+        if not isinstance(error, EngineError):
+            raise error
+        set_message(self.trouble, error.message)
+
+    def _delete_when_idle(self) -> None:
+        """A change that goes on when the dialog is closed is still reported."""
+        if self.isHidden() and not self._changes.is_busy:
+            self.deleteLater()
+
+    def _show_buttons(self) -> None:
+        self.add.setEnabled(not self._changes.is_busy)
+        self.drop.setEnabled(not self._changes.is_busy and self.list.currentRow() > 0)
 
     def _show(self, folders: tuple[Path, ...]) -> None:
         self.list.clear()
         self.list.addItems([str(folder) for folder in folders])
         self.list.setCurrentRow(0)
+        self._show_buttons()

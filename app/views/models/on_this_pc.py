@@ -152,7 +152,7 @@ class OnThisPcCard(Card):
         set_message(self.problem, entry.problem)
         self.load.setEnabled(not entry.problem)
         self.default.setEnabled(not row.is_default and not entry.problem)
-        self.default.setText(self.tr("Is the default") if row.is_default else self.tr("Set as default"))
+        self.default.setText(self.tr("Default") if row.is_default else self.tr("Set as default"))
         for button in (self.load, self.unload, self.default, self.more):
             button.setAccessibleName(f"{button.text()}: {entry.name}")
         self.move_.setVisible(not entry.is_in_place)

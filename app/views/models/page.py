@@ -28,8 +28,7 @@ from app.theme import body_px
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
-from app.views.models.search_card import SearchCard, page_at, page_of
-from app.views.models.token_dialog import TokenDialog
+from app.views.models.search_card import SearchCard, page_of
 from app.widgets.asking import ask
 from app.widgets.banner import Banner
 from app.widgets.card import Card, muted_label, set_message
@@ -43,14 +42,13 @@ from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.toast import Toast
+from app.widgets.token_dialog import TokenDialog, ask_token_of
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
-from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.checkpoint.library import LibraryEntry
 from engine.tuning.fit import FitCard, FitRow, Recommendation
 
 WIDE_PX = 900
-LIMIT_KEY = "download_limit"
 
 
 class ModelsPage(Page):
@@ -98,7 +96,6 @@ class ModelsPage(Page):
         self.toast = Toast(self)
         self._lay_out()
         self._connect()
-        self._downloads.set_limit(max(0, settings.get(LIMIT_KEY, 0)))
         self._show_models()
         self._show_downloads()
         self._show_recommendations()
@@ -265,11 +262,14 @@ class ModelsPage(Page):
         def go_on() -> None:
             self._downloads.add(candidate, self._on_added)
 
+        def on_known(has_token: bool) -> None:
+            if has_token:
+                go_on()
+            else:
+                self._open_token_dialog(repository.id, page_of(repository), host, "", go_on)
+
         host = QUrl(page_of(repository)).host()
-        if self._downloads.has_token(host):
-            go_on()
-        else:
-            self._open_token_dialog(repository.id, page_of(repository), host, "", go_on)
+        self._downloads.ask_token(host, on_known)
 
     def _ask_token_to_read(self, trouble: Trouble) -> None:
         """Of a repository that cannot even be read without."""
@@ -281,12 +281,6 @@ class ModelsPage(Page):
             trouble.sentence,
             lambda: self.search.read_again(reference),
         )
-
-    def _ask_token_of(self, download: Download) -> None:
-        hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
-        page = page_at(endpoint_of(hub or HUGGINGFACE), hub, name)
-        host = QUrl(page).host()
-        self._open_token_dialog(name, page, host, download.problem, lambda: self._downloads.resume(download.key))
 
     def _open_token_dialog(
         self, name: str, page: str, host: str, sentence: str, then: Callable[[], object]
@@ -347,10 +341,6 @@ class ModelsPage(Page):
         if download is not None:
             before_cancelling(download, self, lambda: self._downloads.cancel(key))
 
-    def _set_limit(self, bytes_per_s: int) -> None:
-        self._settings.set(LIMIT_KEY, bytes_per_s)
-        self._downloads.set_limit(bytes_per_s)
-
     # --- building -------------------------------------------------------------------------------------
 
     def _connect(self) -> None:
@@ -383,8 +373,8 @@ class ModelsPage(Page):
         self.downloads.resume_wanted.connect(downloads.resume)
         self.downloads.cancel_wanted.connect(self._ask_cancel)
         self.downloads.move_wanted.connect(downloads.move)
-        self.downloads.limit_wanted.connect(self._set_limit)
-        self.downloads.token_wanted.connect(self._ask_token_of)
+        self.downloads.limit_wanted.connect(downloads.set_limit)
+        self.downloads.token_wanted.connect(lambda download: ask_token_of(download, downloads, self))
         hub.looked.connect(self._on_looked)
         hub.found.connect(self.search.show_found)
         hub.opened.connect(self._on_opened)

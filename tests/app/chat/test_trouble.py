@@ -27,6 +27,10 @@ def test_a_message_sent_while_the_model_loads_waits_in_sight(
     page = open_page()
     engine.start_loading(0.4)
     assert page.title_bar.model_button.words == "loading the model 40%"
+    for path, name in (("/m/Granite-Q4_K_M.gguf", "Granite-Q4_K_M"), ("/c/snapshots/" + "0a" * 20, "the model")):
+        engine.config = EngineConfig(path)
+        engine.loading_changed.emit()
+        assert page.title_bar.model_button.words == f"loading {name} 40%"
     assert "40%" in page.empty.hint
     type_and_send(qtbot, page, "Hello?")
     assert last_answer(page).figures == "waiting for the model to load 40%"

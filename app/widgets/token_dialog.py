@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QEvent, Qt, QUrl
 from PySide6.QtGui import QDesktopServices
@@ -10,6 +11,10 @@ from PySide6.QtWidgets import QDialog, QDialogButtonBox, QLabel, QLineEdit, QPus
 
 from app.theme import scaled
 from app.widgets.card import muted_label, set_message, warning_label
+
+if TYPE_CHECKING:
+    from app.services.downloads import Downloads
+    from engine.checkpoint.downloads.queue import Download
 
 WIDTH_PX = 480
 
@@ -87,3 +92,17 @@ class TokenDialog(QDialog):
         self.field.clear()
         self._save(token)
         self.accept()
+
+
+def ask_token_of(download: Download, downloads: Downloads, parent: QWidget) -> None:
+    """Tells how to get at a download that the hub refused; with a token it goes on."""
+    from engine.checkpoint.hub.repository import HUGGINGFACE, place_of
+
+    hub, _, name = download.reference.rpartition(":")[0].rpartition(":")
+    page = place_of(hub or HUGGINGFACE, name).link
+    host = QUrl(page).host()
+
+    def save(token: str) -> None:
+        downloads.save_token(host, token, lambda _stays: downloads.resume(download.key))
+
+    TokenDialog(name, page, host, download.problem, save, parent).open()
