@@ -303,6 +303,17 @@ def test_no_room_is_said_before_a_byte_is_fetched(hub: HubServer, repo: Repo, mo
     assert hub.requests == []
 
 
+def test_a_token_that_has_expired_bars_no_public_model(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokens, "_this_run", {"127.0.0.1": "hf_expired"})
+    monkeypatch.setattr(tokens, "_refused", set())
+    hub.order(Fault("status", "*", "hub", value=401, headers={"X-Error-Message": "Invalid credentials"}))
+    assert_whole(fetched(hub))
+    assert tokens.read_token("127.0.0.1") == ""
+    assert len([each for each in hub.asked(host="hub") if each.authorization]) <= len(repo.files)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that not even root may write")
 def test_a_folder_that_cannot_be_written(hub: HubServer, repo: Repo) -> None:
     with pytest.raises(EngineError) as refused:

@@ -23,8 +23,9 @@ from urllib.parse import urljoin, urlsplit
 import httpx2
 
 from engine.checkpoint.downloads.records import Plan, PlannedFile
-from engine.checkpoint.hub.repository import RepoFile, file_url
-from engine.checkpoint.hub.token import read_token
+from engine.checkpoint.hub.http import HubReason, refusal
+from engine.checkpoint.hub.repository import RepoFile, file_url, place_of
+from engine.checkpoint.hub.token import read_token, set_aside
 from engine.common.errors import EngineError, ErrorCode
 
 CONNECT_S = 15.0
@@ -153,7 +154,7 @@ def _trouble(error: Exception, url: str) -> Exception:
             )
         return NetworkAway(f"{host} cannot be reached: waiting for the network.")
     if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol | httpx2.LocalProtocolError):
-        return EngineError(ErrorCode.DOWNLOAD_FAILED, f"{host} named an address that is none: try again later.")
+        return EngineError(ErrorCode.DOWNLOAD_FAILED, f"{host} gave an invalid address: try again later.")
     if isinstance(error, httpx2.TimeoutException):
         return LineBroken(f"{host} sends nothing: waiting.")
     return LineBroken(f"The connection to {host} broke: trying again.")
@@ -173,6 +174,7 @@ class Source:
         self._plan, self._file, self._client = plan, file, client
         self._hub_url = file_url(plan.repository, RepoFile(file.path, file.size, file.sha256))
         self._origin = _origin(self._hub_url)
+        self._sends_token = True
         self._lock = threading.RLock()
         self._url = ""  # after redirects; empty: ask the hub
         self._stale = 0
@@ -220,7 +222,7 @@ class Source:
 
     def token_headers(self) -> dict[str, str]:
         """The hub's token, for the hub alone."""
-        token = read_token(urlsplit(self._hub_url).hostname or "")
+        token = read_token(self._origin[1]) if self._sends_token else ""
         return {"Authorization": f"Bearer {token}"} if token else {}
 
     # The way to the content
@@ -244,6 +246,9 @@ class Source:
         for _ in range(_MOST_HOPS):
             hop = stack.enter_context(contextlib.ExitStack())
             response = hop.enter_context(self._client.get(url, self._headers(url, start, end)))
+            if self._does_without_token(response):
+                hop.close()
+                continue
             if url == self._hub_url:
                 self._check_identity(response)
             if response.status_code not in (301, 302, 303, 307, 308):
@@ -258,13 +263,23 @@ class Source:
             url = following
         raise WrongAnswer(self._words("leads in circles"))
 
+    def _does_without_token(self, response: httpx2.Response) -> bool:
+        """Whether to ask again, without the token: an expired one bars what is open to everybody, too."""
+        token = read_token(self._origin[1])
+        if response.status_code < 400 and token and not self._sends_token:
+            set_aside(self._origin[1], token)
+        if response.status_code != 401 or not token or not self._sends_token or self._plan.gated:
+            return False
+        self._sends_token = False
+        return True
+
     def _following(self, url: str, location: str) -> str:
         """Where a redirect leads."""
         try:
             following = urljoin(url, location)
             scheme, host, _ = _origin(following)
         except ValueError:
-            raise WrongAnswer(self._words("names an address that is none")) from None
+            raise WrongAnswer(self._words("gave an invalid address")) from None
         if scheme not in ("https", self._origin[0]) or not host:
             raise WrongAnswer(self._words("leads to an address that is not protected; nothing was sent there"))
         return following
@@ -339,28 +354,16 @@ class Source:
 
     def _final(self, response: httpx2.Response) -> EngineError:
         """What only people can put right."""
-        status, code = response.status_code, response.headers.get("X-Error-Code", "")
-        page = f"{self._plan.endpoint or 'https://huggingface.co'}/{self._plan.id}"
-        has_token = bool(self.token_headers())
-        if code == "GatedRepo" or (self._plan.gated and status in (401, 403)):
-            then = "check that the token belongs to that account" if has_token else "then enter a token of that account"
-            return EngineError(
-                ErrorCode.DOWNLOAD_FAILED, f"{self._plan.id} wants its licence accepted first: do so at {page}, {then}."
-            )
-        if status in (401, 403) and code != "RepoNotFound":
-            what = (
-                "the hub does not accept the token: enter a valid one"
-                if has_token
-                else "enter a token that may read it"
-            )
-            return EngineError(ErrorCode.DOWNLOAD_FAILED, f"{self._plan.id} is not open to everybody, and {what}.")
-        if status in (401, 404, 410):
-            what = f"The file {self._file.path} is" if code == "EntryNotFound" else f"{self._plan.id} is"
-            return EngineError(
-                ErrorCode.MODEL_NOT_FOUND,
-                f"{what} no longer on the hub: it was renamed, deleted or made private; search for it again.",
-            )
-        return EngineError(ErrorCode.DOWNLOAD_FAILED, self._words(f"refuses ({status})"))
+        place = place_of(self._plan.hub, self._plan.id, self._plan.endpoint, gated=self._plan.gated)
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        error = refusal(place, response.status_code, headers)
+        if error.reason is not HubReason.NOT_FOUND:
+            return error
+        what = f"The file {self._file.path}" if headers.get("x-error-code") == "EntryNotFound" else self._plan.id
+        return EngineError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"{what} is no longer on the hub: it was renamed, deleted or made private; search for it again.",
+        )
 
     def _check(self, response: httpx2.Response, start: int, end: int) -> int:
         """How many bytes of the range the answer holds."""
