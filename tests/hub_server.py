@@ -180,6 +180,7 @@ class HubServer:
         self.latency_s, self.per_connection_bytes_per_s = latency_s, per_connection_bytes_per_s
         self.bytes_per_s = bytes_per_s
         self.page = 1000
+        self.has_third_host = False  # the second one only says where the third is
         self.links_last_s = 0.0  # 0: a signed address stays good
         self.repos: dict[str, Repo] = {}
         self.faults: list[Fault] = []
@@ -418,8 +419,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _second(self, repo: Repo, file: str, query: dict[str, str], fault: Fault | None) -> None:
         lasts = self.hub.links_last_s
+        host, _, port = self.headers.get("Host", "").partition(":")
         if file not in repo.files:
             self._send(404, b"")
+        elif self.hub.has_third_host and host == "localhost":
+            self._send(302, b"", {"Location": f"http://127.0.0.1:{port}{self.path}"})
         elif lasts and time.monotonic() - float(query.get("signed", 0)) > lasts:
             self._send(403, b"<Error>expired</Error>")
         else:

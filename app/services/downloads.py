@@ -260,7 +260,7 @@ class Downloads(QObject):
                 if known and one.key in before:
                     self.finished.emit(one)
         waits = any(one.state in (DownloadState.WAITING, DownloadState.RUNNING) for one in unfinished)
-        if waits and not any(one.is_mine for one in unfinished):
+        if waits and not any(one.is_live for one in unfinished):
             self._start()
         if waits or self._is_watched or self._process is not None:
             self._timer.start(LOOK_MS if waits else IDLE_LOOK_MS)

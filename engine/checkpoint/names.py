@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path
 
 from engine.checkpoint.config_file import CONFIG_NAME
@@ -61,7 +62,7 @@ def check_new_name(name: str) -> None:
     Raises:
         EngineError: `INVALID_REQUEST`.
     """
-    if not _NAME.fullmatch(name) or name.split(".")[0].casefold() in _WINDOWS_DEVICES:
+    if not _NAME.fullmatch(name) or is_windows_device(name):
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
             f"{name!r} is not a valid model name: use up to 100 letters, digits, dots, dashes and underscores.",
@@ -83,7 +84,12 @@ def folder_name(name: str) -> str:
 
 def _is_reserved(name: str) -> bool:
     """Whether it means something else to Switchyard, or to Windows."""
-    return name.casefold() == STARTER_NAME or name.split(".")[0].casefold() in _WINDOWS_DEVICES
+    return name.casefold() == STARTER_NAME or is_windows_device(name)
+
+
+def is_windows_device(name: str) -> bool:
+    """Whether Windows takes a file name, whatever its ending, for one of its devices."""
+    return unicodedata.normalize("NFKC", name.split(".")[0]).rstrip(" ").casefold() in _WINDOWS_DEVICES
 
 
 def in_library(name: str) -> Path | None:

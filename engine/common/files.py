@@ -70,16 +70,7 @@ class NewFile:
             OSError: the old file is unchanged.
         """
         self.finish()
-        for _ in range(_REPLACE_TRIES):
-            try:
-                self.path.replace(self._target)
-            except PermissionError as error:
-                if getattr(error, "winerror", None) not in _HELD_OPEN:
-                    raise
-                time.sleep(_REPLACE_AGAIN_S)
-            else:
-                return
-        self.path.replace(self._target)
+        replace_file(self.path, self._target)
 
     def finish(self) -> None:
         """Flushes the file, complete and closed, to the disk, and sets its mode.
@@ -122,6 +113,24 @@ class NewFile:
         finally:
             os.close(descriptor)
             probe.unlink()
+
+
+def replace_file(new: Path, old: Path) -> None:
+    """Renames a file to another's name; on Windows, waits for those who only read the old one just then.
+
+    Raises:
+        OSError: the old file is unchanged.
+    """
+    for _ in range(_REPLACE_TRIES):
+        try:
+            new.replace(old)
+        except PermissionError as error:
+            if getattr(error, "winerror", None) not in _HELD_OPEN:
+                raise
+            time.sleep(_REPLACE_AGAIN_S)
+        else:
+            return
+    new.replace(old)
 
 
 def remove_left_over(path: Path) -> None:
@@ -315,7 +324,7 @@ class Lock:
         return True
 
     def is_held(self) -> bool:
-        """Whether a process holds it.  Looking takes nothing from anybody."""
+        """Whether a process holds it.  Who tries to take it in the moment of a look fails, and needs some patience."""
         try:
             descriptor = os.open(self.path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
         except OSError:

@@ -32,7 +32,7 @@ def download(
     error_code: str = "",
     order: int = 0,
     limit: int = 0,
-    is_mine: bool = False,
+    is_live: bool = False,
 ) -> Download:
     return Download(
         key,
@@ -48,7 +48,7 @@ def download(
         Path("/models") / key,
         order,
         limit,
-        is_mine,
+        is_live,
     )
 
 
@@ -84,7 +84,7 @@ MODELS = (
 DOWNLOADS = (
     download(
         "Qwen3-Next-80B-A3B", title="Qwen3-Next-80B-A3B-Instruct Q4_K_M", state=DownloadState.RUNNING,
-        done=17_300 * 10**6, total=48_100 * 10**6, rate=46.2e6, eta_s=667.0, is_mine=True,
+        done=17_300 * 10**6, total=48_100 * 10**6, rate=46.2e6, eta_s=667.0, is_live=True,
     ),
     download(
         "GLM-4.7-Flash", title="GLM-4.7-Flash Q4_K_M", state=DownloadState.WAITING, total=18_500 * 10**6, order=1,

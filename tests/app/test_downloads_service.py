@@ -130,7 +130,7 @@ def test_what_cannot_be_added_is_a_sentence(make: Make, qtbot: QtBot) -> None:
 def test_what_is_done_is_announced_once_and_forgotten(
     make: Make, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = download("one", state=DownloadState.RUNNING, is_mine=True)
+    running = download("one", state=DownloadState.RUNNING, is_live=True)
     there = [running]
     forgotten: list[str] = []
     finished: list[Download] = []
@@ -141,7 +141,7 @@ def test_what_is_done_is_announced_once_and_forgotten(
     downloads.begin()
     qtbot.waitUntil(lambda: downloads.entries == (running,))
     assert not downloads.is_running  # another process runs it
-    there[0] = replace(running, state=DownloadState.DONE, is_mine=False)
+    there[0] = replace(running, state=DownloadState.DONE, is_live=False)
     downloads.watch(on=True)
     qtbot.waitUntil(lambda: forgotten == ["one"])
     downloads.watch(on=True)
@@ -153,7 +153,7 @@ def test_what_is_done_is_announced_once_and_forgotten(
 def test_a_folder_that_cannot_be_read_for_a_while_changes_nothing(
     make: Make, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running = download("one", state=DownloadState.RUNNING, is_mine=True)
+    running = download("one", state=DownloadState.RUNNING, is_live=True)
     monkeypatch.setattr(queue, "downloads", lambda: [running])
     downloads = make(SLEEPS)
     downloads.begin()

@@ -10,19 +10,24 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine.checkpoint.downloads import download, pace, queue, source, transfer
+from engine.checkpoint.downloads import download, pace, queue, records, source, transfer
 from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, Waits
 from engine.checkpoint.downloads.queue import Download, DownloadState
+from engine.checkpoint.downloads.records import Progress
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.manifest import damaged_files, read_manifest
 from engine.cli import main
+from engine.common import files
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir, models_dir
+from engine.verbs.models import pull
+from engine.verbs.models.progress import ProgressLine
 from tests.hub_server import Fault, HubServer, Repo
 
 PART = 64 * 1024
@@ -179,6 +184,32 @@ def test_what_will_not_help_stops_with_a_sentence_and_goes_on_when_put_right(
     assert_whole(queue.run(failed.key))
 
 
+def test_a_second_host_may_name_a_third(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.has_third_host = True
+    repo.token = "hf_secret"
+    monkeypatch.setattr(tokens, "_this_run", {})
+    tokens.save_token("127.0.0.1", "hf_secret")
+    assert_whole(fetched(hub))
+    asked = hub.asked(FIRST, "second")
+    assert {each.status for each in asked} == {302, 206}
+    assert {each.authorization for each in asked} == {""}
+
+
+def test_a_second_host_that_leads_in_circles_is_given_up(hub: HubServer, repo: Repo) -> None:
+    hub.order(Fault("status", FIRST, "second", times=-1, value=302, headers={"Location": "?again"}))
+    failed = fetched(hub)
+    assert (failed.state, failed.error_code) == (DownloadState.FAILED, "download_failed")
+
+
+@pytest.mark.parametrize("number", ["²", "٣", "9" * 5000, "-1", "1e3"])
+def test_numbers_that_are_none_are_no_numbers(hub: HubServer, repo: Repo, number: str) -> None:
+    assert source._number(number) is None
+    assert source._retry_after(number) == 0.0
+    busy = {"Retry-After": number.encode("utf-8", "replace").decode("latin-1")}
+    hub.order(Fault("status", FIRST, "second", value=503, headers=busy))
+    assert_whole(fetched(hub))
+
+
 def test_no_ranges_at_all(hub: HubServer, repo: Repo) -> None:
     hub.order(Fault("ignore_range", "*", times=-1))
     assert_whole(fetched(hub))
@@ -203,6 +234,60 @@ def test_a_pause_loses_nothing(hub: HubServer, repo: Repo) -> None:
     assert hub.sent_bytes() - before == TOTAL - paused.done_bytes
 
 
+def test_a_pause_in_the_middle_of_the_first_parts_keeps_them(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "STALL_S", 600.0)
+    hub.order(Fault("stall", "*.safetensors", "second", times=-1, after_bytes=40_000))
+    key = queue.add(hub.candidate("org/model")).key
+    seen: list[int] = []
+
+    def rest(now: Download) -> None:
+        seen.append(now.done_bytes)
+        if now.done_bytes > 40_000:
+            queue.pause(key)
+
+    paused = queue.run(key, on_progress=rest)
+    assert paused.state is DownloadState.PAUSED
+    assert paused.done_bytes >= seen[-1] > 0
+    hub.faults.clear()
+    before = len(hub.asked("*.safetensors", "second"))
+    queue.resume(key)
+    assert_whole(queue.run(key))
+    again = hub.asked("*.safetensors", "second")[before:]
+    assert sum(each.sent for each in again) <= TOTAL - paused.done_bytes
+    assert any(each.start % PART for each in again)
+
+
+def test_a_lowered_limit_ends_lines_in_the_middle_of_their_parts(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = 2**20
+    monkeypatch.setattr(transfer, "PART_BYTES", part)
+    monkeypatch.setattr(source, "STALL_S", 600.0)
+    weights = random.Random(3).randbytes(FIRST_CONNECTIONS * part)
+    hub.add("org/wide", {"model.safetensors": weights})
+    hub.per_connection_bytes_per_s = part // 8
+    key = queue.add(hub.candidate("org/wide")).key
+    lines: list[int] = []
+    limited: list[int] = []
+
+    def lower(now: Download) -> None:
+        running = {each.name for each in threading.enumerate() if each.name.startswith("download-")}
+        lines.append(len(running - {"download-hash", "download-sync"}))
+        if lines[-1] == FIRST_CONNECTIONS and not now.limit_bytes_per_s:
+            queue.set_limit(key, part // 2)
+        if now.limit_bytes_per_s and lines[-1] <= 4 and not limited:
+            limited.append(now.done_bytes)
+            hub.per_connection_bytes_per_s = 0
+            queue.set_limit(key, 0)
+
+    assert_whole(queue.run(key, on_progress=lower), {"model.safetensors": weights})
+    assert max(lines) == FIRST_CONNECTIONS
+    assert limited
+    assert limited[0] < len(weights) // 2
+
+
 def test_a_cancelled_one_is_gone(hub: HubServer, repo: Repo) -> None:
     hub.per_connection_bytes_per_s = PART // 4
     key = queue.add(hub.candidate("org/model")).key
@@ -213,6 +298,35 @@ def test_a_cancelled_one_is_gone(hub: HubServer, repo: Repo) -> None:
     waiting = queue.add(hub.candidate("org/model"))
     queue.cancel(waiting.key)
     assert list(models_dir().iterdir()) == []
+
+
+def test_a_look_in_the_same_moment_does_not_keep_a_cancelled_one(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = queue.add(hub.candidate("org/model")).key
+    looks = [False, False]
+    monkeypatch.setattr(files, "try_lock", lambda lock, take=files.try_lock: looks.pop() if looks else take(lock))
+    queue.cancel(key)
+    assert not looks
+    assert queue.downloads() == []
+
+
+def test_a_finished_one_that_the_window_forgets_at_once_is_done(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = records.sweep
+
+    def forget_first(key: str) -> None:
+        monkeypatch.setattr(records, "sweep", sweep)
+        queue.cancel(key)
+        sweep(key)
+
+    monkeypatch.setattr(records, "sweep", forget_first)
+    done = fetched(hub)
+    assert queue.downloads() == []
+    assert_whole(done)
+    running = replace(done, state=DownloadState.RUNNING, is_live=True)
+    assert pull._follow(running, ProgressLine("")).state is DownloadState.DONE
 
 
 def test_one_process_runs_it(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +345,7 @@ def test_one_process_runs_it(hub: HubServer, repo: Repo, monkeypatch: pytest.Mon
             hub.cut()
 
     assert_whole(queue.run(key, on_progress=second))
-    assert seen[0].is_mine
+    assert seen[0].is_live
     assert seen[0].state is DownloadState.RUNNING
 
 
@@ -337,6 +451,52 @@ def test_a_folder_that_vanishes(hub: HubServer, repo: Repo) -> None:
     assert_whole(queue.run(key))
 
 
+def test_a_disk_that_is_not_connected_costs_nothing(hub: HubServer, repo: Repo, tmp_path: Path) -> None:
+    hub.order(Fault("status", FIRST, "second", times=-1, value=500, skip=3))
+    key = queue.add(hub.candidate("org/model")).key
+    paused = queue.run(key, on_progress=lambda now: queue.pause(key) if now.done_bytes > PART else None)
+    hub.faults.clear()
+    disk = models_dir().rename(tmp_path / "not connected")
+    queue.resume(key)
+    failed = queue.run(key)
+    assert (failed.state, failed.error_code) == (DownloadState.FAILED, "invalid_request")
+    assert failed.done_bytes == paused.done_bytes > 0
+    assert not models_dir().exists()
+    disk.rename(models_dir())
+    before = hub.sent_bytes()
+    queue.resume(key)
+    assert_whole(queue.run(key))
+    assert hub.sent_bytes() - before == TOTAL - paused.done_bytes
+
+
+def test_an_end_that_a_full_disk_cannot_note_is_not_tried_again_at_once(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "write_progress", lambda *_: None)
+    hub.order(Fault("status", "*", "hub", times=-1, value=401))
+    key = queue.add(hub.candidate("org/model")).key
+    assert [each.state for each in queue.run_queue()] == [DownloadState.FAILED]
+    assert main(["models", "pull", "--queue"]) == 2
+    assert main(["models", "pull", key]) == 2
+    hub.faults.clear()
+    assert [each.state for each in queue.run_queue()] == [DownloadState.DONE]
+
+
+def test_a_full_disk_takes_the_end_where_the_last_progress_was(
+    hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = queue.add(hub.candidate("org/model")).key
+    records.write_progress(key, Progress("running", 12345, problem="a long sentence " * 9))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    ended = Progress("failed", 12345, problem="full", error_code="disk_full")
+    records.write_progress(key, ended)
+    assert records.read_progress(key) == ended
+
+
 def test_what_the_disk_lost_is_fetched_again(hub: HubServer, repo: Repo) -> None:
     """As after a power cut: the journal knows of parts whose bytes never reached the disk."""
     hub.order(Fault("status", FIRST, "second", times=-1, value=500, skip=4))
@@ -380,7 +540,25 @@ def test_the_queue_runs_all_in_order(hub: HubServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../x.gguf", "/x.gguf", "a/../x.gguf", "a\\x.gguf", "C:x.gguf", "a//x.gguf", "x.gguf\n", "x" * 300, "a./x"]
+    "path",
+    [
+        "../x.gguf",
+        "/x.gguf",
+        "a/../x.gguf",
+        "a\\x.gguf",
+        "C:x.gguf",
+        "a//x.gguf",
+        "x.gguf\n",
+        "x" * 300,
+        "a./x",
+        "aux.gguf",
+        "CON/x.gguf",
+        "nul",
+        "LPT1.x.gguf",
+        "com¹.gguf",
+        "con .gguf",
+        "Switchyard-Manifest.json",
+    ],
 )
 def test_names_that_lead_elsewhere_are_refused(hub: HubServer, path: str) -> None:
     hub.add("org/model", {path: b"x", "model.gguf": b"x"})
@@ -398,9 +576,11 @@ def test_odd_names_and_folders(hub: HubServer) -> None:
     hub.add("org/Änderung", files)
     done = queue.run(queue.add(hub.candidate("org/Änderung", "Q4_K_M")).key)
     assert_whole(done, {path.removeprefix("Q4_K_M/"): content for path, content in files.items()})
-    hub.add("org/same", {"A.json": b"1", "a.json": b"2"})
-    with pytest.raises(EngineError, match="capitals"):
-        queue.add(hub.candidate("org/same"))
+    for one, other in (("A.json", "a.json"), ("é.json", "e\u0301.json"), ("É.json", "e\u0301.json")):
+        hub.add("org/same", {one: b"1", other: b"2"})
+        with pytest.raises(EngineError) as refused:
+            queue.add(hub.candidate("org/same"))
+        assert refused.value.code is ErrorCode.CHECKPOINT_UNSAFE
 
 
 def test_another_hub(hub: HubServer) -> None:
@@ -506,7 +686,7 @@ def test_the_terminal_follows_what_the_window_runs(
     ended: list[Download] = []
     window = threading.Thread(target=lambda: ended.append(queue.run(key)))
     window.start()
-    while not queue.downloads()[0].is_mine:
+    while not queue.downloads()[0].is_live:
         pass
     code = main(["models", "pull", "org/model:Q4_K_M", "--json"])
     window.join()

@@ -22,7 +22,7 @@ from engine.checkpoint.downloads.records import (
 from engine.checkpoint.downloads.source import Client, NetworkAway
 from engine.checkpoint.downloads.transfer import Transfer
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
-from engine.common.errors import CancelCheck, EngineError
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.files import disk_errors_explained
 
 _LOOK_S, _REPORT_S = 0.3, 0.5
@@ -43,8 +43,13 @@ def fetch(plan: Plan, report: Callable[[Progress], None], cancelled: CancelCheck
     try:
         if _is_in_place(plan):
             return Progress("done", plan.total_bytes, updated=time.time())
+        if not Path(plan.folder).is_dir():  # made again, it would be empty, and all that was fetched lost
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"The folder {plan.folder} is not there: connect its disk, or create it, and let the download go on.",
+            )
         with disk_errors_explained(Path(plan.folder)):
-            plan.work.mkdir(parents=True, exist_ok=True)
+            plan.work.mkdir(exist_ok=True)
             journal = Journal(records.folder_of(plan.key) / "journal")
             client = Client()
             transfer = Transfer(plan, journal, client)

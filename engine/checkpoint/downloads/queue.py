@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import re
 import time
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -27,7 +28,7 @@ from engine.checkpoint.downloads.records import (
 )
 from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from engine.checkpoint.names import check_new_name
+from engine.checkpoint.names import check_new_name, is_windows_device
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import Lock, disk_errors_explained, new_folder, require_space
 from engine.common.paths import models_dir
@@ -39,6 +40,8 @@ __all__ = [
 
 _FRESH_S = 5.0
 _PATIENCE_S = 2.0
+"""How long to wait for a lock whose holder may be about to end."""
+_LOOK_PATIENCE_S = 0.3
 """How long to wait for a lock that somebody may only have looked at."""
 _MOST_NAME_BYTES = 255
 
@@ -68,7 +71,7 @@ class Download:
         folder: where the model is when done.
         order: its place among all, from 0.
         limit_bytes_per_s: 0 for none.
-        is_mine: whether a live process, this one or another, runs it.
+        is_live: whether a process, this one or another, runs it now.
     """
 
     key: str
@@ -84,7 +87,7 @@ class Download:
     folder: Path
     order: int
     limit_bytes_per_s: int
-    is_mine: bool
+    is_live: bool
 
 
 OnProgress = Callable[[Download], None]
@@ -163,12 +166,15 @@ def cancel(key: str) -> None:
     One that is being run is dropped by whoever runs it, in a moment.
     """
     _want(key, action=records.CANCEL)
-    plan = records.read_plan(key)
     lock = Lock(records.folder_of(key) / "lock")
-    with disk_errors_explained(lock.path.parent):
-        if plan is not None and lock.take():
-            records.forget(plan)
-            lock.release()
+    with disk_errors_explained(lock.path.parent), contextlib.suppress(FileNotFoundError):  # dropped just now
+        if lock.take(_LOOK_PATIENCE_S):
+            try:
+                plan = records.read_plan(key)
+                if plan is not None:
+                    records.forget(plan)
+            finally:
+                lock.release()
             records.sweep(key)
 
 
@@ -218,15 +224,18 @@ def run(key: str, *, on_progress: OnProgress = lambda _: None, cancelled: Cancel
             records.write_progress(key, progress)
             on_progress(_download(key))
 
+        ended = None
         wanted = records.read_wanted(key)
         if wanted.action == records.RUN:
-            records.write_progress(key, replace(fetch(plan, report, cancelled), tries=wanted.tries))
+            ended = replace(fetch(plan, report, cancelled), tries=wanted.tries)
+            records.write_progress(key, ended)
         if records.read_wanted(key).action == records.CANCEL:
-            return _dropped(plan)
+            return _dropped(plan, ended)
     finally:
         lock.release()
         records.sweep(key)
-    return _download(key)
+    # Not as the files tell it: a full disk may not have taken it, and others may have forgotten it meanwhile.
+    return _download(key, plan, ended)
 
 
 def run_queue(*, on_progress: OnProgress = lambda _: None, cancelled: CancelCheck = never_cancelled) -> list[Download]:
@@ -235,18 +244,29 @@ def run_queue(*, on_progress: OnProgress = lambda _: None, cancelled: CancelChec
     One that fails is left for people, one that another process runs to that process.
     """
     ran: list[Download] = []
+    over: dict[str, int] = {}  # key -> the try that ended for good, which a full disk may not have taken
     while not cancelled():
-        waiting = [each for each in downloads() if each.state is DownloadState.WAITING]
-        if not waiting:
+        waiting = [each.key for each in downloads() if each.state is DownloadState.WAITING]
+        key = next((each for each in waiting if over.get(each) != records.read_wanted(each).tries), None)
+        if key is None:
             break
-        with contextlib.suppress(EngineError):  # taken by another process, or cancelled, just now
-            ran.append(run(waiting[0].key, on_progress=on_progress, cancelled=cancelled))
+        tries = records.read_wanted(key).tries
+        try:
+            ran.append(run(key, on_progress=on_progress, cancelled=cancelled))
+        except EngineError as error:
+            if error.code is not ErrorCode.BUSY:  # taken by another process just now
+                over[key] = tries
+        else:
+            if ran[-1].state in (DownloadState.FAILED, DownloadState.DONE):
+                over[key] = tries
     return ran
 
 
-def _dropped(plan: Plan) -> Download:
-    """Deletes a cancelled one; what it was without what it had."""
-    found = replace(_describe(plan, 0), state=DownloadState.PAUSED, done_bytes=0, is_mine=False)
+def _dropped(plan: Plan, ended: Progress | None) -> Download:
+    """Deletes a cancelled one; what it was without what it had, unless it was done in time."""
+    found = replace(_describe(plan, 0, ended), is_live=False)
+    if ended is None or ended.state != DownloadState.DONE:
+        found = replace(found, state=DownloadState.PAUSED, done_bytes=0)
     records.forget(plan)
     return found
 
@@ -258,9 +278,9 @@ def _plan(key: str) -> Plan:
     return plan
 
 
-def _download(key: str) -> Download:
+def _download(key: str, plan: Plan | None = None, progress: Progress | None = None) -> Download:
     order = records.all_keys()
-    return _describe(_plan(key), order.index(key) if key in order else len(order))
+    return _describe(plan or _plan(key), order.index(key) if key in order else len(order), progress)
 
 
 def _want(key: str, *, action: str | None = None, limit: int | None = None) -> None:
@@ -272,8 +292,10 @@ def _want(key: str, *, action: str | None = None, limit: int | None = None) -> N
         records.write_wanted(key, Wanted(action or now.action, limit, tries))
 
 
-def _describe(plan: Plan, place: int) -> Download:
-    wanted, progress, live = records.read_wanted(plan.key), records.read_progress(plan.key), records.is_run(plan.key)
+def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Download:
+    """A download as its files tell it, or as a run of it ended."""
+    wanted, live = records.read_wanted(plan.key), progress is None and records.is_run(plan.key)
+    progress = progress or records.read_progress(plan.key)
     if live:
         state = DownloadState.RUNNING
     elif progress.state == DownloadState.DONE:
@@ -298,7 +320,7 @@ def _describe(plan: Plan, place: int) -> Download:
         folder=plan.target,
         order=place,
         limit_bytes_per_s=wanted.limit_bytes_per_s,
-        is_mine=live,
+        is_live=live,
     )
 
 
@@ -320,13 +342,13 @@ def _planned_files(candidate: Candidate) -> tuple[PlannedFile, ...]:
                 f"{candidate.repository.id} holds a file with an unusable name ({file.path[:80]!r}): choose another "
                 "repository.",
             )
-        if str(place).casefold() in planned:
+        if _folded(str(place)) in planned:
             raise EngineError(
                 ErrorCode.CHECKPOINT_UNSAFE,
-                f"{candidate.repository.id} holds two files called {str(place)[:80]!r} where capitals do not count: "
+                f"{candidate.repository.id} holds two files whose names ({str(place)[:80]!r}) are one on some systems: "
                 "choose another repository.",
             )
-        planned[str(place).casefold()] = PlannedFile(file.path, str(place), file.size, file.sha256.lower())
+        planned[_folded(str(place))] = PlannedFile(file.path, str(place), file.size, file.sha256.lower())
     return tuple(planned.values())
 
 
@@ -341,9 +363,15 @@ def _is_safe(path: str) -> bool:
         re.search(r'[\x00-\x1f\\:*?"<>|]', path)
         or any(part in ("", ".", "..") or part != part.rstrip(". ") for part in parts)
         or any(len(part.encode("utf-8", "replace")) > _MOST_NAME_BYTES for part in parts)
-        or parts[0].startswith(".download-")
-        or parts[-1] == MANIFEST_NAME
+        or any(is_windows_device(part) for part in parts)
+        or _folded(parts[0]).startswith(".download-")
+        or _folded(parts[-1]) == MANIFEST_NAME
     )
+
+
+def _folded(path: str) -> str:
+    """The same for all that a file system which ignores case, or the encoding of accents, takes for one name."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 
 def _free_name(candidate: Candidate, folder: Path) -> str:

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from engine.checkpoint.hub.repository import RepoFile, Repository
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import Lock, NewFile, new_folder, private_folder
+from engine.common.files import Lock, NewFile, new_folder, private_folder, replace_file
 from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
@@ -230,9 +230,15 @@ def write_progress(key: str, progress: Progress) -> None:
     """
     file = folder_of(key) / "progress.json"
     new = file.with_suffix(".new")
-    with contextlib.suppress(OSError):  # a full disk must not stop what has its space already
-        new.write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        new.replace(file)
+    text = json.dumps(asdict(progress))
+    try:
+        new.write_text(text, encoding="utf-8")
+        replace_file(new, file)
+    except OSError:
+        # A full disk must not stop what has its space already. The old file's own block mostly takes the new text.
+        with contextlib.suppress(OSError), file.open("r+b") as old:
+            old.write(text.encode())
+            old.truncate()
 
 
 def read_line_speed() -> float | None:

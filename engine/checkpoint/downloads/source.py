@@ -32,6 +32,7 @@ CONNECT_S = 15.0
 STALL_S = 30.0
 """Without a byte for so long, a line is given up."""
 _MOST_HOPS = 5
+_REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_STALE = 3
 _LONGEST_ASKED_S = 3600.0
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
@@ -235,8 +236,7 @@ class Source:
                 response = None if self._url else self._ask_hub(stack, start, end)
                 url = self._url
             if response is None:
-                response = stack.enter_context(self._client.get(url, self._headers(url, start, end)))
-                self._check_status(response, url)
+                response = self._ask_others(stack, url, start, end)
             self._stale = 0
             yield response
 
@@ -251,7 +251,7 @@ class Source:
                 continue
             if url == self._hub_url:
                 self._check_identity(response)
-            if response.status_code not in (301, 302, 303, 307, 308):
+            if response.status_code not in _REDIRECTS:
                 self._check_status(response, url)
                 self._url = url
                 return response
@@ -272,6 +272,25 @@ class Source:
             return False
         self._sends_token = False
         return True
+
+    def _ask_others(self, stack: contextlib.ExitStack, first: str, start: int, end: int | None) -> httpx2.Response:
+        """The answer of the second host, or of the one that it names; none of them sees the token."""
+        url = first
+        for _ in range(_MOST_HOPS):
+            hop = stack.enter_context(contextlib.ExitStack())
+            response = hop.enter_context(self._client.get(url, self._headers(url, start, end)))
+            if response.status_code not in _REDIRECTS:
+                self._check_status(response, url)
+                with self._lock:
+                    if self._url == first:
+                        self._url = url
+                return response
+            url = self._following(url, response.headers.get("Location", ""))
+            hop.close()
+            if _origin(url) == self._origin:
+                break
+        self.forget_address()
+        raise WrongAnswer(self._words("leads in circles"))
 
     def _following(self, url: str, location: str) -> str:
         """Where a redirect leads."""
@@ -378,7 +397,9 @@ class Source:
             return end
         if response.status_code != 206:
             raise WrongAnswer(self._words(f"answers with {response.status_code}"))
-        span = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", "").strip())
+        span = re.fullmatch(
+            r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19}|\*)", response.headers.get("Content-Range", "").strip()
+        )
         if span is None or int(span[1]) != start or not start <= int(span[2]) < end:
             raise WrongAnswer(self._words("sends another part than was asked for"))
         if span[3] not in ("*", str(self._file.size)):
@@ -437,13 +458,13 @@ def _origin(url: str) -> tuple[str, str, int]:
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdigit() else None
+    return int(text) if text is not None and re.fullmatch(r"\s*[0-9]{1,19}\s*", text) else None
 
 
 def _retry_after(text: str) -> float:
     """Seconds that a server asks to wait, given as a number or a date; 0 if it does not."""
-    if text.strip().isdigit():
-        return min(float(text), _LONGEST_ASKED_S)
-    with contextlib.suppress(ValueError, TypeError):
+    if (seconds := _number(text)) is not None:
+        return min(float(seconds), _LONGEST_ASKED_S)
+    with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
         return min(max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time()), _LONGEST_ASKED_S)
     return 0.0

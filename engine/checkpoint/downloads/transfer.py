@@ -59,7 +59,7 @@ _LOOK_S = 0.2
 
 
 class _Stopped(Exception):  # noqa: N818 - people asked for it
-    pass
+    """This line ends here; its part stays as far as it came."""
 
 
 @dataclass(eq=False, slots=True)
@@ -119,6 +119,7 @@ class _Job:
     Attributes:
         got, digest: what of it is on disk, and its checksum so far.
         expected: of an interrupted part, to be compared first.
+        line: which line fetches it.
         noted, noted_at: how much of it the journal knows of, and since when.
         wrong: wrong answers in a row.
     """
@@ -130,6 +131,7 @@ class _Job:
     got: int = 0
     digest: Any = field(default_factory=xxhash.xxh3_64)
     expected: int | None = None
+    line: int = 0
     noted: int = 0
     noted_at: float = field(default_factory=time.monotonic)
     wrong: int = 0
@@ -357,6 +359,7 @@ class Transfer:
                     elif self._ready:
                         job = self._ready.popleft()
                     if job is not None and job.generation == job.file.generation:
+                        job.line = index
                         self._active.add(job)
                         return job
                     if job is not None:
@@ -384,6 +387,8 @@ class Transfer:
                         job.waits.went_well()
                         self._note(job)
                         self._arrived(len(chunk), watch)
+                        if self.limit.bytes_per_s and job.line >= self.connections:
+                            raise _Stopped  # fewer lines since the limit was lowered: another goes on with this part
                 if job.got == before:
                     raise LineBroken("The server sends nothing: trying again.")
 
@@ -483,7 +488,10 @@ class Transfer:
         """Decides how a part is tried again after trouble."""
         with self._changed:
             self._active.discard(job)
-            if self._is_stopped or job.generation != job.file.generation:
+            if job.generation != job.file.generation:
+                return
+            if self._is_stopped:  # its line was cut to end it: what it has is noted by whoever stops all
+                self._ready.append(job)
                 return
             self._trouble = trouble
             job.file.suspects.add(job.part)

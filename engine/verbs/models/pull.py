@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,7 +87,9 @@ def _queue(args: argparse.Namespace) -> int:
         as_json=args.json,
         human=lambda: "\n".join(f"{each.title}: {each.problem or each.state}" for each in ran) or "Nothing waits.",
     )
-    return 0
+    # An end that a full disk could not take leaves it waiting: whoever started this must not do so again at once.
+    over = {each.key for each in ran if each.state in ("failed", "done")}
+    return 2 if any(each.key in over and each.state == "waiting" for each in queue.downloads()) else 0
 
 
 def _follow(download: Download, line: ProgressLine) -> Download:
@@ -95,7 +98,9 @@ def _follow(download: Download, line: ProgressLine) -> Download:
 
     while True:
         found = next((each for each in queue.downloads() if each.key == download.key), None)
-        if found is None or not found.is_mine:
+        if found is None and download.folder.exists():  # complete, and taken off the list by the window since
+            return replace(download, state=queue.DownloadState.DONE)
+        if found is None or not found.is_live:
             return found or download
         _show(line, found)
         download = found
