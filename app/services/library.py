@@ -153,7 +153,7 @@ class Library(QObject):
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
             from engine.checkpoint.moving import remove
 
-            return remove(model.name)
+            return remove(str(model.path))  # the name may be another's by now
 
         self._ask("remove", model.name, doing)
 

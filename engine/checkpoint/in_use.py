@@ -60,15 +60,6 @@ def alone_with(model: Path) -> Iterator[None]:
         yield
 
 
-def is_in_use(model: Path) -> bool:
-    """Whether a process has the checkpoint at a path loaded, or moves or removes it."""
-    folder = _locks_of(model)
-    try:
-        return any(not remove_unlocked(file) for file in folder.iterdir())
-    except OSError:
-        return False
-
-
 def _locks_of(model: Path) -> Path:
     return data_dir() / "locks" / where(model)
 

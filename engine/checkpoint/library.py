@@ -23,7 +23,7 @@ from engine.checkpoint.in_use import reading
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
 from engine.checkpoint.profile import ModelProfile, read_profile
-from engine.checkpoint.shards import read_tensors
+from engine.checkpoint.shards import is_beside_weights, named_weights, read_tensors
 from engine.checkpoint.shelves import OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.usage import read_usage, where
 from engine.common.errors import EngineError
@@ -38,6 +38,11 @@ _MOST_KEPT = 2000
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8", "compressed-tensors": "compressed"}
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
+_MORE_BESIDE = (
+    MANIFEST_NAME, "tiktoken.model", "sentencepiece.bpe.model", "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""Files of models that are not downloaded."""
+_ABOUT = re.compile(r"(?:readme|licen[cs]e|notice|use_policy|copying)(?:\.md|\.txt)?|\.gitattributes", re.IGNORECASE)
 
 
 def bank_path(directory: Path, precision: str) -> Path:
@@ -203,7 +208,7 @@ def _read(path: Path) -> LibraryEntry:
     entry = LibraryEntry(
         name="",
         path=path,
-        bytes_on_disk=total_bytes(files_of(path)),
+        bytes_on_disk=total_bytes(model_files(path)),
         source=manifest.source if manifest else "",
     )
     try:
@@ -313,11 +318,46 @@ def _state(path: Path) -> str:
     return digest.hexdigest()
 
 
-def files_of(path: Path) -> list[Path]:
-    """The files of the model at a path, sorted.
+def model_files(path: Path) -> list[Path]:
+    """The files that belong to the model at a path, sorted: those of its manifest, or else those that by their names
+    are its weights, what is read beside them, its card and its licence.
 
-    Of a folder of ours those are all; other folders may hold anything besides, so theirs are those that lie in it, and
-    its chat templates.
+    The folder may hold anything else, such as all that was ever downloaded, and that is never among them.
+    """
+    if not path.is_dir():
+        return files_of(path)
+    manifest = read_manifest(path)
+    if manifest is not None and manifest.files:
+        names = {MANIFEST_NAME, *(record.path for record in manifest.files)}
+        return [file for file in files_of(path) if file.relative_to(path).as_posix() in names]
+    weights = _weights_by_name(path)
+    return [file for file in files_of(path) if file in weights or _is_beside(file, path)]
+
+
+def _weights_by_name(folder: Path) -> set[Path]:
+    try:
+        gguf = gguf_at(folder)
+    except EngineError:  # several, of which none is meant
+        return set()
+    return set(named_weights(folder) if gguf is None else all_parts(gguf))
+
+
+def _is_beside(file: Path, folder: Path) -> bool:
+    """Whether this is a file of a model's other than weights, by its name."""
+    if file.parent != folder:
+        return file.parent == folder / TEMPLATE_FOLDER and file.suffix == ".jinja"
+    return file.name in _MORE_BESIDE or is_beside_weights(file.name) or is_about(file)
+
+
+def is_about(file: Path) -> bool:
+    """Whether this is a model's card or licence, or else somebody's notes of that name."""
+    return _ABOUT.fullmatch(file.name) is not None
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files at a model's path, sorted, whether they are its own or lie beside: see `model_files`.
+
+    Of a folder with a manifest all; of other folders those that lie in it, and its chat templates.
     """
     if not path.is_dir():
         return [part for part in all_parts(path) if part.is_file()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterable
@@ -10,7 +11,17 @@ from pathlib import Path
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.importing import copy_file
 from engine.checkpoint.in_use import alone_with, reading
-from engine.checkpoint.library import LibraryEntry, banks_of, describe, files_of, remove_banks, show, total_bytes
+from engine.checkpoint.library import (
+    LibraryEntry,
+    banks_of,
+    describe,
+    files_of,
+    is_about,
+    model_files,
+    remove_banks,
+    show,
+    total_bytes,
+)
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -20,8 +31,8 @@ from engine.checkpoint.manifest import (
     sha256_of,
     write_manifest,
 )
-from engine.checkpoint.names import find_named, folder_name, is_path_like, not_in_library, starter_folder
-from engine.checkpoint.shelves import FOLDER, OWN, Found, add_model_folder, model_folders
+from engine.checkpoint.names import find_named, folder_name, in_library, is_path_like, not_in_library, starter_folder
+from engine.checkpoint.shelves import FOLDER, OWN, Found, add_model_folder, find_models, model_folders, origin_of
 from engine.checkpoint.staging import discard, staging_folder, sweep
 from engine.checkpoint.usage import forget_usage, move_usage, where
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
@@ -41,6 +52,7 @@ def move(
     places; the same call ends what was begun.
 
     Args:
+        model: its name, or its path as it is listed.
         folder: becomes a model folder if it is none.
         on_progress: called with `done` and `total` bytes, each byte counted when it is written and when it is read.
 
@@ -49,7 +61,8 @@ def move(
             library); `DISK_FULL`; `CHECKPOINT_DAMAGED` (the original, or its copy, is not what the manifest says).
         RequestCancelled: `cancelled()` returned true; the model stays where it was.
     """
-    source = _of_library(model).path
+    found = _of_library(model)
+    source = found.path
     if source == starter_folder():
         raise EngineError(ErrorCode.INVALID_REQUEST, "The starter model is built in the library and stays there.")
     folder = Path(folder).expanduser().absolute()
@@ -62,7 +75,7 @@ def move(
     target = folder / source.name
     if source.is_symlink() or source.resolve() == target.resolve():
         why = "is a link to another folder" if source.is_symlink() else f"is in {folder} already"
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"{model} {why}: there is nothing to move.")
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{found.name} {why}: there is nothing to move.")
     with alone_with(source), alone_with(target), disk_errors_explained(folder):
         if read_manifest(source) is None:  # to be known as the library's in the other folder
             write_manifest(source, Manifest(f"moved from {source}", ()))
@@ -71,11 +84,11 @@ def move(
             _check_is_free(target)
             if not _renamed(source, target):
                 with staging_folder(folder) as staging:
-                    _copy_whole(source, staging, manifest, on_progress, cancelled)
-                    staging.rename(target)
+                    _copy(files_of(source), source, staging, manifest, on_progress, cancelled)
+                    _put(staging, source, target)
         elif damaged_files(target, manifest, on_progress=on_progress, cancelled=cancelled):
             raise _damaged(target, "was put there before")
-        # Else it was killed before it could remove the original.
+        # Else it was killed before it could remove the original, which may have been loaded since.
         _take_along(source, target)
         if source.exists():
             discard(source)
@@ -100,28 +113,34 @@ def export(
     if os.path.lexists(target):
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{target} exists already: remove it, or choose another folder.")
     with reading(path), disk_errors_explained(folder), staging_folder(folder) as staging:
-        _copy_whole(path, staging, read_manifest(path), on_progress, cancelled)
+        _copy(_own_files(path), path, staging, read_manifest(path), on_progress, cancelled)
         staging.rename(target)
     return target
 
 
-def remove(name: str, *, permanently: bool = False) -> int:
+def remove(model: str, *, permanently: bool = False) -> int:
     """Moves a model to the trash, or deletes it; returns its bytes.  Its prepared experts are deleted in any case.
 
-    A model in a model folder of the user's goes too, but nothing that belongs to another program, and nothing else.  A
-    model that is a symbolic link is unlinked; its target stays.
+    Of a folder outside the library only the model's own files go, by its manifest or by their names (`model_files`):
+    anything else in it stays, and so does what belongs to another program.  A model that is a symbolic link is
+    unlinked; its target stays.
+
+    Args:
+        model: its name, or its path as it is listed.
 
     Raises:
-        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (it belongs to another program, or there is
-            no trash on its disk).
+        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (it belongs to another program, its files
+            cannot be told from others, or there is no trash on its disk).
     """
-    found = _removable(name)
+    found = _removable(model)
     with alone_with(found.path):
         is_link = found.path.is_symlink()
-        size = 0 if is_link else total_bytes(files_of(found.path))
+        paths = _to_remove(found)
+        files = [file for path in paths for file in (files_of(path) if path.is_dir() else [path])]
+        size = 0 if is_link else total_bytes(files)
         banks = [] if is_link else banks_of(found.path)  # looked up before the path is gone
         try:
-            for path in _whole(found):
+            for path in paths:
                 if permanently or is_link:
                     discard(path)
                 else:
@@ -132,6 +151,10 @@ def remove(name: str, *, permanently: bool = False) -> int:
                 code,
                 f"Cannot remove {found.path} ({error.strerror or error}): close whatever is using it and try again.",
             ) from error
+        for folder in sorted({path.parent for path in paths}, reverse=True):  # the innermost first
+            if folder.is_relative_to(found.path) and folder not in model_folders():
+                with contextlib.suppress(OSError):  # others' files lie there
+                    folder.rmdir()
         if not is_link:
             forget_usage(found.path)
         return size + remove_banks(banks)
@@ -140,45 +163,83 @@ def remove(name: str, *, permanently: bool = False) -> int:
 def _of_library(model: str) -> Found:
     """A model that is ours to move."""
     found = _named(model)
-    if found.origin != OWN:
-        whose = "is not in the library" if found.origin == FOLDER else f"belongs to {found.origin}"
+    if found.origin != OWN or not _is_ours(found):
+        whose = "is not in the library" if _is_ours(found) else f"belongs to {_owner(found)}"
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
-            f"{model} {whose} and stays where it is: `switchyard models import` adds a copy to the library.",
+            f"{found.name} {whose} and stays where it is: `switchyard models import` adds a copy to the library.",
         )
     return found
 
 
-def _removable(name: str) -> Found:
-    found = _named(name)
+def _removable(model: str) -> Found:
+    found = _named(model)
+    if not _is_ours(found):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{found.name} belongs to {_owner(found)}, so Switchyard never removes it: remove it there ({found.path}).",
+        )
+    return found
+
+
+def _is_ours(found: Found) -> bool:
+    return _owner(found) in (OWN, FOLDER)
+
+
+def _owner(found: Found) -> str:
+    """Whose a model is: not only by the folder in which it was found, as that may be another program's store, or have
+    a link to one.  Of a model that is itself a link, whose the link is."""
     if found.origin not in (OWN, FOLDER):
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"{name} belongs to {found.origin}, so Switchyard never removes it: remove it there ({found.path}).",
-        )
-    return found
+        return found.origin
+    return origin_of(found.path.parent if found.path.is_symlink() else found.path)
 
 
 def _named(name: str) -> Found:
-    found = find_named(name)
+    found = _listed_at(Path(name)) if Path(name).is_absolute() else find_named(name)
     if found is None:
         if is_path_like(name) and Path(name).expanduser().exists():
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"{name} is not the name of a model here; nothing is ever moved or removed by its path.",
+                f"{name} is not the name of a model here; only listed models are moved or removed.",
             )
         raise not_in_library(name)
     return found
 
 
-def _whole(found: Found) -> list[Path]:
-    """What to remove: a folder of its own, or of a folder with others in it the model's files."""
-    if found.origin == OWN or found.path.is_symlink():
-        return [found.path]
-    folders = [each for each in found.path.iterdir() if each.is_dir()] if found.path.is_dir() else []
-    if found.path.is_dir() and not folders and found.path not in model_folders():
-        return [found.path]
-    return [file for file in files_of(found.path) if file.parent in (found.path, found.path.parent)]
+def _listed_at(path: Path) -> Found | None:
+    """The model that is listed with this path."""
+    if path.parent == models_dir():
+        return Found(path.name, path, OWN) if in_library(path.name) is not None else None
+    return next((found for found in find_models()[0] if found.path == path), None)
+
+
+def _to_remove(found: Found) -> list[Path]:
+    """What to remove: a folder that is the model's alone, or of one with others' files the model's."""
+    path = found.path
+    if path.is_symlink() or path.parent == models_dir():
+        return [path]
+    files = _own_files(path)
+    has_others = path.is_dir() and len(files) < len(files_of(path))
+    if _has_record(path):
+        return files if has_others or path in model_folders() else [path]
+    return [file for file in files if not (has_others and is_about(file))]
+
+
+def _own_files(path: Path) -> list[Path]:
+    """The files of a model, with its weights."""
+    files = model_files(path)
+    if path.is_dir() and not _has_record(path) and not any(f.suffix in (SUFFIX, ".safetensors") for f in files):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path} has no record of which of its files are the model's, and their names do not tell: nothing was "
+            "done.",
+        )
+    return files
+
+
+def _has_record(path: Path) -> bool:
+    manifest = read_manifest(path)
+    return manifest is not None and bool(manifest.files)
 
 
 def _to_trash(path: Path) -> None:
@@ -205,12 +266,23 @@ def _check_is_free(target: Path) -> None:
 def _renamed(source: Path, target: Path) -> bool:
     """Whether it could be renamed: not to another disk."""
     try:
-        source.rename(target)
+        _put(source, source, target)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
         return False
     return True
+
+
+def _put(folder: Path, source: Path, target: Path) -> None:
+    """Renames a folder with the model of `source` to `target`, after what is kept elsewhere: killed between the two, it
+    is still at `source`, and the next call takes along the rest."""
+    _take_along(source, target)
+    try:
+        folder.rename(target)
+    except OSError:
+        _take_along(target, source)
+        raise
 
 
 def _take_along(source: Path, target: Path) -> None:
@@ -222,12 +294,17 @@ def _take_along(source: Path, target: Path) -> None:
     move_usage(source, target)
 
 
-def _copy_whole(
-    source: Path, staging: Path, manifest: Manifest | None, on_progress: Progress, cancelled: CancelCheck
+def _copy(
+    files: list[Path],
+    source: Path,
+    staging: Path,
+    manifest: Manifest | None,
+    on_progress: Progress,
+    cancelled: CancelCheck,
 ) -> None:
-    """Copies a model's files into an empty folder, with a manifest, and reads them again."""
+    """Copies files of a model into an empty folder, with a manifest, and reads them again."""
     base = source if source.is_dir() else source.parent
-    files = [file for file in files_of(source) if file.name != MANIFEST_NAME]
+    files = [file for file in files if file.name != MANIFEST_NAME]
     total = total_bytes(files)
     require_space(staging, total)
     done = 0

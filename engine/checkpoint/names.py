@@ -39,7 +39,8 @@ def resolve(model: str) -> Path:
         raise EngineError(
             ErrorCode.MODEL_NOT_FOUND, f"No model was named: use `{STARTER_NAME}`, a library name or a folder."
         )
-    named = in_library(model)
+    is_its_path = Path(model).parent == models_dir()  # kept as it is listed, even where a link leads to the library
+    named = in_library(Path(model).name if is_its_path else model)
     if named is not None:
         return named
     if model == STARTER_NAME:

@@ -16,13 +16,18 @@ from typing import Any
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
-from engine.checkpoint.quantised.declared import LIBRARY_METHODS, check_none_is_packed, declared_quantisation
+from engine.checkpoint.quantised.declared import BESIDE, LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line, quoted
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+_BESIDE_WEIGHTS = (
+    CONFIG_NAME, INDEX_NAME, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
+    "tekken.json", "chat_template.jinja", "chat_template.json", *BESIDE,
+)  # fmt: skip
 MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
 _LONGEST_NAME = 255
@@ -111,6 +116,33 @@ def weight_files(directory: Path, names: Collection[str] | None = None) -> list[
     if names is None:
         names = [file.name for file in directory.glob("*.safetensors") if file.is_file()]
     return [directory / name for name in sorted(names) if name.endswith(".safetensors") and not _ASIDE.match(name)]
+
+
+def is_beside_weights(name: str) -> bool:
+    """Whether a checkpoint's configuration or tokenizer has a file of this name."""
+    return name in _BESIDE_WEIGHTS or name.endswith(".tiktoken")
+
+
+def named_weights(directory: Path) -> list[Path]:
+    """The safetensors files of the checkpoint in a folder with other things in it: those that `read_tensors` reads, by
+    index and names alone, so that those of a damaged one are known too.
+
+    Returns:
+        Files that may be missing; none where the names do not tell which of several files are the checkpoint's.
+    """
+    index = directory / INDEX_NAME
+    if index.exists():
+        try:
+            weight_map = read_json(index, MAX_INDEX_BYTES).get("weight_map")
+        except EngineError:
+            weight_map = None
+        names = files_named(weight_map) if isinstance(weight_map, dict) else None
+        if names is not None:
+            return [directory / name for name in names if Path(name).name == name]
+    files = weight_files(directory)
+    if directory / SINGLE_NAME in files:
+        return [directory / SINGLE_NAME]
+    return files if len({_SHARD.sub("", file.name) for file in files}) == 1 else []
 
 
 def _from_index(directory: Path, index: Path, open_file: Opener) -> dict[str, TensorEntry]:

@@ -211,10 +211,14 @@ def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[Shelf]:
 
 
 def origin_of(model: Path) -> str:
-    """Whose a checkpoint is, by where it lies."""
-    theirs = [shelf for shelf in shelves() if not shelf.is_ours and _is_in(model, shelf.folder)]
-    if theirs:
-        return theirs[0].origin
+    """Whose a checkpoint is, by where it lies, links followed.
+
+    What lies in a store is its program's, even if the store is in a model folder, or if stores are not looked at.
+    """
+    with contextlib.suppress(RuntimeError):  # no home
+        for shelf in _stores(Path.home()):
+            if _is_in(model, shelf.folder):
+                return shelf.origin
     is_ours = any(_is_in(model, folder) for folder in model_folders())
     return OWN if model.parent == models_dir() or (is_ours and (model / MANIFEST_NAME).is_file()) else FOLDER
 

@@ -143,14 +143,16 @@ class Engine:
 
     def unload(self) -> None:
         """Free the model's memory; without effect if none is loaded."""
-        self._drop_session()
-        if self._telemetry is not None:
-            self._telemetry.stop()
-            self._telemetry = None
-        if self._loaded is not None:
-            self._loaded.close()
-            self._loaded = None
-        self._held.close()
+        loaded, self._loaded = self._loaded, None
+        telemetry, self._telemetry = self._telemetry, None
+        try:
+            self._drop_session()
+            if telemetry is not None:
+                telemetry.stop()
+            if loaded is not None:
+                loaded.close()
+        finally:
+            self._held.close()
 
     def default_sampling(self) -> SamplingParams:
         """The sampling that the model's makers suggest; see `suggested_sampling`."""

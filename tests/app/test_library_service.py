@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,10 @@ import engine.checkpoint.importing as importing
 import engine.checkpoint.library as engine_library
 from app.services.library import Library, Work
 from engine.checkpoint.library import LibraryEntry, Listing
+from engine.checkpoint.shelves import add_model_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import models_dir
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 ENTRY = LibraryEntry("tiny", Path("/models/tiny"))
 
@@ -100,3 +103,33 @@ def test_cancelled_work_is_no_problem_and_the_next_begins(
         ("endless", True, ""),
         ("bad", False, "It is broken."),
     ]
+
+
+def test_a_listed_model_is_moved_and_removed_for_real(
+    library: Library, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("send2trash.send2trash", lambda path: shutil.rmtree(path))
+    importing.import_model(write_tiny_checkpoint(tmp_path / "source"), "tiny")
+    with qtbot.waitSignal(library.listed):
+        library.look()
+    for folder in (tmp_path / "disk", models_dir()):
+        with qtbot.waitSignal(library.ended) as moved, qtbot.waitSignal(library.listed):
+            library.move(library.entries[0], folder)
+        assert moved.args[0].problem == ""
+        qtbot.waitUntil(lambda at=folder / "tiny": [entry.path for entry in library.entries] == [at])
+    with qtbot.waitSignal(library.ended) as removed:
+        library.remove(library.entries[0])
+    assert (removed.args[0].problem, list(models_dir().iterdir())) == ("", [])
+
+
+def test_a_chosen_model_that_is_gone_is_not_replaced_by_another_of_its_name(
+    library: Library, qtbot: QtBot, tmp_path: Path
+) -> None:
+    chosen = importing.import_model(write_tiny_checkpoint(tmp_path / "source"), "tiny")
+    other = write_tiny_checkpoint(tmp_path / "disk" / "tiny")
+    add_model_folder(tmp_path / "disk")
+    shutil.rmtree(chosen.path)
+    with qtbot.waitSignal(library.ended) as removed:
+        library.remove(chosen)
+    assert removed.args[0].problem
+    assert (other / "model.safetensors").exists()

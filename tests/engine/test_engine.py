@@ -12,13 +12,15 @@ import psutil
 import pytest
 
 from engine.checkpoint import usage
-from engine.checkpoint.in_use import is_in_use
+from engine.checkpoint.in_use import alone_with
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.engine import Engine
+from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.refusals import refused
 
 CPU = EngineConfig("", device="cpu", precision="fp32", threads=1)
 
@@ -56,14 +58,33 @@ def test_a_loaded_model_is_in_use_and_its_answers_are_timed(
 ) -> None:
     monkeypatch.setattr(usage, "LEAST_TOKENS", 2)
     load(engine, tiny)
-    assert is_in_use(tiny)
+    with refused(ErrorCode.BUSY), alone_with(tiny):
+        pass
     assert usage.read_usage(tiny).last_used is not None
     answer = ask(engine, "a question")
     assert answer.generated_tokens > 1
     assert usage.read_usage(tiny).tokens_per_s == (answer.tokens_per_s,)
     with pytest.raises(EngineError):
         load(engine, tiny.with_name("none"))
-    assert not is_in_use(tiny)
+    with alone_with(tiny):
+        pass
+
+
+def test_a_model_that_cannot_be_closed_is_in_use_no_longer(
+    engine: Engine, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_loaded: LoadedModel) -> None:
+        raise OSError("the device is gone")
+
+    load(engine, tiny)
+    with monkeypatch.context() as patched:
+        patched.setattr(LoadedModel, "close", fails)
+        with pytest.raises(OSError, match="device is gone"):
+            engine.unload()
+    with alone_with(tiny):
+        pass
+    load(engine, tiny)
+    assert engine.info is not None
 
 
 def test_load_answer_unload(engine: Engine, tiny: Path) -> None:

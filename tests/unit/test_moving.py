@@ -14,9 +14,9 @@ import pytest
 
 from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.in_use import alone_with, is_in_use, reading
+from engine.checkpoint.in_use import alone_with, reading
 from engine.checkpoint.library import bank_path, look_around, resolve, show, verify
-from engine.checkpoint.manifest import MANIFEST_NAME
+from engine.checkpoint.manifest import MANIFEST_NAME, Manifest, describe_files, write_manifest
 from engine.checkpoint.moving import export, move, remove
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.checkpoint.shelves import add_model_folder, model_folders
@@ -80,7 +80,7 @@ def test_a_model_moves_with_all_that_is_known_of_it(
     assert verify("tiny").damaged == {}
     if to_other_disk:
         assert heard[-1][0] == heard[-1][1] > 0
-    assert move("tiny", models_dir()).path == tiny
+    assert move(str(entry.path), models_dir()).path == tiny  # as the window names it
     assert _files(tiny) == before
 
 
@@ -106,7 +106,7 @@ def test_a_move_is_refused_and_changes_nothing(tiny: Path, tmp_path: Path, other
         ("tiny", tmp_path / "no" / "such", ErrorCode.INVALID_REQUEST),
         ("linked", disk, ErrorCode.INVALID_REQUEST),
         ("nothing", disk, ErrorCode.MODEL_NOT_FOUND),
-        (str(tiny), disk, ErrorCode.INVALID_REQUEST),
+        (str(tmp_path / "source"), disk, ErrorCode.INVALID_REQUEST),
     ):
         with refused(code):
             move(name, folder)
@@ -122,6 +122,24 @@ def test_a_damaged_model_is_not_moved(tiny: Path, tmp_path: Path, other_disk: No
         move("tiny", tmp_path / "disk")
     assert (tiny / "tokenizer_config.json").exists()
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_move_that_fails_keeps_the_prepared_experts(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bank, rename = _bank(tiny), Path.rename
+    note_use(tiny, "cpu", 12.5, 100)
+
+    def fails(source: Path, target: Path) -> Path:
+        if source == tiny:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(EngineError):
+        move("tiny", tmp_path / "disk")
+    assert bank.exists()
+    assert read_usage(tiny).tokens_per_s == (12.5,)
 
 
 def test_a_copy_that_went_wrong_is_noticed(
@@ -159,17 +177,24 @@ _KILLED = """
 import errno, itertools, os, shutil, sys
 from pathlib import Path
 
-home, step = Path(sys.argv[1]), int(sys.argv[2])
+home, step, is_other_disk = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "True"
 os.environ["SWITCHYARD_HOME"] = str(home / "live")
 from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.library import look_around, verify
+from engine.checkpoint.library import bank_path, look_around
 from engine.checkpoint.manifest import damaged_files, read_manifest
+from engine.checkpoint.usage import note_use, read_usage
 from engine.common.errors import EngineError
 from engine.common.paths import models_dir
 
-moving._renamed = lambda source, target: False  # as to another disk
-import_model(home / "source", "tiny")
+if is_other_disk:
+    moving._renamed = lambda source, target: False
+model = import_model(home / "source", "tiny").path
+note_use(model, "cpu", 12.5, 100)
+banks = [bank_path(model, precision) for precision in ("bf16", "int4")]
+banks[0].parent.mkdir(parents=True)
+for bank in banks:
+    bank.write_bytes(b"prepared")
 os.rename(home / "live", home / "fresh")
 disk, place = home / "disk", models_dir() / "tiny"
 
@@ -215,6 +240,9 @@ for number in itertools.count(0, step):
     again = in_a_process(lambda: moving.move("tiny", disk))  # refused only where it was moved already
     assert again == 0 or (again == 2 and not place.exists()), (number, again)
     assert is_whole(disk / "tiny") and not place.exists(), number
+    there = {bank_path(disk / "tiny", precision) for precision in ("bf16", "int4")}
+    assert set(banks[0].parent.iterdir()) == there, number
+    assert read_usage(disk / "tiny").tokens_per_s == (12.5,), number
     left = [file.name for folder in (models_dir(), disk) for file in folder.iterdir() if file.name != "tiny"]
     assert left == [], (number, left)
     if code == 0:
@@ -223,10 +251,13 @@ for number in itertools.count(0, step):
 """
 
 
-def _killed(tmp_path: Path, step: int) -> int:
+def _killed(tmp_path: Path, step: int, *, is_other_disk: bool = True) -> int:
     write_tiny_checkpoint(tmp_path / "source", shards=2)
     done = subprocess.run(
-        [sys.executable, "-c", _KILLED, str(tmp_path), str(step)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", _KILLED, str(tmp_path), str(step), str(is_other_disk)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return int(done.stdout)
@@ -237,10 +268,16 @@ def test_a_killed_move_leaves_a_whole_model(tmp_path: Path) -> None:
     assert _killed(tmp_path, 9) > 30
 
 
-@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of itself")
-def test_a_move_killed_at_every_moment_leaves_a_whole_model(tmp_path: Path) -> None:
-    assert _killed(tmp_path, 1) > 30
+def test_a_killed_renaming_leaves_no_prepared_experts_behind(tmp_path: Path) -> None:
+    assert _killed(tmp_path, 3, is_other_disk=False) > 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_other_disk", [False, True])
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills copies of itself")
+def test_a_move_killed_at_every_moment_leaves_a_whole_model(tmp_path: Path, is_other_disk: bool) -> None:
+    assert _killed(tmp_path, 1, is_other_disk=is_other_disk) > 10
 
 
 def test_copies_of_any_model(tiny: Path, tmp_path: Path) -> None:
@@ -314,6 +351,113 @@ def test_of_a_folder_with_other_things_only_the_model_is_removed(tmp_path: Path,
     assert {path.name for path in folder.rglob("*")} == {"photos", "cat.png"}
 
 
+_OTHERS = ("taxes.pdf", "passwords.txt", "accounts.json", "notes.md", "README.md", "license.txt", "lora.safetensors")
+
+
+@pytest.mark.parametrize("model", ["alone", "with an index", "of one odd name", "damaged", "with a record"])
+def test_what_lies_beside_a_model_is_neither_removed_nor_copied(tmp_path: Path, model: str) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "disk" / "Downloads", shards=1 + (model == "with an index"))
+    others = set(_OTHERS)
+    if model == "of one odd name":
+        (folder / "model.safetensors").rename(folder / "gptq-4bit.safetensors")
+        others.remove("lora.safetensors")
+    elif model == "damaged":
+        (folder / "model.safetensors").write_bytes(b"cut")
+    elif model == "with a record":
+        write_manifest(folder, Manifest("a hub", describe_files(folder)))
+    for name in others:
+        (folder / name).write_bytes(b"mine")
+    write_mixtral(folder / "other.gguf")
+    add_model_folder(tmp_path / "disk")
+    out = tmp_path / "out"
+    out.mkdir()
+    if model != "damaged":
+        copied = {file.name for file in export("Downloads", out).iterdir()}
+        assert not copied & {"taxes.pdf", "passwords.txt", "accounts.json", "notes.md", "lora.safetensors"}
+        assert "config.json" in copied
+    assert remove("Downloads", permanently=True) > 0
+    assert {file.name for file in folder.iterdir()} == {*others, "other.gguf"}
+
+
+def test_a_model_folder_with_a_record_in_it_is_not_removed_whole(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "disk")
+    write_manifest(folder, Manifest("a hub", describe_files(folder)))
+    (folder / "photos").mkdir()
+    add_model_folder(folder)
+    remove("disk", permanently=True)
+    assert [file.name for file in folder.iterdir()] == ["photos"]
+
+
+def test_a_folder_of_the_models_own_goes_with_it(tmp_path: Path, trash: Path) -> None:
+    for name in ("mine", "downloaded"):
+        folder = write_tiny_checkpoint(tmp_path / "disk" / name)
+        (folder / "LICENSE").write_text("free")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ messages }}")
+    write_manifest(folder, Manifest("a hub", describe_files(folder)))
+    add_model_folder(tmp_path / "disk")
+    remove("mine", permanently=True)
+    remove("downloaded")
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert [file.name for file in trash.iterdir()] == ["downloaded"]
+
+
+def test_a_model_whose_files_cannot_be_told_from_others_stays(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "disk" / "Downloads")
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / "two.safetensors").write_bytes(b"another")
+    add_model_folder(tmp_path / "disk")
+    before = _files(folder)
+    for change in (lambda: remove("Downloads", permanently=True), lambda: export("Downloads", tmp_path)):
+        with refused(ErrorCode.INVALID_REQUEST):
+            change()
+    assert _files(folder) == before
+
+
+@pytest.fixture
+def lm_studio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The store of LM Studio, with one model; stores are not looked at."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    store = tmp_path / "home" / ".lmstudio" / "models"
+    write_mixtral(write_tiny_checkpoint(store / "maker" / "Theirs") / "loose.gguf")
+    return store
+
+
+@pytest.mark.parametrize("finds_stores", ["0", "1"])
+@pytest.mark.parametrize(
+    "way", ["a link to the store", "a link to a maker", "the store itself", "what the store is in"]
+)
+def test_another_programs_model_in_a_model_folder_stays(
+    lm_studio: Path, tmp_path: Path, way: str, finds_stores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_FIND_MODELS", finds_stores)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    if way.startswith("a link"):
+        (mine / "link").symlink_to(lm_studio if "store" in way else lm_studio / "maker", target_is_directory=True)
+    add_model_folder({"the store itself": lm_studio, "what the store is in": lm_studio.parent}.get(way, mine))
+    before = sorted(lm_studio.rglob("*"))
+    models = look_around().entries
+    assert {"Theirs", "loose"} <= {entry.name for entry in models}
+    for name in [text for entry in models for text in (entry.name, str(entry.path))]:
+        for change in (lambda name: remove(name, permanently=True), lambda name: move(name, tmp_path / "disk")):
+            with refused(ErrorCode.INVALID_REQUEST, "LM Studio"):
+                change(name)
+    assert sorted(lm_studio.rglob("*")) == before
+
+
+def test_of_a_link_to_another_programs_model_the_link_is_removed(lm_studio: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "linked").symlink_to(lm_studio / "maker" / "Theirs", target_is_directory=True)
+    add_model_folder(mine)
+    before = sorted(lm_studio.rglob("*"))
+    assert remove("linked", permanently=True) == 0
+    assert list(mine.iterdir()) == []
+    assert sorted(lm_studio.rglob("*")) == before
+
+
 def test_what_belongs_to_another_program_stays(tmp_path: Path, trash: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_FIND_MODELS", "1")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -332,11 +476,9 @@ def test_what_belongs_to_another_program_stays(tmp_path: Path, trash: Path, monk
 
 def test_a_model_in_use_is_neither_moved_nor_removed(tiny: Path, tmp_path: Path) -> None:
     with reading(tiny), reading(tiny):
-        assert is_in_use(tiny)
         for change in (lambda: remove("tiny", permanently=True), lambda: move("tiny", tmp_path / "disk")):
             with refused(ErrorCode.BUSY):
                 change()
-    assert not is_in_use(tiny)
     with alone_with(tiny):
         with refused(ErrorCode.BUSY), alone_with(tiny):
             pass

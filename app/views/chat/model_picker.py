@@ -41,7 +41,7 @@ class ModelPicker(Popover):
     """The library is looked through whenever it opens.
 
     Signals:
-        load_wanted(str): the name or path of a model.
+        load_wanted(str): the path of a model.
         cancel_wanted, unload_wanted: stop loading; free the memory of the model.
         file_wanted: open a model that lies elsewhere.
         more_wanted: look for others.
@@ -262,7 +262,7 @@ class ModelPicker(Popover):
         if row is not None and not row.entry.problem:
             self.hide()
             if not row.is_loaded:
-                self.load_wanted.emit(row.entry.name)
+                self.load_wanted.emit(str(row.entry.path))
 
     def _load_or_unload(self) -> None:
         row = self.current

@@ -49,6 +49,7 @@ from engine.checkpoint.shards import (
     MAX_INDEX_BYTES,
     PICKLE_SUFFIXES,
     SINGLE_NAME,
+    is_beside_weights,
     read_tensors,
     weight_files,
 )
@@ -67,11 +68,6 @@ _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft
 """GGUF files that are no model."""
 _UNREAD = re.compile(r"(UD-)?(IQ[1-3]_|TQ\d|NVFP4)|.*_\d_\d$")
 """Labels of GGUF files whose blocks are not read."""
-_BESIDE_WEIGHTS = (
-    CONFIG_NAME, INDEX_NAME, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
-    "tekken.json", "chat_template.jinja", "chat_template.json", *BESIDE,
-)  # fmt: skip
 _AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**18, 2**17, 2**16
 _TOKENS, _TOKENIZER, _PROBE = b"tokenizer.ggml.tokens", b"tokenizer.", 4096
 _KEPT_VERSION = 2
@@ -202,7 +198,7 @@ def _in_safetensors(repository: Repository, cancelled: CancelCheck) -> Iterator[
     # transformers' own names alone are read if they are there.
     own = [name for name in weights if re.match(r"model(-\d+-of-\d+)?\.safetensors$", name)]
     names = [SINGLE_NAME] if SINGLE_NAME in files and INDEX_NAME not in files else own or weights
-    beside = [name for name in files if name in _BESIDE_WEIGHTS or name.endswith(".tiktoken")]
+    beside = [name for name in files if is_beside_weights(name)]
     fetched = tuple(files[name] for name in sorted({*names, *beside}))
     label, problem = "safetensors", ""
     with _scratch(repository) as folder:

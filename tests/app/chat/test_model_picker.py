@@ -85,7 +85,7 @@ def test_all_of_it_by_key(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> 
     assert picker.current is not None
     assert picker.current.entry.name == "Mixtral"
     qtbot.keyClick(picker.filter, Qt.Key.Key_Return)
-    assert [wanted.at(n) for n in range(wanted.count())] == [["Mixtral"]]
+    assert [wanted.at(n) for n in range(wanted.count())] == [["/lm/mixtral"]]
     assert picker.isHidden()
     qtbot.keyClick(page, Qt.Key.Key_M, Qt.KeyboardModifier.ControlModifier)
     assert picker.isVisible()
