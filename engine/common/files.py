@@ -195,8 +195,12 @@ def new_folder(folder: Path) -> None:
         return
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing or [folder]):  # raises if a file is in the way
-        with contextlib.suppress(FileExistsError) if missing else contextlib.nullcontext():
+        try:
             each.mkdir(mode=_FOLDER_MODE)
+        except FileExistsError:
+            if not each.is_dir():  # else another thread or process was faster
+                raise
+        else:
             _restrict(each, _FOLDER_MODE)
 
 

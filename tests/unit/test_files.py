@@ -17,6 +17,7 @@ from engine.common.files import (
     NewFile,
     PrivateLog,
     make_private,
+    new_folder,
     private_file,
     private_folder,
     remove_left_over,
@@ -185,3 +186,17 @@ def test_a_reader_of_the_old_file_delays_the_new_one(
         write_private(path, "{}")
     assert path.exists() == is_replaced
     assert list(tmp_path.iterdir()) == ([path] if is_replaced else [])
+
+
+def test_a_folder_that_another_makes_at_the_same_moment_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, exists = tmp_path / "one" / "two", Path.exists
+
+    def made_meanwhile(path: Path) -> bool:
+        folder.mkdir(parents=True, exist_ok=True)
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", made_meanwhile)
+    new_folder(folder)
+    assert folder.is_dir()
