@@ -20,6 +20,7 @@ from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change
 from app.services.engine_client import EngineClient
 from app.services.garbage import GarbageCollection
+from app.services.hub_address import use_hub_address
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
 from app.services.window_log import close_window_log, open_window_log
@@ -73,6 +74,7 @@ def _application(argv: list[str]) -> QApplication:
 
 def _run(app: QApplication, reports: CrashReports) -> int:
     settings = Settings()
+    use_hub_address(settings)
     theme = ThemeController(settings.theme, settings.font_px)
     app.setWindowIcon(logo())
     instance = _claim_data_folder()
@@ -207,6 +209,7 @@ def _settings(services: Services) -> Page:
     from app.widgets.asking import before_loading
 
     page = SettingsPage(services.settings, services.theme)
+    page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
     return page
 

@@ -123,6 +123,11 @@ class Hub(QObject):
         self._device = device
         self._looking.ask(lambda: recommended_here(device), self._on_looked)
 
+    def look_again(self, device: str = "auto") -> None:
+        """As `look_at_machine`, also if it has just done so: the catalogue is another."""
+        self._fresh.stop()
+        self.look_at_machine(device)
+
     def search(self, text: str) -> None:
         """Searches the hub; `found` follows."""
         self._searching.ask(

@@ -40,6 +40,10 @@ class RecommendationList(QWidget):
         self._column = QVBoxLayout(self)
         self._column.setContentsMargins(0, 0, 0, 0)
         self._column.setSpacing(0)
+        self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
+        self.unchecked.setContentsMargins(0, 8, 0, 0)
+        self.unchecked.hide()
+        self._column.addWidget(self.unchecked)
 
     @property
     def rows(self) -> tuple[RecommendationRow, ...]:
@@ -63,6 +67,7 @@ class RecommendationList(QWidget):
                 old.hide()
                 old.deleteLater()
             self._shown = tuple(self._make(one, last=one is recommendations[-1]) for one in recommendations)
+        self.unchecked.setVisible(any("bytes" in one.entry.unchecked for one in recommendations))
         for row in self._shown:
             row.show_state(bytes_per_s, (presence or {}).get(row.recommendation.reference))
 
@@ -71,7 +76,7 @@ class RecommendationList(QWidget):
         if recommendation.role == self._primary:
             set_look(row.button, "kind", "primary")
         row.button.clicked.connect(lambda: self.wanted.emit(recommendation))
-        self._column.addWidget(row)
+        self._column.insertWidget(self._column.count() - 1, row)
         return row
 
 
@@ -92,7 +97,7 @@ class RecommendationRow(QWidget):
         use_tabular_figures(self._speed)
         self._range = QLabel(f"({range_words(one.speed)})", self)
         self._range.setProperty("role", "secondary")
-        self._figures = muted_label(self)
+        self.figures = muted_label(self)
         self.button = QPushButton(self.tr("Download"), self)
         self.button.setAccessibleDescription(f"{one.entry.name}. {one.sentence}")
         speed = QHBoxLayout()
@@ -114,7 +119,7 @@ class RecommendationRow(QWidget):
         column.addLayout(head)
         column.addWidget(self._sentence)
         column.addLayout(speed)
-        column.addWidget(self._figures)
+        column.addWidget(self.figures)
         if not last:
             line = QFrame(self)
             line.setProperty("line", "true")
@@ -129,10 +134,14 @@ class RecommendationRow(QWidget):
         words = (
             self.tr("first answer in about {0}") if bytes_per_s else self.tr("first answer in about {0} at 100 Mbit/s")
         )
-        parts = [file_size(one.bytes), words.format(duration(seconds))]
+        size = file_size(one.bytes)
+        if "bytes" in one.entry.unchecked:
+            size = f"≈ {size}"
+            self.figures.setToolTip(self.tr("Size from the catalogue, not checked with the hub."))
+        parts = [size, words.format(duration(seconds))]
         if presence == "here":
-            parts = [file_size(one.bytes), self.tr("on this PC")]
-        self._figures.setText(SEPARATOR.join(parts))
+            parts = [size, self.tr("on this PC")]
+        self.figures.setText(SEPARATOR.join(parts))
         texts = {None: self.tr("Download"), "downloading": self.tr("Downloading"), "here": self.tr("Load")}
         self.button.setText(texts[presence])
         self.button.setEnabled(presence != "downloading")

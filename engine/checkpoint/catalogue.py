@@ -61,7 +61,7 @@ class CatalogueEntry:
         languages: in words.
         files: quantisations, the best quality first.
         shape: the model, for predictions without a network.
-        unchecked: names of the fields that nobody compared with the hub.
+        unchecked: names of the fields that nobody compared with the hub; `bytes` are those of the files.
     """
 
     name: str

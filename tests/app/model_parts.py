@@ -92,7 +92,7 @@ DOWNLOADS = (
     download(
         "gemma", title="gemma-4-26B-A4B-it Q4_K_M", state=DownloadState.FAILED, done=2_100 * 10**6,
         total=16_900 * 10**6, order=2, error_code="download_failed",
-        problem="google/gemma-4-26B-A4B-it wants its licence accepted first: do so at its page, then enter a token.",
+        problem="google/gemma-4-26B-A4B-it asks you to accept its licence first: do so there, then enter a token.",
     ),
 )  # fmt: skip
 
@@ -136,7 +136,7 @@ def shaped(candidates: Sequence[Candidate] = CANDIDATES) -> tuple[tuple[Candidat
 def fit_row(candidate: Candidate, context: int = 8192, vram: int = 8 * GIB) -> FitRow:
     """A row that follows from the size alone: what fits into 32 GB of RAM works."""
     size = candidate.bytes
-    on_card = min(vram - 3 * GIB, size // 4)
+    on_card = max(0, min(vram - 4 * GIB, size // 4))
     kv = context * 98_304
     card = TierBytes(8 * GIB, GIB, max(0, on_card - kv), GIB // 4, kv, GIB // 8, GIB, GIB)
     disk = DiskBytes(410 * GIB, size, 0)
@@ -175,7 +175,7 @@ def recommendation(role: str, name: str, size: float, decode: float, verdict: st
     reference = f"org/{name}:Q4_K_M"
     entry = CatalogueEntry(
         name, "Somebody", "moe", 30e9, 3e9, "Apache-2.0", "https://example.org", 131_072, sentence, "English, Chinese",
-        (CatalogueFile(reference, int(size * GB), "good"),), read_model("qwen3-30b-a3b"),
+        (CatalogueFile(reference, int(size * GB), "good"),), read_model("qwen3-30b-a3b"), ("bytes",),
     )  # fmt: skip
     speed = FitSpeed(decode, 0.8 * decode, 1.25 * decode, 0.9, "estimated")
     return MadeUp(role, entry, reference, int(size * GB), speed, verdict, sentence)

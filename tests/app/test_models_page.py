@@ -567,6 +567,16 @@ def test_a_failed_download_is_resumed_or_given_a_token(scene: Scene) -> None:
     assert scene.downloads.calls.resume.call_count == 2
 
 
+def test_sizes_that_nobody_checked_are_marked(scene: Scene) -> None:
+    recommended = scene.page.recommendations
+    assert not recommended.unchecked.isHidden()
+    assert all("≈" in row.figures.text() and row.figures.toolTip() for row in recommended.rows)
+    checked = [replace(one, entry=replace(one.entry, unchecked=())) for one in parts.RECOMMENDATIONS]
+    recommended.show_recommendations(checked, None)
+    assert recommended.unchecked.isHidden()
+    assert not any("≈" in row.figures.text() for row in recommended.rows)
+
+
 def test_a_speed_limit_is_set_only_when_it_is_chosen(scene: Scene) -> None:
     scene.downloads.show(*parts.DOWNLOADS)
     limit = scene.page.downloads.limit

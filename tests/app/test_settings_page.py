@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,14 @@ from PySide6.QtWidgets import QAbstractButton, QComboBox, QLabel, QPushButton, Q
 from pytestqt.qtbot import QtBot
 
 from app.services.data_folder import planned_change
+from app.services.hub_address import HUB_ADDRESS_KEY, use_hub_address
 from app.services.settings import Settings
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
 from app.widgets.wrapped_label import WrappedLabel
+from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
+from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.common.paths import data_dir, models_dir
 
 
@@ -175,3 +179,46 @@ def test_a_shortened_word_comes_back_with_the_room(qtbot: QtBot) -> None:
     label.resize(900, 200)
     assert label.shown == label.text()
     assert not label.toolTip()
+
+
+def test_a_newer_catalogue_is_loaded_from_a_file(page: SettingsPage, qtbot: QtBot, tmp_path: Path) -> None:
+    shipped = json.loads((catalogue_dir() / "catalogue.json").read_text(encoding="utf-8"))
+    newer = tmp_path / "newer.json"
+    newer.write_text(json.dumps({"date": "2030-01-02", "models": shipped["models"][:1]}), encoding="utf-8")
+    with qtbot.waitSignal(page.catalogue_changed):
+        page.hub.use_catalogue(newer)
+    assert "2030-01-02" in page.hub.catalogue.text()
+    assert read_catalogue().date == "2030-01-02"
+    newer.write_text("{}", encoding="utf-8")
+    page.hub.use_catalogue(newer)
+    qtbot.waitUntil(page.hub.trouble.isVisible)
+    assert page.hub.load.isEnabled()
+    assert read_catalogue().date == "2030-01-02"
+
+
+def test_a_mirror_is_asked_unless_the_environment_names_another(
+    page: SettingsPage, settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot, theme: ThemeController
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_HUB", "")  # as it was, afterwards
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+
+    def enter(address: str) -> None:
+        page.hub.address.setText(address)
+        page.hub.address.editingFinished.emit()
+
+    for wrong in ("mirror", "http://mirror.example", "https://me:secret@mirror.example", "https://mirror.example?x=1"):
+        enter(wrong)
+        assert page.hub.trouble.isVisible(), wrong
+        assert endpoint_of(HUGGINGFACE) == "https://huggingface.co"
+    enter(" https://mirror.example/hf/ ")
+    assert page.hub.trouble.isHidden()
+    assert endpoint_of(HUGGINGFACE) == settings.get(HUB_ADDRESS_KEY, "") == "https://mirror.example/hf"
+    monkeypatch.setenv("HF_ENDPOINT", "https://other.example")
+    assert endpoint_of(HUGGINGFACE) == "https://other.example"
+    again = SettingsPage(settings, theme)
+    qtbot.addWidget(again)
+    assert not again.hub.address.isEnabled()
+    monkeypatch.delenv("HF_ENDPOINT")
+    settings.set(HUB_ADDRESS_KEY, "damaged")
+    use_hub_address(settings)
+    assert endpoint_of(HUGGINGFACE) == "https://huggingface.co"

@@ -10,6 +10,7 @@ from app.theme import ThemeController
 from app.views.settings.about import AboutCard
 from app.views.settings.appearance import AppearanceCard
 from app.views.settings.data import DataCard
+from app.views.settings.hub import HubCard
 from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
 from app.widgets.page import TUNE, Page
@@ -19,18 +20,21 @@ COLUMN_WIDTH_PX = 760
 
 
 class SettingsPage(Page):
-    """Signals: `reload_wanted`, to load the default model now."""
+    """Signals: `reload_wanted`, to load the default model now; `catalogue_changed`."""
 
     reload_wanted = Signal()
+    catalogue_changed = Signal()
 
     def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
+        self.hub = HubCard(settings, self)
         self.monitor = MonitorCard(settings, self)
         self.data = DataCard(self)
         self.about = AboutCard(self)
+        self.hub.changed.connect(self.catalogue_changed)
         self.model.reload_wanted.connect(self.reload_wanted)
         self.model.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         cards = QWidget(self)
@@ -38,7 +42,7 @@ class SettingsPage(Page):
         column = QVBoxLayout(cards)
         column.setContentsMargins(0, 20, 0, 20)
         column.setSpacing(16)
-        for card in (self.appearance, self.model, self.monitor, self.data, self.about):
+        for card in (self.appearance, self.model, self.hub, self.monitor, self.data, self.about):
             column.addWidget(card)
         column.addStretch(1)
         holder = QWidget(self)
@@ -61,3 +65,4 @@ class SettingsPage(Page):
     def close_down(self) -> None:
         """Waits for background work."""
         self.model.close_down()
+        self.hub.close_down()

@@ -238,7 +238,8 @@ def endpoint_of(hub: str) -> str:
     if hub == MODELSCOPE:
         domain = os.environ.get("MODELSCOPE_DOMAIN", "modelscope.cn")
         return (os.environ.get("MODELSCOPE_ENDPOINT") or f"https://{domain}").rstrip("/")
-    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    named = os.environ.get("HF_ENDPOINT") or os.environ.get("SWITCHYARD_HUB")  # the second is of the window's settings
+    return (named or "https://huggingface.co").rstrip("/")
 
 
 def place_of(hub: str, subject: str, endpoint: str = "", *, gated: bool = False) -> Place:
