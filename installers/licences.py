@@ -90,7 +90,7 @@ def licence_of(name: str) -> str:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return _NOT_INSTALLED_EVERYWHERE.get(name, "")
-    named = [metadata["License-Expression"] or "", (metadata["License"] or "").strip()]
+    named = [metadata.get("License-Expression") or "", (metadata.get("License") or "").strip()]
     classifiers = metadata.get_all("Classifier") or []
     named += [each.rpartition(" :: ")[2] for each in classifiers if each.startswith("License :: ")]
     for text in named:

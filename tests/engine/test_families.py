@@ -24,8 +24,8 @@ MAY_NAME_FAMILIES = (
     "engine/bench",  # makes models up, and writes GGUF files for a peer
     "engine/checkpoint/starter",  # writes the starter's config.json
 )
-ENGLISH = {"beam"}
-"""Words that are also the `model_type` of a family."""
+ENGLISH = {"beam", "git"}
+"""Words, and names of other things, that are also the `model_type` of a family."""
 _QUOTED = re.compile(r"""(["'])([\w.-]+)\1""")
 _IMPORTED = re.compile(r"^\s*(from|import)\s+transformers\.models\.(?!auto\.)", re.MULTILINE)
 
