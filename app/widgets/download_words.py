@@ -19,10 +19,10 @@ def rate_words(bytes_per_s: float) -> str:
 
 
 def download_words(download: Download) -> str:
-    """State and figures of a download in one line."""
+    """State and figures of a download in one line; why it failed takes more than that."""
     done, total = file_size(download.done_bytes), file_size(download.total_bytes)
     amount = translate("Downloads", "{0} of {1}").format(done, total)
-    if download.problem:
+    if download.problem and download.state is not DownloadState.FAILED:
         return f"{amount}{SEPARATOR}{download.problem}"
     if download.state is DownloadState.RUNNING:
         parts = [amount]
@@ -42,4 +42,5 @@ def download_words(download: Download) -> str:
 def download_text(download: Download) -> str:
     """A download for screen readers."""
     percent = 100 * download.done_bytes // download.total_bytes if download.total_bytes else 0
-    return f"{download.title}, {percent}%\n{download_words(download)}"
+    problem = download.problem if download.state is DownloadState.FAILED else ""
+    return "\n".join(filter(None, (f"{download.title}, {percent}%", download_words(download), problem)))

@@ -22,7 +22,7 @@ from app.icons import icon
 from app.models.downloads import DOWNLOAD_ROLE, DownloadList
 from app.theme import themed
 from app.widgets.asking import ask
-from app.widgets.card import Card
+from app.widgets.card import Card, set_message, warning_label
 from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import file_size
@@ -71,7 +71,9 @@ class DownloadsCard(Card):
             button.setProperty("compact", "true")
         self.buttons = Flow(self.pause, self.resume, self.token, self.cancel, self.up, self.down, parent=self)
         self.head.addWidget(self.limit)
+        self.trouble = warning_label(self)
         self.body.addWidget(self.list)
+        self.body.addWidget(self.trouble)
         self.body.addWidget(self.buttons)
         self.pause.clicked.connect(lambda: self._on(self.pause_wanted))
         self.resume.clicked.connect(lambda: self._on(self.resume_wanted))
@@ -104,6 +106,7 @@ class DownloadsCard(Card):
         download = self.list.download
         state = download.state if download is not None else None
         had_focus = self.pause.hasFocus() or self.resume.hasFocus()
+        set_message(self.trouble, download.problem if download and state is DownloadState.FAILED else "")
         self.pause.setVisible(state in (DownloadState.RUNNING, DownloadState.WAITING))
         self.resume.setVisible(state in (DownloadState.PAUSED, DownloadState.FAILED))
         if had_focus:  # not to Cancel, which is the next

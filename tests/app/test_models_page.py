@@ -552,8 +552,10 @@ def test_downloads_are_ordered_by_dragging(scene: Scene, qtbot: QtBot) -> None:
 def test_a_failed_download_is_resumed_or_given_a_token(scene: Scene) -> None:
     scene.downloads.show(*parts.DOWNLOADS)
     card = scene.page.downloads
+    assert card.trouble.isHidden()
     card.list.setCurrentIndex(card.list.rows.index(2))
     assert card.pause.isHidden()
+    assert card.trouble.text() == parts.DOWNLOADS[2].problem  # in full: it says what to do
     card.resume.click()
     scene.downloads.calls.resume.assert_called_once_with("gemma")
     card.token.click()
