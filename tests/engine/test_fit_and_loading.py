@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from engine.bench import predicted_decode
+from engine.bench.opened import decode_seconds, opened, random_text
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
@@ -16,7 +21,10 @@ from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
+from engine.devices.opening import open_devices
 from engine.formats import STORED
+from engine.hardware.measured import machine_profile
+from engine.hardware.probe import probe
 from engine.kernels.native.build import library_path
 from engine.planner.plan_parts import Limits
 from engine.planner.predict import predict_decode, running_config
@@ -155,3 +163,44 @@ def test_a_label_and_a_size_say_nearly_as_much_as_a_header(tmp_path: Path, kind:
     assert guessed.precisions == exact.precisions
     assert guessed.expert_bytes(STORED) == pytest.approx(exact.expert_bytes(STORED), rel=0.01)
     assert guessed.stored.dense_bytes == pytest.approx(exact.stored.dense_bytes, rel=0.15)
+
+
+SPEED_CASES, WITHIN = 20, 18
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_the_range_of_speeds_holds_the_timed_one(models: tuple[Made, ...]) -> None:
+    """Eighteen of twenty drawn models and devices; for a machine with nothing else to do.
+
+    `SWITCHYARD_SPEED_CASES` draws fewer, to try it out: then only that each has a figure is asserted.
+    """
+    cases = int(os.environ.get("SWITCHYARD_SPEED_CASES", SPEED_CASES))
+    draw = random.Random(18)
+    found = [_timed_case(models, ("cpu", CARD)[number % 2], draw) for number in range(cases)]
+    lines = "\n".join(f"{'inside' if inside else 'OUTSIDE'}: {said}" for inside, said in found)
+    sys.stdout.write(f"{lines}\n")
+    assert cases < SPEED_CASES or sum(inside for inside, _ in found) >= WITHIN, lines
+
+
+def _timed_case(models: tuple[Made, ...], device: str, draw: random.Random) -> tuple[bool, str]:
+    """(whether the speed of a real decode is in the range that was said before, what was said and timed)."""
+    made, machine, is_cpu = draw.choice(models), probe(), device == "cpu"
+    precision, row = made.shape.precisions[0], None
+    config = EngineConfig(str(made.path), device=device, threads=1)
+    with ExitStack() as stack:
+        card = None if is_cpu else stack.enter_context(open_devices(device, None)[0])
+        found = predicted_decode._measured(machine, replace(config, precision=made.shape.measured_as(precision)), card)
+        look = MachineLook(machine, "" if is_cpu else device, found, machine_profile(machine, found))
+    while row is None or row.speed is None:
+        vram = None if is_cpu else round(2 * made.shape.total_weights * draw.uniform(0.2, 3.0)) + 4 * MIB
+        limits = Limits(vram_bytes=vram, threads=1, use_card=not is_cpu)
+        row = fit_card([(made.candidate, made.shape)], look, limits).rows[0]
+    with opened(replace(config, vram_bytes=vram)) as loaded:
+        vocabulary = loaded.model.config.get_text_config().vocab_size
+        texts = [random_text(vocabulary, 128, 128, seed=draw.randrange(2**16)) for _ in range(2)]
+        decode_seconds(loaded, texts[0], 5.0)  # fills the cache
+        steps = decode_seconds(loaded, texts[1], 5.0)[1:]
+    rate = len(steps) / sum(steps)
+    said = f"{made.path.name}, {device}, {vram}: {row.speed.low:.1f} to {row.speed.high:.1f} tokens/s, timed {rate:.1f}"
+    return row.speed.low <= rate <= row.speed.high, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ import pytest
 
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
+from engine.checkpoint.hub import find_candidate
+from engine.checkpoint.hub.contents import _heads_read
 from engine.checkpoint.hub.token import read_token, save_token
 from engine.cli import main
+from engine.common.paths import cache_dir
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S
-from tests.hub_server import HubServer
+from engine.verbs.models.fit import candidate_for_here
+from tests.hub_server import Fault, HubServer
 from tests.tiny_gguf import write_model
 from tests.unit.made_up_tuning import MACHINE
 
@@ -104,3 +109,20 @@ def test_a_token_is_forgotten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
     assert read_token("mirror.example") == ""
     monkeypatch.setenv("HF_TOKEN", "hf_env")
     assert run("forget-token", "huggingface") == (0, {"host": "mirror.example", "is_another_left": True})
+
+
+def test_a_model_without_a_label_is_the_one_that_fit_recommends(hub: HubServer, run: Run, tmp_path: Path) -> None:
+    folder = make_synthetic("synthetic:qwen3-moe-tiny?layers=2")
+    files = {
+        f"tiny-{label}.gguf": write_model(folder, tmp_path / f"tiny-{label}.gguf", "qwen3moe", quantised=label)
+        for label in ("Q8_0", "Q5_0", "Q4_0")
+    }
+    hub.add("org/tiny", files)
+    recommended = run("fit", "org/tiny")[1]["recommended"]
+    assert recommended != find_candidate("org/tiny").reference  # else the test would show nothing
+    assert candidate_for_here("org/tiny").reference == recommended
+    assert candidate_for_here("org/tiny:Q4_0").label == "Q4_0"
+    hub.order(Fault("status", path="*.gguf", times=-1, value=500))
+    shutil.rmtree(cache_dir() / "hub")
+    _heads_read.clear()
+    assert candidate_for_here("org/tiny").reference == find_candidate("org/tiny").reference

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from engine.verbs.plan import add_plan_options, asked_limits, plan_of, this_mach
 if TYPE_CHECKING:
     from engine.checkpoint.hub import Candidate
     from engine.checkpoint.model_shape import ModelShape
+    from engine.planner.plan_parts import Limits
     from engine.tuning.fit import FitCard, FitRow
 
 _AT_ONCE = 4
@@ -82,16 +84,42 @@ def _fit(args: argparse.Namespace) -> int:
 def _fit_of_hub(args: argparse.Namespace) -> int:
     """Every candidate of a repository, or the one that is named, on this machine."""
     from engine.checkpoint.hub import candidates, find_candidate, parse_reference, read_repository
-    from engine.tuning.fit import fit_card
 
     named = parse_reference(args.model).what
     found = (find_candidate(args.model),) if named else candidates(read_repository(args.model))
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        shaped = list(pool.map(_shaped, found))
-    look, limits = this_machine(asked_limits(args))
-    card = fit_card(shaped, look, limits)
+    card = _card_of(found, asked_limits(args))
     emit(_card_document(card), as_json=args.json, human=lambda: _card_text(card))
     return 0 if card.recommended is not None else 2
+
+
+def candidate_for_here(reference: str) -> Candidate:
+    """The candidate that a reference means: of several that can run, where none is named, the best one for this PC.
+
+    Raises:
+        EngineError: as `find_candidate`.
+    """
+    from engine.checkpoint.hub import HubError, candidates, find_candidate, parse_reference
+    from engine.planner.plan_parts import Limits
+
+    usual = find_candidate(reference)
+    if parse_reference(reference).what:
+        return usual
+    able = [one for one in candidates(usual.repository) if not one.problem]
+    if len(able) < 2:
+        return usual
+    try:
+        card = _card_of(able, Limits())
+    except HubError:  # one file's header does not come: the usual one can still be had
+        return usual
+    return usual if card.recommended is None else card.rows[card.recommended].candidate
+
+
+def _card_of(found: Sequence[Candidate], limits: Limits) -> FitCard:
+    from engine.tuning.fit import fit_card
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        shaped = list(pool.map(_shaped, found))
+    return fit_card(shaped, *this_machine(limits))
 
 
 def _shaped(candidate: Candidate) -> tuple[Candidate, ModelShape | None]:

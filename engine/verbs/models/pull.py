@@ -13,6 +13,7 @@ from engine.checkpoint.names import STARTER_NAME
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about
 from engine.verbs.models.actions import AddAction
+from engine.verbs.models.fit import candidate_for_here
 from engine.verbs.models.library import details
 from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
 from engine.verbs.options import parse_size
@@ -31,7 +32,8 @@ def add_actions(action: AddAction) -> None:
         "model",
         metavar="M",
         nargs="?",
-        help="`starter`, or a model on a hub: ORG/NAME, ORG/NAME:Q4_K_M, modelscope:ORG/NAME",
+        help="`starter`, or a model on a hub: ORG/NAME, ORG/NAME:Q4_K_M, modelscope:ORG/NAME; "
+        "without a label, what `models fit` recommends for this machine",
     )
     parser.add_argument("--name", default="", metavar="NAME", help="what to call it (default: the hub's name)")
     parser.add_argument("--folder", type=Path, metavar="FOLDER", help="the folder of models that it goes into")
@@ -47,11 +49,10 @@ def _pull(args: argparse.Namespace) -> int:
     if args.model == STARTER_NAME:
         return _pull_starter(args)
     from engine.checkpoint.downloads import queue
-    from engine.checkpoint.hub import find_candidate
 
     download = _begun(args.model)
     if download is None:
-        download = queue.add(find_candidate(args.model), name=args.name, folder=args.folder)
+        download = queue.add(candidate_for_here(args.model), name=args.name, folder=args.folder)
     queue.resume(download.key)
     if args.limit is not None:
         queue.set_limit(download.key, args.limit)
