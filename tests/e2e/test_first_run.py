@@ -100,9 +100,10 @@ def test_a_first_model_is_chosen_fetched_and_answers(
             window.click(f"Download: {NAME}")
             so_far = 0
             for _ in range(2):
-                the_download(DownloadState.RUNNING, least_bytes=so_far + STEP_BYTES)
+                came = the_download(DownloadState.RUNNING, least_bytes=so_far + STEP_BYTES).done_bytes
                 click_beginning(window, "Pause: ")
                 so_far = the_download(DownloadState.PAUSED).done_bytes
+                assert so_far >= came, "the pause lost parts that were under way"
                 picture(screen, "2-paused")
                 click_beginning(window, "Resume: ")
             the_download(DownloadState.RUNNING, least_bytes=so_far + STEP_BYTES)
