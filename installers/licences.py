@@ -90,7 +90,10 @@ def licence_of(name: str) -> str:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return _NOT_INSTALLED_EVERYWHERE.get(name, "")
-    named = [metadata.get("License-Expression") or "", (metadata.get("License") or "").strip()]
+    named = [
+        *(metadata.get_all("License-Expression") or []),
+        *(text.strip() for text in metadata.get_all("License") or []),
+    ]
     classifiers = metadata.get_all("Classifier") or []
     named += [each.rpartition(" :: ")[2] for each in classifiers if each.startswith("License :: ")]
     for text in named:
