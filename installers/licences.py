@@ -90,7 +90,7 @@ def licence_of(name: str) -> str:
         metadata = importlib.metadata.metadata(name)
     except importlib.metadata.PackageNotFoundError:
         return _NOT_INSTALLED_EVERYWHERE.get(name, "")
-    named = [
+    named: list[str] = [
         *(metadata.get_all("License-Expression") or []),
         *(text.strip() for text in metadata.get_all("License") or []),
     ]
