@@ -141,7 +141,7 @@ class Recorder:
 
     def start(self) -> None:
         """Starts recording; earlier records are discarded."""
-        self.layers = []
+        self.layers, self.layer = [], -1
         self._forget_forward()  # one during which recording was stopped
         self.take_spans()
         self.take_steps()

@@ -36,6 +36,16 @@ def test_a_ring_keeps_the_newest_and_counts_what_it_drops(capacity: int, actions
         assert kept[-1] == number - 1
 
 
+def test_a_forward_that_failed_leaves_no_layer_behind() -> None:
+    recorder = Recorder()
+    recorder.start()
+    recorder.layer = 5
+    recorder.stop()
+    recorder.start()
+    recorder.span(H2D, EXPERTS, 1, 2, nbytes=7)
+    assert [span["layer"] for span in recorder.take_spans()] == [-1]
+
+
 def test_spans_of_all_threads_are_taken_once() -> None:
     recorder = Recorder()
     recorder.start()
