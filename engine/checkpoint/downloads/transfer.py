@@ -661,9 +661,9 @@ class Transfer:
             again = _Job(file, part, job.generation, job.waits)
             self._fetch(again)
             self._keep(again)
-            if file.record.digests.get(part) != before and self._is_mended(file):
+            if file.record.digests.get(part) != before and self._is_repaired(file):
                 return
-        if not self._is_mended(file):
+        if not self._is_repaired(file):
             with self._changed:
                 self._begin_again(file)  # if people try again, then from the start
             raise EngineError(
@@ -672,7 +672,7 @@ class Transfer:
                 "damaged; try again later, or choose another repository.",
             )
 
-    def _is_mended(self, file: _File) -> bool:
+    def _is_repaired(self, file: _File) -> bool:
         sha = hashlib.sha256()
         for part in range(file.parts):
             if self._is_stopped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +14,6 @@ from engine.checkpoint.packed import PackedEntry, as_array
 from engine.checkpoint.quantised.packings import ByRows, Codes
 from engine.checkpoint.stored import format_of_codes, in_blocks, order_of
 from engine.kernels.repack import Blocks
-
-if TYPE_CHECKING:
-    from engine.runtime.load.tensor_reader import TensorReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +87,6 @@ def stored_of(source: TensorEntry | ExpertSource) -> Stored | None:
     if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
         return StoredCodes(entry, entry.packing) if format_of_codes(entry) is not None else None
     return blocks_of(source)
-
-
-def read_stored(stored: Stored, reader: TensorReader) -> Blocks | Codes:
-    """Reads a matrix.
-
-    Raises:
-        EngineError, RequestCancelled: as `TensorReader.read`.
-    """
-    raw = [torch.empty(source.nbytes, dtype=torch.uint8) for source in stored.sources]
-    reader.read_into(zip(stored.sources, raw, strict=True))
-    return stored.in_memory(raw)
 
 
 def blocks_of(source: TensorEntry | ExpertSource) -> StoredBlocks | None:
