@@ -21,7 +21,7 @@ from pathlib import Path
 from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 
-_ABI = 8
+_ABI = 9
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 

@@ -46,7 +46,7 @@ void CachedAttention::run(int64_t item, const CachedRows &rows) {
     float *queries = query(first);
     const int64_t at = chunk * heads_ + first, begin = chunk * chunk_tokens_;
     const ChunkResult result = {&tops_[at], &totals_[at], &mixed_[at * value_dim_]};
-    attend_rows_of(*kernels_in_use().rows)(rows, begin, std::min(begin + chunk_tokens_, tokens_), queries, static_cast<int>(count), result);
+    attend_rows_of(*kernels_in_use().attention)(rows, begin, std::min(begin + chunk_tokens_, tokens_), queries, static_cast<int>(count), result);
 }
 
 void CachedAttention::finish(int64_t head, float *out) {

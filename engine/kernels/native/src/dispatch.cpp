@@ -12,18 +12,26 @@
 
 namespace {
 
-constexpr int32_t kAbi = 8;
+constexpr int32_t kAbi = 9;
 constexpr int32_t kAmx = 6;
+
+// What an instruction set has.
+struct Set {
+    const KernelSet *rows;
+    const TileKernels *tiles;  // null: not built in
+    const ManyKernels *many = nullptr;
+    const BlockKernels *blocks = nullptr;
+};
 
 #if defined(__x86_64__) || defined(_M_X64)
 // AVX-512 VNNI with newer instructions for many vectors; empty if the compiler does not know them.
-Kernels with(const ManyKernels *many) {
+Set with(const ManyKernels *many) {
     if (!many) return {nullptr, nullptr};
     return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks};
 }
 #endif
 
-Kernels kernels_of(int32_t isa) {
+Set set_of(int32_t isa) {
     switch (isa) {
         case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks};
 #if defined(__x86_64__) || defined(_M_X64)
@@ -41,11 +49,32 @@ Kernels kernels_of(int32_t isa) {
     }
 }
 
-std::atomic<int32_t> in_use{0};
+bool is_usable(int32_t isa) { return set_of(isa).tiles && (isa != kAmx || amx_permitted()); }
+
+// The instruction set of each use, in 5 bits: all in one word, so that no thread sees half a choice.
+constexpr int32_t kBits = 5, kUses = 2 + 2 * kFormatCount;
+static_assert(kUses * kBits <= 64, "a word holds a number for each use");
+constexpr int32_t place_of(int32_t use, int32_t format) {
+    return use == SWITCHYARD_FEW ? 1 + format : use == SWITCHYARD_MANY ? 1 + kFormatCount + format : kUses - 1;
+}
+std::atomic<uint64_t> in_use{0};
+
+int32_t isa_at(uint64_t uses, int32_t place) { return static_cast<int32_t>(uses >> (place * kBits) & 31); }
 
 }  // namespace
 
-Kernels kernels_in_use() { return kernels_of(in_use.load(std::memory_order_relaxed)); }
+Kernels kernels_in_use() {
+    const uint64_t uses = in_use.load(std::memory_order_relaxed);
+    Kernels kernels = {};
+    kernels.blocks = set_of(isa_at(uses, 0)).blocks;
+    kernels.rows = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, SWITCHYARD_BF16))).rows;
+    kernels.attention = set_of(isa_at(uses, place_of(SWITCHYARD_ATTENTION, 0))).rows;
+    for (int32_t format = 0; format < kFormatCount; ++format) {
+        kernels.tiles[format] = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, format))).tiles;
+        kernels.many[format] = set_of(isa_at(uses, place_of(SWITCHYARD_MANY, format))).many;
+    }
+    return kernels;
+}
 
 SWITCHYARD_API int32_t switchyard_abi(void) { return kAbi; }
 
@@ -56,23 +85,33 @@ SWITCHYARD_API uint32_t switchyard_advertised_isas(void) {
     for (int isa = 0; isa < 7; ++isa) isas |= uint32_t{there[isa]} << isa;
     isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17;
     for (int isa = 0; isa < 32; ++isa)
-        if (!kernels_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built in
+        if (!set_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built in
     return isas;
 }
 
 SWITCHYARD_API void switchyard_use_isa(int32_t isa) {
-    if (isa == kAmx && !amx_permitted()) return;
-    if (kernels_of(isa).tiles) in_use.store(isa);
+    if (!is_usable(isa)) return;
+    uint64_t uses = 0;
+    for (int32_t place = 0; place < kUses; ++place) uses |= static_cast<uint64_t>(isa) << (place * kBits);
+    in_use.store(uses);
+}
+
+SWITCHYARD_API void switchyard_use_isa_for(int32_t use, int32_t format, int32_t isa) {
+    if (!is_usable(isa) || format < 0 || format >= kFormatCount) return;
+    const int32_t shift = place_of(use, format) * kBits;
+    uint64_t uses = in_use.load();
+    while (!in_use.compare_exchange_weak(uses, (uses & ~(uint64_t{31} << shift)) | static_cast<uint64_t>(isa) << shift)) {
+    }
 }
 
 SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {
-    const Kernels kernels = kernels_of(isa);
-    if (!kernels.tiles || (isa == kAmx && !amx_permitted())) return 1;
-    if (const int32_t wrong = test_rows(*kernels.rows)) return wrong;
-    if (const int32_t wrong = test_cached(*kernels.rows)) return wrong;
-    if (const int32_t wrong = test_tiles(*kernels.tiles)) return wrong;
-    if (const int32_t wrong = test_many(*kernels.many)) return wrong;
-    return test_blocks(*kernels.blocks);
+    if (!is_usable(isa)) return 1;
+    const Set set = set_of(isa);
+    if (const int32_t wrong = test_rows(*set.rows)) return wrong;
+    if (const int32_t wrong = test_cached(*set.rows)) return wrong;
+    if (const int32_t wrong = test_tiles(*set.tiles)) return wrong;
+    if (const int32_t wrong = test_many(*set.many)) return wrong;
+    return test_blocks(*set.blocks);
 }
 
 SWITCHYARD_API SwitchyardPool *switchyard_pool_create(int32_t threads) {

@@ -1,4 +1,4 @@
-// Which instruction set is in use.
+// Which kernels are in use.
 #pragma once
 #include "kernel_set.h"
 

@@ -109,11 +109,13 @@ struct TileKernels {
 struct ManyKernels;   // many_kernels.h
 struct BlockKernels;  // block_kernels.h
 
+// What is in use.  Each may be of another instruction set: the newest one is not the fastest everywhere.
 struct Kernels {
-    const KernelSet *rows;
-    const TileKernels *tiles;
-    const ManyKernels *many = nullptr;
-    const BlockKernels *blocks = nullptr;
+    const KernelSet *rows;                   // bf16 rows with few vectors
+    const KernelSet *attention;              // whose instruction set attends
+    const BlockKernels *blocks;
+    const TileKernels *tiles[kFormatCount];  // by format: with few vectors
+    const ManyKernels *many[kFormatCount];   // by format
 };
 
 extern const KernelSet kPortableKernels;

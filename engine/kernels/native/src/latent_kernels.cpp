@@ -107,7 +107,7 @@ void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, 
         kernels.rows->mix_rows(static_cast<const uint16_t *>(matrix.weights) + begin * columns, count, columns, x, out);
         return;
     }
-    const auto expand = kernels.tiles->formats[matrix.format].expand;
+    const auto expand = kernels.tiles[matrix.format]->formats[matrix.format].expand;
     std::fill_n(out, columns, 0.0f);
     for (int64_t half = begin / kHalfRows; half * kHalfRows < begin + count; ++half) {
         float shares[kHalfRows];

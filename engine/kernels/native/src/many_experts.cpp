@@ -39,11 +39,17 @@ struct Wave {
           activated(pieces, threads, 1), down(down_items, threads, 1) {}
 };
 
+// Kernels that compute both matrices of an expert, if there are any.
+const ManyKernels &many_for(const Kernels &kernels, const SwitchyardExperts &layer) {
+    const ManyKernels &first = *kernels.many[layer.first.format], &down = *kernels.many[layer.down.format];
+    return first.fewest[layer.down.format] ? first : down;
+}
+
 class ManyExperts {
   public:
     ManyExperts(Buffers &buffers, const SwitchyardExperts &layer, int32_t tokens, const uint16_t *x, uint16_t *out,
                 int threads)
-        : own_(buffers), call_(buffers.call), visits_(buffers.call.visits), many_(*buffers.call.kernels.many),
+        : own_(buffers), call_(buffers.call), visits_(buffers.call.visits), many_(many_for(buffers.call.kernels, layer)),
           layer_(layer), x_(x), out_(out), quantise_(tokens, threads, 1), finish_(tokens, threads, 1) {
         // Both matrices of an expert are computed in one way.
         const int64_t first = many_.fewest[layer.first.format], down = many_.fewest[layer.down.format];

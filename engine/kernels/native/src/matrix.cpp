@@ -33,14 +33,14 @@ void Vectors::set(const Kernels &kernels, int64_t at, const uint16_t *x) {
     if (format_ == SWITCHYARD_BF16)
         kernels.rows->spread(x, n_, const_cast<float *>(spread(at)));
     else
-        kernels.tiles->quantise_bf16(x, n_, quantised(at));
+        kernels.tiles[format_]->quantise_bf16(x, n_, quantised(at));
 }
 
 void Vectors::set(const Kernels &kernels, int64_t at, const float *x) {
     if (format_ == SWITCHYARD_BF16)
         kernels.rows->spread_floats(x, n_, const_cast<float *>(spread(at)));
     else
-        kernels.tiles->quantise_floats(x, n_, quantised(at));
+        kernels.tiles[format_]->quantise_floats(x, n_, quantised(at));
 }
 
 namespace {
@@ -68,7 +68,7 @@ void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
         return;
     }
     const TileRow row = tile_row(matrix, block);
-    const auto dot = kernels.tiles->formats[matrix.format].dot;
+    const auto dot = kernels.tiles[matrix.format]->formats[matrix.format].dot;
     for (int64_t begin = 0; begin < count; begin += kMostVectors) {
         QuantisedVector vectors[kMostVectors];
         const int many = static_cast<int>(std::min<int64_t>(count - begin, kMostVectors));

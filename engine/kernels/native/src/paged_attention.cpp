@@ -9,11 +9,11 @@
 
 const PagedKernels &paged_kernels_in_use(int32_t type) {
 #if defined(__x86_64__) || defined(_M_X64)
-    const KernelSet *rows = kernels_in_use().rows;
+    const KernelSet *rows = kernels_in_use().attention;
     if (rows == &kAvx512Kernels) return kAvx512Paged[type];
     if (rows == &kAvx2Kernels) return kAvx2Paged[type];
 #elif defined(__aarch64__) || defined(_M_ARM64)
-    if (kernels_in_use().rows == &kNeonKernels) return kNeonPaged[type];
+    if (kernels_in_use().attention == &kNeonKernels) return kNeonPaged[type];
 #endif
     return kPortablePaged[type];
 }

@@ -49,7 +49,7 @@ void repack_half(const RepackCall &call, const SwitchyardRepack &matrix, int64_t
     const bool apart = is_there(matrix.second);
     const SwitchyardBlocks &source = apart && at == 1 ? matrix.second : matrix.first;
     const BlockType *type = source.codes ? nullptr : type_of(call.kernels, source);
-    const auto fit = call.kernels.tiles->formats[target.format].fit;
+    const auto fit = call.kernels.tiles[target.format]->formats[target.format].fit;
     BlockHalf half = {tile_row(target, block), target.columns, at, target.format, fit, call.rounds, {}};
     int64_t from[kHalfRows];
     for (int64_t i = 0; i < kHalfRows; ++i) {

@@ -15,10 +15,10 @@ class RowProducts {
         format_ = format;
         count_ = count;
         columns_ = columns;
-        is_many_ = kernels.many && kernels.many->fewest[format] > 0;
+        is_many_ = many().fewest[format] > 0;
         if (is_many_) {
-            lanes_ = kernels.many->lanes;
-            packed_ = memory_.room(tiles() * kernels.many->packed_bytes(format, columns));
+            lanes_ = many().lanes;
+            packed_ = memory_.room(tiles() * many().packed_bytes(format, columns));
             return;
         }
         lanes_ = 1;
@@ -37,8 +37,7 @@ class RowProducts {
             const uint16_t *rows[64];
             const int64_t some = std::min(lanes_, count_ - first);
             for (int64_t v = 0; v < some; ++v) rows[v] = x + (first + v) * columns_;
-            const auto &many = *kernels_.many;
-            many.pack(format_, rows, some, columns_, packed_ + tile * many.packed_bytes(format_, columns_));
+            many().pack(format_, rows, some, columns_, packed_ + tile * many().packed_bytes(format_, columns_));
             return;
         }
         vectors_.set(kernels_, first, x + first * columns_);
@@ -47,7 +46,7 @@ class RowProducts {
     // Calls take(first, some, dots) with [some, 32] of a block's rows with vectors first, first + 1, ...
     template <class Take> void block(const SwitchyardMatrix &matrix, int64_t block, Take take) const {
         if (is_many_) {
-            multiply_block(*kernels_.many, matrix, block, packed_, count_, take);
+            multiply_block(many(), matrix, block, packed_, count_, take);
             return;
         }
         static thread_local std::vector<float> dots;
@@ -57,6 +56,8 @@ class RowProducts {
     }
 
   private:
+    const ManyKernels &many() const { return *kernels_.many[format_]; }
+
     Kernels kernels_ = {};
     int32_t format_ = 0;
     int64_t count_ = 0, columns_ = 0, lanes_ = 1;

@@ -133,6 +133,12 @@ SWITCHYARD_API int32_t switchyard_self_test(int32_t isa);
 // Chooses the kernels for all later calls.
 SWITCHYARD_API void switchyard_use_isa(int32_t isa);
 
+// What an instruction set may be chosen for.
+enum { SWITCHYARD_FEW = 0, SWITCHYARD_MANY = 1, SWITCHYARD_ATTENTION = 2 };
+// Chooses them for the matrices of a format, with few vectors or with many, or for attention, whatever the format: the
+// newest instructions are not the fastest of every processor.
+SWITCHYARD_API void switchyard_use_isa_for(int32_t use, int32_t format, int32_t isa);
+
 // `threads` in all, the caller among them.  Workers spin for a short while after each call and then sleep.
 SWITCHYARD_API SwitchyardPool *switchyard_pool_create(int32_t threads);
 SWITCHYARD_API void switchyard_pool_destroy(SwitchyardPool *pool);

@@ -19,7 +19,7 @@ struct QuantiseCall {
 
 void quantise_half(const QuantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
     const Format &format = kFormats[call.target.format];
-    const auto fit = call.kernels.tiles->formats[call.target.format].fit;
+    const auto fit = call.kernels.tiles[call.target.format]->formats[call.target.format].fit;
     const bool nibbles = format.code_bits == 4;
     for (int64_t group = 0; group < row.groups; ++group) {
         float w[kGroup * kHalfRows] = {};
@@ -57,7 +57,7 @@ struct DequantiseCall {
 
 void dequantise_half(const DequantiseCall &call, int64_t block, int64_t half, const TileRow &row) {
     const Format &format = kFormats[call.matrix.format];
-    const auto expand = call.kernels.tiles->formats[call.matrix.format].expand;
+    const auto expand = call.kernels.tiles[call.matrix.format]->formats[call.matrix.format].expand;
     const int64_t columns = call.matrix.columns;
     int64_t rows[kHalfRows];
     for (int64_t i = 0; i < kHalfRows; ++i) rows[i] = source_row(call.piece, block, half, i);
