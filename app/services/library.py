@@ -148,10 +148,10 @@ class Library(QObject):
         self._ask("export", model.name, doing)
 
     def remove(self, model: LibraryEntry) -> None:
-        """Moves a model to the trash; the result is the bytes freed."""
+        """Moves a model to the trash; the result is a `Removed`."""
 
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
-            from engine.checkpoint.moving import remove
+            from engine.checkpoint.removing import remove
 
             return remove(str(model.path))  # the name may be another's by now
 

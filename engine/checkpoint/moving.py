@@ -1,4 +1,4 @@
-"""Moves a model to another disk, copies one out of the library, and removes one."""
+"""Moves a model to another disk, and copies one out of the library."""
 
 from __future__ import annotations
 
@@ -11,17 +11,7 @@ from pathlib import Path
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.importing import copy_file
 from engine.checkpoint.in_use import alone_with, reading
-from engine.checkpoint.library import (
-    LibraryEntry,
-    banks_of,
-    describe,
-    files_of,
-    is_about,
-    model_files,
-    remove_banks,
-    show,
-    total_bytes,
-)
+from engine.checkpoint.library import LibraryEntry, banks_of, describe, files_of, show, total_bytes
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -31,15 +21,17 @@ from engine.checkpoint.manifest import (
     sha256_of,
     write_manifest,
 )
-from engine.checkpoint.names import find_named, folder_name, in_library, is_path_like, not_in_library, starter_folder
-from engine.checkpoint.shelves import FOLDER, OWN, Found, add_model_folder, find_models, model_folders, origin_of
+from engine.checkpoint.names import folder_name, starter_folder
+from engine.checkpoint.shelves import OWN, Found, add_model_folder, model_folders
 from engine.checkpoint.staging import discard, staging_folder, sweep
-from engine.checkpoint.usage import forget_usage, move_usage, where
+from engine.checkpoint.usage import move_usage, where
+from engine.checkpoint.whose import is_ours, named, others_beside, own_files, owner
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import models_dir
 
 Progress = Callable[[int, int], None]
+_SAME_TIME_S = 2.0
 
 
 def move(
@@ -83,6 +75,7 @@ def move(
         if manifest is None or manifest != read_manifest(target):
             _check_is_free(target)
             if not _renamed(source, target):
+                _check_is_copied_whole(source)
                 with staging_folder(folder) as staging:
                     _copy(files_of(source), source, staging, manifest, on_progress, cancelled)
                     _put(staging, source, target)
@@ -91,7 +84,7 @@ def move(
         # Else it was killed before it could remove the original, which may have been loaded since.
         _take_along(source, target)
         if source.exists():
-            discard(source)
+            _discard_copied(source, target)
     return describe(target, target.name)
 
 
@@ -113,146 +106,21 @@ def export(
     if os.path.lexists(target):
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{target} exists already: remove it, or choose another folder.")
     with reading(path), disk_errors_explained(folder), staging_folder(folder) as staging:
-        _copy(_own_files(path), path, staging, read_manifest(path), on_progress, cancelled)
+        _copy(own_files(path), path, staging, read_manifest(path), on_progress, cancelled)
         staging.rename(target)
     return target
 
 
-def remove(model: str, *, permanently: bool = False) -> int:
-    """Moves a model to the trash, or deletes it; returns its bytes.  Its prepared experts are deleted in any case.
-
-    Of a folder outside the library only the model's own files go, by its manifest or by their names (`model_files`):
-    anything else in it stays, and so does what belongs to another program.  A model that is a symbolic link is
-    unlinked; its target stays.
-
-    Args:
-        model: its name, or its path as it is listed.
-
-    Raises:
-        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (it belongs to another program, its files
-            cannot be told from others, or there is no trash on its disk).
-    """
-    found = _removable(model)
-    with alone_with(found.path):
-        is_link = found.path.is_symlink()
-        paths = _to_remove(found)
-        files = [file for path in paths for file in (files_of(path) if path.is_dir() else [path])]
-        size = 0 if is_link else total_bytes(files)
-        banks = [] if is_link else banks_of(found.path)  # looked up before the path is gone
-        try:
-            for path in paths:
-                if permanently or is_link:
-                    discard(path)
-                else:
-                    _to_trash(path)
-        except OSError as error:
-            code = ErrorCode.BUSY if error.errno in (errno.EBUSY, errno.EACCES) else ErrorCode.INVALID_REQUEST
-            raise EngineError(
-                code,
-                f"Cannot remove {found.path} ({error.strerror or error}): close whatever is using it and try again.",
-            ) from error
-        for folder in sorted({path.parent for path in paths}, reverse=True):  # the innermost first
-            if folder.is_relative_to(found.path) and folder not in model_folders():
-                with contextlib.suppress(OSError):  # others' files lie there
-                    folder.rmdir()
-        if not is_link:
-            forget_usage(found.path)
-        return size + remove_banks(banks)
-
-
 def _of_library(model: str) -> Found:
     """A model that is ours to move."""
-    found = _named(model)
-    if found.origin != OWN or not _is_ours(found):
-        whose = "is not in the library" if _is_ours(found) else f"belongs to {_owner(found)}"
+    found = named(model)
+    if found.origin != OWN or not is_ours(found):
+        whose = "is not in the library" if is_ours(found) else f"belongs to {owner(found)}"
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
             f"{found.name} {whose} and stays where it is: `switchyard models import` adds a copy to the library.",
         )
     return found
-
-
-def _removable(model: str) -> Found:
-    found = _named(model)
-    if not _is_ours(found):
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"{found.name} belongs to {_owner(found)}, so Switchyard never removes it: remove it there ({found.path}).",
-        )
-    return found
-
-
-def _is_ours(found: Found) -> bool:
-    return _owner(found) in (OWN, FOLDER)
-
-
-def _owner(found: Found) -> str:
-    """Whose a model is: not only by the folder in which it was found, as that may be another program's store, or have
-    a link to one.  Of a model that is itself a link, whose the link is."""
-    if found.origin not in (OWN, FOLDER):
-        return found.origin
-    return origin_of(found.path.parent if found.path.is_symlink() else found.path)
-
-
-def _named(name: str) -> Found:
-    found = _listed_at(Path(name)) if Path(name).is_absolute() else find_named(name)
-    if found is None:
-        if is_path_like(name) and Path(name).expanduser().exists():
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"{name} is not the name of a model here; only listed models are moved or removed.",
-            )
-        raise not_in_library(name)
-    return found
-
-
-def _listed_at(path: Path) -> Found | None:
-    """The model that is listed with this path."""
-    if path.parent == models_dir():
-        return Found(path.name, path, OWN) if in_library(path.name) is not None else None
-    return next((found for found in find_models()[0] if found.path == path), None)
-
-
-def _to_remove(found: Found) -> list[Path]:
-    """What to remove: a folder that is the model's alone, or of one with others' files the model's."""
-    path = found.path
-    if path.is_symlink() or path.parent == models_dir():
-        return [path]
-    files = _own_files(path)
-    has_others = path.is_dir() and len(files) < len(files_of(path))
-    if _has_record(path):
-        return files if has_others or path in model_folders() else [path]
-    return [file for file in files if not (has_others and is_about(file))]
-
-
-def _own_files(path: Path) -> list[Path]:
-    """The files of a model, with its weights."""
-    files = model_files(path)
-    if path.is_dir() and not _has_record(path) and not any(f.suffix in (SUFFIX, ".safetensors") for f in files):
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"{path} has no record of which of its files are the model's, and their names do not tell: nothing was "
-            "done.",
-        )
-    return files
-
-
-def _has_record(path: Path) -> bool:
-    manifest = read_manifest(path)
-    return manifest is not None and bool(manifest.files)
-
-
-def _to_trash(path: Path) -> None:
-    from send2trash import TrashPermissionError, send2trash
-
-    try:
-        send2trash(path)
-    except TrashPermissionError:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"The disk of {path} has no trash that can be written to: `switchyard models remove --permanently` deletes "
-            "it for good.",
-        ) from None
 
 
 def _check_is_free(target: Path) -> None:
@@ -337,6 +205,42 @@ def _compare(source: Path, records: Iterable[FileRecord], manifest: Manifest | N
     for record in manifest.files if manifest is not None else ():
         if found.get(record.path) != record:
             raise _damaged(source / record.path, "was added to the library")
+
+
+def _check_is_copied_whole(source: Path) -> None:
+    """Raises if the folder holds anything but files and folders: a copy would not have it."""
+    for path in others_beside(source, files_of(source)):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path} is a link that leads to a folder or nowhere, and would be lost on another disk: take it out of "
+            "the model's folder first.",
+        )
+
+
+def _discard_copied(source: Path, target: Path) -> None:
+    """Removes what was copied.  Anything that somebody has put there or changed since stays, with its folder."""
+    copied = [file for file in files_of(source) if _is_same(file, target / file.relative_to(source))]
+    if not others_beside(source, copied):
+        discard(source)
+        return
+    for file in sorted(copied, key=lambda file: file.name == MANIFEST_NAME):  # by which this is known to have begun
+        file.unlink()
+    for folder in sorted({file.parent for file in copied}, reverse=True):  # the innermost first
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def _is_same(file: Path, copy: Path) -> bool:
+    """Whether a copy, which has the original's times, is still what lies there; of a manifest, which was written anew,
+    whether it says the same."""
+    try:
+        one, other = file.stat(), copy.stat()
+    except OSError:
+        return False
+    if file.name == MANIFEST_NAME:
+        return read_manifest(file.parent) == read_manifest(copy.parent)
+    # To two seconds, which is what a stick's file system keeps of a time.
+    return one.st_size == other.st_size and abs(one.st_mtime - other.st_mtime) <= _SAME_TIME_S
 
 
 def _damaged(file: Path, since: str) -> EngineError:

@@ -28,6 +28,7 @@ import platformdirs
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
+from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import Lock, disk_errors_explained, private_folder, write_private
 from engine.common.foreign import parse_json, read_foreign, reason
@@ -48,6 +49,7 @@ _SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 NO_NAME = re.compile(r"model$|ggml-model\b", re.IGNORECASE)
 """What converters call a file whose model they do not know."""
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
+_WEIGHTS = (SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
 _SNAPSHOT = re.compile(r"[0-9a-f]{40}")
 _OLLAMA_MODEL = "application/vnd.ollama.image.model"
 _OLLAMA_ADAPTER = "application/vnd.ollama.image.adapter"
@@ -355,7 +357,7 @@ def _models_of(shelf: Shelf, walk: _Walk) -> Iterator[Found]:
     if shelf.origin == OWN:  # a folder per model, whatever state it is in
         with contextlib.suppress(FileNotFoundError):
             for name, entry in walk.open(shelf.folder).items():
-                if _is_dir(entry):
+                if _is_dir(entry) and _may_be_a_model(shelf.folder / name):
                     yield Found(name, shelf.folder / name, OWN)
         return
     os.stat(shelf.folder)  # raises if it is not there
@@ -389,6 +391,19 @@ def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iter
         for name, entry in entries.items():
             if _is_dir(entry) and folder / name not in walk.others:
                 yield from _tree(folder / name, origin, walk, depth - 1)
+
+
+def _may_be_a_model(folder: Path) -> bool:
+    """Whether anything in it is a model's, or it is empty or unreadable: what stays of a folder whose model was removed
+    is no damaged model."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return True
+    return not names or any(
+        name in (MANIFEST_NAME, CONFIG_NAME) or name.lower().endswith(_WEIGHTS) or is_beside_weights(name)
+        for name in names
+    )
 
 
 def _has_weights(entries: dict[str, os.DirEntry[str]]) -> bool:

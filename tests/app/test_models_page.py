@@ -24,6 +24,7 @@ from app.views.models.phrases import ended_words, used_words, work_words
 from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Verification
+from engine.checkpoint.removing import Removed
 from engine.checkpoint.shelves import model_folders
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard
@@ -274,7 +275,8 @@ def test_what_came_of_work_is_said() -> None:
         (Work("import", "m", result=parts.MODELS[1]), "gpt-oss-20b"),
         (Work("move", "m", result=parts.MODELS[1]), str(parts.MODELS[1].path.parent)),
         (Work("export", "m", result=Path("/media/copy")), "copy"),
-        (Work("remove", "m", result=4_000_000_000), "4.00 GB"),
+        (Work("remove", "m", result=Removed(4_000_000_000, Path("/m"))), "4.00 GB"),
+        (Work("remove", "m", result=Removed(1, Path("/m"), others=2)), "in /m stays"),
         (Work("banks", "m", result=4_000_000_000), "4.00 GB"),
     ):
         assert part in ended_words(work)

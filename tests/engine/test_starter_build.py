@@ -10,10 +10,11 @@ import sys
 import pytest
 
 from engine.checkpoint.library import starter_is_built, verify
-from engine.checkpoint.moving import remove
+from engine.checkpoint.removing import remove
 from engine.checkpoint.starter import build_starter
-from engine.common.errors import RequestCancelled
+from engine.common.errors import ErrorCode, RequestCancelled
 from engine.common.paths import models_dir, python_module
+from tests.refusals import refused
 from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow
@@ -68,6 +69,15 @@ def test_asked_to_stop_it_leaves_nothing() -> None:
         pull.communicate()
     assert pull.returncode == 130
     assert list(models_dir().iterdir()) == []
+
+
+def test_what_is_not_the_starters_is_never_replaced() -> None:
+    (models_dir() / "starter").mkdir(parents=True)
+    mine = models_dir() / "starter" / "mine.txt"
+    mine.write_text("mine")
+    with refused(ErrorCode.INVALID_REQUEST, "mine.txt is not the starter"):
+        build_starter()
+    assert mine.read_text() == "mine"
 
 
 def test_cancelled_between_layers() -> None:

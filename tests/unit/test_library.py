@@ -8,7 +8,7 @@ import pytest
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import bank_path, list_models, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.checkpoint.moving import remove
+from engine.checkpoint.removing import remove
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import models_dir
 from tests.tiny_checkpoint import write_tiny_checkpoint
@@ -90,7 +90,7 @@ def test_prepared_experts_go_with_their_model(tmp_path: Path) -> None:
     for file in (*banks, banks[1].with_name(banks[1].name + ".part")):
         file.write_bytes(bytes(1000))
     size = show("one").bytes_on_disk
-    assert remove("one", permanently=True) == size + 3000
+    assert remove("one", permanently=True).bytes == size + 3000
     assert sorted(banks[0].parent.iterdir()) == sorted(banks[2:])
 
 
@@ -191,7 +191,7 @@ def test_nothing_outside_the_library_is_removed(tmp_path: Path) -> None:
     for name in (str(outside), "../outside", ".", "..", "", str(models_dir()), "inside/..", "./inside"):
         with pytest.raises(EngineError):
             remove(name, permanently=True)
-    assert remove("linked", permanently=True) == 0
+    assert remove("linked", permanently=True).bytes == 0
     remove("inside", permanently=True)
     assert verify(str(outside)).damaged == {}
     assert list(models_dir().iterdir()) == []

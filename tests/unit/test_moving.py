@@ -17,7 +17,8 @@ from engine.checkpoint.importing import import_model
 from engine.checkpoint.in_use import alone_with, reading
 from engine.checkpoint.library import bank_path, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME, Manifest, describe_files, write_manifest
-from engine.checkpoint.moving import export, move, remove
+from engine.checkpoint.moving import export, move
+from engine.checkpoint.removing import remove
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.checkpoint.shelves import add_model_folder, model_folders
 from engine.checkpoint.usage import note_use, read_usage
@@ -310,7 +311,7 @@ def test_a_removed_model_lies_in_the_trash(tiny: Path, trash: Path) -> None:
     bank, before = _bank(tiny), _files(tiny)
     note_use(tiny, "cpu")
     size = show("tiny").bytes_on_disk
-    assert remove("tiny") == size + 8
+    assert remove("tiny").bytes == size + 8
     assert _files(trash / "tiny") == before
     assert not bank.exists()
     assert read_usage(tiny).last_used is None
@@ -375,8 +376,106 @@ def test_what_lies_beside_a_model_is_neither_removed_nor_copied(tmp_path: Path, 
         copied = {file.name for file in export("Downloads", out).iterdir()}
         assert not copied & {"taxes.pdf", "passwords.txt", "accounts.json", "notes.md", "lora.safetensors"}
         assert "config.json" in copied
-    assert remove("Downloads", permanently=True) > 0
+    assert remove("Downloads", permanently=True).bytes > 0
     assert {file.name for file in folder.iterdir()} == {*others, "other.gguf"}
+
+
+def _put_by_hand(name: str = "by-hand") -> Path:
+    """A model that somebody copied into the library's folder, without a record of its files."""
+    return write_tiny_checkpoint(models_dir() / name)
+
+
+@pytest.mark.parametrize("has_record", [True, False])
+@pytest.mark.parametrize("other", ["notes.txt", ".hidden", "photos/cat.png", ".git/config", "link"])
+def test_others_files_in_the_library_stay_when_the_model_goes(
+    tmp_path: Path, trash: Path, other: str, has_record: bool
+) -> None:
+    folder = _put_by_hand()
+    if has_record:
+        write_manifest(folder, Manifest("a hub", describe_files(folder)))
+    (folder / other).parent.mkdir(exist_ok=True)
+    if other == "link":
+        (tmp_path / "albums").mkdir()
+        (folder / other).symlink_to(tmp_path / "albums", target_is_directory=True)
+    else:
+        (folder / other).write_bytes(b"mine")
+    removed = remove("by-hand")
+    assert (removed.others, removed.folder) == (1, folder)
+    assert [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()] == [folder / other]
+    assert "model.safetensors" in {file.name for file in trash.iterdir()}
+    assert look_around().entries == ()  # what is left is no model, damaged or not
+
+
+def test_a_folder_in_the_library_with_nothing_else_goes_whole(trash: Path) -> None:
+    folder = _put_by_hand()
+    (folder / "README.md").write_text("about the model")
+    (folder / ".DS_Store").write_bytes(b"the system's")
+    assert remove("by-hand").others == 0
+    assert not folder.exists()
+    assert [file.name for file in trash.iterdir()] == ["by-hand"]
+
+
+def test_what_the_hubs_library_downloaded_is_the_models(trash: Path) -> None:
+    folder = _put_by_hand()
+    notes = folder / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "picture.png", "other.gguf"):
+        (notes / f"{name}.metadata").write_text("commit")
+    (folder / "picture.png").write_bytes(b"of its card")
+    assert remove("by-hand").others == 0
+    assert not folder.exists()
+    folder = _put_by_hand("two")
+    (folder / ".cache" / "huggingface" / "download").mkdir(parents=True)
+    for name in ("picture.png", "other.gguf"):
+        (folder / ".cache" / "huggingface" / "download" / f"{name}.metadata").write_text("commit")
+        (folder / name).write_bytes(b"another")
+    removed = remove(str(folder))
+    assert removed.others == 1
+    assert (folder / "other.gguf").is_file()  # weights, which may be another model's
+
+
+def test_a_library_folder_whose_files_cannot_be_told_stays(trash: Path) -> None:
+    folder = models_dir() / "papers"
+    folder.mkdir(parents=True)
+    (folder / "taxes.pdf").write_bytes(b"mine")
+    with refused(ErrorCode.INVALID_REQUEST, "no record"):
+        remove("papers")
+    assert _files(folder) == {"taxes.pdf": b"mine"}
+    (folder / "taxes.pdf").unlink()
+    assert remove("papers").bytes == 0
+    assert not folder.exists()
+
+
+def test_a_move_to_another_disk_loses_nothing_beside_the_model(tmp_path: Path, other_disk: None) -> None:
+    folder = _put_by_hand()
+    (folder / "notes.txt").write_bytes(b"mine")
+    (folder / "broken").symlink_to(tmp_path / "nowhere")
+    before = {path.name for path in folder.iterdir()}
+    with refused(ErrorCode.INVALID_REQUEST, "broken is a link"):
+        move("by-hand", tmp_path / "disk")
+    assert {path.name for path in folder.iterdir()} - {MANIFEST_NAME} == before
+    (folder / "broken").unlink()
+    moved = move("by-hand", tmp_path / "disk").path
+    assert (moved / "notes.txt").read_bytes() == b"mine"
+    assert not folder.exists()
+
+
+def test_what_is_written_during_a_move_stays_where_it_was(
+    tiny: Path, tmp_path: Path, other_disk: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = moving._put
+
+    def written_meanwhile(staging: Path, source: Path, target: Path) -> None:
+        put(staging, source, target)
+        if staging != source:
+            (tiny / "new.txt").write_bytes(b"mine")
+
+    (tiny / "notes.txt").write_bytes(b"mine")
+    monkeypatch.setattr(moving, "_put", written_meanwhile)
+    moved = move("tiny", tmp_path / "disk").path
+    assert (moved / "notes.txt").read_bytes() == b"mine"
+    assert _files(tiny) == {"new.txt": b"mine"}
+    assert {entry.path for entry in look_around().entries} == {moved}
 
 
 def test_a_model_folder_with_a_record_in_it_is_not_removed_whole(tmp_path: Path) -> None:
@@ -453,7 +552,7 @@ def test_of_a_link_to_another_programs_model_the_link_is_removed(lm_studio: Path
     (mine / "linked").symlink_to(lm_studio / "maker" / "Theirs", target_is_directory=True)
     add_model_folder(mine)
     before = sorted(lm_studio.rglob("*"))
-    assert remove("linked", permanently=True) == 0
+    assert remove("linked", permanently=True).bytes == 0
     assert list(mine.iterdir()) == []
     assert sorted(lm_studio.rglob("*")) == before
 
@@ -487,7 +586,7 @@ def test_a_model_in_use_is_neither_moved_nor_removed(tiny: Path, tmp_path: Path)
         with refused(ErrorCode.BUSY), reading(tiny):
             pass
     assert verify("tiny").damaged == {}
-    assert remove("tiny", permanently=True) > 0
+    assert remove("tiny", permanently=True).bytes > 0
     assert [file for file in (data_dir() / "locks").rglob("*") if file.is_file()] == []
 
 

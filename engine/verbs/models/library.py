@@ -8,8 +8,9 @@ from pathlib import Path
 
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import LibraryEntry, Verification, look_around, resolve, show, starter_is_built, verify
-from engine.checkpoint.moving import export, move, remove
+from engine.checkpoint.moving import export, move
 from engine.checkpoint.names import STARTER_NAME
+from engine.checkpoint.removing import remove
 from engine.checkpoint.shelves import FOLDER, OWN, add_model_folder, drop_model_folder, model_folders
 from engine.common.paths import models_dir
 from engine.common.sizes import about
@@ -109,11 +110,19 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _remove(args: argparse.Namespace) -> int:
-    size = remove(args.model, permanently=args.permanently)
+    removed = remove(args.model, permanently=args.permanently)
+    human = f"{args.model} ({about(removed.bytes)}) is {'deleted' if args.permanently else 'in the trash'}."
+    if removed.others:
+        human += f" What else is in {removed.folder} stays there."
     emit(
-        {"removed": args.model, "freed_bytes": size, "is_in_trash": not args.permanently},
+        {
+            "removed": args.model,
+            "freed_bytes": removed.bytes,
+            "is_in_trash": not args.permanently,
+            "others_left": removed.others,
+        },
         as_json=args.json,
-        human=f"{args.model} ({about(size)}) is {'deleted' if args.permanently else 'in the trash'}.",
+        human=human,
     )
     return 0
 

@@ -1,0 +1,97 @@
+"""Removes a model: its own files alone, to the trash."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.checkpoint.in_use import alone_with
+from engine.checkpoint.library import banks_of, files_of, remove_banks, total_bytes
+from engine.checkpoint.shelves import Found, model_folders
+from engine.checkpoint.staging import discard
+from engine.checkpoint.usage import forget_usage
+from engine.checkpoint.whose import is_ours, named, owner, to_remove
+from engine.common.errors import EngineError, ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """What became of a model.
+
+    Attributes:
+        bytes: of its files and its prepared experts.
+        folder: where it was.
+        others: how many files in that folder were not the model's, and stay.
+    """
+
+    bytes: int
+    folder: Path
+    others: int = 0
+
+
+def remove(model: str, *, permanently: bool = False) -> Removed:
+    """Moves a model to the trash, or deletes it.  Its prepared experts are deleted in any case.
+
+    Only the model's own files go, by its manifest, by the notes of the hub's library, or by their names: anything else
+    in its folder stays, and so does what belongs to another program.  A model that is a symbolic link is unlinked; its
+    target stays.
+
+    Args:
+        model: its name, or its path as it is listed.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`; `BUSY` (in use); `INVALID_REQUEST` (it belongs to another program, its files
+            cannot be told from others, or there is no trash on its disk).
+    """
+    found = _removable(model)
+    with alone_with(found.path):
+        is_link = found.path.is_symlink()
+        paths, others = to_remove(found, model_folders())
+        files = [file for path in paths for file in (files_of(path) if path.is_dir() else [path])]
+        size = 0 if is_link else total_bytes(files)
+        banks = [] if is_link else banks_of(found.path)  # looked up before the path is gone
+        folder = found.path if found.path.is_dir() else found.path.parent
+        try:
+            for path in paths:
+                if permanently or is_link:
+                    discard(path)
+                else:
+                    _to_trash(path)
+        except OSError as error:
+            code = ErrorCode.BUSY if error.errno in (errno.EBUSY, errno.EACCES) else ErrorCode.INVALID_REQUEST
+            raise EngineError(
+                code,
+                f"Cannot remove {found.path} ({error.strerror or error}): close whatever is using it and try again.",
+            ) from error
+        for each in sorted({path.parent for path in paths}, reverse=True):  # the innermost first
+            if each.is_relative_to(found.path) and each not in model_folders():
+                with contextlib.suppress(OSError):  # others' files lie there
+                    each.rmdir()
+        if not is_link:
+            forget_usage(found.path)
+        return Removed(size + remove_banks(banks), folder, len(others))
+
+
+def _removable(model: str) -> Found:
+    found = named(model)
+    if not is_ours(found):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{found.name} belongs to {owner(found)}, so Switchyard never removes it: remove it there ({found.path}).",
+        )
+    return found
+
+
+def _to_trash(path: Path) -> None:
+    from send2trash import TrashPermissionError, send2trash
+
+    try:
+        send2trash(path)
+    except TrashPermissionError:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The disk of {path} has no trash that can be written to: `switchyard models remove --permanently` deletes "
+            "it for good.",
+        ) from None

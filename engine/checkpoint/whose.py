@@ -1,0 +1,136 @@
+"""Whose a model is, and which of the files where it lies are its own: what may be moved or removed, and what never."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from engine.checkpoint.gguf.names import SUFFIX
+from engine.checkpoint.library import is_about, model_files
+from engine.checkpoint.manifest import read_manifest
+from engine.checkpoint.names import find_named, in_library, is_path_like, not_in_library
+from engine.checkpoint.shards import PICKLE_SUFFIXES
+from engine.checkpoint.shelves import FOLDER, OWN, Found, find_models, origin_of
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
+
+_WEIGHTS = (SUFFIX, ".safetensors", *PICKLE_SUFFIXES)
+_HUB_NOTES = Path(".cache", "huggingface")
+"""What the hub's library keeps in a folder that it downloads to: `download/FILE.metadata` for each file, and locks."""
+_OF_THE_SYSTEM = (".DS_Store", "Thumbs.db", "desktop.ini")
+
+
+def named(name: str) -> Found:
+    """The listed model of that name, or at that path.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`; `INVALID_REQUEST` (a path that is not listed).
+    """
+    found = _listed_at(Path(name)) if Path(name).is_absolute() else find_named(name)
+    if found is None:
+        if is_path_like(name) and Path(name).expanduser().exists():
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{name} is not the name of a model here; only listed models are moved or removed.",
+            )
+        raise not_in_library(name)
+    return found
+
+
+def _listed_at(path: Path) -> Found | None:
+    """The model that is listed with this path."""
+    if path.parent == models_dir():
+        return Found(path.name, path, OWN) if in_library(path.name) is not None else None
+    return next((found for found in find_models()[0] if found.path == path), None)
+
+
+def is_ours(found: Found) -> bool:
+    """Whether it is the user's own, and no other program's."""
+    return owner(found) in (OWN, FOLDER)
+
+
+def owner(found: Found) -> str:
+    """Whose a model is: not only by the folder in which it was found, as that may be another program's store, or have
+    a link to one.  Of a model that is itself a link, whose the link is."""
+    if found.origin not in (OWN, FOLDER):
+        return found.origin
+    return origin_of(found.path.parent if found.path.is_symlink() else found.path)
+
+
+def own_files(path: Path) -> list[Path]:
+    """The files of a model, with its weights: by its manifest, by what the hub's library noted, or by their names.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` (nothing tells which files are the model's).
+    """
+    files = _known(path)
+    if path.is_dir() and not has_record(path) and not _has_weights(files):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path} has no record of which of its files are the model's, and their names do not tell: nothing was "
+            "done.",
+        )
+    return files
+
+
+def _known(path: Path) -> list[Path]:
+    """The files of a model, also where its weights are not among them."""
+    files = model_files(path)
+    if not path.is_dir() or has_record(path):
+        return files
+    files = sorted({*files, *_of_the_hub(path)})
+    return files if _has_weights(files) else [file for file in files if not is_about(file)]
+
+
+def _has_weights(files: Iterable[Path]) -> bool:
+    return any(file.suffix in (SUFFIX, ".safetensors") for file in files)
+
+
+def _of_the_hub(folder: Path) -> list[Path]:
+    """The files that the hub's library has downloaded into a folder, but weights: those may be another model's."""
+    notes = folder / _HUB_NOTES / "download"
+    found = (folder / note.relative_to(notes).with_suffix("") for note in sorted(notes.rglob("*.metadata")))
+    return [file for file in found if file.is_file() and not file.name.lower().endswith(_WEIGHTS)]
+
+
+def has_record(path: Path) -> bool:
+    """Whether a manifest names the model's files."""
+    manifest = read_manifest(path)
+    return manifest is not None and bool(manifest.files)
+
+
+def others_beside(folder: Path, own: Iterable[Path]) -> list[Path]:
+    """What lies in a model's folder, or in the folders in it, and is not its own: other files, and links to folders.
+
+    The notes of the hub's library, and what a system leaves in every folder, are nobody's.
+    """
+    mine, others = set(own), []
+    for place, folders, files in os.walk(folder):
+        if Path(place) == folder / _HUB_NOTES.parent and _HUB_NOTES.name in folders:
+            folders.remove(_HUB_NOTES.name)
+        links = [name for name in folders if (Path(place) / name).is_symlink()]
+        others += [Path(place, name) for name in (*links, *files)]
+    return sorted(path for path in others if path not in mine and path.name not in _OF_THE_SYSTEM)
+
+
+def to_remove(found: Found, folders: Iterable[Path]) -> tuple[list[Path], list[Path]]:
+    """What of a model is removed, and what stays beside it: its folder, if all in it is the model's, or else its files.
+
+    Args:
+        folders: of models, which always stay.
+
+    Raises:
+        EngineError: as `own_files`.
+    """
+    path = found.path
+    if path.is_symlink():
+        return [path], []
+    if not path.is_dir():
+        return own_files(path), []
+    if path not in folders and not others_beside(path, _known(path)):
+        return [path], []
+    own = own_files(path)
+    if not has_record(path):  # a card or a licence may be about the others
+        own = [file for file in own if not is_about(file)]
+    return own, others_beside(path, own)
