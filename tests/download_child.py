@@ -13,13 +13,13 @@ import os
 import sys
 from typing import Any
 
-from engine.checkpoint.downloads import queue, source, transfer
+from engine.checkpoint.downloads import parts, queue, source, transfer
 from engine.checkpoint.downloads.pace import Waits
 
 
 def main() -> None:
     key, part_bytes, full_after = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    transfer.PART_BYTES = part_bytes
+    parts.PART_BYTES = part_bytes
     Waits.FIRST_S, Waits.LONGEST_S = 0.02, 0.2
     source.STALL_S = 1.0
     transfer._NOTE_S, transfer._NOTE_BYTES = 0.1, part_bytes // 4

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.downloads import download, pace, queue, records, source, transfer
+from engine.checkpoint.downloads import checking, download, pace, parts, queue, records, source, transfer
 from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, Waits
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.downloads.records import Progress
@@ -43,13 +43,14 @@ TOTAL = sum(map(len, FILES.values()))
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "PART_BYTES", PART)
+    monkeypatch.setattr(parts, "PART_BYTES", PART)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # no power is cut here, and the disk may be slow
     monkeypatch.setattr(Waits, "FIRST_S", 0.01)
     monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
     monkeypatch.setattr(source, "STALL_S", 0.5)
     monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
     monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
+    monkeypatch.setattr(checking, "_LOOK_S", 0.01)
     monkeypatch.setattr(download, "_LOOK_S", 0.02)
     monkeypatch.setattr(download, "_REPORT_S", 0.05)
 
@@ -263,7 +264,7 @@ def test_a_lowered_limit_ends_lines_in_the_middle_of_their_parts(
     hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = 2**20
-    monkeypatch.setattr(transfer, "PART_BYTES", part)
+    monkeypatch.setattr(parts, "PART_BYTES", part)
     monkeypatch.setattr(source, "STALL_S", 600.0)
     weights = random.Random(3).randbytes(FIRST_CONNECTIONS * part)
     hub.add("org/wide", {"model.safetensors": weights})
@@ -699,8 +700,8 @@ def test_the_terminal_follows_what_the_window_runs(
 def test_a_disk_that_others_fill_stops_it_in_time(hub: HubServer, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file system cannot set space aside."""
     monkeypatch.setattr(transfer, "_SPACE_S", 0.0)
-    reserve = transfer._reserve
-    monkeypatch.setattr(transfer, "_reserve", lambda path, size: bool(reserve(path, size) and False))
+    reserve = transfer.reserve
+    monkeypatch.setattr(transfer, "reserve", lambda path, size: bool(reserve(path, size) and False))
     hub.per_connection_bytes_per_s = PART // 2
     key = queue.add(hub.candidate("org/model")).key
     free = shutil.disk_usage(data_dir())._replace(free=10**6)

@@ -2,32 +2,30 @@
 
 Every part is a range request of its own, so whatever breaks costs at most one part; what of it had arrived stays while
 this process lives, and over an orderly stop. Connection threads write parts where they belong and note them in the
-journal. One thread follows, computes each file's SHA-256 in order from what was just written, and compares what an
-earlier run had left with the journal. A last one sees to it that the disk has it all.
+journal. One thread follows and checks what was written. A last one sees to it that the disk has it all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import shutil
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import xxhash
 
 from engine.checkpoint.downloads import source as sources
-from engine.checkpoint.downloads.journal import FileRecord, Journal
+from engine.checkpoint.downloads.checking import Checker
+from engine.checkpoint.downloads.journal import Journal
 from engine.checkpoint.downloads.pace import Crew, Limit, Meter, Waits
+from engine.checkpoint.downloads.parts import READ_BYTES, SEARCH, WHOLE, File, Job, Stopped, part_bytes
 from engine.checkpoint.downloads.records import Plan, PlannedFile
 from engine.checkpoint.downloads.source import (
     Client,
@@ -40,12 +38,10 @@ from engine.checkpoint.downloads.source import (
     Stream,
     Trouble,
 )
+from engine.checkpoint.downloads.space import allocated, reserve
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import disk_errors_explained, is_full, require_space
+from engine.common.files import disk_errors_explained, require_space
 
-PART_BYTES = 4 * 2**20
-_LARGEST_PART_BYTES, _MANY_PARTS = 32 * 2**20, 1024
-_READ_BYTES = 2**20
 _MOST_WRONG = 6
 """Wrong answers in a row for one part, before the server is given up."""
 _LEAST_IN_A_STALL = 8 * 1024
@@ -56,88 +52,6 @@ _SYNC_S, _SPACE_S, _RENEW_S = 2.0, 2.0, 5.0
 _LEAST_FREE_BYTES = 20 * 10**6
 _JOIN_S = 2.0
 _LOOK_S = 0.2
-
-
-class _Stopped(Exception):  # noqa: N818 - people asked for it
-    """This line ends here; its part stays as far as it came."""
-
-
-@dataclass(eq=False, slots=True)
-class _File:
-    """One file on its way.
-
-    Attributes:
-        unchecked: parts of an earlier run that nobody has compared with the disk yet.
-        suspects: parts that did not arrive in one go: the first to look at if the whole is wrong.
-        next_part, sha: how far the whole was hashed.
-        is_whole: the server sends no ranges.
-        fetched_again: its content changed under us once, with no checksum to go by.
-        generation: counts how often it was begun; what was under way before counts no more.
-    """
-
-    number: int
-    planned: PlannedFile
-    path: Path
-    source: Source
-    record: FileRecord
-    unchecked: set[int] = field(default_factory=set)
-    suspects: set[int] = field(default_factory=set)
-    next_part: int = 0
-    sha: Any = field(default_factory=hashlib.sha256)
-    is_dirty: bool = False
-    is_whole: bool = False
-    is_searched: bool = False
-    is_reserved: bool = False
-    fetched_again: bool = False
-    generation: int = 0
-
-    @property
-    def parts(self) -> int:
-        return -(-self.planned.size // self.record.part_bytes)
-
-    def span(self, part: int) -> tuple[int, int]:
-        """Where a part begins and ends."""
-        start = part * self.record.part_bytes
-        return start, min(start + self.record.part_bytes, self.planned.size)
-
-    @property
-    def have_bytes(self) -> int:
-        """Of whole parts."""
-        if self.record.verified:
-            return self.planned.size
-        last = self.parts - 1
-        missing_of_last = self.parts * self.record.part_bytes - self.planned.size
-        return len(self.record.digests) * self.record.part_bytes - (
-            missing_of_last if last in self.record.digests else 0
-        )
-
-
-@dataclass(eq=False, slots=True)
-class _Job:
-    """A part to fetch; part -1: the whole file in one go; part -2: the search for a wrong part.
-
-    Attributes:
-        got, digest: what of it is on disk, and its checksum so far.
-        expected: of an interrupted part, to be compared first.
-        line: which line fetches it.
-        noted, noted_at: how much of it the journal knows of, and since when.
-        wrong: wrong answers in a row.
-    """
-
-    file: _File
-    part: int
-    generation: int
-    waits: Waits
-    got: int = 0
-    digest: Any = field(default_factory=xxhash.xxh3_64)
-    expected: int | None = None
-    line: int = 0
-    noted: int = 0
-    noted_at: float = field(default_factory=time.monotonic)
-    wrong: int = 0
-
-
-_WHOLE, _SEARCH = -1, -2
 
 
 @dataclass(eq=False, slots=True)
@@ -161,16 +75,17 @@ class Transfer:
     def __init__(self, plan: Plan, journal: Journal, client: Client) -> None:
         self._plan, self._journal, self._client = plan, journal, client
         self._folder = plan.work
-        self._changed = threading.Condition()
-        self._ready: deque[_Job] = deque()
-        self._later: list[_Job] = []
-        self._active: set[_Job] = set()
+        self.changed = threading.Condition()
+        self._ready: deque[Job] = deque()
+        self._later: list[Job] = []
+        self._active: set[Job] = set()
         self._watches: set[_Watch] = set()
         self._threads: dict[int, threading.Thread] = {}
         self._helpers: list[threading.Thread] = []
-        self._files: list[_File] = []
+        self._files: list[File] = []
+        self._checker = Checker(self._files, journal, self)
         self._stopping = False
-        self._is_open = True  # the journal; a thread that did not end in time writes no more
+        self.is_open = True  # the journal; a thread that did not end in time writes no more
         self._crew = Crew()
         self._network = Waits()
         self._trouble: Trouble | None = None
@@ -188,14 +103,14 @@ class Transfer:
             EngineError: `DISK_FULL`, `INVALID_REQUEST` (the folder cannot be written).
         """
         with disk_errors_explained(self._folder):
-            self._files = [self._opened(number, planned) for number, planned in enumerate(self._plan.files)]
-            missing = sum(max(0, file.planned.size - _allocated(file.path)) for file in self._files)
+            self._files += [self._opened(number, planned) for number, planned in enumerate(self._plan.files)]
+            missing = sum(max(0, file.planned.size - allocated(file.path)) for file in self._files)
             if missing:
                 require_space(self._folder, missing)
             for file in self._files:
-                file.is_reserved = _reserve(file.path, file.planned.size)
+                file.is_reserved = reserve(file.path, file.planned.size)
         self._ready.extend(job for file in self._files for job in self._jobs_of(file))
-        for name, work in (("hash", self._hash), ("sync", self._sync)):
+        for name, work in (("hash", self._checker.run), ("sync", self._sync)):
             self._helpers.append(
                 threading.Thread(target=self._guarded, args=(work,), name=f"download-{name}", daemon=True)
             )
@@ -207,10 +122,10 @@ class Transfer:
         """Keeps the right number of lines, ends stalled ones, looks at the disk."""
         wanted = self._crew.look(self.meter.rate(3.0), self.limit.bytes_per_s)
         now = time.monotonic()
-        with self._changed:
+        with self.changed:
             self.connections = wanted
             outstanding = len(self._ready) + len(self._later) + len(self._active)
-            for index in range(min(wanted, outstanding)) if not self._is_stopped else ():
+            for index in range(min(wanted, outstanding)) if not self.is_stopped else ():
                 if index not in self._threads or not self._threads[index].is_alive():
                     work = threading.Thread(target=self._guarded, args=(lambda n=index: self._work(n),), daemon=True)
                     work.name = f"download-{index}"
@@ -232,8 +147,8 @@ class Transfer:
 
     def wait(self, seconds: float) -> None:
         """Until then, or until it is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.is_over, seconds)
+        with self.changed:
+            self.changed.wait_for(lambda: self.is_over, seconds)
 
     @property
     def is_over(self) -> bool:
@@ -248,7 +163,7 @@ class Transfer:
     @property
     def done_bytes(self) -> int:
         """What has arrived and was not found wrong."""
-        with self._changed:
+        with self.changed:
             jobs = [job.got for jobs in (self._ready, self._later, self._active) for job in jobs if job.part >= 0]
             return sum(file.have_bytes for file in self._files) + sum(jobs)
 
@@ -260,23 +175,23 @@ class Transfer:
 
     def stop(self) -> None:
         """Ends all threads and notes what was under way, so that the next run goes on in the middle of a part."""
-        with self._changed:
+        with self.changed:
             self._stopping = True
             for watch in self._watches:
                 watch.stream.abort()
-            self._changed.notify_all()
+            self.changed.notify_all()
         deadline = time.monotonic() + _JOIN_S
         for thread in (*self._threads.values(), *self._helpers):
             thread.join(max(0.0, deadline - time.monotonic()))
-        with self._changed, contextlib.suppress(OSError):
+        with self.changed, contextlib.suppress(OSError):
             for job in (*self._ready, *self._later, *self._active):
                 if job.part >= 0 and job.got and job.expected is None and job.generation == job.file.generation:
                     self._journal.partial(job.file.number, job.part, job.got, job.digest.intdigest())
-            self._is_open = False
+            self.is_open = False
 
     # Beginning
 
-    def _opened(self, number: int, planned: PlannedFile) -> _File:
+    def _opened(self, number: int, planned: PlannedFile) -> File:
         path = self._folder / planned.place
         path.parent.mkdir(parents=True, exist_ok=True)
         record = self._journal.of(number)
@@ -287,22 +202,22 @@ class Transfer:
         if not is_there or not record.part_bytes:
             path.unlink(missing_ok=True)
             path.touch()
-            self._journal.begin(number, _part_bytes(planned.size))
+            self._journal.begin(number, part_bytes(planned.size))
             record = self._journal.of(number)
-        file = _File(number, planned, path, Source(self._plan, planned, self._client, record.etag), record)
+        file = File(number, planned, path, Source(self._plan, planned, self._client, record.etag), record)
         file.unchecked = set(record.digests)
         return file
 
-    def _jobs_of(self, file: _File) -> Iterator[_Job]:
+    def _jobs_of(self, file: File) -> Iterator[Job]:
         for part in range(file.parts) if not file.record.verified else ():
             if part not in file.record.digests:
                 got, expected = file.record.partial.get(part, (0, None))
-                yield _Job(file, part, file.generation, Waits(), got, expected=expected)
+                yield Job(file, part, file.generation, Waits(), got, expected=expected)
 
     # Connections
 
     @property
-    def _is_stopped(self) -> bool:
+    def is_stopped(self) -> bool:
         return self._stopping or self.error is not None
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -319,39 +234,38 @@ class Transfer:
             raise
 
     def _fail(self, error: EngineError) -> None:
-        with self._changed:
+        with self.changed:
             self.error = self.error or error
             for watch in self._watches:
                 watch.stream.abort()
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     def _work(self, index: int) -> None:
         while (job := self._take(index)) is not None:
             try:
                 with disk_errors_explained(self._folder):
-                    if job.part == _WHOLE:
+                    if job.part == WHOLE:
                         self._fetch_whole(job)
-                    elif job.part == _SEARCH:
-                        self._search(job)
+                    elif job.part == SEARCH:
+                        self._checker.search(job)
                     else:
-                        self._fetch(job)
-                        self._keep(job)
+                        self.fetch(job)
             except Trouble as trouble:
                 self._again(job, trouble)
-            except _Stopped:
-                with self._changed:
+            except Stopped:
+                with self.changed:
                     self._active.discard(job)
                     self._ready.appendleft(job)
                 return
             else:
-                with self._changed:
+                with self.changed:
                     self._active.discard(job)
-                    self._changed.notify_all()
+                    self.changed.notify_all()
 
-    def _take(self, index: int) -> _Job | None:
+    def _take(self, index: int) -> Job | None:
         """The next part, when its time has come; None if this line is not needed any more."""
-        with self._changed:
-            while not self._is_stopped and index < self.connections and (self._ready or self._later or self._active):
+        with self.changed:
+            while not self.is_stopped and index < self.connections and (self._ready or self._later or self._active):
                 if not self._network.left_s:
                     job = next((each for each in self._later if not each.waits.left_s), None)
                     if job is not None:
@@ -364,11 +278,11 @@ class Transfer:
                         return job
                     if job is not None:
                         continue
-                self._changed.wait(_LOOK_S)
+                self.changed.wait(_LOOK_S)
             return None
 
-    def _fetch(self, job: _Job) -> None:
-        """Brings a part to the disk, from where it was left."""
+    def fetch(self, job: Job) -> None:
+        """Brings a part to the disk, from where it was left, and notes it."""
         file = job.file
         start, end = file.span(job.part)
         with open(file.path, "r+b", buffering=0) as out:
@@ -378,8 +292,8 @@ class Transfer:
                 before = job.got
                 with file.source.open(start + job.got, end) as stream, self._watched(stream) as watch:
                     for chunk in stream.chunks:
-                        if self._is_stopped or job.generation != file.generation:
-                            raise _Stopped
+                        if self.is_stopped or job.generation != file.generation:
+                            raise Stopped
                         _write(out, chunk)
                         job.digest.update(chunk)
                         job.got += len(chunk)
@@ -388,21 +302,22 @@ class Transfer:
                         self._note(job)
                         self._arrived(len(chunk), watch)
                         if self.limit.bytes_per_s and job.line >= self.connections:
-                            raise _Stopped  # fewer lines since the limit was lowered: another goes on with this part
+                            raise Stopped  # fewer lines since the limit was lowered: another goes on with this part
                 if job.got == before:
                     raise LineBroken("The server sends nothing: trying again.")
+        self._keep(job)
 
-    def _check_begun(self, job: _Job, out: FileIO, start: int) -> None:
+    def _check_begun(self, job: Job, out: FileIO, start: int) -> None:
         """Counts on what an earlier run left of a part only if it is what that run wrote."""
         if job.expected is None:
             return
         out.seek(start)
         left = job.got
         digest = xxhash.xxh3_64()
-        while left and (chunk := out.read(min(left, _READ_BYTES))):
+        while left and (chunk := out.read(min(left, READ_BYTES))):
             digest.update(chunk)
             left -= len(chunk)
-        with self._changed:
+        with self.changed:
             if digest.intdigest() == job.expected:
                 job.digest = digest
             else:
@@ -412,14 +327,14 @@ class Transfer:
     @contextlib.contextmanager
     def _watched(self, stream: Stream) -> Iterator[_Watch]:
         watch = _Watch(stream, time.monotonic())
-        with self._changed:
-            if self._is_stopped:
-                raise _Stopped
+        with self.changed:
+            if self.is_stopped:
+                raise Stopped
             self._watches.add(watch)
         try:
             yield watch
         finally:
-            with self._changed:
+            with self.changed:
                 self._watches.discard(watch)
 
     def _arrived(self, count: int, watch: _Watch) -> None:
@@ -428,29 +343,29 @@ class Transfer:
         self._network.went_well()
         watch.got += count
         if self.limit.bytes_per_s:
-            self.limit.wait(count, lambda: self._is_stopped)
+            self.limit.wait(count, lambda: self.is_stopped)
             watch.since = time.monotonic()
 
-    def _note(self, job: _Job) -> None:
+    def _note(self, job: Job) -> None:
         """Notes what has come of a part that takes long, so that a kill costs no more than what came since."""
         if job.got - job.noted >= _NOTE_BYTES and time.monotonic() - job.noted_at >= _NOTE_S:
-            with self._changed:
-                if job.generation == job.file.generation and self._is_open:
+            with self.changed:
+                if job.generation == job.file.generation and self.is_open:
                     self._journal.partial(job.file.number, job.part, job.got, job.digest.intdigest())
                     job.file.is_dirty = True
             job.noted, job.noted_at = job.got, time.monotonic()
 
-    def _keep(self, job: _Job) -> None:
+    def _keep(self, job: Job) -> None:
         """Notes a part that is on disk."""
-        with self._changed:
-            if job.generation == job.file.generation and self._is_open:
+        with self.changed:
+            if job.generation == job.file.generation and self.is_open:
                 if job.file.source.etag != job.file.record.etag:
                     self._journal.pin(job.file.number, job.file.source.etag)
                 self._journal.part(job.file.number, job.part, job.digest.intdigest())
                 job.file.is_dirty = True
                 job.got = 0  # counted with the file's parts from here on
 
-    def _fetch_whole(self, job: _Job) -> None:
+    def _fetch_whole(self, job: Job) -> None:
         """Reads the file from its beginning, where a server does nothing else; parts that are there already pass by."""
         file, part, got, digest = job.file, 0, 0, xxhash.xxh3_64()
         with (
@@ -461,8 +376,8 @@ class Transfer:
             for chunk in stream.chunks:
                 view = memoryview(chunk)
                 while view:
-                    if self._is_stopped or job.generation != file.generation:
-                        raise _Stopped
+                    if self.is_stopped or job.generation != file.generation:
+                        raise Stopped
                     start, end = file.span(part)
                     piece = view[: end - start - got]
                     view = view[len(piece) :]
@@ -473,7 +388,7 @@ class Transfer:
                     got += len(piece)
                     if start + got == end:
                         if part not in file.record.digests:
-                            done = _Job(file, part, job.generation, job.waits, digest=digest)
+                            done = Job(file, part, job.generation, job.waits, digest=digest)
                             self._keep(done)
                             job.wrong = 0
                             job.waits.went_well()
@@ -484,13 +399,13 @@ class Transfer:
 
     # When it does not work
 
-    def _again(self, job: _Job, trouble: Trouble) -> None:
+    def _again(self, job: Job, trouble: Trouble) -> None:
         """Decides how a part is tried again after trouble."""
-        with self._changed:
+        with self.changed:
             self._active.discard(job)
             if job.generation != job.file.generation:
                 return
-            if self._is_stopped:  # its line was cut to end it: what it has is noted by whoever stops all
+            if self.is_stopped:  # its line was cut to end it: what it has is noted by whoever stops all
                 self._ready.append(job)
                 return
             self._trouble = trouble
@@ -518,9 +433,9 @@ class Transfer:
                     job.waits.failed()
                     job.file.source.forget_address()
                     self._wrong(job, trouble)
-            self._changed.notify_all()
+            self.changed.notify_all()
 
-    def _wrong(self, job: _Job, trouble: Trouble) -> None:
+    def _wrong(self, job: Job, trouble: Trouble) -> None:
         job.wrong += 1
         if job.wrong >= _MOST_WRONG:
             self._fail(EngineError(ErrorCode.DOWNLOAD_FAILED, f"{trouble.message} Try again later, or another hub."))
@@ -531,22 +446,22 @@ class Transfer:
             self._renewed_at = now
             self._client.renew()
 
-    def _without_ranges(self, job: _Job) -> None:
+    def _without_ranges(self, job: Job) -> None:
         file = job.file
         if file.source.xet is not None:
             file.source.streams_xet = True
         elif not file.is_whole:
             file.is_whole = True
             self._drop_jobs(file)
-            self._later.append(_Job(file, _WHOLE, file.generation, job.waits))
+            self._later.append(Job(file, WHOLE, file.generation, job.waits))
         else:
             self._later.remove(job)
 
-    def _drop_jobs(self, file: _File) -> None:
+    def _drop_jobs(self, file: File) -> None:
         self._ready = deque(each for each in self._ready if each.file is not file)
         self._later = [each for each in self._later if each.file is not file]
 
-    def _with_other_content(self, job: _Job) -> None:
+    def _with_other_content(self, job: Job) -> None:
         """The ETag is another one.  The checksum of the whole tells whether that matters; without one, fetch it all."""
         file = job.file
         self._wrong(job, ContentChanged(f"{file.planned.path} changes while it is fetched."))
@@ -557,9 +472,14 @@ class Transfer:
             message = f"{file.planned.path} changes on the hub while it is fetched: try again later."
             self._fail(EngineError(ErrorCode.DOWNLOAD_FAILED, message))
         file.fetched_again = True
-        self._begin_again(file)
+        self.begin_again(file)
 
-    def _begin_again(self, file: _File) -> None:
+    def put_first(self, job: Job) -> None:
+        """Has it done next.  The caller holds `changed`."""
+        self._ready.appendleft(job)
+
+    def begin_again(self, file: File) -> None:
+        """Drops all that is there of a file.  The caller holds `changed`."""
         self._journal.begin(file.number, file.record.part_bytes)
         file.record = self._journal.of(file.number)
         file.generation += 1
@@ -567,131 +487,13 @@ class Transfer:
         self._drop_jobs(file)
         self._ready.extend(self._jobs_of(file))
 
-    # The whole
-
-    def _hash(self) -> None:
-        """Hashes the files in order, as far as their parts are there."""
-        while True:
-            with self._changed:
-                file = None
-                while not self._is_stopped and (file := self._to_hash()) is None and not self.is_complete:
-                    self._changed.wait(_LOOK_S)
-                if file is None or self._is_stopped:
-                    return
-                part, generation = file.next_part, file.generation
-            if part < file.parts:
-                sha, digest = self._read_part(file, part, file.sha.copy())
-                self._hashed(file, part, generation, sha, digest)
-            else:
-                self._judge(file)
-
-    def _to_hash(self) -> _File | None:
-        for file in self._files:
-            has_next = file.next_part == file.parts or file.next_part in file.record.digests
-            if has_next and not file.record.verified and not file.is_searched:
-                return file
-        return None
-
-    def _read_part(self, file: _File, part: int, sha: Any) -> tuple[Any, int]:
-        start, end = file.span(part)
-        digest = xxhash.xxh3_64()
-        with open(file.path, "rb", buffering=0) as reader:
-            reader.seek(start)
-            while start < end and (chunk := reader.read(min(_READ_BYTES, end - start))):
-                sha.update(chunk)
-                if part in file.unchecked:
-                    digest.update(chunk)
-                start += len(chunk)
-        return sha, digest.intdigest()
-
-    def _hashed(self, file: _File, part: int, generation: int, sha: Any, digest: int) -> None:
-        with self._changed:
-            if generation != file.generation or not self._is_open:
-                return
-            if part in file.unchecked and file.record.digests.get(part) != digest:
-                self._journal.lost(file.number, part)
-                self._ready.appendleft(_Job(file, part, generation, Waits()))
-            else:
-                file.sha, file.next_part = sha, part + 1
-            file.unchecked.discard(part)
-            self._changed.notify_all()
-
-    def _judge(self, file: _File) -> None:
-        """All of a file is there: is it right?"""
-        sha256 = file.sha.hexdigest()
-        if self._is_right(file, sha256):
-            with open(file.path, "r+b") as opened:
-                os.fsync(opened.fileno())
-            with self._changed:
-                if self._is_open:
-                    self._journal.verified(file.number, sha256)
-                    self._journal.sync()
-                self._changed.notify_all()
-            return
-        with self._changed:
-            if not self._is_open:
-                return
-            if file.record.searched is None:
-                self._journal.search(file.number)
-            file.is_searched = True
-            self._ready.appendleft(_Job(file, _SEARCH, file.generation, Waits()))
-            self._changed.notify_all()
-
-    def _is_right(self, file: _File, sha256: str) -> bool:
-        kind, _, expected = file.source.content.partition(":")
-        if kind == "git":
-            blob = hashlib.sha1(f"blob {file.planned.size}\0".encode(), usedforsecurity=False)
-            with open(file.path, "rb", buffering=0) as reader:
-                while chunk := reader.read(_READ_BYTES):
-                    blob.update(chunk)
-            return blob.hexdigest() == expected
-        return not expected or sha256 == expected
-
-    def _search(self, job: _Job) -> None:
-        """The whole is wrong: fetches part after part a second time, until the wrong one is found.
-
-        The hub tells no checksums of parts. One that differs from what came first is the suspect; then all is hashed
-        again. If all came twice and it is still wrong, that is the hub's copy.
-        """
-        file = job.file
-        done = file.record.searched if file.record.searched is not None else set()
-        order = sorted(range(file.parts), key=lambda part: (part not in file.suspects, part))
-        for part in (each for each in order if each not in done):
-            before = file.record.digests.get(part)
-            again = _Job(file, part, job.generation, job.waits)
-            self._fetch(again)
-            self._keep(again)
-            if file.record.digests.get(part) != before and self._is_repaired(file):
-                return
-        if not self._is_repaired(file):
-            with self._changed:
-                self._begin_again(file)  # if people try again, then from the start
-            raise EngineError(
-                ErrorCode.DOWNLOAD_FAILED,
-                f"{file.planned.path} arrived with a wrong checksum twice: the hub's copy or a proxy on the way is "
-                "damaged; try again later, or choose another repository.",
-            )
-
-    def _is_repaired(self, file: _File) -> bool:
-        sha = hashlib.sha256()
-        for part in range(file.parts):
-            if self._is_stopped:
-                raise _Stopped
-            self._read_part(file, part, sha)
-        if not self._is_right(file, sha.hexdigest()):
-            return False
-        with self._changed:
-            file.sha, file.next_part, file.is_searched = sha, file.parts, False
-            self._changed.notify_all()
-        return True
-
     # The disk
 
     def _sync(self) -> None:
         """Has the disk write what arrived, from time to time: a power cut then costs seconds."""
         while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: self._is_stopped or self.is_complete, _SYNC_S):
+            with self.changed:
+                if self.changed.wait_for(lambda: self.is_stopped or self.is_complete, _SYNC_S):
                     return
                 dirty = [file for file in self._files if file.is_dirty]
                 for file in dirty:
@@ -699,8 +501,8 @@ class Transfer:
             for file in dirty:
                 with open(file.path, "r+b") as opened:
                     os.fsync(opened.fileno())
-            with self._changed:
-                if dirty and self._is_open:
+            with self.changed:
+                if dirty and self.is_open:
                     self._journal.sync()
 
 
@@ -708,39 +510,6 @@ def _write(out: FileIO, data: bytes | memoryview) -> None:
     written = out.write(data)
     while written < len(data):
         written += out.write(memoryview(data)[written:])
-
-
-def _part_bytes(size: int) -> int:
-    part = PART_BYTES
-    while size > part * _MANY_PARTS and part < _LARGEST_PART_BYTES:
-        part *= 2
-    return part
-
-
-def _allocated(path: Path) -> int:
-    """Bytes that a file has on the disk already."""
-    status = path.stat()
-    return int(getattr(status, "st_blocks", -(-status.st_size // 512))) * 512
-
-
-def _reserve(path: Path, size: int) -> bool:
-    """Gives a file its size, and where the file system can do it at once also its space; returns whether it did.
-
-    Raises:
-        OSError: the disk is full, or cannot be written.
-    """
-    with open(path, "r+b", buffering=0) as file:
-        if sys.platform == "linux" and size:
-            # Not os.posix_fallocate: where a file system cannot, that one writes into every block.
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.fallocate(file.fileno(), 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
-                return True
-            error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-            if is_full(error):
-                raise error
-        if os.fstat(file.fileno()).st_size != size:
-            file.truncate(size)
-        return False
 
 
 def _full(folder: Path) -> EngineError:
