@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bench.llama_cpp import LlamaCppPeer, PeerError
-from engine.bench.llama_cpp.peer import files_beside
 from engine.bench.opened import opened, random_text
-from engine.bench.peers import TransformersPeer
+from engine.bench.peers.best_flags import Room, best_flags, name_with, open_peer
+from engine.bench.peers.library import LIBRARY, TransformersPeer
+from engine.bench.peers.peer import GgufPeer, PeerError, files_beside
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -39,6 +39,8 @@ _MEAN, _LONGEST = 77, 418
 """Prompt tokens of MTBench's questions, according to MoE-Lightning, table 3."""
 _ALONE = 8
 """Rows timed one at a time."""
+_TRIED = 8
+"""Tokens generated with each of a peer's flags, to find its best."""
 _NO_END: frozenset[int] = frozenset()
 _Contestant = Callable[[Sequence[Sequence[int]], int], float]
 """(prompts, tokens to generate for each) -> tokens per second."""
@@ -47,12 +49,12 @@ _TRANSFORMERS = "transformers' batched generate"
 
 @dataclass(frozen=True, slots=True)
 class BatchBenchPlan:
-    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each; `peers`: also run the peers."""
+    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each; `peers`: those to run as well."""
 
     rows: int
     tokens: int
     repeats: int
-    peers: bool
+    peers: Sequence[str] = ()
 
 
 def prompt_lengths(rows: int, seed: int = 0) -> list[int]:
@@ -84,7 +86,7 @@ def bench_batch(config: EngineConfig, plan: BatchBenchPlan, report: Report, say:
         if plan.peers:
             _add_peers(config, loaded, prompts, plan, contestants, peers, report, say)
         else:
-            report.skip_peer(f"{_TRANSFORMERS}, llama.cpp's parallel decoding", "asked for with --peers")
+            report.skip_peer(f"{_TRANSFORMERS}, parallel decoding of llama.cpp", "asked for with --peers")
         rates: dict[str, list[float]] = {name: [] for name in contestants}
         for repeat in range(plan.repeats + 1):
             for name in list(rates):
@@ -136,23 +138,27 @@ def _add_peers(
     say: Callable[[str], None],
 ) -> None:
     path, dtype = Path(config.model), torch.float32 if config.precision == "fp32" else torch.bfloat16
-    if loaded.info.precision in ("bf16", "fp32"):
+    if LIBRARY in plan.peers and loaded.info.precision in ("bf16", "fp32"):
         try:
             library = TransformersPeer(_TRANSFORMERS, path, dtype)
             contestants[_TRANSFORMERS] = library.batch_rate
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             report.skip_peer(_TRANSFORMERS, str(error).splitlines()[0])
-    else:
+    elif LIBRARY in plan.peers:
         report.skip_peer(_TRANSFORMERS, f"it has no {loaded.info.precision} experts on the CPU")
-    context = sum(len(prompt) + plan.tokens + 1 for prompt in prompts)
-    for name, file in files_beside(path, loaded.info.precision, report, say).items():
+    room = Room(sum(len(prompt) + plan.tokens + 1 for prompt in prompts), plan.rows)
+    tried = prompts[: 2 * _ALONE]
+
+    def task(peer: GgufPeer) -> float:
+        return peer.parallel_rate(tried, _TRIED)
+
+    for each in files_beside(path, loaded.info.precision, report, say, plan.peers):
+        say(f"finding the best flags: {each.name}")
         try:
-            peer = LlamaCppPeer(name, file, torch.get_num_threads(), context, sequences=plan.rows)
+            peer = opened_peers.enter_context(open_peer(each, torch.get_num_threads(), room))
+            contestants[name_with(each, best_flags(each, peer, task, room, say))] = peer.parallel_rate
         except PeerError as failure:
-            report.skip_peer(name, str(failure))
-            continue
-        opened_peers.enter_context(peer)
-        contestants[name] = peer.parallel_rate
+            report.skip_peer(each.name, str(failure))
 
 
 _WARM_UP_TOKENS = 2

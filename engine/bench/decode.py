@@ -7,29 +7,29 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bench.llama_cpp import LlamaCppPeer, PeerError
-from engine.bench.llama_cpp.peer import files_beside
-from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
+from engine.bench.peers.best_flags import Room, best_flags, name_with, open_peer
+from engine.bench.peers.library import LIBRARY, OFFLOAD, TransformersPeer, accelerate_offload
+from engine.bench.peers.peer import Beside, GgufPeer, PeerError, files_beside
+from engine.bench.ready import ready_rows
 from engine.bench.report import Report, row
-from engine.common.config import EngineConfig
+from engine.common.config import EngineConfig, SamplingParams
 from engine.measure.arithmetic import read_bandwidth
-from engine.runtime.decode.chat_session import TIMED_PROMPT, time_decode
+from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession
+from engine.runtime.decode.prompt import check_length
 from engine.runtime.load.model import load_model
 
 if TYPE_CHECKING:
+    from engine.bench.peers.editions import Flags
     from engine.runtime.loaded_model import LoadedModel
 
-
-class Peer(Protocol):
-    """A contestant in decoding."""
-
-    @property
-    def name(self) -> str: ...
-    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float: ...
+_TRIED = 8
+"""Tokens decoded with each of a peer's flags, to find its best."""
+_LIBRARY_READS = 1024
+"""The library reads the prompt anew for every run: not a longer one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,47 +37,120 @@ class DecodePlan:
     """What to run.
 
     Attributes:
-        tokens: decoded per repeat, after one warm-up.
-        peers: also run transformers and llama.cpp.
-        prompt_tokens: of the prompt before them, which is not timed; `None`: a sentence.
+        tokens: decoded per repeat, after one warm-up; each repeat goes on where the one before ended.
+        peers: the names of those to run as well.
+        contexts: tokens of the prompt before them, which is not timed, a row for each; `None`: a sentence.
     """
 
     tokens: int
     repeats: int
-    peers: bool
-    prompt_tokens: int | None = None
+    peers: Sequence[str] = ()
+    contexts: Sequence[int | None] = (None,)
+
+
+class _Ours:
+    """Our own decoding after a prompt, which is read once."""
+
+    def __init__(self, loaded: LoadedModel, prompt: Sequence[int]) -> None:
+        self._session = ChatSession(loaded)
+        self._goes_on = not loaded.model.config.is_encoder_decoder
+        self._ids = list(prompt)
+
+    def rate(self, tokens: int) -> float:
+        """Tokens per second of `tokens` steps, as a chat makes them, past any end token."""
+        sampling = SamplingParams(max_tokens=tokens + 1)
+        done = self._session.generate_from_ids(self._ids, sampling, end_ids=frozenset())
+        if self._goes_on:
+            self._ids += done.token_ids
+        return done.tokens_per_s
+
+    def close(self) -> None:
+        self._session.clear()
 
 
 def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows to `report`: our decode rate, against each peer and against the memory-bandwidth limit.
+    """Adds rows to `report`: our decode rate at each context, against each peer and against the memory-bandwidth limit;
+    with peers also the seconds until the model is ready.
 
     Every repeat runs all contestants one after the other, so that noise affects all alike.
+
+    Raises:
+        EngineError: as `load_model`; also `PROMPT_TOO_LONG`.
     """
     say("loading the model")
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    beside: list[Beside] = []
+    fastest: dict[Beside, Flags] = {}
     try:
-        prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
-        if plan.prompt_tokens is not None:
-            prompt = (prompt * -(-plan.prompt_tokens // len(prompt)))[: plan.prompt_tokens]
-        name = "decode" if plan.prompt_tokens is None else f"decode after {plan.prompt_tokens:,} tokens"
-        contestants: dict[str, Callable[[], float]] = {
-            "ours": lambda: time_decode(loaded, prompt, plan.tokens).tokens_per_s
-        }
+        check_length(max(context or 0 for context in plan.contexts) + plan.tokens, loaded.context_tokens)
         with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as scratch, ExitStack() as opened:
-            if plan.peers:
-                context = len(prompt) + plan.tokens + 1
-                peers: list[Peer] = [*_peers(config, loaded, Path(scratch), report, say)]
-                peers += _llama_cpp(Path(config.model), loaded, context, opened, report, say)
-                for peer in peers:
-                    contestants[peer.name] = lambda peer=peer: peer.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
-            rates = _rates(contestants, plan.repeats, report, say)
-        ours = rates.pop("ours")
-        read = _bytes_per_token(loaded) + loaded.info.kv_bytes_per_token * (len(prompt) + plan.tokens / 2)
-        limit = read_bandwidth() / read if loaded.info.device == "cpu" else None
-        report.rows.append(row(name, ours, "tokens/s", limit=limit))
-        report.rows += [row(name, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
+            library: list[TransformersPeer] = []
+            if LIBRARY in plan.peers:
+                library = _library(config, loaded, Path(scratch), report, say)
+            if loaded.device.type == "cuda" and plan.peers:
+                report.skip_peer("llama.cpp, ik_llama.cpp", "compared where we compute on the CPU as well")
+            else:
+                beside = files_beside(Path(config.model), loaded.info.precision, report, say, plan.peers)
+            peers: dict[Beside, GgufPeer] = {}
+            for context in plan.contexts:
+                _at(context, loaded, plan, library, beside, peers, fastest, opened, report, say)
     finally:
         loaded.close()
+    if plan.peers:
+        ready_rows(config, fastest, min(plan.repeats, 3), report, say)
+
+
+def _at(
+    context: int | None,
+    loaded: LoadedModel,
+    plan: DecodePlan,
+    library: list[TransformersPeer],
+    beside: list[Beside],
+    peers: dict[Beside, GgufPeer],
+    fastest: dict[Beside, Flags],
+    opened: ExitStack,
+    report: Report,
+    say: Callable[[str], None],
+) -> None:
+    """The rows of one length of context.
+
+    Args:
+        peers: the processes that run, by what they run; added to, and closed by `opened`.
+        fastest: the flags that were best at the first of all contexts; added to.
+    """
+    prompt: list[int] = loaded.tokenizer(TIMED_PROMPT)["input_ids"]
+    name = "decode"
+    if context is not None:
+        prompt = (prompt * -(-context // len(prompt)))[:context]
+        name = f"decode after {context:,} tokens"
+    room, threads = Room(len(prompt) + (plan.repeats + 1) * plan.tokens + _TRIED + 2), torch.get_num_threads()
+    ours = _Ours(loaded, prompt)
+    opened.callback(ours.close)
+    contestants: dict[str, Callable[[], float]] = {"ours": lambda: ours.rate(plan.tokens)}
+    for peer in library:
+        if len(prompt) > _LIBRARY_READS:
+            report.skip_peer(f"{peer.name}, {name}", "it reads the prompt anew for every run")
+            continue
+        contestants[peer.name] = lambda peer=peer: peer.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
+    for each in beside:
+        say(f"{name}, finding the best flags: {each.name}")
+        try:
+            if each not in peers:
+                peers[each] = opened.enter_context(open_peer(each, threads, room))
+            flags = best_flags(each, peers[each], lambda peer: peer.decode_rate(prompt, _TRIED), room, say)
+        except PeerError as failure:
+            report.skip_peer(f"{each.name}, {name}", str(failure))
+            continue
+        fastest.setdefault(each, flags)
+        running = peers[each]
+        contestants[name_with(each, flags)] = lambda running=running: running.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
+    rates = _rates(contestants, plan.repeats, report, say)
+    ours.close()
+    values = rates.pop("ours")
+    read = _bytes_per_token(loaded) + loaded.info.kv_bytes_per_token * (len(prompt) + plan.tokens / 2)
+    limit = read_bandwidth() / read if loaded.info.device == "cpu" else None
+    report.rows.append(row(name, values, "tokens/s", limit=limit))
+    report.rows += [row(name, values, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
 
 
 def _rates(
@@ -109,7 +182,7 @@ def _bytes_per_token(loaded: LoadedModel) -> float:
     return info.weights_bytes - unread + info.experts_bytes * used
 
 
-def _peers(
+def _library(
     config: EngineConfig, loaded: LoadedModel, scratch: Path, report: Report, say: Callable[[str], None]
 ) -> list[TransformersPeer]:
     checkpoint, dtype = Path(config.model), next(loaded.model.parameters()).dtype
@@ -127,23 +200,6 @@ def _peers(
             peers.append(load())
         except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
             report.skip_peer(name, str(error).splitlines()[0])
-    return peers
-
-
-def _llama_cpp(
-    checkpoint: Path, loaded: LoadedModel, context: int, opened: ExitStack, report: Report, say: Callable[[str], None]
-) -> list[LlamaCppPeer]:
-    """llama.cpp on the CPU, with as many threads; `opened` closes them."""
-    if loaded.device.type == "cuda":
-        report.skip_peer("llama.cpp", "compared where we compute on the CPU as well")
-        return []
-    peers = []
-    for name, path in files_beside(checkpoint, loaded.info.precision, report, say).items():
-        say(f"loading the peer: {name}")
-        try:
-            peers.append(opened.enter_context(LlamaCppPeer(name, path, torch.get_num_threads(), context)))
-        except PeerError as failure:
-            report.skip_peer(name, str(failure))
     return peers
 
 

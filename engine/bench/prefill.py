@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bench.llama_cpp import LlamaCppPeer, PeerError
-from engine.bench.llama_cpp.peer import files_beside
 from engine.bench.opened import (
     ForcedText,
     caches_of,
@@ -22,10 +20,13 @@ from engine.bench.opened import (
     with_quarter_resident,
     without_cache,
 )
-from engine.bench.peers import OFFLOAD, TransformersPeer, accelerate_offload
+from engine.bench.peers.best_flags import Room, best_flags, name_with, open_peer
+from engine.bench.peers.library import LIBRARY, OFFLOAD, TransformersPeer, accelerate_offload
+from engine.bench.peers.peer import Beside, PeerError, files_beside
 from engine.bench.report import Report, row
 
 if TYPE_CHECKING:
+    from engine.bench.peers.editions import Flags
     from engine.common.config import EngineConfig, Misses
     from engine.runtime.loaded_model import LoadedModel
 
@@ -42,14 +43,14 @@ class PrefillPlan:
         decode_tokens: decoded before and after it, to see what the cache hits.
         strategies: also run the single ways to serve misses; then the device keeps 25% of the experts unless the
             configuration says otherwise.
-        peers: run transformers and llama.cpp as well.
+        peers: the names of those to run as well.
     """
 
     prompt_tokens: int
     decode_tokens: int
     repeats: int
     strategies: bool
-    peers: bool
+    peers: Sequence[str] = ()
 
 
 def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: Callable[[str], None]) -> None:
@@ -63,7 +64,8 @@ def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: 
     if plan.strategies:
         config = with_quarter_resident(config)
     rates: dict[str, list[float]] = {}
-    beside: dict[str, Path] = {}
+    beside: list[Beside] = []
+    fastest: dict[Beside, Flags] = {}
     hits: tuple[list[float], list[float]] = [], []
     for repeat in range(plan.repeats):
         say(f"repeat {repeat + 1} of {plan.repeats}: ours")
@@ -75,21 +77,37 @@ def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: 
             say(f"repeat {repeat + 1} of {plan.repeats}: {name}")
             with opened(without_cache(replace(config, misses=misses))) as loaded:
                 rates.setdefault(name, []).append(_rate(loaded, plan))
-        if plan.peers:
+        if LIBRARY in plan.peers:
             say(f"repeat {repeat + 1} of {plan.repeats}: transformers")
             _run_transformers(config, plan, rates, report)
-            if repeat == 0:
-                beside = files_beside(Path(config.model), precision, report, say)
-            for name in list(beside):
-                say(f"repeat {repeat + 1} of {plan.repeats}: {name}")
-                try:
-                    with LlamaCppPeer(name, beside[name], threads, plan.prompt_tokens) as peer:
-                        rates.setdefault(name, []).append(peer.prefill_rate(prompt))
-                except PeerError as failure:
-                    report.skip_peer(name, str(failure))
-                    rates.pop(name, None)
-                    del beside[name]
+        if repeat == 0:
+            beside = files_beside(Path(config.model), precision, report, say, plan.peers)
+        for each in list(beside):
+            say(f"repeat {repeat + 1} of {plan.repeats}: {each.name}")
+            try:
+                _run_beside(each, threads, prompt, rates, fastest, say)
+            except PeerError as failure:
+                report.skip_peer(each.name, str(failure))
+                if each in fastest:
+                    rates.pop(name_with(each, fastest[each]), None)
+                beside.remove(each)
     _rows(rates, hits, plan, config, report)
+
+
+def _run_beside(
+    beside: Beside,
+    threads: int,
+    prompt: Sequence[int],
+    rates: dict[str, list[float]],
+    fastest: dict[Beside, Flags],
+    say: Callable[[str], None],
+) -> None:
+    """Adds its rate, with the flags that were the fastest when it was first run."""
+    room = Room(len(prompt))
+    with open_peer(beside, threads, room, fastest.get(beside)) as peer:
+        if beside not in fastest:
+            fastest[beside] = best_flags(beside, peer, lambda peer: peer.prefill_rate(prompt), room, say)
+        rates.setdefault(name_with(beside, fastest[beside]), []).append(peer.prefill_rate(prompt))
 
 
 def _our_rate(loaded: LoadedModel, plan: PrefillPlan, hits: tuple[list[float], list[float]]) -> float:
@@ -159,7 +177,7 @@ def _rows(
         report.rows.append(row(name, ours, "tokens/s", peer="the better of these two", peer_values=better))
     else:
         report.skip_peer("on-demand fetch, all experts on the CPU", "asked for with --strategies")
-    if not plan.peers:
+    if LIBRARY not in plan.peers:
         report.skip_peer(_TRANSFORMERS, "asked for with --peers")
     if hits[0]:
         report.rows.append(row("hits of decode after it", hits[1], "%", peer="before it", peer_values=hits[0]))

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.bench.gguf_export import Quantisation, gguf_of
-from engine.bench.llama_cpp import HOW_TO_BUILD, LlamaCppPeer, PeerError, peer_python
 from engine.bench.opened import opened
+from engine.bench.peers.editions import LLAMA_CPP
+from engine.bench.peers.peer import GgufPeer, PeerError
 from engine.bench.report import Report, ReportRow
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
@@ -150,7 +151,7 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
                 try:
                     say(name)
                     file = _file_for_peer(checkpoint, quantisation, say)
-                    with LlamaCppPeer(name, file, threads, plan.window) as peer:
+                    with GgufPeer(name, file, threads, plan.window) as peer:
                         theirs = reference.compare(_contestant_in_llama_cpp(peer))
                 except (PeerError, EngineError, ValueError) as failure:
                     report.skip_peer(name, str(failure))
@@ -161,8 +162,8 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
 
 def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Callable[[str], None]) -> Path:
     """Written only if llama.cpp can run it; without `quantisation` the checkpoint is one."""
-    if peer_python() is None:
-        raise PeerError(f"its binding is not built: run {HOW_TO_BUILD}")
+    if LLAMA_CPP.python() is None:
+        raise PeerError(f"it is not built: run {LLAMA_CPP.how_to_build()}")
     return gguf_of(checkpoint, quantisation or Quantisation.BF16, say)
 
 
@@ -206,7 +207,7 @@ def _contestant(loaded: LoadedModel) -> Contestant:
     return logits
 
 
-def _contestant_in_llama_cpp(peer: LlamaCppPeer) -> Contestant:
+def _contestant_in_llama_cpp(peer: GgufPeer) -> Contestant:
     return lambda window: torch.from_numpy(peer.logits(window[:-1]))
 
 

@@ -61,9 +61,14 @@ def add_parser(subparsers: Any) -> None:
     decode.set_defaults(model=None)
     decode.add_argument("--tokens", type=positive_int, default=48, metavar="N", help="tokens decoded per repeat")
     decode.add_argument(
-        "--prompt-tokens", type=positive_int, metavar="N", help="length of the prompt before them (default: a sentence)"
+        "--contexts",
+        "--prompt-tokens",
+        type=_lengths,
+        metavar="N,N",
+        default=(None,),
+        help="lengths of the prompt before them, a row for each (default: a sentence)",
     )
-    decode.add_argument("--peers", action="store_true", help="also run transformers and llama.cpp, in turn")
+    _add_peers(decode)
     decode.add_argument(
         "--strategies",
         action="store_true",
@@ -87,7 +92,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(prefill)
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
-    prefill.add_argument("--peers", action="store_true", help="run transformers and llama.cpp on the CPU as well")
+    _add_peers(prefill)
     prefill.add_argument("--avx2", action="store_true", help="limit everything to AVX2")
     prefill.add_argument(
         "--strategies", action="store_true", help="run on-demand fetch and all experts on the CPU as well"
@@ -100,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
     _add_model(batch)
     batch.add_argument("--rows", type=positive_int, default=64, metavar="N", help="prompts")
     batch.add_argument("--tokens", type=positive_int, default=32, metavar="N", help="generated for each")
-    batch.add_argument("--peers", action="store_true", help="also run transformers and llama.cpp, in turn")
+    _add_peers(batch)
     batch.add_argument(
         "--schedules", action="store_true", help="on a device: every order of a layer's work against CGOPipe, in turn"
     )
@@ -163,6 +168,33 @@ def _add_common(parser: argparse.ArgumentParser, *, repeats: int) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
+_PEERS = ("transformers", "llama.cpp", "ik_llama.cpp")
+
+
+def _add_peers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--peers",
+        type=_peers,
+        nargs="?",
+        const=_PEERS,
+        default=(),
+        metavar="P,P",
+        help=f"also run these, in turn (all: {', '.join(_PEERS)})",
+    )
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in _PEERS:
+            raise argparse.ArgumentTypeError(f"there is no peer {name!r}: choose of {', '.join(_PEERS)}")
+    return names
+
+
+def _lengths(text: str) -> tuple[int, ...]:
+    return tuple(positive_int(part) for part in text.split(","))
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
@@ -222,7 +254,7 @@ def _run_decode(args: argparse.Namespace) -> int:
     else:
         from engine.bench.decode import DecodePlan, bench_decode
 
-        bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers, args.prompt_tokens), report, note)
+        bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers, args.contexts), report, note)
     return _emit(report, args)
 
 

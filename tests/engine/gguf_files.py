@@ -1,6 +1,6 @@
 """Makes the GGUF files in tests/data/gguf: `python -m tests.engine.gguf_files [NAME ...]`.
 
-For maintainers, after `python -m engine.bench.llama_cpp build`.  Tiny random models of transformers are written to GGUF
+For maintainers, after `python -m engine.bench.peers build`.  Tiny random models of transformers are written to GGUF
 by llama.cpp's own converter; beside each file lies what llama.cpp computes with it.  Weights are of few values, so that
 the files compress, and float32, so that llama.cpp computes without rounding.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.bench.llama_cpp.peer import home, peer_environment, peer_python
+from engine.bench.peers.editions import LLAMA_CPP
 
 DATA = Path(__file__).parent.parent / "data" / "gguf"
 VOCABULARY = 288
@@ -286,7 +286,7 @@ def as_llama_cpp_computes(file: Path, folder: Path) -> dict[str, Any]:
 
 
 def _peers(file: Path, folder: Path) -> dict[str, Any]:
-    _run(str(peer_python()), _REFERENCE, folder, file, [])
+    _run(str(LLAMA_CPP.python()), _REFERENCE, folder, file, [])
     with np.load(folder / "reference.npz") as read:
         return {key: read[key] for key in ("rows", "tokens", "found")}
 
@@ -302,7 +302,7 @@ def _described(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(python: str, program: str, folder: Path, file: Path, options: list[str]) -> None:
-    source = str(home() / "source" / "vendor" / "llama.cpp")
+    source = str(LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp")
     names = {
         "SOURCE": source,
         "FOLDER": str(folder),
@@ -312,7 +312,7 @@ def _run(python: str, program: str, folder: Path, file: Path, options: list[str]
         "OPTIONS": options,
     }
     text = "\n".join(f"{key} = {value!r}" for key, value in names.items()) + program
-    done = subprocess.run([python, "-c", text], env=peer_environment(), capture_output=True, text=True)
+    done = subprocess.run([python, "-c", text], env=LLAMA_CPP.environment(), capture_output=True, text=True)
     if done.returncode:
         sys.stderr.write(done.stderr[-2000:])
     done.check_returncode()

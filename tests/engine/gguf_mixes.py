@@ -1,6 +1,6 @@
 """Makes the files of tests/data/gguf that llama.cpp quantised: `python -m tests.engine.gguf_mixes [MIX ...]`.
 
-For maintainers, after `python -m engine.bench.llama_cpp build`.  A tiny random Qwen3 MoE whose rows are whole blocks of
+For maintainers, after `python -m engine.bench.peers build`.  A tiny random Qwen3 MoE whose rows are whole blocks of
 256 is quantised by llama.cpp to each of its mixes of types; beside each file lies what ggml makes of its blocks, and
 what llama.cpp computes with it.  Matrices are made of few blocks, so that the files compress.
 """
@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bench.llama_cpp.peer import home, quantise
+from engine.bench.peers.editions import LLAMA_CPP
+from engine.bench.peers.peer import quantise
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
@@ -139,7 +140,7 @@ def _as_ggml_unpacks(entry: TensorEntry) -> NDArray[np.float32]:
     raw = blocks_of(entry)
     if entry.dtype == "F32":
         return raw.view(np.float32).reshape(entry.shape)
-    library = ctypes.CDLL(str(home() / "build" / "bin" / "libggml-base.so"))
+    library = ctypes.CDLL(str(LLAMA_CPP.home() / "build" / "bin" / "libggml-base.so"))
     library.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
     traits = library.ggml_get_type_traits(BY_NAME[entry.dtype].id).contents
     assert traits.type_name.decode().lower() == entry.dtype.lower()

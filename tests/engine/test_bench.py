@@ -13,17 +13,17 @@ import torch
 from engine import cli
 from engine.bench import disk
 from engine.bench.cache import made_up_trace
-from engine.bench.llama_cpp import peer_python
 from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
-from engine.bench.peers import OFFLOAD
+from engine.bench.peers.editions import EDITIONS
+from engine.bench.peers.library import OFFLOAD
 from engine.common.paths import data_dir
 from engine.experts.replay.trace_file import write_trace
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
+from tests.peers import users_peers  # noqa: F401 - a fixture
 from tests.tiny_gguf import write_model
 
-PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
 TINY = "synthetic:qwen3-moe-tiny"
 SLOW_LINK = ("--device", "emulated:slow-link", "--vram", "64MB")
 
@@ -40,12 +40,16 @@ def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 
 def rows(document: dict[str, Any]) -> dict[str | None, dict[str, Any]]:
     found = (row for row in document["rows"] if not row["name"].startswith("hits"))
-    return {row["peer"]: row for row in found if not (row["peer"] or "").startswith("llama.cpp")}
+    return {row["peer"]: row for row in found if not (row["peer"] or "").startswith(("llama.cpp", "ik_llama.cpp"))}
 
 
 def not_run(document: dict[str, Any]) -> set[str]:
     """Whose absence is told; llama.cpp's binding is built on some machines."""
-    return {skipped["peer"] for skipped in document["peers_not_run"] if not skipped["peer"].startswith("llama.cpp")}
+    return {
+        skipped["peer"]
+        for skipped in document["peers_not_run"]
+        if not skipped["peer"].startswith(("llama.cpp", "ik_llama.cpp"))
+    }
 
 
 def test_strategies_are_compared_as_measured_and_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,10 +162,11 @@ def test_a_gguf_file_is_opened_against_the_disk(split_file: Path, capsys: pytest
     assert before["peer"] is None
 
 
-def test_a_gguf_file_is_decoded_by_us_and_by_llama_cpp(
+@pytest.mark.usefixtures("users_peers")
+def test_a_gguf_file_is_decoded_by_us_and_by_what_was_built(
     split_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.bench.llama_cpp.peer.peer_python", lambda: PEER)
+    built = {edition.name for edition in EDITIONS if edition.python() is not None}
     arguments = (
         "decode",
         "--model",
@@ -171,14 +176,15 @@ def test_a_gguf_file_is_decoded_by_us_and_by_llama_cpp(
         "--device",
         "cpu",
         "--peers",
-        "--prompt-tokens",
-        "70",
+        "--contexts",
+        "20,200",
     )
     document = bench(capsys, *arguments)
     assert {"transformers (default experts)", "transformers (eager experts)"} <= not_run(document)
-    peers = {row["peer"] for row in document["rows"] if row["peer"]}
-    assert peers <= {"llama.cpp, same file"}
-    assert bool(peers) == (PEER is not None)
+    for name in ("decode after 20 tokens", "decode after 200 tokens", "ready after opening"):
+        peers = [row["peer"] for row in document["rows"] if row["name"] == name and row["peer"]]
+        assert {peer.split(",")[0] for peer in peers} == built
+        assert all(", same file, -fa o" in peer for peer in peers)
 
 
 def test_a_model_without_experts_has_nothing_to_prepare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.bench.llama_cpp import LlamaCppPeer, peer_python
+from engine.bench.peers.editions import LLAMA_CPP
+from engine.bench.peers.peer import GgufPeer
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
@@ -21,8 +22,8 @@ from tests.engine.test_gguf_architectures import rewritten
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 from tests.tiny_gguf import dequantised, write_model
 
-PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
-needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
+needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -176,7 +177,7 @@ def test_llama_cpp_says_the_same_of_the_same_file(family: str, kind: str, tmp_pa
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16} if kind else {}
     folder = tiny_checkpoint(family, tmp_path / "checkpoint", prepare=_spread, **options, **sizes)
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=kind)
-    with LlamaCppPeer("llama.cpp", file, 1, 64, python=PEER) as peer:
+    with GgufPeer("llama.cpp", file, 1, 64, python=PEER) as peer:
         theirs = torch.from_numpy(peer.logits(PROMPT[0].tolist()))
     with loaded(file, "fp32") as ours, torch.no_grad():
         mine = logits(ours.model)[0]

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from engine.bench.llama_cpp.peer import home, peer_environment, peer_python
+from engine.bench.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
@@ -27,15 +27,15 @@ FILE = Path("model.gguf")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 # Before a test's own SWITCHYARD_HOME hides the user's.
-PEER = peer_python()
+PEER = LLAMA_CPP.python()
 VOCABULARIES = [
     file
-    for file in sorted((home() / "source" / "vendor" / "llama.cpp" / "models").glob("ggml-vocab-*.gguf"))
+    for file in sorted((LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp" / "models").glob("ggml-vocab-*.gguf"))
     if "aquila" not in file.name  # of version 2 of the format, which is refused
 ]
 WITH_TEXTS = [file for file in VOCABULARIES if file.with_name(f"{file.name}.inp").exists()]
 needs_vocabularies = pytest.mark.skipif(
-    not VOCABULARIES or PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build"
+    not VOCABULARIES or PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build"
 )
 PEER_SCRIPT = """
 import json, sys
@@ -121,7 +121,7 @@ def test_the_tokens_of_llama_cpp_itself(file: Path) -> None:
         capture_output=True,
         text=True,
         encoding="utf-8",
-        env=peer_environment(),
+        env=LLAMA_CPP.environment(),
         check=True,
     )
     for text, ids in zip(texts, json.loads(answer.stdout), strict=True):

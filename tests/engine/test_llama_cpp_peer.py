@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.bench.decode import _rates
 from engine.bench.gguf_export import Quantisation, write_gguf
-from engine.bench.llama_cpp import LlamaCppPeer, PeerError, peer_python
-from engine.bench.llama_cpp.build import GROUPS, working_instructions
-from engine.bench.llama_cpp.peer import VERSION, files_beside
+from engine.bench.peers.best_flags import Room, best_flags
+from engine.bench.peers.editions import LLAMA_CPP, Edition
+from engine.bench.peers.instructions import GROUPS, working_instructions
+from engine.bench.peers.peer import Beside, GgufPeer, PeerError, files_beside
 from engine.bench.report import Report
 from engine.bench.synthetic import gguf_file, make_synthetic, resolve_model
 from engine.checkpoint.gguf.file import read_gguf
@@ -23,10 +24,10 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from tests.engine.test_family_parity import loaded
+from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
 from tests.starter import starter_for_tests
 
-PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
-needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+needs_peer = pytest.mark.skipif(not built(LLAMA_CPP), reason=f"not built: {LLAMA_CPP.how_to_build()}")
 posix_only = pytest.mark.skipif(os.name != "posix", reason="a shell script plays the peer")
 
 
@@ -42,13 +43,13 @@ def test_without_the_binding_it_says_how_to_build_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switchyard_home: Path
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(PeerError, match=r"run python -m engine\.bench\.llama_cpp build"):
-        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64)
+    with pytest.raises(PeerError, match=r"run python -m engine\.bench\.peers build"):
+        GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64)
 
 
 def test_an_interpreter_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="cannot be started"):
-        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=tmp_path / "python")
+        GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=tmp_path / "python")
 
 
 @posix_only
@@ -62,14 +63,17 @@ def test_an_interpreter_that_is_gone(tmp_path: Path) -> None:
 )
 def test_a_peer_that_dies_or_refuses_while_loading(script: str, reason: str, tmp_path: Path) -> None:
     with pytest.raises(PeerError, match=reason):
-        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script))
+        GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script))
+
+
+OPENS = """read line; echo '{"seconds": 1}'; read line; echo '{"seconds": 0.5}'"""
 
 
 @posix_only
 def test_a_peer_that_dies_while_it_computes(tmp_path: Path) -> None:
-    script = """read line; echo '{"seconds": 1}'; read line; kill -SEGV $$"""
+    script = f"{OPENS}; read line; kill -SEGV $$"
     with (
-        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer,
+        GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer,
         pytest.raises(PeerError, match="died of SIGSEGV"),
     ):
         peer.decode_rate([1, 2], 4)
@@ -77,13 +81,35 @@ def test_a_peer_that_dies_while_it_computes(tmp_path: Path) -> None:
 
 @posix_only
 def test_rates_are_tokens_over_the_seconds_it_reports(tmp_path: Path) -> None:
-    script = """read line; echo '{"seconds": 1}'
-    read line; echo '{"seconds": 0.5, "ids": [7, 8, 9]}'
-    read line; echo '{"seconds": 0.1}'
-    read line; echo '{"seconds": 0.25}'"""
-    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer:
+    script = f"""{OPENS}
+    read line; echo '{{"seconds": 9}}'
+    read line; echo '{{"seconds": 0.5, "ids": [7, 8, 9]}}'
+    read line; echo '{{"seconds": 0.2, "ids": [9, 8, 9]}}'
+    read line; echo '{{"seconds": 0.1}}'
+    read line; echo '{{"seconds": 0.25}}'"""
+    with GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=stand_in(tmp_path, script)) as peer:
+        assert peer.opening_s == 1.5
         assert peer.decode_rate([1, 2], 4) == 8
+        assert peer.decode_rate([1, 2], 4) == 20  # goes on: the prompt is not read again
         assert peer.prefill_rate([1, 2, 3]) == 12
+
+
+@posix_only
+def test_the_flags_that_are_the_fastest_are_used(tmp_path: Path) -> None:
+    script = """while read line; do case "$line" in
+        *'"flash": false'*) flash=1; echo '{"seconds": 0}';;
+        *'"open"'*) flash=2; echo '{"seconds": 0}';;
+        *'"load"'*'"repack": true'*) repack=1; echo '{"seconds": 0}';;
+        *'"load"'*) repack=5; echo '{"seconds": 0}';;
+        *'"prefill"'*) echo "{\\"seconds\\": $(($flash * $repack))}";;
+        esac; done"""
+    beside = Beside(LLAMA_CPP, "llama.cpp, BF16", tmp_path / "model.gguf")
+    heard: list[str] = []
+    with GgufPeer("llama.cpp", beside.file, 1, 64, python=stand_in(tmp_path, script)) as peer:
+        best = best_flags(beside, peer, lambda peer: 1 / peer.prefill_seconds([1]), Room(64), heard.append)
+        assert best.words == "-fa off"
+        assert peer.prefill_seconds([1]) == 1
+    assert len(heard) == len(LLAMA_CPP.flags)
 
 
 def test_instructions_are_used_only_if_they_were_seen_to_work(tmp_path: Path) -> None:
@@ -96,7 +122,7 @@ def test_instructions_are_used_only_if_they_were_seen_to_work(tmp_path: Path) ->
 
 def test_the_extra_and_the_build_are_of_one_version() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["optional-dependencies"]["peers"] == [f"llama-cpp-python=={VERSION}"]
+    assert project["optional-dependencies"]["peers"] == [f"llama-cpp-python=={LLAMA_CPP.version}"]
 
 
 def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
@@ -117,17 +143,34 @@ def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
         loaded.close()
 
 
-@needs_peer
-def test_the_starter_says_the_same_in_llama_cpp_and_here(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("users_peers")
+@pytest.mark.parametrize("edition", BUILT)
+def test_the_starter_says_the_same_in_llama_cpp_and_here(edition: Edition, tmp_path: Path) -> None:
     checkpoint = starter_for_tests()
     write_gguf(checkpoint, tmp_path / "starter.gguf", Quantisation.BF16)
     prompt = [504, 3575, 282, 4649, 314]  # The capital of France is
-    with LlamaCppPeer("llama.cpp", tmp_path / "starter.gguf", 1, 128, python=PEER) as peer:
-        theirs = peer.greedy(prompt, 4)
-    assert theirs == our_greedy(checkpoint, prompt, 4)
+    ours = our_greedy(checkpoint, prompt, 4)
+    with GgufPeer("peer", tmp_path / "starter.gguf", 1, 128, edition=edition) as peer:
+        for flags in edition.flags:
+            peer.set_up(flags, 128)
+            assert peer.greedy(prompt, 4) == ours
+
+
+@pytest.mark.usefixtures("users_peers")
+@pytest.mark.parametrize("edition", BUILT)
+def test_a_long_context_is_filled_with_copies(edition: Edition, tmp_path: Path) -> None:
+    write_gguf(make_synthetic("synthetic:qwen3-moe-tiny"), tmp_path / "model.gguf", Quantisation.BF16)
+    prompt = [3 + at % 90 for at in range(1600)]
+    with GgufPeer("peer", tmp_path / "model.gguf", 1, 2048, edition=edition) as peer:
+        for _ in range(2):
+            assert peer.decode_rate(prompt, 4) > 0
+        answer = peer.greedy(prompt[:40], 4)
+        assert peer.decode_rate(prompt, 4) > 0
+        assert peer.greedy(prompt[:40], 4) == answer
 
 
 @needs_peer
+@pytest.mark.usefixtures("users_peers")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "olmoe"])
 def test_every_family_computes_in_llama_cpp_what_it_computes_in_transformers(family: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -152,7 +195,7 @@ def test_every_family_computes_in_llama_cpp_what_it_computes_in_transformers(fam
     model.save_pretrained(tmp_path / "model")
     write_gguf(tmp_path / "model", tmp_path / "model.gguf", Quantisation.BF16)
     prompt = torch.randint(3, 120, (40,)).tolist()
-    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
+    with GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64) as peer:
         theirs = peer.greedy(prompt, 20)
     with torch.inference_mode():
         ours = model(torch.tensor([prompt + theirs[:-1]])).logits[0, len(prompt) - 1 :].argmax(-1).tolist()
@@ -160,21 +203,23 @@ def test_every_family_computes_in_llama_cpp_what_it_computes_in_transformers(fam
     assert sum(one == other for one, other in zip(theirs, ours, strict=True)) >= 16
 
 
-@needs_peer
+@pytest.mark.usefixtures("users_peers")
+@pytest.mark.parametrize("edition", BUILT)
 @pytest.mark.parametrize("quantisation", Quantisation)
-def test_every_type_of_matrix_loads_and_answers(quantisation: Quantisation, tmp_path: Path) -> None:
+def test_every_type_of_matrix_loads_and_answers(quantisation: Quantisation, edition: Edition, tmp_path: Path) -> None:
     write_gguf(make_synthetic("synthetic:qwen3-moe-tiny"), tmp_path / "model.gguf", quantisation)
-    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
+    with GgufPeer("peer", tmp_path / "model.gguf", 1, 64, edition=edition) as peer:
         answer = peer.greedy([3, 4, 5], 4)
         assert len(answer) == 4
         assert peer.greedy([3, 4, 5], 4) == answer  # nothing is left of the first context
 
 
 @needs_peer
+@pytest.mark.usefixtures("users_peers")
 def test_a_file_that_is_no_model_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"no model")
     with pytest.raises(PeerError, match="cannot load"):
-        LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER)
+        GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64)
 
 
 def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
@@ -196,15 +241,15 @@ SMALL = "synthetic:qwen3-moe-small?experts=8&layers=1&vocab=512&gguf="
 
 
 @needs_peer
+@pytest.mark.usefixtures("users_peers")
 def test_a_synthetic_model_is_quantised_by_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr("engine.bench.llama_cpp.peer.peer_python", lambda: PEER)
     file = resolve_model(f"{SMALL}Q4_K_M", lambda _text: None)
     assert {path.name for path in file.parent.iterdir()} == {file.name}
     written = file.stat().st_mtime_ns
     assert {"Q4_K", "Q6_K", "F32"} <= {entry.dtype for entry in read_gguf(file).tensors.values()}
     prompt = list(range(3, 40))
-    with LlamaCppPeer("llama.cpp", file, 1, 64, python=PEER) as peer:
+    with GgufPeer("llama.cpp", file, 1, 64) as peer:
         theirs = peer.logits(prompt)
     with loaded(file, "fp32") as ours, torch.no_grad():
         assert len(ours.tokenizer("two words")["input_ids"]) == 9
@@ -239,6 +284,6 @@ def test_without_llama_cpp_there_is_no_quantised_file(switchyard_home: Path, mon
 def test_without_llama_cpp_no_file_is_written_for_it(switchyard_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     report = Report({})
-    assert files_beside(switchyard_home / "starter", "bf16", report, lambda _text: None) == {}
-    assert "python -m engine.bench.llama_cpp build" in report.peers_not_run[0]["reason"]
+    assert files_beside(switchyard_home / "starter", "bf16", report, lambda _text: None, ["llama.cpp"]) == []
+    assert "python -m engine.bench.peers build" in report.peers_not_run[0]["reason"]
     assert not switchyard_home.exists()

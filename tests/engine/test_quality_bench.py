@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from engine import cli
 from engine.bench.gguf_export import Quantisation, write_gguf
-from engine.bench.llama_cpp import LlamaCppPeer, peer_python
 from engine.bench.opened import opened
+from engine.bench.peers.editions import LLAMA_CPP
+from engine.bench.peers.peer import GgufPeer
 from engine.bench.quality import Contestant, Reference, Window
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.starter.package import extract_member, read_recipe
@@ -26,7 +27,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 from tests.starter import lasting_wheel
 from tests.tiny_gguf import write_model
 
-PEER = peer_python()  # before a test's own SWITCHYARD_HOME hides the user's
+PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
 TINY = "synthetic:qwen3-moe-tiny"
 WORDS = "A switchyard sorts wagons: each rolls over the hump, and a signalman in the tower sets the points. "
 STORY = (
@@ -115,10 +116,10 @@ def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.Captur
     assert [peer["peer"] for peer in skipped] == ["llama.cpp, Q8_0", "llama.cpp, Q4_0", "llama.cpp, Q4_1"]
 
 
-@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build")
 def test_llama_cpp_tells_its_logits_of_every_token(tmp_path: Path) -> None:
     write_gguf(make_synthetic(TINY), tmp_path / "model.gguf", Quantisation.Q8_0)
-    with LlamaCppPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
+    with GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
         prompt = [3, 4, 5, 6, 7]
         logits = peer.logits(prompt)
         assert logits.shape[0] == len(prompt)
@@ -198,13 +199,13 @@ QUESTIONS = ("What is a train?", "Name three colours.", "Write a sentence about 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.llama_cpp build")
+@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build")
 def test_a_published_file_says_what_it_says_in_llama_cpp(parents_file: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted([*root.glob("docs/*.md"), root / "README.md"]))
     with (
         opened(EngineConfig(model=str(parents_file), device="cpu", threads=1)) as loaded,
-        LlamaCppPeer("llama.cpp", parents_file, 1, 512, python=PEER) as peer,
+        GgufPeer("llama.cpp", parents_file, 1, 512, python=PEER) as peer,
     ):
         ids = loaded.tokenizer(text)["input_ids"][:4096]
         windows = [tuple(ids[begin : begin + 512]) for begin in range(0, len(ids), 512)]

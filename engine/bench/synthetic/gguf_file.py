@@ -13,7 +13,7 @@ from pathlib import Path
 from gguf import GGUFWriter, TokenType
 
 from engine.bench.gguf_export import Quantisation, write_gguf
-from engine.bench.llama_cpp.peer import FILE_TYPES, PeerError, quantise
+from engine.bench.peers.peer import FILE_TYPES, PeerError, quantise
 from engine.bench.synthetic import parse, plain_nbytes, write_checkpoint
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode

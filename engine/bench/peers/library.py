@@ -1,4 +1,4 @@
-"""Peers for benches, each with the same prompt, tokens, precision and threads."""
+"""The library as a peer of the benches, with the same prompt, tokens, precision and threads."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+LIBRARY = "transformers"
+"""What it is called where peers are chosen."""
 OFFLOAD = "transformers with accelerate's offload"
 
 

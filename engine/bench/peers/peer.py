@@ -1,19 +1,17 @@
-"""llama.cpp in a child process: if it dies, that peer is missing and the bench continues.
+"""llama.cpp and ik_llama.cpp in a child process: if it dies, that peer is missing and the bench continues.
 
-Also locations of the built binding and of the Python that runs it, and the GGUF files that it runs for comparison.
+Also the GGUF files that they run for comparison.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,66 +21,15 @@ from gguf import LlamaFileType
 from numpy.typing import NDArray
 
 from engine.bench.gguf_export import Quantisation, gguf_of
+from engine.bench.peers.editions import EDITIONS, LLAMA_CPP, Edition, Flags
 from engine.bench.report import Report
+from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.staging import staging_folder
 from engine.checkpoint.starter.package import extract_member, obtain_wheel, read_recipe
 from engine.common.errors import EngineError
 from engine.common.files import disk_errors_explained
 from engine.common.paths import cache_dir
-
-VERSION = "0.3.36"
-"""Of llama-cpp-python; must match the optional extra `peers` of pyproject.toml."""
-SDIST_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-HOW_TO_BUILD = "python -m engine.bench.llama_cpp build"
-
-
-def home() -> Path:
-    """The folder of the build: sources, objects and its virtual environment."""
-    return cache_dir() / f"llama-cpp-python-{VERSION}"
-
-
-def receipt() -> Path:
-    """Written last by a build: the instructions it was built for."""
-    return home() / "built.json"
-
-
-def venv_python() -> Path:
-    """The interpreter of the build's virtual environment."""
-    return home() / "venv" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-
-
-def avx2_tree() -> Path:
-    """The build for AVX2 alone, whose libraries stand in for those of the virtual environment."""
-    return home() / "build-avx2"
-
-
-def held_back() -> bool:
-    """Whether the environment limits our kernels to AVX2: then llama.cpp must be limited too."""
-    return os.environ.get("SWITCHYARD_ISA", "").lower() == "avx2"
-
-
-def how_to_build() -> str:
-    """The command for the required build."""
-    return f"{HOW_TO_BUILD} --avx2" if held_back() else HOW_TO_BUILD
-
-
-def peer_environment() -> dict[str, str]:
-    """The environment of the peer's process: it locates the binding's libraries."""
-    return {**os.environ, "LLAMA_CPP_LIB_PATH": str(avx2_tree() / "bin")} if held_back() else dict(os.environ)
-
-
-def peer_python() -> Path | None:
-    """The Python that can import the binding: that of our build, or this one if the extra is installed.
-
-    If limited to AVX2, only our build's, and only if it includes AVX2.
-    """
-    if held_back() and not (avx2_tree() / "built").is_file():
-        return None
-    if receipt().is_file() and venv_python().is_file():
-        return venv_python()
-    return Path(sys.executable) if importlib.util.find_spec("llama_cpp") else None
-
 
 _CHILD = Path(__file__).with_name("child.py")
 _FAREWELL_S = 20
@@ -93,31 +40,36 @@ class PeerError(Exception):
 
 
 class _Child:
-    """The process that runs the binding.  Close it, or use it as a context manager.
+    """The process that runs it.  Close it, or use it as a context manager.
 
     Raises:
-        PeerError: no interpreter has the binding, or it cannot be started.
+        PeerError: it is not built, or cannot be started.
     """
 
-    def __init__(self, python: Path | None = None) -> None:
-        python = python or peer_python()
+    def __init__(self, edition: Edition, python: Path | None = None) -> None:
+        python = python or edition.python()
         if python is None:
-            raise PeerError(f"its binding is not built: run {how_to_build()}")
+            raise PeerError(f"it is not built: run {edition.how_to_build()}")
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the peer
         try:
             # -I: neither our path nor the user's settings reach the child.
             self._process = subprocess.Popen(
-                [str(python), "-I", "-X", "utf8", str(_CHILD)],
+                [str(python), "-I", "-X", "utf8", str(_CHILD), edition.interface()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._words,
                 text=True,
                 encoding="utf-8",
-                env=peer_environment(),
+                env=edition.environment(),
             )
         except OSError as error:
             self._words.close()
             raise PeerError(f"{python} cannot be started ({error.strerror})") from error
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
 
     def close(self) -> None:
         """Ends the process."""
@@ -157,6 +109,9 @@ class _Child:
             raise PeerError(f"{answer['error']}{self._last_words()}")
         return answer
 
+    def _seconds(self, **request: Any) -> float:
+        return float(self._ask(**request)["seconds"])
+
     def _epitaph(self) -> str:
         code = self._process.wait()
         if code < 0:
@@ -172,8 +127,11 @@ class _Child:
         return f" ({telling[-1][:200]})" if telling else ""
 
 
-class LlamaCppPeer(_Child):
-    """One GGUF file run by llama.cpp on the CPU, greedy, at batch 1.  Close it, or use it as a context manager.
+class GgufPeer(_Child):
+    """One GGUF file run on the CPU, greedy.  Close it, or use it as a context manager.
+
+    Attributes:
+        opening_s: seconds of the last loading of the file, and of making an empty context.
 
     Args:
         name: its name in the report.
@@ -181,47 +139,94 @@ class LlamaCppPeer(_Child):
         threads: of prefill and decode.
         context: total tokens of prompts and answers of all sequences.
         sequences: number decoded in parallel.
-        python: an interpreter that can import `llama_cpp`; by default that of our build.
+        edition: the program that runs it.
+        flags: how; by default the first of the edition's.
+        python: an interpreter that can run it; by default that of our build.
 
     Raises:
-        PeerError: there is no such interpreter, or the file cannot be loaded.
+        PeerError: it is not built, or cannot load the file.
     """
 
     def __init__(
-        self, name: str, gguf: Path, threads: int, context: int, *, sequences: int = 1, python: Path | None = None
+        self,
+        name: str,
+        gguf: Path,
+        threads: int,
+        context: int,
+        *,
+        sequences: int = 1,
+        edition: Edition = LLAMA_CPP,
+        flags: Flags | None = None,
+        python: Path | None = None,
     ) -> None:
-        super().__init__(python)
-        self.name = name
+        super().__init__(edition, python)
+        self.name, self.edition = name, edition
+        self._gguf, self._threads = gguf, threads
+        self.opening_s = 0.0
+        self._repacked: bool | None = None
+        self._filled: list[int] = []
         try:
-            self._ask(do="load", path=str(gguf), threads=threads, context=context, sequences=sequences)
+            self.set_up(flags or edition.flags[0], context, sequences)
         except BaseException:
             self.close()
             raise
 
-    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
-        """Tokens per second of `tokens` greedy steps after the prompt.
+    def set_up(self, flags: Flags, context: int, sequences: int = 1) -> None:
+        """An empty context with these flags; loads the file again where they ask for it.
 
         Raises:
             PeerError: if it dies or refuses; also raised by the methods below.
         """
-        return tokens / float(self._ask(do="decode", ids=list(prompt), tokens=tokens)["seconds"])
+        self._filled = []
+        if self._repacked != flags.repack:
+            self._repacked = None
+            self.opening_s = self._seconds(do="load", path=str(self._gguf), repack=flags.repack)
+            self._repacked = flags.repack
+        self.opening_s += self._seconds(
+            do="open",
+            threads=self._threads,
+            context=context,
+            sequences=max(2, sequences),  # one is for copies of keys and values
+            flash=flags.flash,
+            fused=flags.fused,
+            latent=flags.latent,
+        )
+
+    def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:
+        """Tokens per second of `tokens` further greedy steps: after the prompt, then after the ones before.
+
+        A long prompt's keys and values are copies of those of its beginning: reading it in full takes minutes, and
+        decoding after it as long.
+        """
+        if self._filled != list(prompt):
+            self._ask(do="fill", ids=list(prompt))
+            self._filled = list(prompt)
+        return tokens / self._seconds(do="decode", tokens=tokens)
 
     def prefill_rate(self, prompt: Sequence[int]) -> float:
         """Prompt tokens per second, from an empty context; after a short warm-up prompt."""
-        self._ask(do="prefill", ids=list(prompt[:80]))
-        return len(prompt) / float(self._ask(do="prefill", ids=list(prompt))["seconds"])
+        self.prefill_seconds(prompt[:80])
+        return len(prompt) / self.prefill_seconds(prompt)
+
+    def prefill_seconds(self, prompt: Sequence[int]) -> float:
+        """Seconds from an empty context to the token after the prompt."""
+        self._filled = []
+        return self._seconds(do="prefill", ids=list(prompt))
 
     def parallel_rate(self, prompts: Sequence[Sequence[int]], tokens: int) -> float:
         """Tokens per second of all prompts together, each continued greedily by `tokens`, including prompt time."""
+        self._filled = []
         ids = [list(prompt) for prompt in prompts]
-        return len(ids) * tokens / float(self._ask(do="parallel", prompts=ids, tokens=tokens)["seconds"])
+        return len(ids) * tokens / self._seconds(do="parallel", prompts=ids, tokens=tokens)
 
     def greedy(self, prompt: Sequence[int], tokens: int) -> list[int]:
         """The `tokens` most probable ids after the prompt, one after the other."""
-        return list(self._ask(do="decode", ids=list(prompt), tokens=tokens - 1)["ids"])
+        self.prefill_seconds(prompt)
+        return list(self._ask(do="decode", tokens=tokens - 1)["ids"])
 
     def logits(self, ids: Sequence[int]) -> NDArray[np.float32]:
         """[len(ids), vocabulary]: logits after each token, from an empty context."""
+        self._filled = []
         with tempfile.TemporaryDirectory(prefix="switchyard-logits-") as scratch:
             path = Path(scratch) / "logits"
             vocabulary = int(self._ask(do="logits", ids=list(ids), path=str(path))["vocabulary"])
@@ -235,9 +240,9 @@ def quantise(source: Path, target: Path, kind: str, threads: int = 0) -> None:
         threads: 0: all cores.
 
     Raises:
-        PeerError: the binding is not built, or it cannot quantise the file.
+        PeerError: llama.cpp is not built, or it cannot quantise the file.
     """
-    with _Child() as child:
+    with _Child(LLAMA_CPP) as child:
         child._ask(do="quantise", path=str(source), target=str(target), type=FILE_TYPES[kind], threads=threads)
 
 
@@ -249,30 +254,49 @@ _SAME_BITS = {"int8": Quantisation.Q8_0, "int4": Quantisation.Q4_0}
 """Both use groups of 32, like ours."""
 
 
-def files_beside(checkpoint: Path, precision: str, report: Report, say: Callable[[str], None]) -> dict[str, Path]:
-    """GGUF files by the peer's name: the checkpoint at the same bits as `precision`, and for the starter also its
-    published dense parent.
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A file that one of the programs runs beside us, and its name in the report."""
 
-    Missing ones are noted in the report; without llama.cpp nothing is written.
+    edition: Edition
+    name: str
+    file: Path
+
+    @property
+    def flags(self) -> tuple[Flags, ...]:
+        """The ways to run it."""
+        latent = self.edition.latent_flags and any("kv_lora_rank" in key for key in read_gguf(self.file).metadata)
+        return self.edition.flags + (self.edition.latent_flags if latent else ())
+
+
+def files_beside(
+    checkpoint: Path, precision: str, report: Report, say: Callable[[str], None], programs: Sequence[str]
+) -> list[Beside]:
+    """GGUF files for the programs named: the checkpoint at the same bits as `precision`, and for the starter also its
+    published dense parent, in llama.cpp.
+
+    Missing ones are noted in the report; a file that nobody can run is not written.
     """
-    if peer_python() is None:
-        report.skip_peer("llama.cpp", f"its binding is not built: run {how_to_build()}")
-        return {}
+    found = []
     quantisation = _SAME_BITS.get(precision, Quantisation.BF16)
-    wanted: dict[str, Callable[[], Path]] = {
-        f"llama.cpp, {'same file' if gguf_at(checkpoint) else quantisation.value}": lambda: gguf_of(
-            checkpoint, quantisation, say
-        )
-    }
-    if checkpoint.name == "starter":
-        wanted["llama.cpp, dense parent's Q4_1"] = _starters_parent
-    files = {}
-    for name, make in wanted.items():
-        try:
-            files[name] = make()
-        except EngineError as error:
-            report.skip_peer(name, error.message)
-    return files
+    for edition in EDITIONS:
+        if edition.name not in programs:
+            continue
+        if edition.python() is None:
+            report.skip_peer(edition.name, f"it is not built: run {edition.how_to_build()}")
+            continue
+        wanted: dict[str, Callable[[], Path]] = {
+            "same file" if gguf_at(checkpoint) else quantisation.value: lambda: gguf_of(checkpoint, quantisation, say)
+        }
+        if checkpoint.name == "starter" and edition is LLAMA_CPP:
+            wanted["dense parent's Q4_1"] = _starters_parent
+        for content, make in wanted.items():
+            name = f"{edition.name}, {content}"
+            try:
+                found.append(Beside(edition, name, make()))
+            except EngineError as error:
+                report.skip_peer(name, error.message)
+    return found
 
 
 def _starters_parent() -> Path:
