@@ -1,7 +1,7 @@
 """Memory for records: in huge pages where available, and returned to the system record by record.
 
-With 4 KiB pages, page faults slow down reads from a fast disk, and kernels streaming through records may miss the TLB
-once per page; 2 MiB pages divide both by 512.
+With 4 KiB pages, page faults slow down reads from a fast disk, kernels streaming through records may miss the TLB once
+per page, and processors end what they fetch ahead at each page's end; 2 MiB pages divide all of them by 512.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 _HUGE = 2 * 2**20
+_BLOCK = 32 * _HUGE
+_APART = 64
+"""Bytes that tensors of one block begin at multiples of: a line of the cache."""
+_HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE: do not reserve swap for address space that is not yet used."""
 
@@ -42,7 +46,7 @@ class RecordMemory:
             raise MemoryError(f"{size:,} bytes for experts were refused ({error})") from error
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._skip = -whole.data_ptr() % _HUGE if sys.platform != "win32" else 0
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if _HAS_HUGE_PAGES:
             with contextlib.suppress(OSError):  # not supported by this kernel
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.records = whole[self._skip : self._skip + size].view(count, nbytes)
@@ -62,11 +66,38 @@ class RecordMemory:
 def empty_in_huge_pages(
     shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None
 ) -> torch.Tensor:
-    """`torch.empty`, in huge pages where it is large enough for them, in RAM."""
+    """`torch.empty`, in huge pages where it is large enough for them or fills them, in RAM."""
     nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < 2 * _HUGE or (device is not None and device.type != "cpu"):
+    too_small = nbytes < 2 * _HUGE and (nbytes == 0 or nbytes % _HUGE)
+    if too_small or (device is not None and device.type != "cpu"):
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return RecordMemory(1, nbytes).records[0].view(dtype).view(*shape)
+
+
+class HugePages:
+    """Tensors side by side in huge pages: for many that live equally long, some of them smaller than a page.
+
+    A block of them returns to the system once none of its tensors is left.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """As `torch.empty`, which it is for other memory than RAM, and where there are no huge pages.
+
+        Raises:
+            MemoryError: the system refuses a further block.
+        """
+        if not _HAS_HUGE_PAGES or (device is not None and device.type != "cpu"):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._used + nbytes > self._block.numel():
+            self._block, self._used = RecordMemory(1, max(nbytes, _BLOCK)).records[0], 0
+        begin = self._used
+        self._used += -(-nbytes // _APART) * _APART
+        return self._block[begin : begin + nbytes].view(dtype).view(*shape)
 
 
 def _runs(rows: list[int]) -> Iterator[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,10 +43,11 @@ def quantise(
     target_format: TiledFormat,
     pairing: Pairing = Pairing.PLAIN,
     kernels: NativeKernels | None = None,
+    empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> TiledMatrix:
-    """[rows, columns] -> the same in `target_format`, on the same device."""
+    """[rows, columns] -> the same in `target_format`, on the same device; `empty` allocates it, like torch's."""
     rows, columns = weight.shape
-    target = TiledMatrix.empty(TiledShape(rows, columns, target_format, pairing), weight.device)
+    target = TiledMatrix.empty(TiledShape(rows, columns, target_format, pairing), weight.device, empty)
     quantise_into(weight, target, kernels)
     return target
 

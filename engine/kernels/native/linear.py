@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol, TypeGuard
 
 import torch
@@ -66,8 +66,14 @@ def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: Native
     return len(layers)
 
 
-def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKernels) -> int:
-    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones.
+def quantise_linears(
+    model: torch.nn.Module,
+    precision: str,
+    kernels: NativeKernels,
+    empty: Callable[..., torch.Tensor] = torch.empty,
+) -> int:
+    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones, which `empty`
+    allocates, like torch's.
 
     The head has its own format: its errors reach the logits directly.
 
@@ -81,7 +87,7 @@ def quantise_linears(model: torch.nn.Module, precision: str, kernels: NativeKern
             assert isinstance(module, torch.nn.Linear)
             of_this = tiled_format(head_format(precision) if module is head else precision)
             assert of_this is not None
-            matrix = quantise(module.weight, of_this, kernels=kernels)
+            matrix = quantise(module.weight, of_this, kernels=kernels, empty=empty)
             module.forward = QuantisedLinear(module, matrix, kernels)  # type: ignore[method-assign]
             count += 1
     return count

@@ -25,6 +25,7 @@ from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
 from engine.experts.record import RecordLayout
+from engine.experts.record_memory import HugePages
 from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
@@ -71,7 +72,7 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
     if kernels is None:
         return
     if decision.precision != STORED and format_of(decision.precision).is_tiled:  # what is stored was kept when read
-        quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels)
+        quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels, HugePages().empty)
     speed_up_linears(opened.model, kernels)
     speed_up_decoder_layers(opened.model, kernels)
 

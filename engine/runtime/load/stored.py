@@ -12,7 +12,7 @@ from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import beside, common_format, linear_format, pieces_of, target_of, type_of
 from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record_memory import empty_in_huge_pages
+from engine.experts.record_memory import HugePages
 from engine.experts.sites import ExpertsSite, pairing_of, quantised
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, format_of
 from engine.formats.tiles import TiledMatrix, TiledShape
@@ -54,7 +54,7 @@ class StoredLinears:
     """
 
     def __init__(self, opened: OpenedCheckpoint, reader: TensorReader | None = None) -> None:
-        self._plan, self._reader = opened.plan, reader
+        self._plan, self._reader, self._pages = opened.plan, reader, HugePages()
         self._tied: dict[str, str] = {}
         model = opened.model
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
@@ -105,7 +105,7 @@ class StoredLinears:
         assert target_format is not None
         assert self._reader is not None
         shape = TiledShape(stored.rows, stored.columns, target_format)
-        matrix = TiledMatrix.empty(shape, empty=empty_in_huge_pages)
+        matrix = TiledMatrix.empty(shape, empty=self._pages.empty)
         with Repacker(self._reader, kernels) as repacker:
             repacker.add([([stored], matrix)])
         return matrix

@@ -105,8 +105,11 @@ class TensorReader:
         for file in self._files.values():
             file.close()
 
-    def read(self, source: TensorEntry | ExpertSource) -> torch.Tensor:
-        """The tensor, or for a row of one the row with a leading dimension of 1.
+    def read(
+        self, source: TensorEntry | ExpertSource, empty: Callable[..., torch.Tensor] = torch.empty
+    ) -> torch.Tensor:
+        """The tensor, or for a row of one the row with a leading dimension of 1; `empty` allocates it, like torch's,
+        if it is stored as numbers.
 
         Raises:
             EngineError: `CHECKPOINT_DAMAGED`, naming the file, or `MODEL_UNSUPPORTED` for an unknown number format.
@@ -122,7 +125,7 @@ class TensorReader:
                 f"{entry.file} stores {entry.key} in the number format {entry.dtype}, which Switchyard cannot read.",
             )
         shape = entry.shape if row is None else (1, *entry.shape[1:])
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = empty(shape, dtype=dtype)
         self.read_into([(source, tensor)])
         return tensor
 
@@ -260,7 +263,7 @@ class LazyTensor:
         self._reader, self._entry = reader, entry
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._reader.read(self._entry)[index]
+        return self._reader.read(self._entry, empty_in_huge_pages)[index]
 
     def get_shape(self) -> list[int]:
         """As a safetensors slice."""
