@@ -75,7 +75,7 @@ def test_it_is_that_of_torch(
     still, turned = torch.ones(dim // 2).bfloat16(), torch.zeros(dim // 2).bfloat16()
     out = torch.empty_like(x)
     failed = kernels.attention_step(
-        *(kernels.pool, ctypes.addressof(struct), x.data_ptr(), still.data_ptr(), turned.data_ptr()),
+        *(kernels.pool, ctypes.addressof(struct), 1, x.data_ptr(), still.data_ptr(), turned.data_ptr(), 0),
         *(keys.data_ptr(), values.data_ptr(), room, held, out.data_ptr()),
     )
     assert not failed

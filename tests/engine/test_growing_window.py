@@ -16,7 +16,7 @@ _WINDOW, _HEADS, _DIM = 5, 2, 3
 
 
 def _add_token(layer: GrowingWindowLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[Any, Any] | None:
-    row = layer.claim_row()
+    row = layer.claim_rows(1)
     if row is None:
         return None
     key_rows, value_rows, held = row
@@ -71,4 +71,4 @@ def test_what_was_shown_before_stays_as_it_was() -> None:
 def test_several_sequences_go_the_librarys_way() -> None:
     layer = GrowingWindowLayer(_WINDOW)
     layer.update(torch.zeros(2, _HEADS, 2, _DIM), torch.zeros(2, _HEADS, 2, _DIM))
-    assert layer.claim_row() is None
+    assert layer.claim_rows(1) is None

@@ -21,7 +21,7 @@ from pathlib import Path
 from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 
-_ABI = 9
+_ABI = 10
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -51,9 +51,29 @@ class NativeKernels:
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         library.switchyard_experts.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
         library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, pointer]
-        library.switchyard_sparse_step.argtypes = [pointer] * 6
-        library.switchyard_attention_step.argtypes = [*[pointer] * 7, i64, i64, pointer]
-        library.switchyard_latent_step.argtypes = [*[pointer] * 5, i32, pointer, pointer, i64, pointer]
+        library.switchyard_sparse_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
+        library.switchyard_attention_step.argtypes = [
+            pointer,
+            pointer,
+            i32,
+            *[pointer] * 3,
+            i64,
+            *[pointer] * 2,
+            i64,
+            i64,
+            pointer,
+        ]
+        library.switchyard_latent_step.argtypes = [
+            pointer,
+            pointer,
+            i32,
+            *[pointer] * 3,
+            i32,
+            i64,
+            *[pointer] * 2,
+            i64,
+            pointer,
+        ]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         library.switchyard_repack.argtypes = [pointer, pointer, i64, i32]

@@ -17,7 +17,8 @@ from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_str
 from engine.kernels.quantise import quantise
 
 _FEW_TOKENS = 8
-"""Up to this many tokens, weights are multiplied while streaming; more tokens are packed into tiles."""
+"""Up to this many tokens, weights are multiplied while streaming, with each token's result that of a call of its own;
+more tokens are packed into tiles."""
 
 _MOST_TOKENS = 128
 """Most tokens for a bf16 layer on CPUs with matrix instructions: beyond, oneDNN is faster. Without matrix instructions
@@ -130,6 +131,11 @@ def out_of_memory() -> EngineError:
     return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer.")
 
 
+def keeps_rows_apart(module: object) -> bool:
+    """Whether a layer's results for up to 8 rows are those of each row alone, bit by bit."""
+    return isinstance(getattr(module, "__dict__", {}).get("forward"), QuantisedLinear | _PlainLinear)
+
+
 def _is_large(module: torch.nn.Module) -> TypeGuard[torch.nn.Linear]:
     if type(module) is not torch.nn.Linear:
         return False
@@ -161,7 +167,7 @@ class _PlainLinear:
             return torch.nn.functional.linear(input, self._weight, self._bias)
         out = input.new_empty((*input.shape[:-1], self._rows))
         kernels, input = self._kernels, input.contiguous()
-        multiply = kernels.linear if tokens == 1 else kernels.linear_rows
+        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
         if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, out.data_ptr()):
             raise out_of_memory()
         return out

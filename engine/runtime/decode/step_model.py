@@ -18,13 +18,21 @@ from transformers.cache_utils import Cache
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.footprint import SHORT_TOKENS
 from engine.families import fast_path_of
+from engine.kernels.native.experts import MAX_TOKENS
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.fast_path.dense_rows import one_by_one, product
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.reuse import kinds_by_length
 
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
+
+_IN_PLACE = (GrowingLayer, GrowingWindowLayer)
+
+MOST_ROWS = MAX_TOKENS
+"""Most tokens of a step that are computed together, each as if alone."""
 
 _PAGE = 256
 """Positions whose angles are computed together."""
@@ -90,6 +98,25 @@ class StepModel:
         """Why a step cannot be repeated as it was for the token before; empty if it can."""
         return "rotary embeddings that follow the length of the context" if self._angles_grow else ""
 
+    def takes(self, tokens: int, cache: Cache | None) -> bool:
+        """Whether `several` computes so many tokens: they come out as one by one, bit by bit."""
+        return (
+            0 < tokens <= MOST_ROWS
+            and cache is not None
+            and self._single is not None
+            and self._single.takes(tokens, cache)
+        )
+
+    def several(self, tokens: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
+        """Appends tokens [1, q] that it `takes`; logits [q, V] after each of them."""
+        end = start + tokens.shape[1]
+        if end > self._positions.shape[1]:
+            self._positions = self._lay_out(2 * end)
+        assert self._single is not None
+        logits = self._single.step(tokens, self._positions[:, start:end], start, cache)
+        assert logits is not None
+        return logits
+
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
 
@@ -121,7 +148,7 @@ class StepModel:
 
 
 class TokenStep:
-    """Steps of single tokens through one model."""
+    """Steps of single tokens, or of a few that are tried together, through one model."""
 
     def __init__(self, model: Any) -> None:
         inner = model.model
@@ -140,11 +167,22 @@ class TokenStep:
             return None
         return cls(model)
 
-    def step(self, token: torch.Tensor, position_ids: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
-        """Appends one token [1, 1], at position `start`, which is also in `position_ids` [1, 1].
+    def takes(self, tokens: int, cache: Cache) -> bool:
+        """Whether so many tokens at once, at most `MOST_ROWS`, come out as one by one, bit by bit."""
+        return (
+            self._angles.is_fixed
+            and not any(self._hooks)
+            and all(layer.keeps_tokens_apart for layer in self._layers)
+            and all(isinstance(held, _IN_PLACE) and held.can_claim(tokens) for held in cache.layers)
+        )
+
+    def step(self, tokens: torch.Tensor, position_ids: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:
+        """Appends tokens [1, q] from position `start` on; positions are also in `position_ids` [1, q].
+
+        Several tokens only where the model `takes` them.
 
         Returns:
-            Its logits [1, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not
+            Their logits [q, V]; `None`, and nothing was done, if the library has to compute this step: the cache is not
             one to write into, or a hook is registered on a layer.
 
         Raises:
@@ -153,7 +191,7 @@ class TokenStep:
         for hooks in self._hooks:
             if hooks:
                 return None
-        hidden = self._embed(token)
+        hidden = self._embed(tokens)
         angles = self._angles.at(start, hidden, position_ids)
         first = True
         for layer in self._layers:
@@ -162,6 +200,7 @@ class TokenStep:
                 if first:
                     return None
                 # A layer with a cache of another kind; a single token has nothing hidden from it.
+                assert tokens.shape[1] == 1
                 out = layer.in_library(
                     hidden,
                     attention_mask=None,
@@ -171,8 +210,7 @@ class TokenStep:
                     position_embeddings=angles,
                 )
             hidden, first = out, False
-        logits: torch.Tensor = self._head(self._norm(hidden))
-        return logits[:, -1]
+        return product(self._head, one_by_one(self._norm, hidden))[0]
 
 
 class _Angles:
@@ -180,14 +218,23 @@ class _Angles:
 
     def __init__(self, rotary: Any) -> None:
         self._rotary = rotary
-        self._is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ANGLES
+        self.is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ANGLES
         self._page = -1
         self._rows: Any = ()
 
     def at(self, position: int, like: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """Of one position: a tensor, or cosine and sine, [1, 1, angles]."""
-        if not self._is_fixed:
+        """Of `position` and those that follow: a tensor, or cosines and sines, [1, q, angles]."""
+        if not self.is_fixed:
             return self._rotary(like, position_ids)
+        tokens = position_ids.shape[1]
+        if tokens == 1:
+            return self._of_one(position, like)
+        found = [self._of_one(place, like) for place in range(position, position + tokens)]
+        if isinstance(found[0], torch.Tensor):
+            return torch.cat(found, dim=1)
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+
+    def _of_one(self, position: int, like: torch.Tensor) -> Any:
         page, row = divmod(position, _PAGE)
         if page != self._page:
             self._rows = self._of_page(page, like)

@@ -1,8 +1,8 @@
-"""Decoder layers of the common families, one token at a time, in two native calls each.
+"""Decoder layers of the common families, a few tokens at a time, in two native calls each.
 
 The library's own modules stay what they are and compute everything else: prompts, beams, other caches, other types.
-Only the step of a single token through layers whose mathematics the kernels know takes the fast path, and the parity
-tests hold it to the library's result.
+Only the step of a single token, or of a few that are tried together, through layers whose mathematics the kernels know
+takes the fast path, and the parity tests hold it to the library's result.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
+from engine.runtime.fast_path.dense_rows import DenseRows
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.sparse_block import SparseBlock
@@ -71,6 +72,7 @@ class SingleTokenLayer:
         self._attention = attention
         self._sparse = sparse
         self._number = number
+        self._dense_rows = DenseRows.of(layer)
 
     def leave_routing(self) -> None:
         """From now on only attention goes the fast path."""
@@ -91,11 +93,11 @@ class SingleTokenLayer:
         return self.in_library(hidden_states, *args, **kwargs) if out is None else out
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """One token's hidden state [1, 1, hidden] in bf16, contiguous -> what the layer makes of it.
+        """Hidden states [1, q, hidden] of the next tokens in bf16, contiguous -> what the layer makes of them.
 
         Args:
-            cache: takes its keys and values.
-            positions: its cosine and sine, or whatever the model gives its layers instead.
+            cache: takes their keys and values.
+            positions: their cosines and sines, or whatever the model gives its layers instead.
 
         Returns:
             `None`, and nothing was done, if these are not for the fast path.
@@ -115,7 +117,7 @@ class SingleTokenLayer:
         if self._sparse is not None:
             out = self._sparse.step(out)
             ended_ns = recorder.layer_since_ns = perf_counter_ns()
-            recorder.layers.append((self._number, begun_ns, attended_ns, ended_ns, self._sparse.chosen()))
+            recorder.layers.append((self._number, begun_ns, attended_ns, ended_ns, self._sparse.chosen(out.shape[1])))
             return out
         recorder.dense(lanes.ATTENTION, begun_ns, attended_ns, self._number)
         recorder.layer_since_ns = attended_ns
@@ -125,7 +127,14 @@ class SingleTokenLayer:
             recorder.dense(lanes.DENSE, attended_ns, ended_ns, self._number)
         return out
 
+    @property
+    def keeps_tokens_apart(self) -> bool:
+        """Whether several tokens at once come out as each of them alone would, bit by bit."""
+        return self._sparse is not None or self._dense_rows is not None
+
     def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:
+        if out.shape[1] > 1 and self._dense_rows is not None:
+            return self._dense_rows(out)
         result = self._layer.mlp(self._layer.post_attention_layernorm(out))
         own: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out + own

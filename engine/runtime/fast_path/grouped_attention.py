@@ -1,4 +1,4 @@
-"""Grouped-query attention of one token in one native call, from the norm before it to the residual after it."""
+"""Grouped-query attention of a few tokens in one native call, from the norm before it to the residual after it."""
 
 from __future__ import annotations
 
@@ -47,29 +47,32 @@ class GroupedAttention:
         )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """hidden_states [1, 1, hidden], contiguous, with attention's result added; `None` if this is not for it.
+        """hidden_states [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         cos, sin = positions
-        if cos.numel() != self._angles or cos.dtype != torch.bfloat16:
+        tokens = hidden_states.shape[1]
+        if cos.numel() != tokens * self._angles or cos.dtype != torch.bfloat16:
             return None
         held_layer = cache.layers[self._index]
         if type(held_layer) is not GrowingLayer and type(held_layer) is not GrowingWindowLayer:
             return None
-        row = held_layer.claim_row()
-        if row is None:
+        rows = held_layer.claim_rows(tokens)
+        if rows is None:
             return None
-        keys, values, held = row
+        keys, values, held = rows
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         failed = kernels.attention_step(
             kernels.pool,
             self._address,
+            tokens,
             hidden_states.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
+            self._angles,
             keys.data_ptr(),
             values.data_ptr(),
             keys.stride(1) // self._head_dim,

@@ -1,4 +1,4 @@
-"""Multi-head latent attention of one token in one native call (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+"""Multi-head latent attention of a few tokens in one native call (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
 
 The library expands the latents of the whole context to keys and values for every token; here the query and the mixture
 of latents go through those matrices instead, which section 2.1.2 calls absorbing them.
@@ -30,7 +30,7 @@ class LatentAttention:
         self._index: int = layer.self_attn.layer_idx
         self._rope: int = layer.self_attn.qk_rope_head_dim
         self._angles = torch.empty(0)
-        self._arguments: tuple[int, int, int] = (0, 0, 0)
+        self._arguments: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @staticmethod
     def can_step(layer: Any) -> bool:
@@ -48,23 +48,24 @@ class LatentAttention:
         )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """hidden_states [1, 1, hidden], contiguous, with attention's result added; `None` if this is not for it.
+        """hidden_states [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        held_layer = cache.layers[self._index]
-        if type(held_layer) not in (GrowingLayer, GrowingWindowLayer) or not self._take_angles(positions):
+        held_layer, tokens = cache.layers[self._index], hidden_states.shape[1]
+        if type(held_layer) not in (GrowingLayer, GrowingWindowLayer) or not self._take_angles(positions, tokens):
             return None
-        row = held_layer.claim_row()
-        if row is None:
+        rows = held_layer.claim_rows(tokens)
+        if rows is None:
             return None
-        latents, rotary_keys, held = row
+        latents, rotary_keys, held = rows
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         failed = kernels.latent_step(
             kernels.pool,
             self._address,
+            tokens,
             hidden_states.data_ptr(),
             *self._arguments,
             latents.data_ptr(),
@@ -76,21 +77,21 @@ class LatentAttention:
             raise out_of_memory()
         return out
 
-    def _take_angles(self, positions: Any) -> bool:
+    def _take_angles(self, positions: Any, tokens: int) -> bool:
         """Puts cosines and sines of `positions` where the kernel reads them; whether they are of the kind it knows."""
         if self._struct.rotation == _PAIRS:
-            if positions.numel() != self._rope // 2 or positions.dtype != torch.complex64:
+            if positions.numel() != tokens * self._rope // 2 or positions.dtype != torch.complex64:
                 return False
             self._angles = positions.contiguous()
             start = self._angles.data_ptr()
-            self._arguments = (start, start + 4, 2)
+            self._arguments = (start, start + 4, 2, self._rope)
             return True
         cos, sin = positions
-        if cos.numel() != self._rope or cos.dtype != torch.bfloat16:
+        if cos.numel() != tokens * self._rope or cos.dtype != torch.bfloat16:
             return False
         self._angles = torch.cat((cos, sin), dim=-1).float()
         start = self._angles.data_ptr()
-        self._arguments = (start, start + 4 * self._rope, 1)
+        self._arguments = (start, start + 4 * self._rope, 1, 2 * self._rope)
         return True
 
 

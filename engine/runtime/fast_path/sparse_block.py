@@ -1,4 +1,4 @@
-"""A layer's norm, router, experts, shared expert and residual for one token in one native call."""
+"""A layer's norm, router, experts, shared expert and residual for a few tokens in one native call."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.experts.dispatch import BANK_LAYER
 from engine.families import fast_path_of
 from engine.families.family import Router
-from engine.kernels.native.experts import NativeExperts
+from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
 from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
@@ -21,19 +22,15 @@ _SCORING = {"softmax": 0, "sigmoid": 1}
 
 
 class SparseBlock:
-    """The sparse block of one decoder layer.
-
-    Attributes:
-        chosen: whom the last step chose: int64 [k].
-    """
+    """The sparse block of one decoder layer."""
 
     def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels) -> None:
         self.struct = struct
         self._address = ctypes.addressof(struct)
         self._kernels = kernels
-        self._chosen = torch.zeros(struct.router.top_k, dtype=torch.int64)
-        self._shares = torch.zeros(struct.router.top_k)
-        self.chosen: Callable[[], bytes] = self._chosen.numpy().tobytes
+        self._chosen = torch.zeros(MAX_TOKENS, struct.router.top_k, dtype=torch.int64)
+        self._shares = torch.zeros(MAX_TOKENS, struct.router.top_k)
+        self._of_one: Callable[[], bytes] = self._chosen[0].numpy().tobytes
         self._routing = (self._chosen.data_ptr(), self._shares.data_ptr())
 
     @classmethod
@@ -70,15 +67,20 @@ class SparseBlock:
         )
         return cls(struct, kernels)
 
+    def chosen(self, tokens: int) -> bytes:
+        """Whom the last step of so many tokens chose, each expert once: int64."""
+        return self._of_one() if tokens == 1 else np.unique(self._chosen[:tokens].numpy()).tobytes()
+
     def step(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [1, 1, hidden], contiguous, with the block's result added.
+        """hidden_states [1, q, hidden], contiguous, q up to `MAX_TOKENS`, with the block's result added.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
-        if kernels.sparse_step(kernels.pool, self._address, hidden_states.data_ptr(), *self._routing, out.data_ptr()):
+        tokens, start = hidden_states.shape[1], hidden_states.data_ptr()
+        if kernels.sparse_step(kernels.pool, self._address, tokens, start, *self._routing, out.data_ptr()):
             raise out_of_memory()
         return out
 

@@ -23,7 +23,7 @@ def grown_capacity(held: int, tokens: int, most_tokens: int | None = None) -> in
 
 
 class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # transformers is untyped
-    """The library's layer, besides `claim_row`.
+    """The library's layer, besides `claim_rows` and a `crop` that copies nothing.
 
     `keys` and `values` are views of a buffer with room behind them as long as they have not been replaced:
     that is how the library's own methods, which all do so, need not know of it.
@@ -31,6 +31,7 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # tr
 
     keys: Any
     values: Any
+    cumulative_length: int
 
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window)
@@ -39,28 +40,43 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # tr
         self._value_buffer: torch.Tensor | None = None
         self._shown: tuple[Any, Any] = (None, None)
 
-    def claim_row(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """One more token whose states the caller writes itself, into row n of the tensors returned.
+    def can_claim(self, tokens: int) -> bool:
+        """Whether `claim_rows` gives so many: several only as long as they let nothing slide out, which each of them
+        would have to see or not."""
+        if not self.is_initialized or self.record_past or self.keys.dim() != 4 or self.keys.shape[0] != 1:
+            return False
+        return tokens == 1 or self.cumulative_length + tokens < self.sliding_window
+
+    def claim_rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """More tokens whose states the caller writes itself, into the rows from n on of the tensors returned.
 
         Returns:
-            Keys and values [1, H, n + 1 or more, D], dense but for dimension 1, and n, the tokens of the window before
-            this one; `None` if the layer is empty, holds several sequences or is to remember what slides out.
+            Keys and values [1, H, n + tokens or more, D], dense but for dimension 1, and n, the tokens of the window
+            before these; `None` if the layer is empty, holds several sequences or is to remember what slides out, or if
+            something would slide out between several tokens.
         """
-        if not self.is_initialized or self.record_past or self.keys.dim() != 4 or self.keys.shape[0] != 1:
+        if not self.can_claim(tokens):
             return None
         held = self.keys.shape[-2]
         keys, values = self._key_buffer, self._value_buffer
         moved = self._shown[0] is not self.keys or self._shown[1] is not self.values
-        if keys is None or values is None or moved or self._start + held == keys.shape[-2]:
-            keys, values = self._move(held)
-        start = self._start
-        left = max(0, held + 1 - (self.sliding_window - 1))  # what slides out once this token is there
-        self.keys = keys.narrow(-2, start + left, held + 1 - left)
-        self.values = values.narrow(-2, start + left, held + 1 - left)
-        self._shown = (self.keys, self.values)
-        self._start = start + left
-        self.cumulative_length += 1
-        return keys.narrow(-2, start, held + 1), values.narrow(-2, start, held + 1), held
+        if keys is None or values is None or moved or self._start + held + tokens > keys.shape[-2]:
+            keys, values = self._move(held, tokens)
+        start, now = self._start, held + tokens
+        left = max(0, now - (self.sliding_window - 1))  # what slides out once they are there
+        self._show(keys, values, start + left, now - left)
+        self.cumulative_length += tokens
+        return keys.narrow(-2, start, now), values.narrow(-2, start, now), held
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens, in place as long as nothing has slid out."""
+        keys, values = self._key_buffer, self._value_buffer
+        is_shown = self._shown[0] is self.keys and self._shown[1] is self.values
+        if keys is None or values is None or not is_shown or self.cumulative_length >= self.sliding_window:
+            super().crop(tokens_to_remove)
+            return
+        self.cumulative_length = max(0, self.cumulative_length + min(0, tokens_to_remove))
+        self._show(keys, values, self._start, self.cumulative_length)
 
     def allocated_bytes(self) -> int:
         """Bytes of what is held, room for coming tokens included."""
@@ -70,9 +86,15 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # tr
         held = (self._key_buffer, self._value_buffer) if is_shown else (self.keys, self.values)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
-    def _move(self, held: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _show(self, keys: torch.Tensor, values: torch.Tensor, start: int, tokens: int) -> None:
+        """Makes these rows of the buffers the window."""
+        self.keys, self.values = keys.narrow(-2, start, tokens), values.narrow(-2, start, tokens)
+        self._shown = (self.keys, self.values)
+        self._start = start
+
+    def _move(self, held: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         # New buffers rather than the old ones' beginning: other code may still hold a view of those.
-        capacity = grown_capacity(held, held + 1, 2 * self.sliding_window)
+        capacity = grown_capacity(held, held + tokens, 2 * self.sliding_window)
         moved = []
         for old in (self.keys, self.values):
             buffer = old.new_empty((*old.shape[:-2], capacity, old.shape[-1]))
@@ -177,8 +199,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.keys = self._key_buffer.narrow(-2, 0, tokens)
         self.values = self._value_buffer.narrow(-2, 0, tokens)
 
-    def claim_row(self) -> tuple[torch.Tensor, torch.Tensor, int] | None:
-        """One more token whose states the caller writes itself, into row n of the buffers returned.
+    def can_claim(self, tokens: int) -> bool:  # noqa: ARG002 - any number
+        """Whether `claim_rows` gives so many."""
+        return self._key_buffer is not None and self._value_buffer is not None and self._key_buffer.shape[0] == 1
+
+    def claim_rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """More tokens whose states the caller writes itself, into the rows from n on of the buffers returned.
 
         Returns:
             Key and value buffer [1, H, capacity, D] and n, the tokens held before; `None` if the cache is empty or
@@ -187,10 +213,10 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         if self._key_buffer is None or self._value_buffer is None or self._key_buffer.shape[0] != 1:
             return None
         start = self._length
-        if start == self._key_buffer.shape[-2]:
-            self._grow(self.keys, self.values, start + 1)
+        if start + tokens > self._key_buffer.shape[-2]:
+            self._grow(self.keys, self.values, start + tokens)
         keys, values = self._key_buffer, self._value_buffer
-        self._length = start + 1
+        self._length = start + tokens
         self._is_behind = True
         return keys, values, start
 

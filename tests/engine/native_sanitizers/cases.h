@@ -4,6 +4,7 @@
 #include "own_memory.h"
 #include "paged_attention.h"
 #include "rows_kernels.h"
+#include "thread_pool.h"
 
 namespace {
 
@@ -63,7 +64,9 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     const OwnExperts own(pool, random, format);
     const int32_t experts = own.layer.count, hidden = own.layer.hidden;
     const int64_t inner = draw(random, 1, 90);
-    const auto norm = draw_row(random, hidden), x = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
+    const auto few = static_cast<int32_t>(draw(random, 1, kDecodeTokens));
+    const auto norm = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
+    const auto x = draw_row(random, int64_t{few} * hidden);
     const auto router = draw_row(random, int64_t{experts} * hidden), bias = draw_row(random, experts);
     const std::vector<float> correction(static_cast<size_t>(experts), 0.5f);
     const OwnMatrix gate(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
@@ -90,18 +93,28 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
         block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
         if (coin(random)) block.shared_gate = shared_gate.data();
     }
-    std::vector<int64_t> chosen(static_cast<size_t>(block.router.top_k));
+    const auto top_k = static_cast<size_t>(block.router.top_k);
+    std::vector<int64_t> chosen(static_cast<size_t>(few) * top_k);
     std::vector<float> shares(chosen.size());
-    std::vector<uint16_t> out(x.size());
-    require(switchyard_sparse_step(pool, &block, x.data(), chosen.data(), shares.data(), out.data()) == 0,
+    std::vector<uint16_t> out(x.size()), alone(static_cast<size_t>(hidden));
+    require(switchyard_sparse_step(pool, &block, few, x.data(), chosen.data(), shares.data(), out.data()) == 0,
             "no sparse step");
+    for (int32_t token = 0; token < few; ++token) {
+        const auto at = static_cast<size_t>(token) * alone.size();
+        std::vector<int64_t> its(top_k);
+        require(switchyard_sparse_step(pool, &block, 1, x.data() + at, its.data(), shares.data(), alone.data()) == 0,
+                "no sparse step");
+        require(std::equal(alone.begin(), alone.end(), out.begin() + static_cast<int64_t>(at)) &&
+                    std::equal(its.begin(), its.end(), chosen.begin() + token * static_cast<int64_t>(top_k)),
+                "a token depends on those it is computed with");
+    }
     for (const int64_t expert : chosen) require(expert >= 0 && expert < experts, "an expert that is not there");
     record("chosen", std::vector<uint16_t>(chosen.begin(), chosen.end()));
     record("sparse", out);
     const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
     const auto rows = draw_row(random, int64_t{tokens} * hidden);
     std::vector<uint16_t> normed(rows.size());
-    std::vector<int64_t> routed(static_cast<size_t>(tokens) * chosen.size());
+    std::vector<int64_t> routed(static_cast<size_t>(tokens) * top_k);
     std::vector<float> parts(routed.size());
     require(switchyard_route_rows(pool, &block, tokens, rows.data(), normed.data(), routed.data(), parts.data()) == 0,
             "no routing of rows");
@@ -166,18 +179,23 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     if (coin(random)) layer.sinks = sinks.data();
     // Sometimes long enough for threads to share a head's tokens.
     const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
     auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
-    const auto x = draw_row(random, hidden), cos = draw_row(random, dim / 2), sin = draw_row(random, dim / 2);
+    const int64_t half = dim / 2;
+    const auto x = draw_row(random, tokens * hidden), cos = draw_row(random, tokens * half);
+    const auto sin = draw_row(random, tokens * half);
     std::vector<uint16_t> out(x.size());
-    require(switchyard_attention_step(pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
-                                      capacity, length, out.data()) == 0,
+    require(switchyard_attention_step(pool, &layer, tokens, x.data(), cos.data(), sin.data(), half, keys.data(),
+                                      values.data(), capacity, length, out.data()) == 0,
             "no attention");
     const OwnPool alone(1);
     std::vector<uint16_t> again(x.size());
-    require(switchyard_attention_step(alone.pool, &layer, x.data(), cos.data(), sin.data(), keys.data(), values.data(),
-                                      capacity, length, again.data()) == 0,
-            "no attention");
-    require(out == again, "attention depends on the number of threads");
+    for (int32_t token = 0; token < tokens; ++token)
+        require(switchyard_attention_step(alone.pool, &layer, 1, x.data() + token * hidden, cos.data() + token * half,
+                                          sin.data() + token * half, half, keys.data(), values.data(), capacity,
+                                          length + token, again.data() + token * hidden) == 0,
+                "no attention");
+    require(out == again, "attention depends on the number of threads, or on what is computed together");
     record("attention", out);
     try_attention_rows(pool, random, layer);
 }
@@ -211,11 +229,20 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     if (draw(random, 0, 1)) layer.kv_a_bias = kv_bias.data(), layer.o_bias = norm.data();
     const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     auto latents = draw_row(random, capacity * layer.rank), keys = draw_row(random, capacity * layer.rope);
-    const auto x = draw_row(random, hidden);
-    const std::vector<float> angles(static_cast<size_t>(layer.rope), 0.5f);
-    std::vector<uint16_t> out(x.size());
-    require(switchyard_latent_step(pool, &layer, x.data(), angles.data(), angles.data() + 1, 2, latents.data(),
-                                   keys.data(), length, out.data()) == 0, "no latent attention");
+    const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
+    const auto x = draw_row(random, tokens * hidden);
+    std::vector<float> angles(static_cast<size_t>(tokens * layer.rope));
+    for (float &angle : angles) angle = static_cast<float>(draw(random, -8, 8)) * 0.125f;
+    std::vector<uint16_t> out(x.size()), again(x.size());
+    require(switchyard_latent_step(pool, &layer, tokens, x.data(), angles.data(), angles.data() + 1, 2, layer.rope,
+                                   latents.data(), keys.data(), length, out.data()) == 0, "no latent attention");
+    for (int32_t token = 0; token < tokens; ++token) {
+        const float *its = angles.data() + token * layer.rope;
+        require(switchyard_latent_step(pool, &layer, 1, x.data() + token * hidden, its, its + 1, 2, layer.rope,
+                                       latents.data(), keys.data(), length + token,
+                                       again.data() + token * hidden) == 0, "no latent attention");
+    }
+    require(out == again, "a token depends on those it is computed with");
     record("latent", out);
 }
 

@@ -1,8 +1,9 @@
-// One token through a layer's attention: norm, projections, rotary embedding, KV, attention, output and residual.
+// A few tokens of one sequence through a layer's attention: norm, projections, rotary embedding, KV, attention, output and residual.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "cached_attention.h"
@@ -17,16 +18,22 @@ namespace {
 struct AttentionStep {
     const SwitchyardAttention *layer;
     Kernels kernels;
+    int32_t tokens;
     const uint16_t *hidden, *cos, *sin;
+    int64_t angle_step;
     uint16_t *keys, *values;
     int64_t capacity, length;
     uint16_t *out;
-    std::vector<uint16_t> normed;     // [hidden]
-    Vectors x;                        // the same, for the projections
-    std::vector<uint16_t> projected;  // q, k and v, [(heads + 2 kv_heads) * head_dim]
-    CachedAttention attention;
-    std::vector<uint16_t> attended;   // [heads * head_dim]
-    Vectors attended_x;               // the same, for the output
+    std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
+    std::vector<uint16_t> normed;            // [tokens, hidden]
+    Vectors x;                               // the same, for the projections
+    std::vector<uint16_t> projected;         // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
+    std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
+    std::vector<uint16_t> attended;          // [tokens, heads * head_dim]
+    Vectors attended_x;                      // the same, for the output
+
+    int64_t width() const { return int64_t{layer->heads + 2 * layer->kv_heads} * layer->head_dim; }
+    int64_t heads() const { return layer->heads + 2 * layer->kv_heads; }
 
     CachedRows rows_of(int64_t kv_head) const {
         const int64_t dim = layer->head_dim, at = kv_head * capacity * dim;
@@ -40,20 +47,20 @@ struct AttentionRun {
 
     AttentionRun(AttentionStep &step, int threads)
         : step(step),
-          norm(1, threads),
+          norm(step.tokens, threads, 1),
           projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v), threads, 1),
-          long_norms(step.layer->norms_span_heads ? 2 : 0, threads, 1),
-          heads(step.layer->heads + 2 * step.layer->kv_heads, threads, 1),
-          attention(step.attention.items(), threads, 1),
-          joining(step.layer->heads, threads, 4),
-          spreading(1, threads),
+          long_norms(step.layer->norms_span_heads ? 2 * step.tokens : 0, threads, 1),
+          heads(step.tokens * step.heads(), threads, 1),
+          attention(step.tokens * step.attention[step.tokens - 1].items(), threads, 1),
+          joining(int64_t{step.tokens} * step.layer->heads, threads, 4),
+          spreading(step.tokens, threads, 1),
           output(blocks_of(step.layer->o), threads, 1) {}
 };
 
 // Blocks of q, k and v, one after the other.
 void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &layer = *step.layer;
-    const int32_t first = 0;
+    const int64_t width = step.width();
     for (int64_t item = begin; item < end; ++item) {
         int64_t block = item, place = 0;
         const SwitchyardMatrix *weight = &layer.q;
@@ -65,72 +72,80 @@ void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
             weight = next;
             bias = next == &layer.k ? layer.k_bias : layer.v_bias;
         }
-        float dots[kTileRows];
-        block_dot(step.kernels, *weight, block, step.x, &first, 1, dots);
+        float dots[kDecodeTokens * kTileRows];
+        block_dot(step.kernels, *weight, block, step.x, step.all.data(), step.tokens, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight->rows - row);
-        for (int64_t i = 0; i < rows; ++i)
-            step.projected[place + row + i] = to_bf16(dots[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+        for (int64_t token = 0; token < step.tokens; ++token) {
+            uint16_t *to = &step.projected[token * width + place + row];
+            const float *from = dots + token * kTileRows;
+            for (int64_t i = 0; i < rows; ++i) to[i] = to_bf16(from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+        }
     }
 }
 
 // x * cos + rotate_half(x) * sin, rounded where the library rounds.
-void rotate(const AttentionStep &step, uint16_t *x) {
+void rotate(const AttentionStep &step, int64_t token, uint16_t *x) {
     const int64_t half = step.layer->head_dim / 2;
+    const uint16_t *cos = step.cos + token * step.angle_step, *sin = step.sin + token * step.angle_step;
     for (int64_t i = 0; i < half; ++i) {
         const float low = from_bf16(x[i]), high = from_bf16(x[i + half]);
-        x[i] = to_bf16(round_bf16(low * from_bf16(step.cos[i])) + round_bf16(-high * from_bf16(step.sin[i])));
-        x[i + half] = to_bf16(round_bf16(high * from_bf16(step.cos[i])) + round_bf16(low * from_bf16(step.sin[i])));
+        x[i] = to_bf16(round_bf16(low * from_bf16(cos[i])) + round_bf16(-high * from_bf16(sin[i])));
+        x[i + half] = to_bf16(round_bf16(high * from_bf16(cos[i])) + round_bf16(low * from_bf16(sin[i])));
     }
 }
 
-// The norm of all queries together (0) or of all keys (1).
-void norm_all(AttentionStep &step, int64_t which) {
+// The norm of all queries of a token together (0) or of all its keys (1).
+void norm_all(AttentionStep &step, int64_t token, int64_t which) {
     const auto &layer = *step.layer;
     const int64_t queries = int64_t{layer.heads} * layer.head_dim, keys = int64_t{layer.kv_heads} * layer.head_dim;
-    uint16_t *x = &step.projected[which ? queries : 0];
+    uint16_t *x = &step.projected[token * step.width() + (which ? queries : 0)];
     rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_rounds_once);
 }
 
 // One projected head: a query is scaled, keys and values go to their row of the cache.
-void prepare_head(AttentionStep &step, int64_t head) {
+void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
-    const int64_t dim = layer.head_dim;
-    uint16_t *x = &step.projected[head * dim];
+    const int64_t dim = layer.head_dim, row = step.length + token;
+    uint16_t *x = &step.projected[token * step.width() + head * dim];
     if (head >= layer.heads + layer.kv_heads) {
-        std::copy(x, x + dim, step.values + ((head - layer.heads - layer.kv_heads) * step.capacity + step.length) * dim);
+        std::copy(x, x + dim, step.values + ((head - layer.heads - layer.kv_heads) * step.capacity + row) * dim);
         return;
     }
     const bool is_query = head < layer.heads;
     const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm;
     if (norm && !layer.norms_span_heads) rms_norm(x, norm, layer.epsilon, dim, x, layer.norm_rounds_once);
-    rotate(step, x);
+    rotate(step, token, x);
     if (is_query) {
-        float *query = step.attention.query(head);
+        float *query = step.attention[token].query(head);
         for (int64_t i = 0; i < dim; ++i) query[i] = from_bf16(x[i]) * layer.scale;
     } else {
-        std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + step.length) * dim);
+        std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + row) * dim);
     }
 }
 
-void join_head(AttentionStep &step, int64_t head) {
+void join_head(AttentionStep &step, int64_t token, int64_t head) {
     const int64_t dim = step.layer->head_dim;
+    uint16_t *attended = &step.attended[(token * step.layer->heads + head) * dim];
     static thread_local std::vector<float> mixed;
     mixed.resize(static_cast<size_t>(dim));
-    step.attention.finish(head, mixed.data());
-    for (int64_t i = 0; i < dim; ++i) step.attended[head * dim + i] = to_bf16(mixed[i]);
+    step.attention[token].finish(head, mixed.data());
+    for (int64_t i = 0; i < dim; ++i) attended[i] = to_bf16(mixed[i]);
 }
 
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &weight = step.layer->o;
     const uint16_t *bias = step.layer->o_bias;
-    const int32_t first = 0;
     for (int64_t block = begin; block < end; ++block) {
-        float dots[kTileRows];
-        block_dot(step.kernels, weight, block, step.attended_x, &first, 1, dots);
+        float dots[kDecodeTokens * kTileRows];
+        block_dot(step.kernels, weight, block, step.attended_x, step.all.data(), step.tokens, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
-        for (int64_t i = 0; i < rows; ++i)
-            step.out[row + i] = to_bf16(from_bf16(step.hidden[row + i]) +
-                                        round_bf16(dots[i] + (bias ? from_bf16(bias[row + i]) : 0.0f)));
+        for (int64_t token = 0; token < step.tokens; ++token) {
+            const int64_t at = token * weight.rows + row;
+            const float *from = dots + token * kTileRows;
+            for (int64_t i = 0; i < rows; ++i)
+                step.out[at + i] = to_bf16(from_bf16(step.hidden[at + i]) +
+                                           round_bf16(from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f)));
+        }
     }
 }
 
@@ -138,53 +153,70 @@ void attention_work(void *argument) {
     auto &run = *static_cast<AttentionRun *>(argument);
     auto &step = run.step;
     const auto &layer = *step.layer;
-    run.norm.run([&](int64_t, int64_t) {
-        rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data(),
-                 layer.norm_rounds_once);
-        step.x.set(step.kernels, 0, step.normed.data());
+    const int64_t heads = step.heads(), dim = layer.head_dim, tokens = step.tokens;
+    run.norm.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+            uint16_t *normed = &step.normed[token * layer.hidden];
+            rms_norm(step.hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden, normed,
+                     layer.norm_rounds_once);
+            step.x.set(step.kernels, token, normed);
+        }
     });
     run.projections.run([&](int64_t begin, int64_t end) { projection_blocks(step, begin, end); });
     run.long_norms.run([&](int64_t begin, int64_t end) {
-        for (int64_t which = begin; which < end; ++which) norm_all(step, which);
+        for (int64_t at = begin; at < end; ++at) norm_all(step, at / 2, at % 2);
     });
     run.heads.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) prepare_head(step, head);
+        for (int64_t at = begin; at < end; ++at) prepare_head(step, at / heads, at % heads);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item)
-            step.attention.run(item, step.rows_of(step.attention.group_of(item)));
+        // Tokens next to each other go over the same rows, which are still in the cache.
+        for (int64_t at = begin; at < end; ++at) {
+            CachedAttention &own = step.attention[at % tokens];
+            if (const int64_t item = at / tokens; item < own.items()) own.run(item, step.rows_of(own.group_of(item)));
+        }
     });
     run.joining.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) join_head(step, head);
+        for (int64_t at = begin; at < end; ++at) join_head(step, at / layer.heads, at % layer.heads);
     });
-    run.spreading.run([&](int64_t, int64_t) { step.attended_x.set(step.kernels, 0, step.attended.data()); });
+    run.spreading.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token)
+            step.attended_x.set(step.kernels, token, &step.attended[token * layer.heads * dim]);
+    });
     run.output.run([&](int64_t begin, int64_t end) { output_blocks(step, begin, end); });
 }
 
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                      const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
-                                                      uint16_t *keys, uint16_t *values, int64_t capacity,
-                                                      int64_t length, uint16_t *out) try {
+                                                 int32_t tokens, const uint16_t *hidden, const uint16_t *cos,
+                                                 const uint16_t *sin, int64_t angle_step, uint16_t *keys,
+                                                 uint16_t *values, int64_t capacity, int64_t length,
+                                                 uint16_t *out) try {
     static thread_local AttentionStep step;
     const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
     step.layer = attention;
     step.kernels = kernels_in_use();
+    step.tokens = tokens;
     step.hidden = hidden;
     step.cos = cos;
     step.sin = sin;
+    step.angle_step = angle_step;
     step.keys = keys;
     step.values = values;
     step.capacity = capacity;
     step.length = length;
     step.out = out;
-    step.normed.resize(static_cast<size_t>(attention->hidden));
-    step.x.resize(attention->q.format, 1, attention->hidden);
-    step.attended_x.resize(attention->o.format, 1, heads * dim);
-    step.projected.resize(static_cast<size_t>((heads + 2 * kv_heads) * dim));
-    step.attention.resize(heads, kv_heads, length + 1, step.rows_of(0), attention->sinks);
-    step.attended.resize(static_cast<size_t>(heads * dim));
+    step.all.resize(static_cast<size_t>(tokens));
+    std::iota(step.all.begin(), step.all.end(), 0);
+    step.normed.resize(static_cast<size_t>(tokens * int64_t{attention->hidden}));
+    step.x.resize(attention->q.format, tokens, attention->hidden);
+    step.attended_x.resize(attention->o.format, tokens, heads * dim);
+    step.projected.resize(static_cast<size_t>(tokens * step.width()));
+    if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
+    for (int32_t token = 0; token < tokens; ++token)
+        step.attention[token].resize(heads, kv_heads, length + token + 1, step.rows_of(0), attention->sinks);
+    step.attended.resize(static_cast<size_t>(tokens * heads * dim));
     AttentionRun run(step, pool->threads());
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&attention->q, &attention->k, &attention->v, &attention->o})

@@ -30,7 +30,8 @@ void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     const auto &layer = *call.layer;
     const int64_t inner = layer.inner, per_expert = call.inner_blocks(), per_block = call.inner_block();
     const Rounding round = {layer.first.format == SWITCHYARD_BF16};
-    for (int64_t item = begin; item < end; ++item) {
+    const int64_t all = static_cast<int64_t>(call.visits.active.size()) * per_expert;
+    for (int64_t item = begin; item < std::min(end, all); ++item) {
         const int64_t which = item / per_expert, block = item % per_expert;
         const int32_t expert = call.visits.active[which], first = call.visits.first[which];
         const int64_t count = call.visits.first[which + 1] - first;
@@ -133,7 +134,8 @@ void ExpertsRun::work() {
     const int64_t inner = call.layer->inner;
     first.run([&](int64_t begin, int64_t end) { first_blocks(call, begin, end); });
     spreading.run([&](int64_t begin, int64_t end) {
-        for (int64_t v = begin; v < end; ++v) call.activated.set(call.kernels, v, &call.inner[v * inner]);
+        for (int64_t v = begin; v < std::min(end, call.visits.count()); ++v)
+            call.activated.set(call.kernels, v, &call.inner[v * inner]);
     });
     down.run([&](int64_t begin, int64_t end) { down_blocks(call, begin, end); });
 }

@@ -35,6 +35,7 @@ struct ExpertsCall {
     int64_t expert_bytes() const { return bytes_of(first_matrix(0)) + bytes_of(down_matrix(0)); }
 };
 
+// For up to `active` experts and `visits` of them.
 struct ExpertsRun {
     ExpertsCall &call;
     Phase first, spreading, down;

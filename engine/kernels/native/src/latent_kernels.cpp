@@ -1,10 +1,11 @@
-// One token through multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds a latent vector and a rotary
+// A few tokens of one sequence through multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds a latent vector and a rotary
 // key for each token, shared by all heads.  Keys and values are never expanded: the matrix that turns latents into
 // keys is applied to the query instead, the one that turns them into values to the weighted sum of latents.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "cached_attention.h"
@@ -19,20 +20,22 @@ namespace {
 struct LatentStep {
     const SwitchyardLatentAttention *layer;
     Kernels kernels;
+    int32_t tokens;
     const uint16_t *hidden;
-    std::vector<float> cos, sin;  // [rope / 2]
+    std::vector<float> cos, sin;  // [tokens, rope / 2]
     uint16_t *latents, *rotary_keys;
     int64_t length;
     uint16_t *out;
-    std::vector<uint16_t> normed;      // [hidden]
-    Vectors x;                         // the same, for the projections
-    std::vector<uint16_t> q_latent;    // [q_a rows]
-    Vectors q_x;                       // the same, normalised
-    std::vector<uint16_t> queries;     // [heads, nope + rope]
-    std::vector<uint16_t> compressed;  // [rank + rope]
-    CachedAttention attention;
-    Vectors mixed;                     // [heads], [rank]
-    std::vector<uint16_t> attended;    // [heads * value_dim]
+    std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
+    std::vector<uint16_t> normed;            // [tokens, hidden]
+    Vectors x;                               // the same, for the projections
+    std::vector<uint16_t> q_latent;          // [tokens, q_a rows]
+    Vectors q_x;                             // the same, normalised
+    std::vector<uint16_t> queries;           // [tokens, heads, nope + rope]
+    std::vector<uint16_t> compressed;        // [tokens, rank + rope]
+    std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
+    Vectors mixed;                           // [tokens, heads], [rank]
+    std::vector<uint16_t> attended;          // [tokens, heads * value_dim]
     Vectors attended_x;
 
     bool has_q_latent() const { return layer->q_a.rows > 0; }
@@ -47,56 +50,61 @@ struct LatentRun {
 
     LatentRun(LatentStep &step, int threads)
         : step(step),
-          norm(1, threads),
+          norm(step.tokens, threads, 1),
           first(blocks_of(step.q_first()) + blocks_of(step.layer->kv_a), threads, 1),
-          between(1, threads),
+          between(step.tokens, threads, 1),
           queries(step.has_q_latent() ? blocks_of(step.layer->q) : 0, threads, 1),
-          absorbing(step.layer->heads, threads, 1),
-          attention(step.attention.items(), threads, 1),
-          joining(step.layer->heads, threads, 1),
-          spreading(1, threads),
+          absorbing(int64_t{step.tokens} * step.layer->heads, threads, 1),
+          attention(step.tokens * step.attention[step.tokens - 1].items(), threads, 1),
+          joining(int64_t{step.tokens} * step.layer->heads, threads, 1),
+          spreading(step.tokens, threads, 1),
           output(blocks_of(step.layer->o), threads, 1) {}
 };
 
-// One block of weight x + bias, rounded.
-void product_block(const Kernels &kernels, const SwitchyardMatrix &weight, int64_t block, const Vectors &x,
+// One block of weight x + bias for all tokens, rounded: out [tokens, weight.rows].
+void product_block(const LatentStep &step, const SwitchyardMatrix &weight, int64_t block, const Vectors &x,
                    const uint16_t *bias, uint16_t *out) {
-    const int32_t first = 0;
-    float dots[kTileRows];
-    block_dot(kernels, weight, block, x, &first, 1, dots);
+    float dots[kDecodeTokens * kTileRows];
+    block_dot(step.kernels, weight, block, x, step.all.data(), step.tokens, dots);
     const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
-    for (int64_t i = 0; i < rows; ++i) out[row + i] = to_bf16(dots[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+    for (int64_t token = 0; token < step.tokens; ++token) {
+        uint16_t *to = out + token * weight.rows + row;
+        const float *from = dots + token * kTileRows;
+        for (int64_t i = 0; i < rows; ++i) to[i] = to_bf16(from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+    }
 }
 
 // Rotates [rope] numbers, rounding where the library rounds.
-void rotate(const LatentStep &step, uint16_t *x) {
+void rotate(const LatentStep &step, int64_t token, uint16_t *x) {
     const int64_t half = step.layer->rope / 2;
+    const float *cos = &step.cos[token * half], *sin = &step.sin[token * half];
     const auto kind = step.layer->rotation;
     static thread_local std::vector<uint16_t> turned;
     turned.resize(static_cast<size_t>(2 * half));
     const auto round = [&](float value) { return kind == 2 ? value : round_bf16(value); };
     for (int64_t i = 0; i < half; ++i) {
         const float a = from_bf16(kind == 0 ? x[i] : x[2 * i]), b = from_bf16(kind == 0 ? x[i + half] : x[2 * i + 1]);
-        const uint16_t low = to_bf16(round(a * step.cos[i]) - round(b * step.sin[i]));
-        const uint16_t high = to_bf16(round(b * step.cos[i]) + round(a * step.sin[i]));
+        const uint16_t low = to_bf16(round(a * cos[i]) - round(b * sin[i]));
+        const uint16_t high = to_bf16(round(b * cos[i]) + round(a * sin[i]));
         turned[kind == 2 ? 2 * i : i] = low;
         turned[kind == 2 ? 2 * i + 1 : i + half] = high;
     }
     std::copy(turned.begin(), turned.end(), x);
 }
 
-// By one thread: normalises the query's latent, and writes this token's latent and rotary key to the cache.
-void between_projections(LatentStep &step) {
+// By one thread: normalises a token's latent of the query, and writes its latent and rotary key to the cache.
+void between_projections(LatentStep &step, int64_t token) {
     const auto &layer = *step.layer;
+    const int64_t row = step.length + token;
     if (step.has_q_latent()) {
-        rms_norm(step.q_latent.data(), layer.q_a_norm, layer.q_a_epsilon, layer.q_a.rows, step.q_latent.data());
-        step.q_x.set(step.kernels, 0, step.q_latent.data());
+        uint16_t *latent = &step.q_latent[token * layer.q_a.rows];
+        rms_norm(latent, layer.q_a_norm, layer.q_a_epsilon, layer.q_a.rows, latent);
+        step.q_x.set(step.kernels, token, latent);
     }
-    rms_norm(step.compressed.data(), layer.kv_norm, layer.kv_epsilon, layer.rank,
-             step.latents + step.length * layer.rank);
-    uint16_t *key = &step.compressed[layer.rank];
-    rotate(step, key);
-    std::copy(key, key + layer.rope, step.rotary_keys + step.length * layer.rope);
+    uint16_t *compressed = &step.compressed[token * layer.kv_a.rows], *key = compressed + layer.rank;
+    rms_norm(compressed, layer.kv_norm, layer.kv_epsilon, layer.rank, step.latents + row * layer.rank);
+    rotate(step, token, key);
+    std::copy(key, key + layer.rope, step.rotary_keys + row * layer.rope);
 }
 
 // out = sum over i < count of x[i] * row begin + i of the matrix: its transpose times x.
@@ -142,71 +150,85 @@ void some_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
 }
 
 // The query of a head as it meets latents and rotary keys, scaled.
-void absorb(LatentStep &step, int64_t head) {
+void absorb(LatentStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t nope = layer.nope, rope = layer.rope, rank = layer.rank;
     static thread_local std::vector<float> numbers;
     numbers.resize(static_cast<size_t>(nope));
-    uint16_t *query = &step.queries[head * (nope + rope)];
+    uint16_t *query = &step.queries[token * layer.q.rows + head * (nope + rope)];
     for (int64_t i = 0; i < nope; ++i) numbers[i] = from_bf16(query[i]);
-    float *absorbed = step.attention.query(head);
+    float *absorbed = step.attention[token].query(head);
     transposed_product(step.kernels, layer.kv_b, head * (nope + layer.value_dim), nope, numbers.data(), absorbed);
-    rotate(step, query + nope);
+    rotate(step, token, query + nope);
     for (int64_t i = 0; i < rope; ++i) absorbed[rank + i] = from_bf16(query[nope + i]);
     for (int64_t i = 0; i < rank + rope; ++i) absorbed[i] *= layer.scale;
 }
 
-void join_head(LatentStep &step, int64_t head) {
+void join_head(LatentStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
+    const int64_t at = token * layer.heads + head;
     static thread_local std::vector<float> latent;
     latent.resize(static_cast<size_t>(layer.rank));
-    step.attention.finish(head, latent.data());
-    step.mixed.set(step.kernels, head, latent.data());
+    step.attention[token].finish(head, latent.data());
+    step.mixed.set(step.kernels, at, latent.data());
     some_rows(step.kernels, layer.kv_b, head * (layer.nope + layer.value_dim) + layer.nope, layer.value_dim, step.mixed,
-              static_cast<int32_t>(head), &step.attended[head * layer.value_dim]);
+              static_cast<int32_t>(at), &step.attended[at * layer.value_dim]);
 }
 
 void output_block(LatentStep &step, int64_t block) {
     const auto &weight = step.layer->o;
-    product_block(step.kernels, weight, block, step.attended_x, step.layer->o_bias, step.out);
+    product_block(step, weight, block, step.attended_x, step.layer->o_bias, step.out);
     const int64_t row = block * kTileRows, end = std::min(row + kTileRows, weight.rows);
-    for (int64_t i = row; i < end; ++i) step.out[i] = to_bf16(from_bf16(step.hidden[i]) + from_bf16(step.out[i]));
+    for (int64_t token = 0; token < step.tokens; ++token)
+        for (int64_t i = token * weight.rows + row; i < token * weight.rows + end; ++i)
+            step.out[i] = to_bf16(from_bf16(step.hidden[i]) + from_bf16(step.out[i]));
 }
 
 void latent_work(void *argument) {
     auto &run = *static_cast<LatentRun *>(argument);
     auto &step = run.step;
     const auto &layer = *step.layer;
-    run.norm.run([&](int64_t, int64_t) {
-        rms_norm(step.hidden, layer.norm, layer.epsilon, layer.hidden, step.normed.data());
-        step.x.set(step.kernels, 0, step.normed.data());
+    const int64_t tokens = step.tokens;
+    run.norm.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+            const int64_t at = token * layer.hidden;
+            rms_norm(step.hidden + at, layer.norm, layer.epsilon, layer.hidden, &step.normed[at]);
+            step.x.set(step.kernels, token, &step.normed[at]);
+        }
     });
     run.first.run([&](int64_t begin, int64_t end) {
         const int64_t of_queries = blocks_of(step.q_first());
         uint16_t *queries = step.has_q_latent() ? step.q_latent.data() : step.queries.data();
         for (int64_t block = begin; block < end; ++block) {
             if (block < of_queries)
-                product_block(step.kernels, step.q_first(), block, step.x, layer.q_a_bias, queries);
+                product_block(step, step.q_first(), block, step.x, layer.q_a_bias, queries);
             else
-                product_block(step.kernels, layer.kv_a, block - of_queries, step.x, layer.kv_a_bias,
-                              step.compressed.data());
+                product_block(step, layer.kv_a, block - of_queries, step.x, layer.kv_a_bias, step.compressed.data());
         }
     });
-    run.between.run([&](int64_t, int64_t) { between_projections(step); });
+    run.between.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) between_projections(step, token);
+    });
     run.queries.run([&](int64_t begin, int64_t end) {
         for (int64_t block = begin; block < end; ++block)
-            product_block(step.kernels, layer.q, block, step.q_x, nullptr, step.queries.data());
+            product_block(step, layer.q, block, step.q_x, nullptr, step.queries.data());
     });
     run.absorbing.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) absorb(step, head);
+        // Tokens next to each other need the same weights, which are still in the cache.
+        for (int64_t at = begin; at < end; ++at) absorb(step, at % tokens, at / tokens);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item) step.attention.run(item, step.rows());
+        for (int64_t at = begin; at < end; ++at)
+            if (CachedAttention &own = step.attention[at % tokens]; at / tokens < own.items())
+                own.run(at / tokens, step.rows());
     });
     run.joining.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) join_head(step, head);
+        for (int64_t at = begin; at < end; ++at) join_head(step, at % tokens, at / tokens);
     });
-    run.spreading.run([&](int64_t, int64_t) { step.attended_x.set(step.kernels, 0, step.attended.data()); });
+    run.spreading.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token)
+            step.attended_x.set(step.kernels, token, &step.attended[token * layer.heads * layer.value_dim]);
+    });
     run.output.run([&](int64_t begin, int64_t end) {
         for (int64_t block = begin; block < end; ++block) output_block(step, block);
     });
@@ -215,32 +237,42 @@ void latent_work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
-                                              const uint16_t *hidden, const float *cos, const float *sin,
-                                              int32_t angle_step, uint16_t *latents, uint16_t *rotary_keys,
-                                              int64_t length, uint16_t *out) try {
+                                              int32_t tokens, const uint16_t *hidden, const float *cos,
+                                              const float *sin, int32_t angle_step, int64_t token_step,
+                                              uint16_t *latents, uint16_t *rotary_keys, int64_t length,
+                                              uint16_t *out) try {
     static thread_local LatentStep step;
     const auto &layer = *attention;
     const int64_t heads = layer.heads, half = layer.rope / 2;
     step.layer = attention;
     step.kernels = kernels_in_use();
+    step.tokens = tokens;
     step.hidden = hidden;
-    step.cos.resize(static_cast<size_t>(half));
-    step.sin.resize(static_cast<size_t>(half));
-    for (int64_t i = 0; i < half; ++i) step.cos[i] = cos[i * angle_step], step.sin[i] = sin[i * angle_step];
+    step.all.resize(static_cast<size_t>(tokens));
+    std::iota(step.all.begin(), step.all.end(), 0);
+    step.cos.resize(static_cast<size_t>(tokens * half));
+    step.sin.resize(static_cast<size_t>(tokens * half));
+    for (int64_t token = 0; token < tokens; ++token)
+        for (int64_t i = 0; i < half; ++i) {
+            const int64_t from = token * token_step + i * angle_step;
+            step.cos[token * half + i] = cos[from], step.sin[token * half + i] = sin[from];
+        }
     step.latents = latents;
     step.rotary_keys = rotary_keys;
     step.length = length;
     step.out = out;
-    step.normed.resize(static_cast<size_t>(layer.hidden));
-    step.x.resize(layer.kv_a.format, 1, layer.hidden);
-    step.q_latent.resize(static_cast<size_t>(layer.q_a.rows));
-    step.q_x.resize(layer.q.format, 1, layer.q.columns);
-    step.queries.resize(static_cast<size_t>(layer.q.rows));
-    step.compressed.resize(static_cast<size_t>(layer.kv_a.rows));
-    step.attention.resize(heads, 1, length + 1, step.rows(), nullptr);
-    step.mixed.resize(layer.kv_b.format, heads, layer.rank);
-    step.attended.resize(static_cast<size_t>(heads * layer.value_dim));
-    step.attended_x.resize(layer.o.format, 1, heads * layer.value_dim);
+    step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
+    step.x.resize(layer.kv_a.format, tokens, layer.hidden);
+    step.q_latent.resize(static_cast<size_t>(tokens * layer.q_a.rows));
+    step.q_x.resize(layer.q.format, tokens, layer.q.columns);
+    step.queries.resize(static_cast<size_t>(tokens * layer.q.rows));
+    step.compressed.resize(static_cast<size_t>(tokens * layer.kv_a.rows));
+    if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
+    for (int32_t token = 0; token < tokens; ++token)
+        step.attention[token].resize(heads, 1, length + token + 1, step.rows(), nullptr);
+    step.mixed.resize(layer.kv_b.format, tokens * heads, layer.rank);
+    step.attended.resize(static_cast<size_t>(tokens * heads * layer.value_dim));
+    step.attended_x.resize(layer.o.format, tokens, heads * layer.value_dim);
     LatentRun run(step, pool->threads());
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.o})

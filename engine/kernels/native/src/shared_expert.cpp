@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 #include "activation.h"
 
@@ -15,14 +16,17 @@ float sigmoid_of_gate(const SwitchyardSparseBlock &block, const uint16_t *normed
 
 }  // namespace
 
-void SharedExpert::begin(const SwitchyardSparseBlock *sparse_block, const Kernels &in_use) {
+void SharedExpert::begin(const SwitchyardSparseBlock *sparse_block, int32_t token_count, const Kernels &in_use) {
     block = sparse_block;
     kernels = in_use;
+    tokens = token_count;
     if (!exists()) return;
-    x.resize(block->shared_gate_proj.format, 1, block->shared_gate_proj.columns);
-    inner.resize(static_cast<size_t>(block->shared_gate_proj.rows));
-    activated.resize(block->shared_down_proj.format, 1, block->shared_down_proj.columns);
-    out.resize(static_cast<size_t>(block->shared_down_proj.rows));
+    all.resize(static_cast<size_t>(tokens));
+    std::iota(all.begin(), all.end(), 0);
+    x.resize(block->shared_gate_proj.format, tokens, block->shared_gate_proj.columns);
+    inner.resize(static_cast<size_t>(tokens * block->shared_gate_proj.rows));
+    activated.resize(block->shared_down_proj.format, tokens, block->shared_down_proj.columns);
+    out.resize(static_cast<size_t>(tokens * block->shared_down_proj.rows));
 }
 
 int64_t SharedExpert::bytes() const {
@@ -32,26 +36,37 @@ int64_t SharedExpert::bytes() const {
 
 void SharedExpertRun::work(const uint16_t *normed) {
     const auto &block = *expert.block;
-    const int32_t token = 0;
     const Rounding round = {true};
+    const int64_t tokens = expert.tokens, inner = block.shared_gate_proj.rows, hidden = block.shared_down_proj.rows;
     first.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) {
-            float gate[kTileRows], up[kTileRows];
-            block_dot(expert.kernels, block.shared_gate_proj, at, expert.x, &token, 1, gate);
-            block_dot(expert.kernels, block.shared_up_proj, at, expert.x, &token, 1, up);
-            const int64_t row = at * kTileRows, rows = std::min(kTileRows, block.shared_gate_proj.rows - row);
-            for (int64_t i = 0; i < rows; ++i)
-                expert.inner[row + i] = round(activate(0, round(gate[i]), round) * round(up[i]));
+            float gate[kDecodeTokens * kTileRows], up[kDecodeTokens * kTileRows];
+            block_dot(expert.kernels, block.shared_gate_proj, at, expert.x, expert.all.data(), tokens, gate);
+            block_dot(expert.kernels, block.shared_up_proj, at, expert.x, expert.all.data(), tokens, up);
+            const int64_t row = at * kTileRows, rows = std::min(kTileRows, inner - row);
+            for (int64_t token = 0; token < tokens; ++token)
+                for (int64_t i = 0; i < rows; ++i) {
+                    const int64_t from = token * kTileRows + i;
+                    expert.inner[token * inner + row + i] =
+                        round(activate(0, round(gate[from]), round) * round(up[from]));
+                }
         }
     });
-    spreading.run([&](int64_t, int64_t) { expert.activated.set(expert.kernels, 0, expert.inner.data()); });
+    spreading.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token)
+            expert.activated.set(expert.kernels, token, &expert.inner[token * inner]);
+    });
     down.run([&](int64_t begin, int64_t end) {
-        const float share = block.shared_gate ? sigmoid_of_gate(block, normed) : 1.0f;
+        float shares[kDecodeTokens];
+        for (int64_t token = 0; token < tokens; ++token)
+            shares[token] = block.shared_gate ? sigmoid_of_gate(block, normed + token * block.experts.hidden) : 1.0f;
         for (int64_t at = begin; at < end; ++at) {
-            float dots[kTileRows];
-            block_dot(expert.kernels, block.shared_down_proj, at, expert.activated, &token, 1, dots);
-            const int64_t row = at * kTileRows, rows = std::min(kTileRows, block.shared_down_proj.rows - row);
-            for (int64_t i = 0; i < rows; ++i) expert.out[row + i] = to_bf16(share * round(dots[i]));
+            float dots[kDecodeTokens * kTileRows];
+            block_dot(expert.kernels, block.shared_down_proj, at, expert.activated, expert.all.data(), tokens, dots);
+            const int64_t row = at * kTileRows, rows = std::min(kTileRows, hidden - row);
+            for (int64_t token = 0; token < tokens; ++token)
+                for (int64_t i = 0; i < rows; ++i)
+                    expert.out[token * hidden + row + i] = to_bf16(shares[token] * round(dots[token * kTileRows + i]));
         }
     });
 }

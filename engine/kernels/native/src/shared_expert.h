@@ -10,13 +10,15 @@
 struct SharedExpert {
     const SwitchyardSparseBlock *block = nullptr;
     Kernels kernels;
-    Vectors x;
-    std::vector<float> inner;  // [inner]
-    Vectors activated;         // the same
-    std::vector<uint16_t> out; // [hidden]
+    int32_t tokens = 1;
+    std::vector<int32_t> all;   // 0, 1, ..., tokens - 1
+    Vectors x;                  // [tokens, hidden]
+    std::vector<float> inner;   // [tokens, inner]
+    Vectors activated;          // the same
+    std::vector<uint16_t> out;  // [tokens, hidden]
 
     bool exists() const { return block->shared_down_proj.rows > 0; }
-    void begin(const SwitchyardSparseBlock *sparse_block, const Kernels &in_use);
+    void begin(const SwitchyardSparseBlock *sparse_block, int32_t token_count, const Kernels &in_use);
     int64_t bytes() const;
 };
 
@@ -27,9 +29,9 @@ struct SharedExpertRun {
     SharedExpertRun(SharedExpert &expert, int threads)
         : expert(expert),
           first(expert.exists() ? blocks_of(expert.block->shared_gate_proj) : 0, threads, 1),
-          spreading(expert.exists() ? 1 : 0, threads, 1),
+          spreading(expert.exists() ? expert.tokens : 0, threads, 1),
           down(expert.exists() ? blocks_of(expert.block->shared_down_proj) : 0, threads, 1) {}
 
-    // normed: bf16 [hidden], which `expert.x` holds already.
+    // normed: bf16 [tokens, hidden], which `expert.x` holds already.
     void work(const uint16_t *normed);
 };

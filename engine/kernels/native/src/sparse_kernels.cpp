@@ -1,7 +1,8 @@
-// The experts of a layer with the norm, the router and the residual around them, for one token.
+// The experts of a layer with the norm, the router and the residual around them, for a few tokens.
 #include <algorithm>
 #include <cstddef>
 #include <new>
+#include <numeric>
 #include <vector>
 
 #include "dispatch.h"
@@ -16,9 +17,11 @@ struct SparseStep {
     const SwitchyardSparseBlock *block;
     ExpertsCall call;
     SwitchyardMatrix router;
-    std::vector<uint16_t> normed;  // [hidden]
+    int32_t tokens;
+    std::vector<int32_t> all;      // 0, 1, ..., tokens - 1
+    std::vector<uint16_t> normed;  // [tokens, hidden]
     Vectors normed_bf16;           // for the router, which is never quantised
-    Routing routing;
+    Routing routing[kDecodeTokens];
     SharedExpert shared;
     int64_t *chosen;
     float *shares;
@@ -32,42 +35,54 @@ struct SparseRun {
 
     SparseRun(SparseStep &step, int threads)
         : step(step),
-          norm(1, threads),
+          norm(step.tokens, threads, 1),
           router(blocks_of(step.router), threads, 1),
           choice(1, threads),
           shared(step.shared, threads),
-          experts(step.call, step.block->router.top_k, step.block->router.top_k, threads) {}
+          experts(step.call, most_active(step), step.tokens * int64_t{step.block->router.top_k}, threads) {}
+
+    // Not known before they are chosen: items beyond those that are there do nothing.
+    static int64_t most_active(const SparseStep &step) {
+        return std::min<int64_t>(step.tokens * int64_t{step.block->router.top_k}, step.block->experts.count);
+    }
 };
 
 void router_blocks(SparseStep &step, int64_t begin, int64_t end) {
-    const int32_t first = 0;
     for (int64_t block = begin; block < end; ++block) {
-        float dots[kTileRows];
-        block_dot(step.call.kernels, step.router, block, step.normed_bf16, &first, 1, dots);
+        float dots[kDecodeTokens * kTileRows];
+        block_dot(step.call.kernels, step.router, block, step.normed_bf16, step.all.data(), step.tokens, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, step.router.rows - row);
         const auto &router = step.block->router;
-        for (int64_t i = 0; i < rows; ++i) {
-            const float logit = dots[i] + (router.bias ? from_bf16(router.bias[row + i]) : 0.0f);
-            step.routing.logits[row + i] = router.bf16_logits ? round_bf16(logit) : logit;
-        }
+        for (int64_t token = 0; token < step.tokens; ++token)
+            for (int64_t i = 0; i < rows; ++i) {
+                const float dot = dots[token * kTileRows + i];
+                const float logit = dot + (router.bias ? from_bf16(router.bias[row + i]) : 0.0f);
+                step.routing[token].logits[row + i] = router.bf16_logits ? round_bf16(logit) : logit;
+            }
     }
 }
 
 void choose_experts(SparseStep &step) {
-    step.routing.choose(step.block->router, step.chosen, step.shares);
-    step.call.visits.group(step.block->experts.count, 1, step.block->router.top_k, step.chosen, step.shares);
+    const auto &router = step.block->router;
+    for (int64_t token = 0; token < step.tokens; ++token)
+        step.routing[token].choose(router, step.chosen + token * router.top_k, step.shares + token * router.top_k);
+    step.call.visits.group(step.block->experts.count, step.tokens, router.top_k, step.chosen, step.shares);
 }
 
 void sparse_work(void *argument) {
     auto &run = *static_cast<SparseRun *>(argument);
     auto &step = run.step;
     const auto &block = *step.block;
-    run.norm.run([&](int64_t, int64_t) {
-        rms_norm(step.call.residual, block.norm, block.epsilon, block.experts.hidden, step.normed.data(),
-                 block.norm_rounds_once);
-        step.normed_bf16.set(step.call.kernels, 0, step.normed.data());
-        step.call.x.set(step.call.kernels, 0, step.normed.data());
-        if (step.shared.exists()) step.shared.x.set(step.call.kernels, 0, step.normed.data());
+    run.norm.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+            const int64_t hidden = block.experts.hidden;
+            uint16_t *normed = &step.normed[token * hidden];
+            rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed,
+                     block.norm_rounds_once);
+            step.normed_bf16.set(step.call.kernels, token, normed);
+            step.call.x.set(step.call.kernels, token, normed);
+            if (step.shared.exists()) step.shared.x.set(step.call.kernels, token, normed);
+        }
     });
     run.router.run([&](int64_t begin, int64_t end) { router_blocks(step, begin, end); });
     run.choice.run([&](int64_t, int64_t) { choose_experts(step); });
@@ -77,7 +92,7 @@ void sparse_work(void *argument) {
 
 }  // namespace
 
-SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
+SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
                                               const uint16_t *hidden, int64_t *chosen, float *shares,
                                               uint16_t *out) try {
     static thread_local SparseStep step;
@@ -87,16 +102,19 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
                    layer.hidden,         SWITCHYARD_BF16, SWITCHYARD_PLAIN};
     step.chosen = chosen;
     step.shares = shares;
-    step.normed.resize(static_cast<size_t>(layer.hidden));
-    step.normed_bf16.resize(SWITCHYARD_BF16, 1, layer.hidden);
-    step.routing.resize(layer.count);
-    step.call.begin(&layer, 1, hidden, out);
-    step.call.reserve(block->router.top_k);
-    step.shared.begin(block, step.call.kernels);
+    step.tokens = tokens;
+    step.all.resize(static_cast<size_t>(tokens));
+    std::iota(step.all.begin(), step.all.end(), 0);
+    step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
+    step.normed_bf16.resize(SWITCHYARD_BF16, tokens, layer.hidden);
+    for (int32_t token = 0; token < tokens; ++token) step.routing[token].resize(layer.count);
+    step.call.begin(&layer, tokens, hidden, out);
+    step.call.reserve(tokens * int64_t{block->router.top_k});
+    step.shared.begin(block, tokens, step.call.kernels);
     if (step.shared.exists()) step.call.addend = step.shared.out.data();
     SparseRun run(step, pool->threads());
     pool->run(sparse_work, &run,
-              block->router.top_k * step.call.expert_bytes() + bytes_of(step.router) + step.shared.bytes());
+              SparseRun::most_active(step) * step.call.expert_bytes() + bytes_of(step.router) + step.shared.bytes());
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

@@ -154,26 +154,30 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                          const uint16_t *x, const uint16_t *bias, uint16_t *out);
 
-// One token through a sparse block.  hidden, out: bf16 [hidden], not the same.  chosen: int64 [k] and shares:
-// float [k] receive the routing.
-SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block,
+// In the next three, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.
+
+// A few tokens through a sparse block.  hidden, out: bf16 [tokens, hidden], not the same.  chosen: int64 [tokens, k] and
+// shares: float [tokens, k] receive the routing.
+SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
                                               const uint16_t *hidden, int64_t *chosen, float *shares, uint16_t *out);
 
-// One token through attention.  keys, values: bf16 [kv_heads, capacity, head_dim] that hold `length` tokens; those of
-// this token are written at row `length` < capacity.  cos, sin: bf16 [head_dim / 2], one for each pair of
-// dimensions i and head_dim / 2 + i.  hidden, out: bf16 [hidden], not the same.
+// The next tokens of a sequence through attention.  keys, values: bf16 [kv_heads, capacity, head_dim] that hold `length`
+// tokens; those of these tokens are written from row `length` on, all of them below `capacity`.  cos, sin: bf16
+// [head_dim / 2] of each token, `angle_step` after those of the one before, one for each pair of dimensions i and
+// head_dim / 2 + i.  hidden, out: bf16 [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                 const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
-                                                 uint16_t *keys, uint16_t *values, int64_t capacity, int64_t length,
-                                                 uint16_t *out);
+                                                 int32_t tokens, const uint16_t *hidden, const uint16_t *cos,
+                                                 const uint16_t *sin, int64_t angle_step, uint16_t *keys,
+                                                 uint16_t *values, int64_t capacity, int64_t length, uint16_t *out);
 
-// One token through latent attention.  latents: bf16 [capacity, rank] and rotary_keys: bf16 [capacity, rope] hold
-// `length` tokens; those of this token are written at row `length` < capacity.  cos, sin: rope / 2 angles, each
-// `angle_step` floats after the one before.  hidden, out: bf16 [hidden], not the same.
+// The next tokens of a sequence through latent attention.  latents: bf16 [capacity, rank] and rotary_keys: bf16
+// [capacity, rope] hold `length` tokens; those of these tokens are written from row `length` on, all of them below
+// `capacity`.  cos, sin: rope / 2 angles of each token, each `angle_step` floats after the one before, and each token's
+// `token_step` floats after those of the one before.  hidden, out: bf16 [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
-                                              const uint16_t *hidden, const float *cos, const float *sin,
-                                              int32_t angle_step, uint16_t *latents, uint16_t *rotary_keys,
-                                              int64_t length, uint16_t *out);
+                                              int32_t tokens, const uint16_t *hidden, const float *cos,
+                                              const float *sin, int32_t angle_step, int64_t token_step,
+                                              uint16_t *latents, uint16_t *rotary_keys, int64_t length, uint16_t *out);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and
