@@ -20,7 +20,6 @@ from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change
 from app.services.engine_client import EngineClient
 from app.services.garbage import GarbageCollection
-from app.services.hub_address import use_hub_address
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
 from app.services.window_log import close_window_log, open_window_log
@@ -74,7 +73,6 @@ def _application(argv: list[str]) -> QApplication:
 
 def _run(app: QApplication, reports: CrashReports) -> int:
     settings = Settings()
-    use_hub_address(settings)
     theme = ThemeController(settings.theme, settings.font_px)
     app.setWindowIcon(logo())
     instance = _claim_data_folder()
@@ -210,6 +208,7 @@ def _settings(services: Services) -> Page:
 
     page = SettingsPage(services.settings, services.theme)
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
+    page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
     return page
 

@@ -201,12 +201,16 @@ class Downloads(QObject):
             return save_token(host, token)
 
         def done(stays: bool) -> None:
-            if self._process is not None:
-                self._starts = 0
-                self._stop(self._process)  # it has the old tokens; another is started
+            self.use_new_tokens()
             then(stays)
 
         self._ask(doing, done)
+
+    def use_new_tokens(self) -> None:
+        """Has what runs go on with the tokens as they are now."""
+        if self._process is not None:
+            self._starts = 0
+            self._stop(self._process)  # it has the old ones; another is started
 
     def close(self) -> None:
         """Stops our process; the downloads go on at the next start."""

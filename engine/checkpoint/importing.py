@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.connected import check_connected
 from engine.checkpoint.gguf.names import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
@@ -53,6 +54,7 @@ def import_model(
     check_new_name(name)
     weights = weights_of(source)
     before = _states(weights)
+    check_connected(models_dir())
     with disk_errors_explained(models_dir()), staging_folder(models_dir()) as staging:
         side_files = list(_side_files(source)) if source.is_dir() else []
         total = sum(file.stat().st_size for file in (*weights, *side_files))

@@ -22,7 +22,7 @@ from engine.checkpoint.manifest import (
     write_manifest,
 )
 from engine.checkpoint.names import folder_name, starter_folder
-from engine.checkpoint.shelves import OWN, Found, add_model_folder, model_folders
+from engine.checkpoint.shelves import OWN, Found, take_model_folder
 from engine.checkpoint.staging import discard, staging_folder, sweep
 from engine.checkpoint.usage import move_usage, where
 from engine.checkpoint.whose import is_ours, named, others_beside, own_files, owner
@@ -57,13 +57,10 @@ def move(
     source = found.path
     if source == starter_folder():
         raise EngineError(ErrorCode.INVALID_REQUEST, "The starter model is built in the library and stays there.")
-    folder = Path(folder).expanduser().absolute()
+    folder = take_model_folder(folder)
     with disk_errors_explained(folder):
-        folder.mkdir(exist_ok=True)
         for place in {source.parent, folder, models_dir()}:  # what a killed move left
             sweep(place)
-    if folder not in model_folders():
-        add_model_folder(folder)
     target = folder / source.name
     if source.is_symlink() or source.resolve() == target.resolve():
         why = "is a link to another folder" if source.is_symlink() else f"is in {folder} already"

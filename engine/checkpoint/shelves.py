@@ -26,6 +26,7 @@ from pathlib import Path
 import platformdirs
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
+from engine.checkpoint.connected import check_connected, note_connected, trouble_with
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
@@ -96,6 +97,30 @@ def add_model_folder(folder: Path) -> tuple[Path, ...]:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
     with _changing():
         return _add(folder)
+
+
+def take_model_folder(folder: Path) -> Path:
+    """A folder that a model is about to come into: makes it a model folder if it is none, and creates it where only
+    its last part is missing.  Returns its full path.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if its disk is not connected, it lies in another program's store, or as
+            `add_model_folder`; the disk's.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if folder == models_dir() or folder in model_folders():
+        check_connected(folder)
+    if folder == models_dir():
+        return folder
+    if (owner := origin_of(folder / "model")) not in (OWN, FOLDER):
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} belongs to {owner}: choose a folder of yours.")
+    if not folder.parent.is_dir():
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no folder {folder.parent}: check the path.")
+    with disk_errors_explained(folder):
+        folder.mkdir(exist_ok=True)
+    if folder not in model_folders():
+        add_model_folder(folder)
+    return folder
 
 
 def _add(folder: Path) -> tuple[Path, ...]:
@@ -282,13 +307,19 @@ class _Search(threading.Thread):
         self.found: list[Found] = []
 
     def run(self) -> None:
+        folder, is_ours = self._shelf.folder, self._shelf.is_ours
         try:
+            self._problem = trouble_with(folder) if is_ours else ""
+            if self._problem:
+                return
             for model in _models_of(self._shelf, self._walk):
                 self._look_at(model)
                 self.found.append(model)
+            if is_ours:
+                note_connected(folder)
         except OSError as error:
-            if self._shelf.is_ours:
-                self._problem = f"Cannot read the model folder {self._shelf.folder} ({reason(error)})."
+            if is_ours:
+                self._problem = f"Cannot read the model folder {folder} ({reason(error)})."
 
     def trouble(self) -> str:
         """What is wrong with the shelf, in a sentence; empty if nothing is."""

@@ -13,13 +13,13 @@ from PySide6.QtWidgets import QAbstractButton, QComboBox, QLabel, QPushButton, Q
 from pytestqt.qtbot import QtBot
 
 from app.services.data_folder import planned_change
-from app.services.hub_address import HUB_ADDRESS_KEY, use_hub_address
 from app.services.settings import Settings
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
 from app.widgets.wrapped_label import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
+from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.common.paths import data_dir, models_dir
 
@@ -199,12 +199,12 @@ def test_a_newer_catalogue_is_loaded_from_a_file(page: SettingsPage, qtbot: QtBo
 def test_a_mirror_is_asked_unless_the_environment_names_another(
     page: SettingsPage, settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot, theme: ThemeController
 ) -> None:
-    monkeypatch.setenv("SWITCHYARD_HUB", "")  # as it was, afterwards
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
 
     def enter(address: str) -> None:
         page.hub.address.setText(address)
         page.hub.address.editingFinished.emit()
+        qtbot.waitUntil(lambda: not page.hub._doing.is_busy)
 
     for wrong in ("mirror", "http://mirror.example", "https://me:secret@mirror.example", "https://mirror.example?x=1"):
         enter(wrong)
@@ -212,13 +212,33 @@ def test_a_mirror_is_asked_unless_the_environment_names_another(
         assert endpoint_of(HUGGINGFACE) == "https://huggingface.co"
     enter(" https://mirror.example/hf/ ")
     assert page.hub.trouble.isHidden()
-    assert endpoint_of(HUGGINGFACE) == settings.get(HUB_ADDRESS_KEY, "") == "https://mirror.example/hf"
+    assert page.hub.address.text() == endpoint_of(HUGGINGFACE) == "https://mirror.example/hf"
     monkeypatch.setenv("HF_ENDPOINT", "https://other.example")
     assert endpoint_of(HUGGINGFACE) == "https://other.example"
     again = SettingsPage(settings, theme)
     qtbot.addWidget(again)
     assert not again.hub.address.isEnabled()
     monkeypatch.delenv("HF_ENDPOINT")
-    settings.set(HUB_ADDRESS_KEY, "damaged")
-    use_hub_address(settings)
+    enter("")
     assert endpoint_of(HUGGINGFACE) == "https://huggingface.co"
+
+
+def test_a_token_is_removed_with_the_host_it_is_for_in_sight(
+    page: SettingsPage, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(tokens, "_this_run", {"mirror.example": "hf_abc", "hub.example": "hf_def"})
+    assert page.hub.tokens.isHidden()
+    page.hide()
+    page.show()
+    qtbot.waitUntil(page.hub.tokens.isVisible)
+    first, second = page.hub.tokens.buttons
+    assert "hub.example" in first.accessibleName()
+    with qtbot.waitSignal(page.token_forgotten):
+        second.click()
+    qtbot.waitUntil(lambda: len(page.hub.tokens.buttons) == 1)
+    assert tokens.read_token("mirror.example") == ""
+    assert tokens.read_token("hub.example") == "hf_def"
+    page.hub.tokens.buttons[0].click()
+    qtbot.waitUntil(page.hub.tokens.isHidden)
+    assert "None" in page.hub.tokens_words.text()

@@ -11,8 +11,16 @@ import pytest
 from keyring.backend import KeyringBackend
 
 from engine.checkpoint.hub import token as tokens
-from engine.checkpoint.hub.token import for_child, forget_token, read_token, save_token, set_aside
+from engine.checkpoint.hub.token import (
+    for_child,
+    forget_token,
+    hosts_with_tokens,
+    read_token,
+    save_token,
+    set_aside,
+)
 from engine.common.errors import EngineError
+from engine.common.paths import config_dir
 
 
 class Memory(KeyringBackend):
@@ -75,6 +83,24 @@ def test_without_a_keyring_it_is_for_this_run_and_its_children(monkeypatch: pyte
     assert read_token("hub.example") == "hf_abc"
     monkeypatch.setenv("SWITCHYARD_HUB_TOKENS", "[nonsense")
     assert read_token("hub.example") == ""
+
+
+def test_the_hosts_with_tokens_are_known_without_asking_the_keyring(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hosts_with_tokens() == ()
+    save_token("hub.example", "hf_abc")
+    save_token("mirror.example", "hf_def")
+    monkeypatch.setattr(tokens, "_this_run", {})  # the next start
+    monkeypatch.setattr(memory, "get_password", None)
+    assert hosts_with_tokens() == ("hub.example", "mirror.example")
+    forget_token("hub.example")
+    assert hosts_with_tokens() == ("mirror.example",)
+    noted = config_dir() / "token-hosts.json"
+    assert "hf_" not in noted.read_text()
+    for damaged in ("[]", '{"hosts": 3}', '{"hosts": [1, "a\\nb"]}'):
+        noted.write_text(damaged)
+        assert hosts_with_tokens() == ()
 
 
 def test_a_keyring_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

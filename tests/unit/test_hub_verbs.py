@@ -15,8 +15,9 @@ from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
 from engine.checkpoint.hub import find_candidate
 from engine.checkpoint.hub.contents import _heads_read
 from engine.checkpoint.hub.token import read_token, save_token
+from engine.checkpoint.mirror import chosen_mirror
 from engine.cli import main
-from engine.common.paths import cache_dir
+from engine.common.paths import cache_dir, config_dir
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S
 from engine.verbs.models.fit import candidate_for_here
 from tests.hub_server import Fault, HubServer
@@ -57,7 +58,7 @@ def test_search(hub: HubServer, run: Run) -> None:
         ("org/tiny-GGUF", False),
         ("org/tiny-lora", True),
     ]
-    assert run("search", "nothing") == (0, {"found": []})
+    assert run("search", "nothing") == (0, {"endpoint": hub.endpoint, "found": []})
 
 
 def test_fit_compares_every_file_of_a_repository(hub: HubServer, run: Run, tmp_path: Path) -> None:
@@ -72,6 +73,7 @@ def test_fit_compares_every_file_of_a_repository(hub: HubServer, run: Run, tmp_p
     assert verdicts == {"BF16": "fast", "Q8_0": "fast", "Q6_K": "too-large", "IQ2_XXS": "too-large"}
     assert card["recommended"] in ("org/tiny:BF16", "org/tiny:Q8_0")
     assert all(row["why"] for row in card["rows"])
+    assert card["endpoint"] == hub.endpoint
     one = run("fit", "org/tiny:Q8_0")[1]
     assert [row["label"] for row in one["rows"]] == ["Q8_0"]
     assert run("fit", "org/tiny:IQ2_XXS")[0] == 2
@@ -99,6 +101,34 @@ def test_recommend_asks_no_network(run: Run, monkeypatch: pytest.MonkeyPatch, tm
     for one in found["recommendations"]:
         assert one["seconds_to_first_answer"] > one["bytes"] / found["line_bytes_per_s"]
         assert one["unchecked"]
+
+
+def test_the_mirror_of_the_settings_is_asked_and_named(
+    hub: HubServer, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_ENDPOINT")
+    assert run("mirror") == (0, {"endpoint": "https://huggingface.co", "mirror": ""})
+    assert run("mirror", f"{hub.endpoint}/")[1] == {"endpoint": hub.endpoint, "mirror": hub.endpoint}
+    hub.add("org/tiny", {"config.json": b"{}", "model.safetensors": bytes(8)})
+    code, found = run("search", "tiny")
+    assert (code, found["endpoint"]) == (0, hub.endpoint)
+    assert [one["id"] for one in found["found"]] == ["org/tiny"]
+    monkeypatch.setenv("HF_ENDPOINT", "https://other.example/")
+    assert run("mirror")[1] == {"endpoint": "https://other.example", "mirror": hub.endpoint}
+    assert run("mirror", "none")[1]["mirror"] == ""
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["mirror", "http://mirror.example", "https://", "https://a:b@mirror.example", "https://m.example?x", "ftp://m.example",
+     "https://m.example:99999999", "https://m exa.mple", "https://[::1"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused_and_changes_nothing(run: Run, address: str) -> None:
+    assert run("mirror", "https://mirror.example")[0] == 0
+    assert run("mirror", address)[0] == 2
+    assert chosen_mirror() == "https://mirror.example"
+    (config_dir() / "hub.json").write_text(json.dumps({"mirror": address}))  # by hand
+    assert chosen_mirror() == ""
 
 
 def test_a_token_is_forgotten(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,9 +144,8 @@ def ended_words(work: Work) -> str:
         return translate("Models", "{0} was copied to {1}.").format(work.name, result)
     if isinstance(result, Removed):
         words = translate("Models", "{0} is in the trash ({1}).").format(work.name, file_size(result.bytes))
-        if not result.others:
-            return words
-        return f"{words} {translate('Models', 'What else is in {0} stays there.').format(result.folder)}"
+        stays = translate("Models", "What else is in {0} stays there.").format(result.folder)
+        return f"{words} {stays}" if result.others else words
     if work.kind == "banks" and isinstance(result, int):
         return translate("Models", "{0} were freed; loading {1} prepares its experts again.").format(
             file_size(result), work.name

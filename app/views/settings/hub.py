@@ -1,19 +1,19 @@
-"""Where models are looked for: the hub's address, and the catalogue of recommendations."""
+"""Where models are looked for: the hub's address, its access tokens, and the catalogue of recommendations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QDir, Qt, Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QFileDialog, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QLineEdit, QPushButton, QVBoxLayout, QWidget
 
-from app.services.background import LatestTask
-from app.services.hub_address import HUB_ADDRESS_KEY, address_of_environment, address_problem, use_hub_address
-from app.services.settings import Settings
+from app.services.background import LatestTask, TaskQueue
 from app.views.settings.card import SettingsCard
 from app.widgets.card import set_message, warning_label
+from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment, use_mirror
 from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
@@ -23,27 +23,33 @@ FIELD_WIDTH_PX = 240
 
 
 class HubCard(SettingsCard):
-    """Signals: `changed`, when the catalogue is another."""
+    """Signals: `changed`, when the catalogue is another; `token_forgotten`, when what runs may still use it."""
 
     changed = Signal()
+    token_forgotten = Signal()
 
-    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.set_heading(self.tr("Finding models"))
-        self._settings = settings
-        self._reading = LatestTask(self)
+        self._reading, self._doing = LatestTask(self), TaskQueue(self)
         self.load = QPushButton(self.tr("Load from file…"), self)
         self.load.clicked.connect(self._choose)
         self.catalogue = self.add_row(self.tr("Catalogue of recommendations"), " ", self.load)
-        self.address = QLineEdit(settings.get(HUB_ADDRESS_KEY, ""), self)
+        self.address = QLineEdit(chosen_mirror(), self)
         self.address.setFixedWidth(FIELD_WIDTH_PX)
         self.address.setPlaceholderText("https://huggingface.co")
         self.address.editingFinished.connect(self._set_address)
-        words = self.tr("A mirror that is asked instead of Hugging Face; empty for none.")
-        if theirs := address_of_environment():
+        words = self.tr("Asked instead of Hugging Face, by the command line too; empty for none.")
+        if theirs := mirror_of_environment():
             self.address.setEnabled(False)
             words = self.tr("HF_ENDPOINT in the environment names {0}, which is used.").format(theirs)
         self.add_row(self.tr("Mirror of the hub"), words, self.address)
+        self._no_token = self.tr("None is kept. One is asked for when a model needs it.")
+        self._tokens_kept = self.tr("In the system's keyring, or for this run only where there is none.")
+        self.tokens_words = self.add_row(self.tr("Access tokens"), self._no_token)
+        self.tokens = TokenRows(self)
+        self.tokens.forget_wanted.connect(self.forget_token)
+        self.add_wide(self.tokens)
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
         set_message(self.trouble, "")
@@ -54,12 +60,19 @@ class HubCard(SettingsCard):
         self.load.setEnabled(False)
         self._reading.ask(lambda: _keep(path), self._on_kept, self._on_failed)
 
+    def forget_token(self, host: str) -> None:
+        """Removes the token that is kept for a hub, and says so; that of another program stays."""
+        set_message(self.trouble, "")
+        self._doing.add(lambda: _forget(host), lambda left: self._on_forgotten(host, left), self._on_failed)
+
     def close_down(self) -> None:
-        """Waits for a catalogue that is being read."""
+        """Waits for what is being read or done."""
         self._reading.close()
+        self._doing.close()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
+        self._look_for_tokens()
         if not self._reading.is_busy:
             self._reading.ask(_read, self._show_catalogue, self._on_failed)
 
@@ -87,12 +100,87 @@ class HubCard(SettingsCard):
         set_message(self.trouble, error.message)
 
     def _set_address(self) -> None:
-        address = self.address.text().strip().rstrip("/")
-        problem = address_problem(address) if address else ""
-        set_message(self.trouble, problem)
-        if not problem:
-            self._settings.set(HUB_ADDRESS_KEY, address)
-            use_hub_address(self._settings)
+        address = self.address.text()
+        set_message(self.trouble, "")
+        self._doing.add(lambda: use_mirror(address), self._on_address, self._on_failed)
+
+    def _on_address(self, kept: str) -> None:
+        if not self.address.hasFocus():
+            self.address.setText(kept)
+
+    def _look_for_tokens(self) -> None:
+        self._doing.add(_hosts, self._show_tokens, self._on_failed)
+
+    def _show_tokens(self, hosts: tuple[str, ...]) -> None:
+        self.tokens.show_hosts(hosts)
+        self.tokens_words.setText(self._tokens_kept if hosts else self._no_token)
+
+    def _on_forgotten(self, host: str, is_another_left: bool) -> None:
+        self._look_for_tokens()
+        self.token_forgotten.emit()
+        if is_another_left:
+            words = self.tr("The token of another program is still used for {0}: see “hf auth logout”, or HF_TOKEN.")
+            set_message(self.trouble, words.format(host))
+
+
+class TokenRows(QWidget):
+    """A row for each hub with a token.
+
+    Signals: `forget_wanted(str)`, of a host.
+    """
+
+    forget_wanted = Signal(str)
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._hosts: tuple[str, ...] = ()
+        self._rows: list[QWidget] = []
+        self._column = QVBoxLayout(self)
+        self._column.setContentsMargins(0, 0, 0, 0)
+        self._column.setSpacing(8)
+        self.hide()
+
+    @property
+    def buttons(self) -> list[QPushButton]:
+        """One a row."""
+        return [button for row in self._rows for button in row.findChildren(QPushButton)]
+
+    def show_hosts(self, hosts: Sequence[str]) -> None:
+        """Shows these; none hides it."""
+        if tuple(hosts) != self._hosts:
+            self._hosts = tuple(hosts)
+            for row in self._rows:
+                row.deleteLater()
+            self._rows = [self._row(host) for host in hosts]
+        self.setVisible(bool(hosts))
+
+    def _row(self, host: str) -> QWidget:
+        row = QWidget(self)
+        name = QLabel(host, row)
+        name.setTextFormat(Qt.TextFormat.PlainText)
+        remove = QPushButton(self.tr("Remove token"), row)
+        remove.setAccessibleName(self.tr("Remove the token for {0}").format(host))
+        remove.clicked.connect(lambda: self.forget_wanted.emit(host))
+        line = QHBoxLayout(row)
+        line.setContentsMargins(0, 0, 0, 0)
+        line.addWidget(name, 1)
+        line.addWidget(remove)
+        self._column.addWidget(row)
+        return row
+
+
+def _hosts() -> tuple[str, ...]:
+    from engine.checkpoint.hub.token import hosts_with_tokens
+
+    return hosts_with_tokens()
+
+
+def _forget(host: str) -> bool:
+    """Whether there still is one, of another program."""
+    from engine.checkpoint.hub.token import forget_token, read_token
+
+    forget_token(host)
+    return bool(read_token(host))
 
 
 def _read() -> Catalogue:

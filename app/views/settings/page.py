@@ -20,21 +20,23 @@ COLUMN_WIDTH_PX = 760
 
 
 class SettingsPage(Page):
-    """Signals: `reload_wanted`, to load the default model now; `catalogue_changed`."""
+    """Signals: `reload_wanted`, to load the default model now; `catalogue_changed`; `token_forgotten`."""
 
     reload_wanted = Signal()
     catalogue_changed = Signal()
+    token_forgotten = Signal()
 
     def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
-        self.hub = HubCard(settings, self)
+        self.hub = HubCard(self)
         self.monitor = MonitorCard(settings, self)
         self.data = DataCard(self)
         self.about = AboutCard(self)
         self.hub.changed.connect(self.catalogue_changed)
+        self.hub.token_forgotten.connect(self.token_forgotten)
         self.model.reload_wanted.connect(self.reload_wanted)
         self.model.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         cards = QWidget(self)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from engine.checkpoint.connected import check_connected
 from engine.checkpoint.downloads import records
 from engine.checkpoint.downloads.journal import Journal
 from engine.checkpoint.downloads.records import (
@@ -43,11 +44,7 @@ def fetch(plan: Plan, report: Callable[[Progress], None], cancelled: CancelCheck
     try:
         if _is_in_place(plan):
             return Progress("done", plan.total_bytes, updated=time.time())
-        if not Path(plan.folder).is_dir():  # made again, it would be empty, and all that was fetched lost
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"The folder {plan.folder} is not there: connect its disk, or create it, and let the download go on.",
-            )
+        _check_disk(plan)
         with disk_errors_explained(Path(plan.folder)):
             plan.work.mkdir(exist_ok=True)
             journal = Journal(records.folder_of(plan.key) / "journal")
@@ -73,6 +70,18 @@ def fetch(plan: Plan, report: Callable[[Progress], None], cancelled: CancelCheck
             "failed", last.done_bytes, problem=error.message, error_code=str(error.code), updated=time.time()
         )
     return Progress("done", plan.total_bytes, updated=time.time())
+
+
+def _check_disk(plan: Plan) -> None:
+    """Raises where the disk of the model's folder is away: begun again, all that was fetched would be lost."""
+    folder = Path(plan.folder)
+    if not folder.is_dir():
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The folder {folder} is not there: connect its disk, or create it, and let the download go on.",
+        )
+    if not plan.work.is_dir():
+        check_connected(folder)
 
 
 def _tended(plan: Plan, transfer: Transfer, report: Callable[[Progress], None], cancelled: CancelCheck) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
+from engine.checkpoint.connected import note_connected
 from engine.checkpoint.downloads import records
 from engine.checkpoint.downloads.records import (
     WAITING_FOR_NETWORK,
@@ -29,6 +30,7 @@ from engine.checkpoint.downloads.records import (
 from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from engine.checkpoint.names import check_new_name, is_windows_device
+from engine.checkpoint.shelves import take_model_folder
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import Lock, disk_errors_explained, new_folder, require_space
 from engine.common.paths import models_dir
@@ -72,6 +74,7 @@ class Download:
         order: its place among all, from 0.
         limit_bytes_per_s: 0 for none.
         is_live: whether a process, this one or another, runs it now.
+        endpoint: the hub or the mirror that it is fetched from.
     """
 
     key: str
@@ -88,6 +91,7 @@ class Download:
     order: int
     limit_bytes_per_s: int
     is_live: bool
+    endpoint: str = ""
 
 
 OnProgress = Callable[[Download], None]
@@ -98,15 +102,16 @@ def add(candidate: Candidate, *, name: str = "", folder: Path | None = None) -> 
 
     Args:
         name: what to call the model; by default the repository's name and the precision.
-        folder: the folder of models that it goes into; by default the library's own.
+        folder: the folder of models that it goes into, which becomes a model folder if it is none; by default the
+            library's own.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED` (it cannot run), `CHECKPOINT_UNSAFE` (file names that lead elsewhere),
-            `DISK_FULL`, `INVALID_REQUEST` (the name is taken, the folder cannot be written).
+            `DISK_FULL`, `INVALID_REQUEST` (the name is taken, the folder cannot be written, its disk is away).
     """
     if candidate.problem:
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, candidate.problem)
-    folder = (folder or models_dir()).absolute()
+    folder = take_model_folder(folder or models_dir())
     files = _planned_files(candidate)
     repository = candidate.repository
     identity = [
@@ -133,6 +138,7 @@ def add(candidate: Candidate, *, name: str = "", folder: Path | None = None) -> 
             )  # fmt: skip
             require_space(folder, plan.total_bytes)
             plan.work.mkdir(exist_ok=True)
+            note_connected(folder)
             records.write_plan(plan)
             records.write_wanted(key, Wanted())
             (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
@@ -321,6 +327,7 @@ def _describe(plan: Plan, place: int, progress: Progress | None = None) -> Downl
         order=place,
         limit_bytes_per_s=wanted.limit_bytes_per_s,
         is_live=live,
+        endpoint=plan.endpoint,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 
 from engine.checkpoint.hub.http import Place, api, broken
+from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment
 from engine.checkpoint.names import HUB_ID
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.plain_text import plain_line, quoted
@@ -234,12 +235,11 @@ def _no_reference(text: str) -> EngineError:
 
 
 def endpoint_of(hub: str) -> str:
-    """The hub's address: a mirror's if the environment names one, as the hubs' own tools do."""
+    """The hub's address: a mirror's if the environment names one, as the hubs' own tools do, or if one was chosen."""
     if hub == MODELSCOPE:
         domain = os.environ.get("MODELSCOPE_DOMAIN", "modelscope.cn")
         return (os.environ.get("MODELSCOPE_ENDPOINT") or f"https://{domain}").rstrip("/")
-    named = os.environ.get("HF_ENDPOINT") or os.environ.get("SWITCHYARD_HUB")  # the second is of the window's settings
-    return (named or "https://huggingface.co").rstrip("/")
+    return mirror_of_environment() or chosen_mirror() or "https://huggingface.co"
 
 
 def place_of(hub: str, subject: str, endpoint: str = "", *, gated: bool = False) -> Place:

@@ -10,13 +10,19 @@ import json
 import os
 import re
 import threading
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import private_folder, write_private
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.paths import config_dir
+from engine.common.plain_text import plain_line
 
 _SERVICE = "Switchyard"
 _VARIABLE = "SWITCHYARD_HUB_TOKENS"
 _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
+_MOST_BYTES = 2**16
 _HUGGINGFACE, _MODELSCOPE = "huggingface.co", ("modelscope.cn", "www.modelscope.cn")
 
 _this_run: dict[str, str] = {}
@@ -65,7 +71,10 @@ def save_token(host: str, token: str) -> bool:
     _refused.discard((host, token))
     with _asking:
         _of_keyring.pop(host, None)
-    return _in_keyring(host) == token  # a backend may accept and keep nothing
+    stays = _in_keyring(host) == token  # a backend may accept and keep nothing
+    if stays:
+        _note_hosts({*_noted_hosts(), host})
+    return stays
 
 
 def forget_token(host: str) -> None:
@@ -78,6 +87,31 @@ def forget_token(host: str) -> None:
         keyring.delete_password(_SERVICE, host)
     with _asking:
         _of_keyring.pop(host, None)
+    if host in (noted := _noted_hosts()):
+        _note_hosts({*noted} - {host})
+
+
+def hosts_with_tokens() -> tuple[str, ...]:
+    """The hosts that `save_token` keeps a token for, sorted.  The keyring is not asked: it may be locked."""
+    return tuple(sorted({*_noted_hosts(), *_this_run}))
+
+
+def _hosts_file() -> Path:
+    return config_dir() / "token-hosts.json"
+
+
+def _noted_hosts() -> frozenset[str]:
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        hosts = parse_json(read_foreign(_hosts_file(), _MOST_BYTES))["hosts"]
+        return frozenset(host for host in hosts if isinstance(host, str) and plain_line(host) == host)
+    return frozenset()
+
+
+def _note_hosts(hosts: set[str]) -> None:
+    """Which hosts have one in the keyring, which cannot list them; never the tokens themselves."""
+    with contextlib.suppress(OSError):  # then it can still be removed with `models forget-token`
+        private_folder(config_dir())
+        write_private(_hosts_file(), json.dumps({"hosts": sorted(hosts)}) + "\n")
 
 
 def for_child() -> dict[str, str]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.checkpoint.connected import check_connected
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.checkpoint.library import model_files
 from engine.checkpoint.manifest import (
@@ -138,6 +139,7 @@ def build_starter(on_progress: OnProgress = lambda *_: None, cancelled: Cancelle
     identity = _identity(recipe)
     manifest = read_manifest(target)
     if manifest is None or manifest.source != identity or damaged_files(target, manifest, cancelled=cancelled):
+        check_connected(target.parent)
         _check_holds_no_others(target)
         with _made(recipe, _sparse(recipe), target.parent, "bfloat16", on_progress, cancelled) as made:
             for name in _SHIPPED:

@@ -32,15 +32,20 @@ def add_actions(action: AddAction) -> None:
         "--catalogue", type=Path, metavar="FILE", help="a newer catalogue, which is kept and used from now on"
     )
     add_limit_options(recommending)
+    mirroring = action("mirror", "the mirror that is asked instead of Hugging Face, here and in the window", _mirror)
+    mirroring.add_argument("address", nargs="?", metavar="ADDRESS", help="from now on; `none` for the hub itself")
     forgetting = action("forget-token", "remove the access token that was entered for a hub", _forget_token)
     forgetting.add_argument("hub", nargs="?", choices=HUBS, default=HUBS[0], help=f"default: {HUBS[0]}")
 
 
 def _search(args: argparse.Namespace) -> int:
     from engine.checkpoint.hub import search  # imports numpy, which no other action needs
+    from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, endpoint_of
 
     found = search(" ".join(args.words), limit=min(args.limit, _MOST))
-    emit({"found": [asdict(one) for one in found]}, as_json=args.json, human=lambda: _found_text(found))
+    endpoint = endpoint_of(MODELSCOPE if args.words[0].startswith(f"{MODELSCOPE}:") else HUGGINGFACE)
+    document = {"endpoint": endpoint, "found": [asdict(one) for one in found]}
+    emit(document, as_json=args.json, human=lambda: _found_text(found))
     return 0
 
 
@@ -61,6 +66,20 @@ def _found_text(found: tuple[Found, ...]) -> str:
 
 def _size(parameters: float | None) -> str:
     return f"{parameters / 1e9:.1f} B" if parameters else ""
+
+
+def _mirror(args: argparse.Namespace) -> int:
+    from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
+    from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment, use_mirror
+
+    if args.address is not None:
+        use_mirror("" if args.address.lower() == "none" else args.address)
+    endpoint = endpoint_of(HUGGINGFACE)
+    human = f"{endpoint} is asked for models."
+    if mirror_of_environment():
+        human += " HF_ENDPOINT in the environment says so, and wins."
+    emit({"endpoint": endpoint, "mirror": chosen_mirror()}, as_json=args.json, human=human)
+    return 0
 
 
 def _forget_token(args: argparse.Namespace) -> int:

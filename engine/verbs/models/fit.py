@@ -136,6 +136,7 @@ def _shaped(candidate: Candidate) -> tuple[Candidate, ModelShape | None]:
 
 def _card_document(card: FitCard) -> dict[str, Any]:
     return {
+        "endpoint": card.rows[0].candidate.repository.endpoint if card.rows else "",
         "rows": [_row_document(row) for row in card.rows],
         "recommended": None if card.recommended is None else card.rows[card.recommended].candidate.reference,
         "why": card.why,

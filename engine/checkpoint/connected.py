@@ -1,0 +1,87 @@
+"""Whether the disk that a model folder lies on is connected.
+
+Of an unplugged disk only the place is left where it was mounted: an empty folder, or none. A library that began there
+would lie on another disk, and be hidden when the right one comes back. So where each folder's disk was mounted is kept
+beside the settings, and a folder that is empty or gone, and on another disk than before, is not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import private_folder, write_private
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.paths import config_dir, models_dir
+
+_MOST_BYTES = 2**20
+
+
+def note_connected(folder: Path) -> None:
+    """Remembers where the disk of a model folder is mounted, if anything is in it.  May wait for that disk."""
+    noted, mount = _noted(), _mount_of(folder)
+    if _is_filled(folder) and noted.get(str(folder)) != mount:
+        with contextlib.suppress(OSError):
+            private_folder(config_dir())
+            write_private(_file(), json.dumps({**noted, str(folder): mount}, indent=2) + "\n")
+
+
+def trouble_with(folder: Path) -> str:
+    """Why a model folder is not used now, in a sentence; empty if nothing is wrong.  May wait for its disk.
+
+    The library's own folder may be gone: it is made when it is needed.
+    """
+    if _is_filled(folder):
+        return ""
+    is_there, mount = folder.is_dir(), _noted().get(str(folder), "")
+    if mount and mount != _mount_of(folder):
+        state = "is empty" if is_there else "is not there"
+        return f"The model folder {folder} {state}, and was on the disk at {mount}: connect that disk."
+    if not is_there and folder != models_dir():
+        return f"The model folder {folder} is not there: connect its disk, or take the folder off the list."
+    return ""
+
+
+def check_connected(folder: Path) -> None:
+    """Raises if something is wrong with a model folder.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+    if trouble := trouble_with(folder):
+        raise EngineError(ErrorCode.INVALID_REQUEST, trouble)
+
+
+def _is_filled(folder: Path) -> bool:
+    """Whether anything is in it; a folder that cannot be read is not empty."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is not None
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def _mount_of(folder: Path) -> str:
+    """Where the disk of a folder is mounted, links followed; where the folder is gone, the disk of what is left."""
+    try:
+        place = folder.resolve()
+    except (OSError, RuntimeError):  # a link to itself
+        place = folder
+    return str(next((each for each in (place, *place.parents) if os.path.ismount(each)), place))
+
+
+def _file() -> Path:
+    return config_dir() / "model-folder-disks.json"
+
+
+def _noted() -> dict[str, str]:
+    try:
+        raw = parse_json(read_foreign(_file(), _MOST_BYTES))
+        return {folder: mount for folder, mount in raw.items() if isinstance(folder, str) and isinstance(mount, str)}
+    except (OSError, ValueError, AttributeError):
+        return {}
