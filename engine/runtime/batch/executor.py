@@ -6,6 +6,7 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator
 
 import torch
@@ -46,6 +47,8 @@ class ContinuousBatch:
         self.pool = PagePool(pages)
         self.rows: list[PagedRow] = []
         self._waiting: PreparedRow | None = None
+        self._aside: deque[PagedRow] = deque()
+        """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
         self._work: list[Work] = []
         self.most_rows = 0
@@ -69,6 +72,7 @@ class ContinuousBatch:
     ) -> BatchOutcome:
         while True:
             if self._sweep is None:
+                self._drop_cancelled(on_row)
                 self._admit(prepared, on_row)
                 if not self.rows:
                     return BatchOutcome.FINISHED
@@ -95,6 +99,7 @@ class ContinuousBatch:
         for row in self.rows:
             row.close()
         self.rows = []
+        self._aside.clear()
         self._waiting = None
 
     def free(self) -> None:
@@ -122,26 +127,52 @@ class ContinuousBatch:
                 self._sweep = None
                 raise
 
+    def _drop_cancelled(self, on_row: AnswerCallback) -> None:
+        for row in [*self.rows, *self._aside]:
+            if row.request.cancelled():
+                row.sequence.end("cancelled")
+                row.close()
+                (self.rows if row in self.rows else self._aside).remove(row)
+                on_row(row.answer("cancelled"))
+
     def _admit(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
-        """Admits new rows in order, while there are pages for the most that each may need."""
+        """Admits rows in order while there are pages: first those that stepped aside, then new ones."""
         while len(self.rows) < self._policy.rows:
+            if self._aside:
+                if not self._aside[0].reserve():
+                    return
+                self.rows.append(self._aside.popleft())
+                continue
             new = self._waiting or next(prepared, None)
             self._waiting = None
             if new is None:
                 return
-            needed = PagedRow.pages_needed(len(new.prompt), new.limits.max_tokens)
-            if needed > self.pool.capacity:
-                on_row(new.refused(_too_long(new, self.pool.capacity)))
-            elif self.pool.reserve(needed):
-                row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool)
-                self.rows.append(row)
-                self.most_rows = max(self.most_rows, len(self.rows))
-            else:
+            if new.request.cancelled():
+                on_row(new.ended("cancelled"))
+                continue
+            if PagedRow.pages_needed(len(new.prompt), new.limits.max_tokens) > self.pool.capacity:
+                on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
+                continue
+            row = PagedRow(
+                new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead
+            )
+            if not row.reserve():
                 self._waiting = new
                 return
+            self.rows.append(row)
+            self.most_rows = max(self.most_rows, len(self.rows))
+
+    def _make_room(self) -> None:
+        """Reserves a page for each next token of an answer; where there is none left the newest rows step aside."""
+        for row in list(self.rows):
+            while row in self.rows and not row.is_reading and not row.reserve_next():
+                newest = self.rows.pop()
+                newest.step_aside()
+                self._aside.appendleft(newest)
 
     def _next_work(self) -> list[Work]:
         """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep."""
+        self._make_room()
         work, left = list[Work](), self._policy.sweep_tokens
         being_read: set[bytes] = set()
         for row in self.rows:
@@ -168,7 +199,8 @@ class ContinuousBatch:
         if RECORDER.on:
             RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
         for row, token in zip(choosing, tokens, strict=True):
-            _text, reason = row.sequence.take(token)
+            text, reason = row.sequence.take(token)
+            row.request.on_text(text, len(row.sequence.ids))
             if reason is not None:
                 self.rows.remove(row)
                 row.close()
@@ -214,11 +246,11 @@ class OneByOne:
             if new is None:
                 return BatchOutcome.FINISHED
             try:
-                answer = self._answer(new, lambda: cancelled() or should_yield())
+                answer = self._answer(new, lambda: cancelled() or should_yield() or new.request.cancelled())
             except EngineError as error:
-                on_row(new.refused(error))
+                on_row(new.ended("failed", error))
                 continue
-            if answer.finish_reason == "cancelled":
+            if answer.finish_reason == "cancelled" and not new.request.cancelled():
                 self._interrupted = new
             else:
                 on_row(answer)
@@ -240,10 +272,17 @@ class OneByOne:
             constraint.reset()  # an interrupted try may have advanced it
         if request.ids:
             result = self._session.generate_from_ids(
-                request.ids, sampling, end_ids=request.end_ids, cancelled=interrupted, constraint=constraint
+                request.ids,
+                sampling,
+                end_ids=request.end_ids,
+                on_text=request.on_text,
+                cancelled=interrupted,
+                constraint=constraint,
             )
         else:
-            result = self._session.generate(request.messages, sampling, cancelled=interrupted, constraint=constraint)
+            result = self._session.generate(
+                request.messages, sampling, on_text=request.on_text, cancelled=interrupted, constraint=constraint
+            )
         return BatchAnswer(
             request.row,
             result.text,

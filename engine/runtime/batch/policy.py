@@ -57,6 +57,8 @@ class BatchPolicy:
         planned, planned_reading: the schedules that the planner expects to be fastest, for decoding and for sweeps that
             read prompts: tried first.
         kv_type: storage type of keys and values; `None` for the model's own precision.
+        ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
+            that no row ever has to step aside for another.
         window, kept: if not 0, tokens only attend to the last `window` tokens and the first `kept` (StreamingLLM, Xiao
             et al.  2024): an approximation for long rows.
     """
@@ -72,6 +74,7 @@ class BatchPolicy:
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0
+    ahead: int | None = None
 
 
 def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolicy:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.runtime.decode.generation import TokenConstraint
+from engine.runtime.decode.generation import TextCallback, TokenConstraint, ignore_text
 from engine.runtime.decode.prompt import chat_prompt, implied_stops
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
 from engine.runtime.loaded_model import LoadedModel
@@ -27,6 +27,8 @@ class BatchRequest:
         sampling: parameters of this row; the same seed gives the same answer in any batch.
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
+        on_text: told after each token of the answer.
+        cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
     """
 
     row: int
@@ -35,6 +37,8 @@ class BatchRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
+    on_text: TextCallback = ignore_text
+    cancelled: CancelCheck = never_cancelled
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +97,9 @@ class PreparedRow:
         request = self.request
         return AnswerSequence(self.prompt, request.sampling, self.limits, self.tokenizer, request.constraint)
 
-    def refused(self, error: EngineError) -> BatchAnswer:
-        """Its answer if it is rejected with `error`."""
-        return BatchAnswer(self.request.row, "", "failed", len(self.prompt), error=error)
+    def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:
+        """Its outcome if it never begins."""
+        return BatchAnswer(self.request.row, "", reason, len(self.prompt), error=error)
 
 
 class Preparation:
@@ -108,17 +112,9 @@ class Preparation:
 
     def prepared(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
-    ) -> Iterator[PreparedRow]:
-        """The rows that can be answered; the others go to `on_row` at once.
-
-        Raises:
-            RequestCancelled: `cancelled()` became true while a prompt was being prepared.
-        """
-        for request in requests:
-            try:
-                yield self._prepare(request, cancelled)
-            except EngineError as error:
-                on_row(BatchAnswer(request.row, "", "failed", error=error))
+    ) -> PreparedRows:
+        """The rows that can be answered; the others go to `on_row` at once."""
+        return PreparedRows(lambda request: self._prepare(request, cancelled), requests, on_row)
 
     def _prepare(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
         sampling = request.sampling
@@ -141,3 +137,27 @@ class Preparation:
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         limits = AnswerLimits.within(room, sampling, end_ids, stop)
         return PreparedRow(request, prompt, limits, self._tokenizer)
+
+
+class PreparedRows:
+    """Prepared rows as they are asked for; as its source it may have ended now and go on later.
+
+    Raises:
+        RequestCancelled: the work was cancelled while a prompt was being prepared.
+    """
+
+    def __init__(
+        self, prepare: Callable[[BatchRequest], PreparedRow], requests: Iterator[BatchRequest], on_row: AnswerCallback
+    ) -> None:
+        self._prepare, self._requests, self._on_row = prepare, requests, on_row
+
+    def __iter__(self) -> PreparedRows:
+        return self
+
+    def __next__(self) -> PreparedRow:
+        while True:
+            request = next(self._requests)
+            try:
+                return self._prepare(request)
+            except EngineError as error:
+                self._on_row(BatchAnswer(request.row, "", "failed", error=error))

@@ -30,9 +30,9 @@ def prefix_after(before: Prefix, tokens: Sequence[int]) -> Prefix:
 class PagePool:
     """Pages 0 to `capacity` - 1.
 
-    A row reserves all pages that it may need before it begins, so that no running row ever waits for a page or loses
-    one.  Pages with the beginning of a prompt are shared; once no row holds such a page it is kept until its place is
-    needed, least recently used first.
+    A row takes pages that it has reserved.  Complete pages are offered for sharing under the tokens up to their end,
+    of prompts and answers alike; once no row holds such a page it is kept until its place is needed, least recently
+    used first.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -122,37 +122,67 @@ def pages_for(tokens: int) -> int:
 class PagedRow:
     """A row whose keys and values are in pages.
 
-    It has reserved the pages of its prompt and of the longest answer, and takes them as tokens arrive.
+    It reserves the pages of its prompt and of the answer's next tokens, and takes them as tokens arrive.
 
     Args:
         prompt: its tokens, at least one.
+        most_tokens: of the answer.
+        ahead: tokens of the answer whose pages are reserved at a time; `None` for all of them at once.
     """
 
     def __init__(
-        self, request: BatchRequest, prompt: list[int], sequence: AnswerSequence, most_tokens: int, pool: PagePool
+        self,
+        request: BatchRequest,
+        prompt: list[int],
+        sequence: AnswerSequence,
+        most_tokens: int,
+        pool: PagePool,
+        ahead: int | None = None,
     ) -> None:
         self.request, self.prompt, self.sequence = request, prompt, sequence
+        self._prompt_tokens = len(prompt)
         self._pool = pool
+        self._ahead = most_tokens if ahead is None else min(ahead, most_tokens)
         # The last token of an answer is never fed back.
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
+        self._reserved = 0
         self.held = 0
         self.shared = 0
         self._prefix = NO_PREFIX
+        self._published = 0
+        """Tokens at the beginning that lie in pages offered to others; `_prefix` identifies them."""
         self.following: bytes | None = None
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
-        self._following_end = 0
         self._look_ahead()
 
     @staticmethod
     def pages_needed(prompt_tokens: int, most_tokens: int) -> int:
-        """Pages that such a row has to reserve."""
+        """Pages that such a row may need."""
         return pages_for(prompt_tokens + most_tokens)
 
     @property
     def is_reading(self) -> bool:
         """Whether some of its prompt is still to be read."""
         return self.held < len(self.prompt)
+
+    def reserve(self) -> bool:
+        """Reserves the pages that it needs to begin; False if there are not enough now."""
+        return self._reserve_up_to(len(self.prompt) + self._ahead)
+
+    def reserve_next(self) -> bool:
+        """Reserves the page of its answer's next token, and some after it; False if there is none now."""
+        if len(self._pages) < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
+            return True
+        return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
+
+    def step_aside(self) -> None:
+        """Returns its pages; once it has reserved some again, it reads its prompt and its answer so far."""
+        self.close()
+        self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
+        self.held = self._published = 0
+        self._prefix = NO_PREFIX
+        self._look_ahead()
 
     def share_pages(self) -> None:
         """Takes over pages of rows whose prompts have the same beginning, as far as there are any."""
@@ -165,8 +195,9 @@ class PagedRow:
                 self._pool.give_back_reservation(1)
             self._add(page)
             self.held += PAGE_TOKENS
-            self.shared += PAGE_TOKENS
-            self._prefix = self.following
+            if self.held <= self._prompt_tokens:
+                self.shared += PAGE_TOKENS
+            self._published, self._prefix = self.held, self.following
             self._look_ahead()
 
     def piece(self, tokens: int) -> Piece:
@@ -180,35 +211,51 @@ class PagedRow:
         return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1:]
 
     def has_read(self, tokens: int) -> None:
-        """Records that its next tokens are in their pages, and offers complete prompt pages for sharing."""
+        """Records that its next tokens are in their pages, and offers complete pages for sharing."""
         self.held += tokens
-        while self.following is not None and self.held >= self._following_end:
-            self._pool.publish(self._pages[self._following_end // PAGE_TOKENS - 1], self.following)
-            self._prefix = self.following
+        while self.held >= self._published + PAGE_TOKENS:
+            begin, end = self._published, self._published + PAGE_TOKENS
+            prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
+            self._pool.publish(self._pages[begin // PAGE_TOKENS], prefix)
+            self._published, self._prefix = end, prefix
             self._look_ahead()
 
     def answer(self, reason: FinishReason | Literal["failed"], error: EngineError | None = None) -> BatchAnswer:
         """The row's outcome."""
         ids = self.sequence.ids
         return BatchAnswer(
-            self.request.row, self.sequence.text, reason, len(self.prompt), len(ids), tuple(ids), self.shared, error
+            self.request.row, self.sequence.text, reason, self._prompt_tokens, len(ids), tuple(ids), self.shared, error
         )
 
     def close(self) -> None:
         """Returns its pages."""
-        self._pool.give_back_reservation(len(self._table) - len(self._pages))
+        self._pool.give_back_reservation(self._reserved - len(self._pages))
         for page in self._pages:
             self._pool.release(page)
         self._pages = []
-        self._table = self._table[:0]
+        self._reserved = 0
+
+    def _reserve_up_to(self, tokens: int) -> bool:
+        pages = min(pages_for(tokens), len(self._table))
+        if not self._pool.reserve(pages - self._reserved):
+            return False
+        self._reserved = pages
+        return True
 
     def _add(self, page: int) -> None:
         self._table[len(self._pages)] = page
         self._pages.append(page)
 
+    def _tokens(self, begin: int, end: int) -> list[int]:
+        """Tokens of its prompt and, after that, of its answer."""
+        read = self.prompt[begin:end]
+        if len(read) == end - begin:
+            return read
+        # After stepping aside the prompt holds the beginning of the answer as well.
+        first = len(self.prompt) - self._prompt_tokens
+        return read + self.sequence.ids[first + max(0, begin - len(self.prompt)) : first + end - len(self.prompt)]
+
     def _look_ahead(self) -> None:
-        begin = self.held // PAGE_TOKENS * PAGE_TOKENS if self.following is None else self._following_end
-        end = begin + PAGE_TOKENS
+        begin, end = self._published, self._published + PAGE_TOKENS
         # The prompt's last token is always computed, because its logits are needed.
         self.following = prefix_after(self._prefix, self.prompt[begin:end]) if end < len(self.prompt) else None
-        self._following_end = end
