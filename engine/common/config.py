@@ -67,7 +67,7 @@ MOST_BREAKERS = 100
 class SamplingParams:
     """How the next token is chosen.
 
-    What is on is applied in llama.cpp's order: repetition penalty, DRY, what the answer must satisfy, top-k, top-p,
+    What is on is applied in llama.cpp's order: bias, penalties, DRY, what the answer must satisfy, top-k, top-p,
     min-p, temperature, and then one draw.  Tokens that end an answer are never penalised.
 
     Attributes:
@@ -87,6 +87,9 @@ class SamplingParams:
         dry_range: how many of the last tokens are searched for repetitions, prompts and earlier answers included; -1 is
             the answer itself, 0 turns DRY off.
         dry_breakers: texts that no repetition extends across.
+        presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer contains: once, and
+            once for each time (OpenAI's); 0 is off.
+        logit_bias: (token id, added to its logit), for any number of tokens.
     """
 
     temperature: float = 0.0
@@ -103,6 +106,9 @@ class SamplingParams:
     dry_allowed_length: int = 2
     dry_range: int = -1
     dry_breakers: tuple[str, ...] = DRY_BREAKERS
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         checks = (
@@ -116,12 +122,20 @@ class SamplingParams:
             ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 (off) and 100"),
             ("dry_base", 1 <= self.dry_base <= 10, "between 1 and 10"),
             ("dry_allowed_length", self.dry_allowed_length >= 0, "0 or more"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("dry_range", self.dry_range >= -1, "-1 (the answer), 0 (off) or more"),
         )
         for name, holds, allowed in checks:
             value = getattr(self, name)
             if not holds or not math.isfinite(value):
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
+        for token, bias in self.logit_bias:
+            if token < 0 or not -100 <= bias <= 100:
+                raise EngineError(
+                    ErrorCode.INVALID_REQUEST,
+                    f"logit_bias gives token {token} {bias}, but takes token ids and numbers between -100 and 100.",
+                )
         if not all(self.dry_breakers) or len(self.dry_breakers) > MOST_BREAKERS:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"dry_breakers must be at most {MOST_BREAKERS} texts, none of them empty."

@@ -43,7 +43,10 @@ def _convert(hint: Any, value: Any) -> Any:
     if origin is tuple:
         if not isinstance(value, list):
             raise TypeError(f"expected a list, got {value!r}")
-        return tuple(_convert(get_args(hint)[0], item) for item in value)
+        kinds = get_args(hint)
+        if kinds[-1] is not Ellipsis:
+            return tuple(_convert(kind, item) for kind, item in zip(kinds, value, strict=True))
+        return tuple(_convert(kinds[0], item) for item in value)
     if origin is dict:
         if not isinstance(value, dict):
             raise TypeError(f"expected an object, got {value!r}")

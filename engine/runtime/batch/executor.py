@@ -153,9 +153,7 @@ class ContinuousBatch:
             if PagedRow.pages_needed(len(new.prompt), new.limits.max_tokens) > self.pool.capacity:
                 on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
                 continue
-            row = PagedRow(
-                new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead
-            )
+            row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead)
             if not row.reserve():
                 self._waiting = new
                 return
@@ -246,7 +244,7 @@ class OneByOne:
             if new is None:
                 return BatchOutcome.FINISHED
             try:
-                answer = self._answer(new, lambda: cancelled() or should_yield() or new.request.cancelled())
+                answer = self._answer(new, lambda: cancelled() or should_yield())
             except EngineError as error:
                 on_row(new.ended("failed", error))
                 continue
@@ -265,8 +263,12 @@ class OneByOne:
         self._session.clear()
         self._interrupted = None
 
-    def _answer(self, new: PreparedRow, interrupted: Check) -> BatchAnswer:
+    def _answer(self, new: PreparedRow, yields: Check) -> BatchAnswer:
         request = new.request
+
+        def interrupted() -> bool:
+            return yields() or request.cancelled()
+
         sampling, constraint = request.sampling, request.constraint
         if constraint is not None:
             constraint.reset()  # an interrupted try may have advanced it
@@ -278,10 +280,16 @@ class OneByOne:
                 on_text=request.on_text,
                 cancelled=interrupted,
                 constraint=constraint,
+                chances=request.chances,
             )
         else:
             result = self._session.generate(
-                request.messages, sampling, on_text=request.on_text, cancelled=interrupted, constraint=constraint
+                request.messages,
+                sampling,
+                on_text=request.on_text,
+                cancelled=interrupted,
+                constraint=constraint,
+                chances=request.chances,
             )
         return BatchAnswer(
             request.row,

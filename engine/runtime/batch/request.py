@@ -10,7 +10,7 @@ from typing import Any, Literal
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.runtime.decode.generation import TextCallback, TokenConstraint, ignore_text
+from engine.runtime.decode.generation import ChanceLog, TextCallback, TokenConstraint, ignore_text
 from engine.runtime.decode.prompt import chat_prompt, implied_stops
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
 from engine.runtime.loaded_model import LoadedModel
@@ -27,6 +27,7 @@ class BatchRequest:
         sampling: parameters of this row; the same seed gives the same answer in any batch.
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
+        chances: takes how likely each token was, if anybody asks.
         on_text: told after each token of the answer.
         cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
     """
@@ -37,6 +38,7 @@ class BatchRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
+    chances: ChanceLog | None = None
     on_text: TextCallback = ignore_text
     cancelled: CancelCheck = never_cancelled
 
@@ -95,7 +97,9 @@ class PreparedRow:
     def begin(self) -> AnswerSequence:
         """Its answer, still empty."""
         request = self.request
-        return AnswerSequence(self.prompt, request.sampling, self.limits, self.tokenizer, request.constraint)
+        return AnswerSequence(
+            self.prompt, request.sampling, self.limits, self.tokenizer, request.constraint, chances=request.chances
+        )
 
     def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:
         """Its outcome if it never begins."""

@@ -17,6 +17,7 @@ from engine.devices.failures import is_out_of_memory
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession, source_prompt
 from engine.runtime.decode.generation import (
+    ChanceLog,
     Decoded,
     GenerationResult,
     ProgressCallback,
@@ -85,11 +86,13 @@ class ChatSession:
         on_text: TextCallback = ignore_text,
         cancelled: CancelCheck = never_cancelled,
         constraint: TokenConstraint | None = None,
+        chances: ChanceLog | None = None,
     ) -> GenerationResult:
         """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
 
         Args:
             constraint: what the answer must satisfy, unless it is searched for with beams; it knows of no token yet.
+            chances: takes how likely each token was, unless the answer is searched for with beams.
 
         Raises:
             EngineError: `PROMPT_TOO_LONG`, `INVALID_REQUEST`, `MODEL_UNSUPPORTED` (its template) or
@@ -112,6 +115,7 @@ class ChatSession:
             on_text,
             cancelled,
             constraint,
+            chances,
         )
 
     def generate_from_ids(
@@ -124,12 +128,13 @@ class ChatSession:
         on_text: TextCallback = ignore_text,
         cancelled: CancelCheck = never_cancelled,
         constraint: TokenConstraint | None = None,
+        chances: ChanceLog | None = None,
     ) -> GenerationResult:
         """Continues a prompt given as tokens.
 
         Args:
             end_ids: tokens that end the answer; `None` is the model's own, the empty set lets it run to its limit.
-            constraint: see `generate`.
+            constraint, chances: see `generate`.
 
         Raises:
             EngineError: as `generate`.
@@ -137,7 +142,7 @@ class ChatSession:
         ends = self._end_ids if end_ids is None else end_ids
         begun = perf_counter()
         return self._run(
-            list(ids), 0, sampling, sampling.stop, ends, begun, on_progress, on_text, cancelled, constraint
+            list(ids), 0, sampling, sampling.stop, ends, begun, on_progress, on_text, cancelled, constraint, chances
         )
 
     def _earlier(self, messages: Sequence[ChatMessage], ids: list[int], cancelled: CancelCheck) -> int:
@@ -163,6 +168,7 @@ class ChatSession:
         on_text: TextCallback,
         cancelled: CancelCheck,
         constraint: TokenConstraint | None,
+        chances: ChanceLog | None,
     ) -> GenerationResult:
         if not ids:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
@@ -173,7 +179,7 @@ class ChatSession:
         run = (
             partial(decode_beams, earlier=earlier)
             if sampling.beams > 1
-            else partial(decode, constraint=constraint, earlier=earlier)
+            else partial(decode, constraint=constraint, earlier=earlier, chances=chances)
         )
         if RECORDER.on:
             RECORDER.begin_request(seconds_ns(begun))
@@ -224,13 +230,16 @@ def decode(
     cancelled: CancelCheck,
     constraint: TokenConstraint | None = None,
     earlier: int = 0,
+    chances: ChanceLog | None = None,
 ) -> Decoded:
     """One token at a time, starting from the logits [1, V] after the prompt.
 
     Args:
-        prefix, constraint, earlier: see `AnswerSequence`.
+        prefix, constraint, earlier, chances: see `AnswerSequence`.
     """
-    answer = AnswerSequence(prefix, sampling, limits, tokenizer, constraint, logits.device, earlier=earlier)
+    answer = AnswerSequence(
+        prefix, sampling, limits, tokenizer, constraint, logits.device, earlier=earlier, chances=chances
+    )
     first_s = last_s = 0.0
     reason: FinishReason | None = None
     while reason is None:

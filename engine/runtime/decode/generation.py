@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from engine.common.chat import FinishReason
@@ -17,6 +17,28 @@ ProgressCallback = Callable[[int, int], None]
 
 TextCallback = Callable[[str, int], None]
 """Text to append, final as it stands (it may be empty), and tokens generated so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chances:
+    """How likely the model found a token before penalties and filters.
+
+    Attributes:
+        token_id, logprob: the chosen token and the logarithm of its probability.
+        likeliest: (token id, logprob) of the most likely ones, most likely first.
+    """
+
+    token_id: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class ChanceLog:
+    """Collects the chances of an answer's tokens, with the `top` most likely ones of each."""
+
+    top: int
+    tokens: list[Chances] = field(default_factory=list)
 
 
 class TokenConstraint(Protocol):

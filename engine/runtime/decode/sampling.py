@@ -1,18 +1,20 @@
 """How the next token is chosen from logits: pure functions, in the order of llama.cpp's default chain.
 
-Repetition penalty, DRY (`dry.py`), what the answer must satisfy, top-k, top-p, min-p, temperature, then one draw: what
-is unlikely is dropped by the model's own probabilities, and a high temperature does not let it back in.  The vocabulary
-(49k to 200k entries) is never sorted when a small top-k, or the small mass of unlikely tokens, makes it unnecessary.
+A bias, penalties for what was said already, DRY (`dry.py`), what the answer must satisfy, top-k, top-p, min-p,
+temperature, then one draw: what is unlikely is dropped by the model's own probabilities, and a high temperature does
+not let it back in.  The vocabulary (49k to 200k entries) is never sorted when a small top-k, or the small mass of
+unlikely tokens, makes it unnecessary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from engine.common.config import SamplingParams
+from engine.runtime.decode.generation import Chances
 
 Chooser = Callable[[torch.Tensor], torch.Tensor]
 """Logits [1, V] to the chosen token [1, 1] int64, on the same device."""
@@ -47,6 +49,28 @@ def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     chosen = logits.gather(-1, seen)
     chosen = torch.where(chosen < 0, chosen * penalty, chosen / penalty)
     return logits.scatter(-1, seen, chosen)
+
+
+def penalise_presence(logits: torch.Tensor, ids: torch.Tensor, sampling: SamplingParams) -> torch.Tensor:
+    """Logits [B, V] less OpenAI's presence and frequency penalties for the tokens `ids` [n] of the answer so far."""
+    counts = torch.bincount(ids, minlength=logits.shape[-1]).to(logits.device, torch.float32)
+    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+
+
+def bias_logits(logits: torch.Tensor, bias: Sequence[tuple[int, float]]) -> torch.Tensor:
+    """Logits [B, V] with what `bias` adds to some tokens; ids beyond the vocabulary count for nothing."""
+    known = [(token, value) for token, value in bias if token < logits.shape[-1]]
+    ids = torch.tensor([token for token, _ in known], dtype=torch.long, device=logits.device)
+    added = torch.tensor([value for _, value in known], dtype=torch.float32, device=logits.device)
+    return logits.float().index_add(-1, ids, added.expand(logits.shape[0], -1))
+
+
+def chances_of(logits: torch.Tensor, token_id: int, top: int) -> Chances:
+    """How likely a token was by logits [V], and the `top` most likely ones."""
+    logprobs = logits.float().log_softmax(dim=-1)
+    values, ids = logprobs.topk(min(top, logprobs.shape[-1]))
+    likeliest = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return Chances(token_id, float(logprobs[token_id]), likeliest)
 
 
 def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:

@@ -15,9 +15,16 @@ from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
 from engine.runtime.decode.dry import DryPenalty, breakers_of
-from engine.runtime.decode.generation import TokenConstraint
+from engine.runtime.decode.generation import ChanceLog, TokenConstraint
 from engine.runtime.decode.prompt import encode
-from engine.runtime.decode.sampling import greedy_token, make_chooser, penalise_repetition
+from engine.runtime.decode.sampling import (
+    bias_logits,
+    chances_of,
+    greedy_token,
+    make_chooser,
+    penalise_presence,
+    penalise_repetition,
+)
 from engine.runtime.load.tokenizer import token_id
 
 END_OF_TURN_TOKENS = (
@@ -70,6 +77,7 @@ class AnswerSequence:
             names, is what was asked for.
         earlier: how many of the first tokens of the prefix are of earlier turns of a chat. The repetition penalty does
             not count them: to the same question the same answer is right.
+        chances: takes how likely each token was.
 
     Attributes:
         ids: its tokens so far, an end token included.
@@ -86,6 +94,7 @@ class AnswerSequence:
         device: torch.device | None = None,
         *,
         earlier: int = 0,
+        chances: ChanceLog | None = None,
     ) -> None:
         device = device or torch.device("cpu")
         self._limits, self._constraint = limits, constraint
@@ -94,7 +103,10 @@ class AnswerSequence:
         self._seen = _Seen(counted, limits.max_tokens, device) if self._penalty != 1 else None
         self._dry = dry_penalty([] if constraint is not None else prefix, [], sampling, limits.end_ids, tokenizer)
         self._choose = make_chooser(sampling, device)
-        is_plain = self._seen is None and self._dry is None and constraint is None
+        self._sampling, self._chances = sampling, chances
+        self._penalises_presence = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        changes = bool(sampling.logit_bias) or self._penalises_presence
+        is_plain = not changes and all(part is None for part in (self._seen, self._dry, constraint, chances))
         self.is_greedy = self._choose is greedy_token and is_plain
         self._detokenizer = IncrementalDetokenizer(tokenizer)
         self._stops = StopStrings(limits.stop)
@@ -108,13 +120,24 @@ class AnswerSequence:
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [1, 1] int64 from logits [1, V]."""
+        token = self._choose(self._changed(logits))
+        if self._chances is not None:
+            self._chances.tokens.append(chances_of(logits[0], int(token), self._chances.top))
+        return token
+
+    def _changed(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits after what makes tokens more or less likely, and what rules them out."""
+        if self._sampling.logit_bias:
+            logits = bias_logits(logits, self._sampling.logit_bias)
+        if self._penalises_presence:
+            logits = penalise_presence(logits.float(), torch.tensor(self.ids, dtype=torch.long), self._sampling)
         if self._seen is not None:
             logits = penalise_repetition(logits.float(), self._seen.ids(), self._penalty)
         if self._dry is not None:
             logits = self._dry.apply(logits.float())
         if self._constraint is not None:
             logits = self._constraint.restrict(logits[0].float())[None]
-        return self._choose(logits)
+        return logits
 
     def take(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Adds a token; the text that has become certain with it, and why the answer ends here if it does."""
