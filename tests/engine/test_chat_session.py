@@ -158,9 +158,9 @@ def test_the_repetition_penalty_leaves_earlier_turns_alone(loaded: LoadedModel) 
     counted: list[list[int]] = []
 
     class Counting(AnswerSequence):
-        def __init__(self, prefix: Any, *others: Any, earlier: int = 0) -> None:
+        def __init__(self, prefix: Any, *others: Any, earlier: int = 0, **named: Any) -> None:
             counted.append(list(prefix[earlier:]))
-            super().__init__(prefix, *others, earlier=earlier)
+            super().__init__(prefix, *others, earlier=earlier, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.runtime.decode.chat_session.AnswerSequence", Counting)
