@@ -81,6 +81,7 @@ class NativeKernels:
         library.switchyard_paged_attention.argtypes = [pointer, pointer, pointer, i32, *[pointer] * 4]
         library.switchyard_attention_rows.argtypes = [*[pointer] * 4, i32, pointer, pointer, pointer, i64, pointer]
         library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, *[pointer] * 3]
+        library.switchyard_prompt_attention.argtypes = [pointer, pointer, pointer]
         library.switchyard_route_rows.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
@@ -96,6 +97,7 @@ class NativeKernels:
         self.paged_attention = library.switchyard_paged_attention
         self.attention_rows = library.switchyard_attention_rows
         self.linear_rows = library.switchyard_linear_rows
+        self.prompt_attention = library.switchyard_prompt_attention
         self.route_rows = library.switchyard_route_rows
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from engine.kernels.native.linear import quantise_linears, speed_up_linears
 from engine.planner.placement import cache_slots
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
+from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision
 from engine.runtime.load.devices import DeviceExperts
@@ -75,6 +76,7 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
         quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels, HugePages().empty)
     speed_up_linears(opened.model, kernels)
     speed_up_decoder_layers(opened.model, kernels)
+    speed_up_prompts(opened.model, kernels)
 
 
 def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:

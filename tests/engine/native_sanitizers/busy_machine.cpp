@@ -18,16 +18,24 @@ Clock::time_point Clock::time{std::chrono::seconds(1)};
 using Size = TeamSizeBy<Clock>;
 constexpr int64_t kBytes = 1 << 20;
 
-// The part of `calls` calls that a team made, where a call takes so many microseconds either way.
-double by_team(Size &size, int calls, int team_us, int alone_us) {
-    int made = 0;
+// What `calls` calls took, and the part of them that a team made, where a call takes so many microseconds either way.
+struct Made {
+    double by_team, us;
+};
+Made made(Size &size, int calls, int team_us, int alone_us) {
+    int by_team = 0;
+    int64_t us = 0;
     for (int call = 0; call < calls; ++call) {
-        const bool team = size.use_team(kBytes);
-        made += team;
-        Clock::time += std::chrono::microseconds(team ? team_us : alone_us);
+        const bool team = size.use_team(kBytes << call % 3);  // a layer's calls differ
+        const int64_t takes = (team ? team_us : alone_us) * (1 << call % 3);
+        by_team += team;
+        us += takes;
+        Clock::time += std::chrono::microseconds(takes);
+        size.done();
     }
-    return static_cast<double>(made) / calls;
+    return {static_cast<double>(by_team) / calls, static_cast<double>(us)};
 }
+double by_team(Size &size, int calls, int team_us, int alone_us) { return made(size, calls, team_us, alone_us).by_team; }
 
 void require(bool holds, const char *what) {
     if (holds) return;
@@ -38,6 +46,14 @@ void require(bool holds, const char *what) {
 }  // namespace
 
 int main() {
+    Size costs(true);
+    const double least = made(costs, 3000, 100, 100).us;
+    Size idle(true);
+    require(made(idle, 3000, 100, 190).us < 1.01 * least, "the first trials cost more than a hundredth");
+    require(made(idle, 30000, 100, 190).us < 10 * 1.002 * least, "later trials cost more than two thousandths");
+    // A machine that becomes busy is noticed at once, however long it was quiet.
+    by_team(idle, 1000, 400, 190);
+    require(by_team(idle, 1000, 400, 190) < 0.2, "a team that has become slower is noticed late");
     Size quiet(true);
     require(by_team(quiet, 20000, 100, 190) > 0.8, "a team that is nearly twice as fast is left");
     Size busy(true);

@@ -107,6 +107,59 @@ void add_rows(float weight, const float *dots, const float *bias, bool rounds, i
                           : add_as<false>(weight, dots, bias, rows, sum);
 }
 
+float soften_row(const float *scores, int64_t step, int64_t keys, int64_t from, int64_t to, float scale, float *top,
+                 float *total, uint16_t *shares) {
+    constexpr int kLanes = 16;
+    from = from < 0 ? 0 : from;
+    to = to > keys ? keys : to;
+    if (from >= to) {
+        std::memset(shares, 0, static_cast<size_t>(keys) * 2);
+        return 1.0f;
+    }
+    float seen[kTileRows], most[kLanes], sums[kLanes] = {};
+    for (float &lane : most) lane = -3e38f;
+    // The scores of 32 keys, where those not seen are as low as can be.
+    const auto block = [&](int64_t at) {
+        const float *row = scores + at / kTileRows * step;
+        if (at >= from && at + kTileRows <= to) return row;
+        for (int64_t i = 0; i < kTileRows; ++i) seen[i] = at + i >= from && at + i < to ? row[i] : -3e38f;
+        return static_cast<const float *>(seen);
+    };
+    const int64_t begin = from / kTileRows * kTileRows, end = (to + kTileRows - 1) / kTileRows * kTileRows;
+    for (int64_t at = begin; at < end; at += kTileRows) {
+        const float *row = block(at);
+        for (int i = 0; i < kLanes; ++i) {
+            const float other = row[i] > row[kLanes + i] ? row[i] : row[kLanes + i];
+            most[i] = most[i] > other ? most[i] : other;
+        }
+    }
+    float highest = most[0];
+    for (int i = 1; i < kLanes; ++i) highest = most[i] > highest ? most[i] : highest;
+    highest = highest * scale > *top ? highest * scale : *top;
+    const float before = exp_of(*top - highest);
+    *top = highest;
+    std::memset(shares, 0, static_cast<size_t>(begin) * 2);
+    std::memset(shares + end, 0, static_cast<size_t>(keys - end) * 2);
+    for (int64_t at = begin; at < end; at += kTileRows) {
+        const float *row = block(at);
+        float of_row[kTileRows];
+        for (int i = 0; i < kTileRows; ++i) {
+            const float share = exp_of(row[i] * scale - highest);
+            of_row[i] = row[i] == -3e38f ? 0.0f : share;
+        }
+        for (int i = 0; i < kLanes; ++i) sums[i] += of_row[i] + of_row[kLanes + i];
+        for (int i = 0; i < kTileRows; ++i) shares[at + i] = narrow_one(of_row[i]);
+    }
+    float sum = 0;
+    for (const float lane : sums) sum += lane;
+    *total = before * *total + sum;
+    return before;
+}
+
+void carry_rows(float before, const float *dots, int64_t rows, float *sum) {
+    for (int64_t i = 0; i < rows; ++i) sum[i] = before * sum[i] + dots[i];
+}
+
 void narrow_rows(const float *values, int64_t count, uint16_t *out) {
     for (int64_t i = 0; i < count; ++i) out[i] = narrow_one(values[i]);
 }

@@ -224,7 +224,7 @@ void multiply(int32_t format, int64_t columns, const Panel &panel, const uint8_t
 }  // namespace
 
 static const ManyKernels kMany = {kPairLanes, {2, 12, 12, 12}, packed_tiles, panel_room, pack_tile, prepare,
-                                  multiply, activate_rows, add_rows, narrow_rows};
+                                  multiply, activate_rows, add_rows, soften_row, carry_rows, narrow_rows};
 extern const ManyKernels *const kAmxMany = &kMany;
 #else
 extern const ManyKernels *const kAmxMany = nullptr;

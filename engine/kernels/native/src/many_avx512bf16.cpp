@@ -13,6 +13,21 @@ void pack_tile(int32_t, const uint16_t *const *rows, int64_t count, int64_t colu
     pack_pairs(rows, count, columns, out);
 }
 
+// Products of 4 rows with 16 vectors, side by side for each vector.
+inline void store_by_vector(__m512 a, __m512 b, __m512 c, __m512 d, float *out) {
+    const __m512d ab_low = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+    const __m512d cd_low = _mm512_castps_pd(_mm512_unpacklo_ps(c, d)), cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+    const __m512d each[4] = {_mm512_unpacklo_pd(ab_low, cd_low), _mm512_unpackhi_pd(ab_low, cd_low),
+                             _mm512_unpacklo_pd(ab_high, cd_high), _mm512_unpackhi_pd(ab_high, cd_high)};
+    for (int v = 0; v < 4; ++v) {
+        const __m512 rows = _mm512_castpd_ps(each[v]);
+        _mm_storeu_ps(out + v * kTileRows, _mm512_castps512_ps128(rows));
+        _mm_storeu_ps(out + (4 + v) * kTileRows, _mm512_extractf32x4_ps(rows, 1));
+        _mm_storeu_ps(out + (8 + v) * kTileRows, _mm512_extractf32x4_ps(rows, 2));
+        _mm_storeu_ps(out + (12 + v) * kTileRows, _mm512_extractf32x4_ps(rows, 3));
+    }
+}
+
 // 8 rows with the vectors of some tiles.
 template <int tiles>
 void multiply_rows(const uint8_t *weights, int64_t stride, int64_t groups, const uint8_t *x, float *out) {
@@ -30,12 +45,10 @@ void multiply_rows(const uint8_t *weights, int64_t stride, int64_t groups, const
             for (int t = 0; t < tiles; ++t) sums[r][t] = _mm512_dpbf16_ps(sums[r][t], weight, values[t]);
         }
     }
-    for (int t = 0; t < tiles; ++t) {
-        float found[kRows][kPairLanes];
-        for (int r = 0; r < kRows; ++r) _mm512_storeu_ps(found[r], sums[r][t]);
-        for (int64_t v = 0; v < kPairLanes; ++v)
-            for (int r = 0; r < kRows; ++r) out[(t * kPairLanes + v) * kTileRows + r] = found[r][v];
-    }
+    for (int t = 0; t < tiles; ++t)
+        for (int row = 0; row < kRows; row += 4)
+            store_by_vector(sums[row][t], sums[row + 1][t], sums[row + 2][t], sums[row + 3][t],
+                            out + t * kPairLanes * kTileRows + row);
 }
 
 void multiply(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
@@ -61,7 +74,7 @@ void multiply(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, in
 }  // namespace
 
 static const ManyKernels kMany = {kPairLanes, {4}, packed_tiles, panel_room, pack_tile, copy_rows,
-                                  multiply, activate_rows, add_rows, narrow_rows};
+                                  multiply, activate_rows, add_rows, soften_row, carry_rows, narrow_rows};
 extern const ManyKernels *const kAvx512Bf16Many = &kMany;
 #else
 extern const ManyKernels *const kAvx512Bf16Many = nullptr;

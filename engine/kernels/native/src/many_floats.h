@@ -94,7 +94,7 @@ void multiply_floats(int32_t, int64_t columns, const Panel &panel, const uint8_t
 
 template <class Math> constexpr ManyKernels floats_kernels(int64_t fewest) {
     return {Math::lanes, {fewest}, packed_floats, panel_floats, pack_floats, prepare_floats,
-            multiply_floats<Math>, activate_rows, add_rows, narrow_rows};
+            multiply_floats<Math>, activate_rows, add_rows, soften_row, carry_rows, narrow_rows};
 }
 
 }  // namespace

@@ -31,6 +31,13 @@ struct ManyKernels {
     void (*activate)(const SwitchyardExperts &layer, const float *bias, int64_t count, float *dots);
     // sum[i] += weight * (dots[i] + bias[i]), rounded to bf16 before it is weighted where `rounds`, for i < rows <= 32.
     void (*add)(float weight, const float *dots, const float *bias, bool rounds, int64_t rows, float *sum);
+    // A running softmax.  Scores of a query with `keys` keys, 32 side by side and `step` floats from one 32 to the next, of
+    // which [from, to) are seen -> shares [keys] in bf16, 0 where not seen; `top` is the highest of scale * score so far,
+    // `total` the sum of shares.  Returns what sums before are to be multiplied with.
+    float (*soften)(const float *scores, int64_t step, int64_t keys, int64_t from, int64_t to, float scale, float *top,
+                    float *total, uint16_t *shares);
+    // sum[i] = before * sum[i] + dots[i] for i < rows
+    void (*carry)(float before, const float *dots, int64_t rows, float *sum);
     // To bf16, rounded to nearest even.
     void (*narrow)(const float *values, int64_t count, uint16_t *out);
 };

@@ -1,8 +1,9 @@
 // Finds out while running whether the threads of a pool gain anything.
 //
 // On a machine that is busy with something else a second thread often costs more than it gains: the caller waits for
-// chunks whose thread is not scheduled.  So the pool measures, in bursts of calls, the bytes of weights that are read per
-// second with the whole team and with the caller alone, and uses whichever is faster.
+// chunks whose thread is not scheduled.  So single calls are made the other way from time to time, and compared with what
+// calls of their size usually take.  Trials are rare, unless calls have become slower than they were: on an idle machine
+// they cost less than a hundredth of the time.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -14,58 +15,97 @@ template <class Clock> class TeamSizeBy {
     // Before a call that reads `bytes` of weights: whether the team should take part.
     bool use_team(int64_t bytes) {
         if (!possible_) return false;
-        const auto now = Clock::now();
-        if (now - last_call_ > kGap) restart(now);  // idle in between: says nothing about speed
-        last_call_ = now;
-        if (calls_ == kBurst) {
-            judge(static_cast<double>(bytes_) / std::chrono::duration<double>(now - begun_).count());
-            restart(now);
+        const int every = team_ ? kSpacing : 1;  // a team that has slept is tried in one go: waking up is not its speed
+        other_way_ = patience_left_ == 0 && --spacing_left_ <= 0;
+        if (other_way_) spacing_left_ = every;
+        bytes_ = bytes < 1 ? 1 : bytes;
+        begun_ = Clock::now();
+        return team_ != other_way_;
+    }
+
+    // After that call.
+    void done() {
+        if (!possible_) return;
+        const double seconds = std::chrono::duration<double>(Clock::now() - begun_).count();
+        Usual &usual = usual_[size_class(bytes_)];
+        const double expected = usual.now * static_cast<double>(bytes_);
+        if (other_way_) {
+            tried(seconds, expected);
+            return;
         }
-        ++calls_;
-        bytes_ += bytes;
-        return team_;
+        const double rate = seconds / static_cast<double>(bytes_);
+        usual.now = usual.now == 0 ? rate : usual.now + kWeight * (rate - usual.now);
+        if (usual.before == 0) usual.before = rate;
+        watch(seconds, usual.before * static_cast<double>(bytes_));
+        if (patience_left_ > 0) --patience_left_;
     }
 
   private:
-    static constexpr auto kGap = std::chrono::milliseconds(200);
-    static constexpr int kBurst = 64;  // calls: about a dozen layers
-    static constexpr int kFewestBursts = 8, kMostBursts = 128;  // between two trials of the other
+    // Seconds for a byte in calls of about one size: their moving average, and what it was at the last trial.
+    struct Usual {
+        double now = 0, before = 0;
+    };
+    static constexpr int kSizes = 64;
+    static constexpr double kWeight = 1.0 / 16;
+    static constexpr int kSpacing = 8, kTrialCalls = 16, kWakingCalls = 4;
+    static constexpr double kTrialSeconds = 0.02;  // calls of a prompt are long: fewer of them say enough
+    static constexpr int kFewestTrialCalls = 4;
+    static constexpr int kFirst = 256, kFewest = 2048, kMost = 16384, kMostAlone = 4096;  // calls between trials
+    static constexpr int kWindow = 64;       // calls that are compared with those before
+    static constexpr double kSlower = 1.25;  // makes a trial worth while at once
     static constexpr double kBetter = 1.05;
 
-    void restart(typename Clock::time_point now) {
-        begun_ = now;
-        calls_ = 0;
-        bytes_ = 0;
+    static int size_class(int64_t bytes) {
+        int bits = 0;
+        while (bits < kSizes - 1 && bytes >> bits > 1) ++bits;
+        return bits;
     }
 
-    void judge(double rate) {
-        double &mine = rate_[team_];
-        mine = mine == 0 ? rate : 0.75 * mine + 0.25 * rate;
-        if (trying_) {
-            trying_ = false;
-            // The trial's rate is not averaged: the old average is what is being checked.
-            rate_[team_] = rate;
-            if (rate > kBetter * rate_[!team_]) {
-                patience_ = kFewestBursts;
-            } else {
-                team_ = !team_;
-                patience_ = patience_ < kMostBursts ? 2 * patience_ : kMostBursts;
-            }
-            left_ = patience_;
-        } else if (--left_ == 0) {
-            trying_ = true;
-            team_ = !team_;
+    // A call that was made the other way.
+    void tried(double seconds, double expected) {
+        if (++trial_calls_ <= (team_ ? 0 : kWakingCalls) || expected == 0) {
+            if (trial_calls_ < 2 * kTrialCalls) return;
+        } else {
+            tried_ += seconds;
+            expected_ += expected;
         }
+        const bool is_enough = trial_calls_ >= kTrialCalls + (team_ ? 0 : kWakingCalls) ||
+                               (tried_ > kTrialSeconds && trial_calls_ >= kFewestTrialCalls);
+        if (!is_enough) return;
+        if (tried_ * kBetter < expected_) {
+            team_ = !team_;
+            for (Usual &usual : usual_) usual.now = 0;  // of the way before
+            patience_ = kFewest;
+        } else {
+            const int most = team_ ? kMost : kMostAlone;
+            patience_ = patience_ < kFewest ? kFewest : 2 * patience_ < most ? 2 * patience_ : most;
+        }
+        for (Usual &usual : usual_) usual.before = usual.now;
+        patience_left_ = patience_;
+        trial_calls_ = spacing_left_ = window_calls_ = 0;
+        tried_ = expected_ = window_ = window_before_ = 0;
+    }
+
+    // A call that was made as usual.
+    void watch(double seconds, double before) {
+        window_ += seconds;
+        window_before_ += before;
+        if (++window_calls_ < kWindow) return;
+        if (window_ > kSlower * window_before_) patience_left_ = 0;
+        window_calls_ = 0;
+        window_ = window_before_ = 0;
     }
 
     bool team_;
     const bool possible_;
-    bool trying_ = false;
-    int patience_ = kFewestBursts, left_ = kFewestBursts;
-    int calls_ = 0;
-    int64_t bytes_ = 0;
-    double rate_[2] = {0, 0};
-    typename Clock::time_point begun_{}, last_call_{};
+    bool other_way_ = false;
+    int patience_ = kFirst, patience_left_ = kFirst, spacing_left_ = 0;
+    int trial_calls_ = 0, window_calls_ = 0;
+    double tried_ = 0, expected_ = 0;         // seconds in a trial
+    double window_ = 0, window_before_ = 0;  // seconds of the last calls
+    int64_t bytes_ = 1;
+    Usual usual_[kSizes];
+    typename Clock::time_point begun_{};
 };
 
 using TeamSize = TeamSizeBy<std::chrono::steady_clock>;

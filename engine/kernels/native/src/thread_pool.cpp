@@ -33,22 +33,28 @@ SwitchyardPool::~SwitchyardPool() {
 
 void SwitchyardPool::run(Work work, void *argument, int64_t bytes) {
     std::lock_guard<std::mutex> only(one_caller_);
-    if (!team_size_.use_team(bytes)) {
+    if (team_size_.use_team(bytes)) {
+        spin_.store(true, std::memory_order_relaxed);
+        run_team(work, argument);
+    } else {
         work(argument);
-        return;
     }
-    spin_.store(true, std::memory_order_relaxed);
-    run_team(work, argument);
+    team_size_.done();
 }
 
 void SwitchyardPool::run_long(Work work, void *argument, int64_t bytes) {
     std::lock_guard<std::mutex> only(one_caller_);
-    if (bytes < kWakingBytes || !team_size_long_.use_team(bytes)) {
+    if (bytes < kWakingBytes) {
         work(argument);
         return;
     }
-    spin_.store(false, std::memory_order_relaxed);
-    run_team(work, argument);
+    if (team_size_long_.use_team(bytes)) {
+        spin_.store(false, std::memory_order_relaxed);
+        run_team(work, argument);
+    } else {
+        work(argument);
+    }
+    team_size_long_.done();
 }
 
 void SwitchyardPool::run_team(Work work, void *argument) {
