@@ -548,7 +548,8 @@ class _Handler(BaseHTTPRequestHandler):
                 "X-Xet-Access-Token": "xet",
                 "X-Xet-Token-Expiration": expires,
             }
-            self._send(200, b"{}", xet)
+            said = {"casUrl": self.hub.second_host, "accessToken": "xet", "exp": int(expires)}
+            self._send(200, json.dumps(said).encode(), xet)  # the hub's library reads the headers, xet's the body
         else:
             self._json(self._about(repo, with_blobs=query.get("blobs", "").lower() in ("true", "1")))
 

@@ -77,8 +77,8 @@ class LibraryTable(QAbstractTableModel):
         rows = tuple(
             ModelRow(
                 entry,
-                is_loaded=bool(loaded) and str(entry.path) == loaded,
-                is_default=default in (entry.name, str(entry.path)),
+                is_loaded=bool(loaded) and loaded in _places(entry),
+                is_default=default == entry.name or default in _places(entry),
                 predicted=predicted.get(str(entry.path)),
             )
             for entry in entries
@@ -93,7 +93,7 @@ class LibraryTable(QAbstractTableModel):
 
     def row_of(self, path: str) -> int:
         """The row of the model at a path; -1 if it is not there."""
-        return next((at for at, row in enumerate(self._rows) if str(row.entry.path) == path), -1)
+        return next((at for at, row in enumerate(self._rows) if path in _places(row.entry)), -1)
 
     def rowCount(self, parent: Index = _NOWHERE) -> int:
         return 0 if parent.isValid() else len(self._rows)
@@ -123,6 +123,11 @@ class LibraryTable(QAbstractTableModel):
         if role == Qt.ItemDataRole.TextAlignmentRole:
             return _aligned(index.column())
         return None
+
+
+def _places(entry: LibraryEntry) -> tuple[str, ...]:
+    """Wherever the model lies."""
+    return str(entry.path), *(str(path) for _origin, path in entry.also)
 
 
 def _aligned(column: int) -> Qt.AlignmentFlag:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
@@ -28,6 +29,8 @@ IDLE_LOOK_MS = 3000
 START_AGAIN_MS = 5000
 LIMIT_KEY = "download_limit"
 """Setting: bytes a second for each download that is added in the window."""
+FOLDER_KEY = "download_folder"
+"""Setting: the model folder that downloads of the window go into; empty for the library's own."""
 MOST_STARTS = 5
 """In a row, of a process that ends with something left to do."""
 TERMINATE_MS = 3000
@@ -100,9 +103,9 @@ class Downloads(QObject):
         def doing() -> Download:
             from engine.checkpoint.downloads.queue import add
 
-            return _limited(add(candidate), limit)
+            return _limited(add(candidate, folder=_listed(folder)), limit)
 
-        self._starts, limit = 0, self.limit
+        self._starts, limit, folder = 0, self.limit, self._settings.get(FOLDER_KEY, "")
         self._ask(doing, then)
 
     def add_reference(self, reference: str, then: Callable[[Download], object] = lambda _download: None) -> None:
@@ -112,9 +115,10 @@ class Downloads(QObject):
             from engine.checkpoint.downloads.queue import add
             from engine.checkpoint.hub import find_candidate
 
-            return _limited(add(find_candidate(reference, cancelled=self._closing.is_set)), limit)
+            found = find_candidate(reference, cancelled=self._closing.is_set)
+            return _limited(add(found, folder=_listed(folder)), limit)
 
-        self._starts, limit = 0, self.limit
+        self._starts, limit, folder = 0, self.limit, self._settings.get(FOLDER_KEY, "")
         self._ask(doing, then)
 
     def pause(self, key: str) -> None:
@@ -330,6 +334,13 @@ def read_downloads() -> tuple[Download, ...]:
     from engine.checkpoint.downloads.queue import downloads
 
     return tuple(downloads())
+
+
+def _listed(folder: str) -> Path | None:
+    """A folder as long as it is in the list of model folders."""
+    from engine.checkpoint.shelves import model_folders
+
+    return next((each for each in model_folders() if str(each) == folder), None)
 
 
 def _limited(download: Download, bytes_per_s: int) -> Download:

@@ -11,9 +11,10 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSlider, QVBoxLa
 from app.theme import use_tabular_figures
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fit_table import FitTable
-from app.widgets.fit_words import TOO_LARGE, Presence, first_token_words, fit_bars
+from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
+from engine.checkpoint.hub.contents import candidate_named
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard, FitRow
 from engine.tuning.machine_look import MachineLook
@@ -48,7 +49,9 @@ class FitCardView(QWidget):
         self.memory.setRange(1, _SHARES)
         self.memory.setValue(_SHARES)
         self._memory_name = QLabel(self.tr("VRAM to use"), self)
+        self._asked, self._is_named = "", False
         self.progress = muted_label(self)
+        self.which = muted_label(self)
         self.trouble = warning_label(self)
         self.why = muted_label(self)
         self.table = FitTable(self)
@@ -80,8 +83,15 @@ class FitCardView(QWidget):
         self.table.show_card(FitCard((), None, ""))
         for widget in (self.table, self.bars, self.download, self.anyway, self._sliders):
             widget.hide()
-        for label in (self.progress, self.trouble, self.why, self.details):
+        self._asked, self._is_named = "", False
+        for label in (self.progress, self.which, self.trouble, self.why, self.details):
             set_message(label, "")
+
+    def ask_for(self, what: str) -> None:
+        """What a pasted reference says of the file that is meant: a label or a name, or nothing."""
+        self._asked, self._is_named = what, True
+        if self.rows:  # the repository was shown already
+            self.show_card(self.table.rows.card)
 
     def show_reading(self, read: int, total: int) -> None:
         """How many of the repository's files have been looked into."""
@@ -120,7 +130,8 @@ class FitCardView(QWidget):
         self._sliders.setVisible(any(row.speed is not None or not row.candidate.problem for row in card.rows))
         self.table.setVisible(bool(card.rows))
         set_message(self.why, card.why)
-        self.table.show_card(card)
+        asked = candidate_named(self._asked, [row.candidate for row in card.rows]) if self._asked else None
+        self.table.show_card(card, asked.label if asked is not None else "")
         self._show_row()
 
     def show_presence(self, presence: Mapping[str, Presence]) -> None:
@@ -193,8 +204,9 @@ class FitCardView(QWidget):
         if row is None or not shown:
             set_message(self.details, "")
             return
+        self._say_which(row)
         self.bars.show_tiers(fit_bars(row))
-        said = [problem or row.why]
+        said = [files_words(row.candidate), problem or row.why]
         if row.speed is not None:
             said += [
                 first_token_words(row.speed),
@@ -215,6 +227,19 @@ class FitCardView(QWidget):
         for button in (self.download, self.anyway):
             button.setEnabled(presence != "downloading")
         self.anyway.setAccessibleName(self.tr("Load {0} anyway").format(row.candidate.label))
+
+    def _say_which(self, row: FitRow) -> None:
+        """Which file is taken, where one was pasted that names none, or one that is not here."""
+        words = ""
+        asked = candidate_named(self._asked, [each.candidate for each in self.rows]) if self._asked else None
+        able = [each for each in self.rows if not each.candidate.problem]
+        if self._is_named and self._asked and asked is None and self.progress.isHidden():
+            words = self.tr("There is no {0} here. {1} would be downloaded: choose another row to take that one.")
+            words = words.format(self._asked, row.candidate.label)
+        elif self._is_named and not self._asked and len(able) > 1:
+            words = self.tr("No file was named. {0} would be downloaded: choose another row to take that one.")
+            words = words.format(row.candidate.label)
+        set_message(self.which, words)
 
     def _on_button(self) -> None:
         row = self.table.row
@@ -258,6 +283,7 @@ class FitCardView(QWidget):
             self.progress,
             self.trouble,
             self._sliders,
+            self.which,
             self.why,
             self.table,
             self.details,

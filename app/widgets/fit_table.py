@@ -51,6 +51,7 @@ class FitTable(QTableView):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
+        self._asked = ""
         headings = (self.tr("File"), self.tr("Memory"), self.tr("Speed"), self.tr("On this PC"))
         self.rows = FitTableModel(headings, lambda row, recommended: spoken(row, recommended=recommended), self)
         self.setProperty("table", "text")
@@ -84,11 +85,17 @@ class FitTable(QTableView):
         row = self.currentIndex().data(FIT_ROLE)
         return row if isinstance(row, FitRow) else None
 
-    def show_card(self, card: FitCard) -> None:
-        """Shows a card; the recommended row is current until the user takes another."""
+    def show_card(self, card: FitCard, asked: str = "") -> None:
+        """Shows a card; the row of the label that was asked for is current, or else the recommended one, until the
+        user takes another."""
         before, was_recommended = self.row, bool(self.currentIndex().data(RECOMMENDED_ROLE))
         self.rows.show(card)
-        at = self.rows.row_of(before.candidate.label) if before is not None and not was_recommended else -1
+        is_new = bool(asked) and asked != self._asked
+        stays = before is not None and (not was_recommended or before.candidate.label == asked)
+        self._asked = asked
+        at = self.rows.row_of(before.candidate.label) if before is not None and stays and not is_new else -1
+        if at < 0:
+            at = self.rows.row_of(asked)
         if at < 0:
             at = card.recommended if card.recommended is not None else 0
         if card.rows and self.currentIndex().row() != at:

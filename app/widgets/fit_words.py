@@ -9,6 +9,7 @@ from PySide6.QtCore import QCoreApplication
 from app.theme import ColourName
 from app.widgets.plan_bars import BarPart, TierBar, memory_parts
 from app.widgets.quantities import SEPARATOR, figures, file_size, number
+from engine.checkpoint.hub import Candidate
 from engine.tuning.fit import FitRow, FitSpeed
 
 translate = QCoreApplication.translate
@@ -105,3 +106,14 @@ def spoken(row: FitRow, *, recommended: bool) -> str:
         said.append(f"{speed_words(row.speed)} ({range_words(row.speed)}), {first_token_words(row.speed)}")
     said.append(row.candidate.problem or row.why)
     return "\n".join(filter(None, said))
+
+
+def files_words(candidate: Candidate) -> str:
+    """The name of what is downloaded: of several files the first one, and how many more."""
+    weights = [file for file in candidate.files if file.path.lower().endswith((".gguf", ".safetensors"))]
+    if not weights:
+        return ""
+    name = weights[0].path.rpartition("/")[2]
+    if len(weights) == 1:
+        return name
+    return translate("Fit", "{0} and {1} more").format(name, len(weights) - 1)

@@ -10,6 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
@@ -53,6 +58,34 @@ def check_connected(folder: Path) -> None:
     """
     if trouble := trouble_with(folder):
         raise EngineError(ErrorCode.INVALID_REQUEST, trouble)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How much a model folder can still take: bytes; None, and why in a sentence, if it is not used now."""
+
+    folder: Path
+    free: int | None
+    trouble: str = ""
+
+
+def rooms_of(folders: Sequence[Path], within_s: float = 2.0) -> tuple[Room, ...]:
+    """The room in each of these folders; a disk that does not answer in time counts as away."""
+    found: dict[Path, Room] = {}
+
+    def look(folder: Path) -> None:
+        trouble = trouble_with(folder)
+        place = next((each for each in (folder, *folder.parents) if each.exists()), folder)  # it may not be made yet
+        with contextlib.suppress(OSError):
+            found[folder] = Room(folder, None if trouble else shutil.disk_usage(place).free, trouble)
+
+    threads = [threading.Thread(target=look, args=(folder,), daemon=True) for folder in folders]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + within_s
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
+    return tuple(found.get(each) or Room(each, None, f"The disk of {each} does not answer.") for each in folders)
 
 
 def _is_filled(folder: Path) -> bool:

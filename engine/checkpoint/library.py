@@ -23,6 +23,7 @@ from engine.checkpoint.in_use import reading
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
 from engine.checkpoint.profile import ModelProfile, read_profile
+from engine.checkpoint.same_models import content_keys, link_key, listed_once
 from engine.checkpoint.shards import is_beside_weights, named_weights, read_tensors
 from engine.checkpoint.shelves import OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.usage import read_usage, where
@@ -31,7 +32,7 @@ from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import cache_dir, data_dir, models_dir
 
-_VERSION = 1
+_VERSION = 2
 """Of the file with descriptions; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
@@ -97,6 +98,8 @@ class LibraryEntry:
         last_used: when it was last loaded or answered on this machine, in seconds since the epoch.
         measured_tokens_per_s: the median decode speed of its last answers on this machine.
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
+        content: what its weights are, for `listed_once`.
+        also: other places where the same model lies: whose each is, as `origin`, and its path. Only in a list.
     """
 
     name: str
@@ -115,6 +118,8 @@ class LibraryEntry:
     last_used: float | None = None
     measured_tokens_per_s: float | None = None
     precision_words: str = ""
+    content: tuple[str, ...] = ()
+    also: tuple[tuple[str, Path], ...] = ()
 
     @property
     def is_in_place(self) -> bool:
@@ -161,9 +166,9 @@ def look_around(*, within_s: float = WITHIN_S, cancelled: Callable[[], bool] = l
     """
     _descriptions.load()
     found, problems = find_models(within_s=within_s, cancelled=cancelled, look_at=_descriptions.look_at)
-    entries = [replace(_descriptions.seen[model.path], name=model.name) for model in found]
+    named = [replace(_descriptions.seen[model.path], name=model.name) for model in found]
     _descriptions.save()
-    entries.sort(key=lambda entry: entry.name != STARTER_NAME)
+    entries = sorted(listed_once(named), key=lambda entry: entry.name != STARTER_NAME)
     return Listing(tuple(entries), tuple(problems))
 
 
@@ -191,9 +196,11 @@ def describe(path: Path, name: str) -> LibraryEntry:
 
 
 def _entry(model: Found) -> LibraryEntry:
-    usage = read_usage(model.path)
+    usage, said = read_usage(model.path), _descriptions.of(model.path)
+    link = link_key(_weights_of(model.path))
     return replace(
-        _descriptions.of(model.path),
+        said,
+        content=(*said.content, link) if link else said.content,
         name=model.name,
         origin=model.origin,
         bank_bytes=total_bytes(banks_of(model.path)),
@@ -224,6 +231,7 @@ def _read(path: Path) -> LibraryEntry:
         experts_per_token=profile.experts_per_token,
         context_tokens=profile.context_tokens,
         precision_words=_precision_words(path, profile),
+        content=content_keys(_weights_of(path), path if path.is_dir() else path.parent, manifest),
     )
 
 
@@ -301,12 +309,14 @@ _NUMBERS = ("parameters", "bytes_on_disk", "experts", "experts_per_token", "cont
 
 
 def _fields(entry: LibraryEntry) -> dict[str, str | int]:
-    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS)}
+    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS)} | {"content": "\n".join(entry.content)}
 
 
 def _kept_entry(path: Path, kept: dict[str, Any]) -> LibraryEntry:
     texts = {name: str(kept[name]) for name in _TEXTS}
-    return LibraryEntry("", path, **texts, **{name: int(kept[name]) for name in _NUMBERS})  # type: ignore[arg-type]
+    numbers = {name: int(kept[name]) for name in _NUMBERS}
+    content = tuple(str(kept["content"]).split("\n")) if kept["content"] else ()
+    return LibraryEntry("", path, **texts, **numbers, content=content)  # type: ignore[arg-type]
 
 
 def _state(path: Path) -> str:
@@ -332,6 +342,11 @@ def model_files(path: Path) -> list[Path]:
         return [file for file in files_of(path) if file.relative_to(path).as_posix() in names]
     weights = _weights_by_name(path)
     return [file for file in files_of(path) if file in weights or _is_beside(file, path)]
+
+
+def _weights_of(path: Path) -> list[Path]:
+    weights = _weights_by_name(path) if path.is_dir() else set(files_of(path))
+    return sorted(file for file in weights if file.is_file())
 
 
 def _weights_by_name(folder: Path) -> set[Path]:

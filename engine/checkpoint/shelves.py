@@ -44,6 +44,7 @@ _LOOK_S = 0.05
 _PATIENCE_S = 20.0
 _MOST_FOLDERS = 50
 _MOST_BYTES = 2**20
+_MOST_PATH_BYTES = 2**13
 _DEEPEST = 6
 _MOST_ENTRIES = 100_000
 _SHARD = re.compile(r"-\d+-of-(\d+)\.safetensors$")
@@ -200,9 +201,9 @@ def shelves() -> list[Shelf]:
 
 def _stores(home: Path) -> Iterator[Shelf]:
     yield Shelf(HUB_CACHE, _hub_cache_folder(home))
-    for folder in (home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"):
-        yield Shelf(LM_STUDIO, folder)
-    yield from _set_elsewhere(LM_STUDIO, home / ".lmstudio" / "settings.json", "downloadsFolder")
+    for folder in dict.fromkeys((*_lm_studio_pointer(home), home / ".lmstudio", home / ".cache" / "lm-studio")):
+        yield Shelf(LM_STUDIO, folder / "models")
+        yield from _set_elsewhere(LM_STUDIO, folder / "settings.json", "downloadsFolder")
     if os.environ.get("OLLAMA_MODELS"):
         yield Shelf(OLLAMA, Path(os.environ["OLLAMA_MODELS"]))
     yield Shelf(OLLAMA, home / ".ollama" / "models")
@@ -211,6 +212,7 @@ def _stores(home: Path) -> Iterator[Shelf]:
     for folder in (
         Path(platformdirs.user_data_dir("Jan", appauthor=False, roaming=True)),
         Path(platformdirs.user_config_dir("Jan", appauthor=False, roaming=True)),
+        Path(platformdirs.user_data_dir("jan.ai.app", appauthor=False, roaming=True)),
     ):
         yield Shelf(JAN, folder / "data" / "llamacpp" / "models")
         yield Shelf(JAN, folder / "data" / "models")
@@ -218,6 +220,7 @@ def _stores(home: Path) -> Iterator[Shelf]:
             yield Shelf(JAN, shelf.folder / "llamacpp" / "models")
     yield Shelf(JAN, home / "jan" / "models")
     yield Shelf(GPT4ALL, Path(platformdirs.user_data_dir("nomic.ai", appauthor=False)) / "GPT4All")
+    yield from _gpt4all_elsewhere(home)
     yield Shelf(GPT4ALL, home / ".cache" / "gpt4all")
 
 
@@ -227,6 +230,27 @@ def _hub_cache_folder(home: Path) -> Path:
         return Path(os.environ["HF_HUB_CACHE"]).expanduser()
     caches = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     return Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser() / "hub"
+
+
+def _lm_studio_pointer(home: Path) -> Iterator[Path]:
+    """Where LM Studio keeps everything, if the file says so that it and its tools look at first."""
+    with contextlib.suppress(OSError, ValueError):
+        folder = Path(read_foreign(home / ".lmstudio-home-pointer", _MOST_PATH_BYTES).decode().strip())
+        if folder.is_absolute() and "\0" not in str(folder):
+            yield folder
+
+
+def _gpt4all_elsewhere(home: Path) -> Iterator[Shelf]:
+    """The folder in GPT4All's settings, which Qt writes as INI: letters beyond ASCII are `\\x` and their code."""
+    base = Path(os.environ.get("APPDATA") or home) if sys.platform == "win32" else home / ".config"
+    with contextlib.suppress(OSError, ValueError):
+        text = read_foreign(base / "nomic.ai" / "GPT4All.ini", _MOST_BYTES).decode()
+        found = re.search(r'^modelPath="?([^"\r\n]+)', text, re.MULTILINE)
+        path = re.sub(r"\\x([0-9a-f]{1,4})", lambda code: chr(int(code[1], 16)), found[1]) if found else ""
+        folder = Path(path.replace("\\\\", "\\"))
+        path.encode()  # raises where no file can have that name
+        if folder.is_absolute() and "\0" not in path:
+            yield Shelf(GPT4ALL, folder)
 
 
 def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[Shelf]:

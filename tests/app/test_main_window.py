@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ from app.theme import ThemeController
 from app.views.main_window import SMALLEST, MainWindow
 from app.views.settings import SettingsPage
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from engine.checkpoint.downloads.queue import DownloadState
 from engine.common.config import BatchJob
+from tests.app import model_parts as parts
 from tests.app.scripted_engine import STARTER
 
 PAGES = (CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS)
@@ -298,3 +301,21 @@ def test_a_model_dropped_into_the_window_is_loaded(
             QApplication.sendEvent(window, QDropEvent(QPointF(9, 9), Qt.DropAction.CopyAction, data, buttons, keys))
             assert opened.pop() == str(path)
     assert opened == []
+
+
+def test_downloads_are_in_sight_on_every_page_and_lead_to_the_models(window: MainWindow, qtbot: QtBot) -> None:
+    mark = window.sidebar.downloads
+    assert not mark.isVisible()
+    window.resize(1280, 800)
+    mark.show_downloads(parts.DOWNLOADS[:2])
+    assert mark.isVisible()
+    assert mark.text().strip() == mark.accessibleName() == "2 downloads, 25%"
+    window.resize(SMALLEST)
+    qtbot.waitUntil(lambda: mark.text() == "25%")
+    assert mark.accessibleName() == "2 downloads, 25%"
+    mark.show_downloads([replace(parts.DOWNLOADS[0], state=DownloadState.PAUSED)])
+    assert not mark.isVisible()
+    mark.show_downloads(parts.DOWNLOADS[2:])
+    assert mark.accessibleName() == "A download stopped"
+    mark.click()
+    assert window.sidebar.button(MODELS).isChecked()

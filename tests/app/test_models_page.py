@@ -15,6 +15,7 @@ from PySide6.QtWidgets import QMessageBox, QPushButton, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.models.library import Column
+from app.services.downloads import FOLDER_KEY
 from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
 from app.services.library import Work
 from app.services.settings import Settings
@@ -22,10 +23,12 @@ from app.views.models import ModelsPage
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.phrases import ended_words, used_words, work_words
 from app.widgets.token_dialog import TokenDialog
+from engine.checkpoint.connected import Room
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Verification
 from engine.checkpoint.removing import Removed
 from engine.checkpoint.shelves import model_folders
+from engine.common.paths import models_dir
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard
 from tests.app import model_parts as parts
@@ -640,3 +643,73 @@ def test_tab_goes_through_the_page_from_top_to_bottom(scene: Scene, qtbot: QtBot
     while (following := seen[-1].nextInFocusChain()) is not page:
         seen.append(following)
     assert [one for one in seen if one in wanted] == wanted
+
+
+# --- folders, copies, and pasted references ------------------------------------------------------------
+
+
+def test_of_several_folders_one_is_chosen_and_remembered(scene: Scene, settings: Settings, qtbot: QtBot) -> None:
+    choice = scene.page.folder
+    choice.show_rooms((Room(models_dir(), 50 * parts.GB),))
+    assert choice.isHidden()
+    usb, nas = Path("/media/usb/models"), Path("/mnt/nas/llm")
+    choice.show_rooms((Room(models_dir(), 50 * parts.GB), Room(usb, 900 * parts.GB), Room(nas, None, "It is away.")))
+    assert choice.isVisible()
+    texts = [choice.combo.itemText(at) for at in range(3)]
+    assert "50.0 GB" in texts[0]
+    assert "900 GB" in texts[1]
+    assert "not connected" in texts[2]
+    assert not choice.combo.model().flags(choice.combo.model().index(2, 0)) & Qt.ItemFlag.ItemIsEnabled
+    choice.combo.setCurrentIndex(1)
+    choice.combo.activated.emit(1)
+    assert settings.get(FOLDER_KEY, "") == str(usb)
+    assert choice.combo.accessibleDescription() == str(usb)
+    choice.show_rooms((Room(models_dir(), 50 * parts.GB), Room(usb, 900 * parts.GB)))
+    assert choice.combo.currentIndex() == 1
+    choice.combo.setCurrentIndex(0)
+    choice.combo.activated.emit(0)
+    assert settings.get(FOLDER_KEY, "-") == ""
+
+
+def test_a_model_in_two_stores_says_so_and_which_copy_goes(scene: Scene) -> None:
+    other = Path("/home/somebody/.lmstudio/models/gpt-oss-20b.gguf")
+    twice = replace(parts.MODELS[1], also=(("LM Studio", other),))
+    scene.engine.model = replace(STARTER, path=str(other))
+    scene.library.show(parts.MODELS[0], twice)
+    here = scene.page.here
+    assert here.rows.rows[1].is_loaded  # from wherever
+    scene.engine.model = None
+    scene.library.show(parts.MODELS[0], twice)
+    here.choose(str(other))
+    assert here.entry == twice
+    assert "also in LM Studio" in here.facts.text()
+    here.remove_wanted.emit(twice)
+    box = scene.page.findChild(QMessageBox)
+    assert box is not None
+    assert str(twice.path.parent) in box.informativeText()
+    assert str(other.parent) in box.informativeText()
+    box.close()
+
+
+def test_a_pasted_reference_says_which_file_is_taken(scene: Scene, qtbot: QtBot) -> None:
+    search = scene.page.search
+    search.field.setText(parts.REPOSITORY.id)
+    search.button.click()
+    scene.hub.show()
+    row = search.fit.table.row
+    assert row is not None
+    assert search.fit.which.isVisible()
+    assert row.candidate.label in search.fit.which.text()
+    assert row.candidate.files[0].path.rpartition("/")[2] in search.fit.details.text()
+    other = next(each for each in search.fit.rows if each.candidate.label != row.candidate.label)
+    search.field.setText(f"{parts.REPOSITORY.id}:{other.candidate.label.lower()}")
+    search.button.click()
+    scene.hub.show()
+    assert search.fit.table.row == other
+    assert search.fit.which.isHidden()
+    scene.hub.judge_now()
+    assert search.fit.table.row == other  # also when the card follows the sliders
+    search.field.setText(f"{parts.REPOSITORY.id}:Q9_Z")
+    search.button.click()
+    scene.hub.show()
+    assert "no Q9_Z" in search.fit.which.text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,6 +259,28 @@ def test_programs_that_keep_models_elsewhere(home: Path, tmp_path: Path) -> None
         (tmp_path / "theirs").mkdir(exist_ok=True)
         write_mixtral(tmp_path / "theirs" / "a.gguf")
         assert list(_entries()) == (["a"] if content == str(tmp_path / "theirs") else [])
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="where these files are on other systems")
+@pytest.mark.parametrize(
+    ("file", "text", "inside", "origin"),
+    [
+        (".lmstudio-home-pointer", "{0}/théirs\n", "models/maker/model", "LM Studio"),
+        (".config/nomic.ai/GPT4All.ini", "[General]\nmodelPath={0}/th\\xe9irs/\nserverChat=true\n", "", "GPT4All"),
+        (".local/share/jan.ai.app/settings.json", '{{"data_folder": "{0}/théirs"}}', "llamacpp/models/a", "Jan"),
+    ],
+)
+def test_where_other_programs_say_that_their_models_are(
+    home: Path, tmp_path: Path, file: str, text: str, inside: str, origin: str
+) -> None:
+    (home / file).parent.mkdir(parents=True, exist_ok=True)
+    (home / file).write_text(text.format(tmp_path), encoding="utf-8")
+    (tmp_path / "théirs" / inside).mkdir(parents=True)
+    write_mixtral(tmp_path / "théirs" / inside / "a.gguf")
+    assert {name: entry.origin for name, entry in _entries().items()} == {"a": origin}
+    for damaged in ("", "{", "\0", "modelPath=\\xd800", "modelPath=relative", "x" * 3_000_000):
+        (home / file).write_text(damaged)
+        assert _entries() == {}
 
 
 def test_other_programs_are_left_alone_if_so_wanted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

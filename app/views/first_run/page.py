@@ -22,6 +22,7 @@ from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
+from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import CHAT, MODELS, Page
 from app.widgets.recommendations import RecommendationList
 from app.widgets.token_dialog import ask_token_of
@@ -70,6 +71,8 @@ class FirstRunPage(Page):
         """References whose download is being prepared."""
         self.machine = Card(self.tr("This PC"), self)
         self.recommended = Card(self.tr("Recommended for this PC"), self)
+        self.folder = FolderChoice(settings, self.recommended)
+        self.recommended.head.addWidget(self.folder)
         self.list = RecommendationList(self.recommended, primary="balanced")
         self.progress = DownloadsCard(self)
         self.here = HereCard(self)
@@ -81,6 +84,10 @@ class FirstRunPage(Page):
         self._lay_out()
         self._connect()
         self.setAccessibleName(self.tr("Choose a first model"))
+
+    def close_down(self) -> None:
+        """Waits for background work."""
+        self.folder.close_down()
 
     # --- building ---
 
@@ -167,6 +174,7 @@ class FirstRunPage(Page):
         super().showEvent(event)
         self._hub.look_at_machine(self._settings.device)
         self._library.look()
+        self.folder.look()
         self._downloads.watch(on=True)
 
     def hideEvent(self, event: QHideEvent) -> None:

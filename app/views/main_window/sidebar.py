@@ -10,8 +10,9 @@ from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QV
 
 from app.icons import IconMark, icon
 from app.theme import BODY_PX, body_px
+from app.views.main_window.downloads_mark import DownloadsMark
 from app.views.main_window.machine_footer import MachineFooter
-from app.widgets.page import PageEntry
+from app.widgets.page import MODELS, PageEntry
 from app.widgets.shortcuts import add_shortcut
 
 WIDTH_PX = 208
@@ -57,8 +58,11 @@ class Sidebar(QWidget):
         self._buttons: dict[str, QPushButton] = {}
         for index, page in enumerate(self._pages):
             column.addWidget(self._button(index, page))
+        self.downloads = DownloadsMark(self)
+        column.addWidget(self.downloads)
         column.addStretch(1)
         column.addWidget(footer)
+        self.downloads.clicked.connect(lambda: self._go(MODELS))
         self._group.idClicked.connect(lambda index: self.page_chosen.emit(self._pages[index].name))
         self._show_labels()
         self._apply()
@@ -69,6 +73,7 @@ class Sidebar(QWidget):
         if rail != self._is_rail:
             self._is_rail = rail
             self._footer.set_narrow(rail)
+            self.downloads.set_narrow(rail)
             self._show_labels()
             self._apply()
 
@@ -131,7 +136,8 @@ class Sidebar(QWidget):
         margins = self._column.contentsMargins()
         top = margins.top() + margins.bottom()
         above = [self._head] if not self._head.isHidden() else []
-        widgets = [*above, *self._group.buttons()]
+        mark = [self.downloads] if not self.downloads.isHidden() else []
+        widgets = [*above, *self._group.buttons(), *mark]
         taken = sum(widget.sizeHint().height() + self._column.spacing() for widget in widgets)
         room = self.width() - margins.left() - margins.right()
         self._footer.fit(room, self.height() - top - taken - self._column.spacing())
@@ -143,6 +149,6 @@ class Sidebar(QWidget):
         self._column.setContentsMargins(side_px, end_px if self._is_rail else 18, side_px, end_px)
         self.setFixedWidth(round(RAIL_PX * (0.4 + 0.6 * scale) if self._is_rail else WIDTH_PX * (0.4 + 0.6 * scale)))
         side = round(ICON_PX * scale)
-        for button in self._buttons.values():
+        for button in (*self._buttons.values(), self.downloads):
             button.setIconSize(QSize(side, side))
         self._fit()

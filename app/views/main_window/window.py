@@ -120,7 +120,9 @@ class MainWindow(QMainWindow):
 
     def _begin_later(self) -> None:
         self.services.telemetry.start()
-        self.services.downloads.begin()
+        downloads = self.services.downloads
+        downloads.changed.connect(lambda: self.sidebar.downloads.show_downloads(downloads.entries))
+        downloads.begin()
 
     def come_forward(self) -> None:
         """Brings the window to the front, also if it is minimised."""

@@ -30,8 +30,9 @@ class FoldersDialog(QDialog):
         words = muted_label(
             self,
             self.tr(
-                "Models in these folders are listed and used where they lie. Downloads go into the first. Those of LM "
-                "Studio, Ollama, Jan, GPT4All and the hub's own cache are found automatically."
+                "Models in these folders are listed and used where they lie. The Models page asks which of them a "
+                "download goes into. Those of LM Studio, Ollama, Jan, GPT4All and the hub's own cache are found "
+                "automatically."
             ),
         )
         self.list = QListWidget(self)

@@ -20,7 +20,7 @@ from PySide6.QtWidgets import (
 from app.models.library import ROW_ROLE, Column, LibraryTable, ModelRow
 from app.services.library import Work
 from app.theme import ColourName, themed, use_tabular_figures
-from app.views.models.phrases import cell_words, marks, model_facts, model_text, speed_sentence, work_words
+from app.views.models.phrases import also_words, cell_words, marks, model_facts, model_text, speed_sentence, work_words
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
@@ -146,7 +146,7 @@ class OnThisPcCard(Card):
             return
         entry = row.entry
         self.name.set_full_text(entry.name)
-        self.facts.setText(SEPARATOR.join(filter(None, (model_facts(entry), speed_sentence(row)))))
+        self.facts.setText(SEPARATOR.join(filter(None, (model_facts(entry), speed_sentence(row), also_words(entry)))))
         self.facts.setVisible(bool(self.facts.text()))
         self.place.set_full_text(str(entry.path))
         set_message(self.problem, entry.problem)

@@ -35,6 +35,7 @@ from app.widgets.card import Card, muted_label, set_message
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.dropped_model import dropped_model
 from app.widgets.fit_words import Presence
+from app.widgets.folder_choice import FolderChoice
 from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
@@ -82,6 +83,7 @@ class ModelsPage(Page):
         self.setAccessibleName(self.tr("Models"))
         # In the order in which Tab goes through them.
         self.header = PageHeader(self.tr("Models"), self)
+        self.folder = FolderChoice(settings, self)
         self.folders_button = QPushButton(self.tr("Folders…"), self)
         self.import_button = QPushButton(self.tr("Import…"), self)
         self.trouble = Banner("warning", self)
@@ -99,6 +101,10 @@ class ModelsPage(Page):
         self._show_models()
         self._show_downloads()
         self._show_recommendations()
+
+    def close_down(self) -> None:
+        """Waits for background work."""
+        self.folder.close_down()
 
     # --- files dropped on the page --------------------------------------------------------------------
 
@@ -118,6 +124,7 @@ class ModelsPage(Page):
         super().showEvent(event)
         self._arrange()
         self._library.look()
+        self.folder.look()
         self._downloads.watch(on=True)
         self._hub.look_at_machine(self._settings.device)
 
@@ -188,12 +195,16 @@ class ModelsPage(Page):
         dialog.open()
 
     def _ask_remove(self, model: LibraryEntry) -> None:
+        words = self.tr("It frees {0} once the trash is emptied. Its prepared experts are deleted.").format(
+            file_size(model.bytes_on_disk)
+        )
+        if model.also:
+            stays = self.tr("This is the copy in {0}. The one in {1} stays, and is listed instead.")
+            words += " " + stays.format(model.path.parent, ", ".join(str(path.parent) for _origin, path in model.also))
         ask(
             self,
             self.tr("Move {0} to the trash?").format(model.name),
-            self.tr("It frees {0} once the trash is emptied. Its prepared experts are deleted.").format(
-                file_size(model.bytes_on_disk)
-            ),
+            words,
             [(self.tr("Move to the trash"), "destroy", lambda: self._remove(model))],
         )
 
@@ -218,6 +229,7 @@ class ModelsPage(Page):
         """The dialog of model folders."""
         dialog = FoldersDialog(self)
         dialog.changed.connect(self._library.look)
+        dialog.changed.connect(self.folder.look)
         dialog.open()
         return dialog
 
@@ -401,6 +413,7 @@ class ModelsPage(Page):
         self.search.field.selectAll()
 
     def _lay_out(self) -> None:
+        self.header.set_middle(self.folder)
         for button in (self.folders_button, self.import_button):
             self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         self.recommended.body.addWidget(self._no_recommendation)

@@ -31,6 +31,12 @@ def origin_words(entry: LibraryEntry) -> str:
     return known.get(entry.origin, entry.origin)
 
 
+def also_words(entry: LibraryEntry) -> str:
+    """`also in LM Studio`, or in the folders of yours where the same model lies; empty for one that lies once."""
+    places = [str(path.parent) if origin in ("switchyard", "folder") else origin for origin, path in entry.also]
+    return translate("Models", "also in {0}").format(", ".join(places)) if places else ""
+
+
 def cell_words(row: ModelRow, column: Column) -> str:
     """A cell of the table."""
     entry = row.entry
@@ -95,7 +101,7 @@ def model_text(row: ModelRow) -> str:
     facts = [origin_words(entry), file_size(entry.bytes_on_disk), entry.precision_words, speed_sentence(row)]
     said.append(SEPARATOR.join(filter(None, facts)))
     said.append(translate("Models", "last used: {0}").format(used_words(entry.last_used)))
-    said += [str(entry.path), entry.problem]
+    said += [str(entry.path), also_words(entry), entry.problem]
     return "\n".join(filter(None, said))
 
 

@@ -39,7 +39,7 @@ from app.widgets.fit_card import FitCardView
 from app.widgets.quantities import SEPARATOR
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.hub import Found, Repository, is_reference
-from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE
+from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, parse_reference
 
 FOUND_ROLE = Qt.ItemDataRole.UserRole + 1
 WIDE_EM = 92
@@ -141,6 +141,7 @@ class SearchCard(Card):
             self.results.hide()
             set_message(self.hint, "")
             self._open(text)
+            self.fit.ask_for(parse_reference(text).what)
             return
         self.button.setEnabled(False)
         set_message(self.hint, self.tr("Searching…"))

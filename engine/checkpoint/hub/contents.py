@@ -108,8 +108,9 @@ def find_candidate(reference: str, *, cancelled: CancelCheck = never_cancelled) 
     return _usual(able)
 
 
-def _named(asked: Reference, found: Sequence[Candidate]) -> Candidate:
-    wanted = _plain(asked.what)
+def candidate_named(what: str, found: Sequence[Candidate]) -> Candidate | None:
+    """The candidate that a label or a file's name means; None if there is none."""
+    wanted = _plain(what)
     names = [
         {_plain(name) for file in one.files for name in (one.label, file.path, PurePosixPath(file.path).name)}
         for one in found
@@ -118,6 +119,13 @@ def _named(asked: Reference, found: Sequence[Candidate]) -> Candidate:
         for one, called in zip(found, names, strict=True):
             if each in called:
                 return one
+    return None
+
+
+def _named(asked: Reference, found: Sequence[Candidate]) -> Candidate:
+    one = candidate_named(asked.what, found)
+    if one is not None:
+        return one
     there = ", ".join(one.label for one in found if not one.problem) or "nothing that can run"
     raise EngineError(
         ErrorCode.MODEL_NOT_FOUND,

@@ -12,6 +12,7 @@ from engine.checkpoint.moving import export, move
 from engine.checkpoint.names import STARTER_NAME
 from engine.checkpoint.removing import remove
 from engine.checkpoint.shelves import FOLDER, OWN, add_model_folder, drop_model_folder, model_folders
+from engine.checkpoint.whose import named
 from engine.common.paths import models_dir
 from engine.common.sizes import about
 from engine.verbs.models.actions import MODEL, AddAction
@@ -73,14 +74,14 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    with stopped_by_sigterm(), ProgressLine("importing") as progress:
+    with stopped_by_sigterm(), ProgressLine("importing", in_bytes=True) as progress:
         entry = import_model(args.path, args.name, on_progress=progress.update)
     emit(entry, as_json=args.json, human=lambda: f"Imported.\n{details(entry)}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    with ProgressLine("verifying") as progress:
+    with ProgressLine("verifying", in_bytes=True) as progress:
         found = verify(args.model, on_progress=progress.update)
     emit(
         {"name": found.name, "path": found.path, "ok": not found.damaged, "checked": found.checked,
@@ -96,35 +97,53 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _move(args: argparse.Namespace) -> int:
-    with stopped_by_sigterm(), ProgressLine("moving") as progress:
+    with stopped_by_sigterm(), ProgressLine("moving", in_bytes=True) as progress:
         entry = move(args.model, args.folder, on_progress=progress.update)
     emit(entry, as_json=args.json, human=lambda: f"Moved.\n{details(entry)}")
     return 0
 
 
 def _export(args: argparse.Namespace) -> int:
-    with stopped_by_sigterm(), ProgressLine("copying") as progress:
+    with stopped_by_sigterm(), ProgressLine("copying", in_bytes=True) as progress:
         folder = export(args.model, args.folder, on_progress=progress.update)
     emit({"exported": args.model, "folder": folder}, as_json=args.json, human=f"Copied to {folder}.")
     return 0
 
 
 def _remove(args: argparse.Namespace) -> int:
+    copies = _other_copies(args.model)
     removed = remove(args.model, permanently=args.permanently)
     human = f"{args.model} ({about(removed.bytes)}) is {'deleted' if args.permanently else 'in the trash'}."
     if removed.others:
         human += f" What else is in {removed.folder} stays there."
+    if copies:
+        human += f" That was the copy in {removed.folder}; the one in {' and '.join(map(str, copies))} stays."
     emit(
         {
             "removed": args.model,
             "freed_bytes": removed.bytes,
             "is_in_trash": not args.permanently,
             "others_left": removed.others,
+            "copies_left": copies,
         },
         as_json=args.json,
         human=human,
     )
     return 0
+
+
+def _other_copies(model: str) -> list[Path]:
+    """Where else the model lies that is about to be removed."""
+    path = named(model).path
+    for entry in look_around(within_s=_LIST_WITHIN_S).entries:
+        places = [entry.path, *(other for _, other in entry.also)]
+        if path in places:
+            return [other for other in places if other != path]
+    return []
+
+
+def _place(origin: str, path: Path) -> str:
+    return str(path.parent) if origin in (OWN, FOLDER) else origin
 
 
 def _folders(args: argparse.Namespace) -> int:
@@ -142,6 +161,7 @@ def _row(entry: LibraryEntry) -> str:
         return f"{entry.name:<32} damaged: {entry.problem}"
     size = about(entry.bytes_on_disk)
     whose = "" if entry.origin == OWN else entry.origin
+    whose += f" (also in {', '.join(_place(*one) for one in entry.also)})" if entry.also else ""
     columns = (f"{entry.family:<16} {_count(entry.parameters):>8}", f"{size:>9}", f"{entry.precision_words:<8}", whose)
     return f"{entry.name:<32} {' '.join(columns)}".rstrip()
 
@@ -162,6 +182,7 @@ def details(entry: LibraryEntry) -> str:
     ]
     if entry.is_in_place and entry.origin != FOLDER:
         rows.append(("belongs to", f"{entry.origin}; it is used where it lies"))
+    rows += [("also in", f"{_place(origin, path)} ({path})") for origin, path in entry.also]
     if entry.measured_tokens_per_s:
         rows.append(("speed here", f"{entry.measured_tokens_per_s:.3g} tokens/s, measured"))
     if entry.bank_bytes:

@@ -15,7 +15,7 @@ from engine.common.sizes import about
 from engine.verbs.models.actions import AddAction
 from engine.verbs.models.fit import candidate_for_here
 from engine.verbs.models.library import details
-from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
+from engine.verbs.models.progress import ProgressLine, amount_words, stopped_by_sigterm
 from engine.verbs.options import parse_size
 from engine.verbs.output import emit, note
 
@@ -109,20 +109,8 @@ def _follow(download: Download, line: ProgressLine) -> Download:
 
 
 def _show(line: ProgressLine, now: Download, title: str = "") -> None:
-    words = [f"{about(now.done_bytes)} of {about(now.total_bytes)}"]
-    if now.problem:
-        words.append(now.problem)
-    elif now.bytes_per_s:
-        words.append(f"{about(round(now.bytes_per_s))}/s")
-        words += [f"{_duration(now.eta_s)} left"] if now.eta_s is not None else []
-    line.update(now.done_bytes, now.total_bytes, ", ".join([*([title] if title else []), *words]))
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds) // 60
-    if not minutes:
-        return f"{round(seconds)} s"
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"
+    words = amount_words(now.done_bytes, now.total_bytes, 0.0 if now.problem else now.bytes_per_s, now.eta_s)
+    line.update(now.done_bytes, now.total_bytes, f"{words}, {now.problem}" if now.problem else words, title)
 
 
 def _end(download: Download, *, as_json: bool) -> int:

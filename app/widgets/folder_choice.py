@@ -1,0 +1,87 @@
+"""Which of several model folders downloads go into, with the room that each has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QWidget
+
+from app.services.background import LatestTask
+from app.services.downloads import FOLDER_KEY
+from app.services.settings import Settings
+from app.theme import scaled
+from app.widgets.quantities import SEPARATOR, file_size
+from engine.common.paths import models_dir
+
+if TYPE_CHECKING:
+    from engine.checkpoint.connected import Room
+
+WIDEST_PX = 260
+
+
+class FolderChoice(QWidget):
+    """Hidden as long as there is only one folder; what is chosen holds for the next downloads, too."""
+
+    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._settings = settings
+        self._looking = LatestTask(self)
+        name = QLabel(self.tr("Download to"), self)
+        name.setProperty("role", "secondary")
+        self.combo = QComboBox(self)
+        self.combo.setAccessibleName(self.tr("Folder that downloads go into"))
+        self.combo.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToContents)
+        self.combo.setMaximumWidth(scaled(WIDEST_PX))
+        name.setBuddy(self.combo)
+        row = QHBoxLayout(self)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(8)
+        row.addWidget(name)
+        row.addWidget(self.combo)
+        self.combo.activated.connect(lambda _at: self._choose())
+        self.hide()
+
+    def look(self) -> None:
+        """Looks for the folders, in the background: a disk may not answer."""
+        self._looking.ask(_rooms, self.show_rooms)
+
+    def show_rooms(self, rooms: tuple[Room, ...]) -> None:
+        """Shows these folders; one whose disk is away cannot be chosen."""
+        chosen = self._settings.get(FOLDER_KEY, "") or str(models_dir())
+        names = [room.folder.name for room in rooms]
+        self.combo.clear()
+        for room in rooms:
+            name = room.folder.name if names.count(room.folder.name) == 1 else str(room.folder)
+            name = self.tr("Library") if room.folder == models_dir() else name
+            words = self.tr("not connected") if room.free is None else self.tr("{0} free").format(file_size(room.free))
+            self.combo.addItem(f"{name}{SEPARATOR}{words}", str(room.folder))
+            at = self.combo.count() - 1
+            self.combo.setItemData(at, room.trouble or str(room.folder), Qt.ItemDataRole.ToolTipRole)
+            if room.free is None:
+                self.combo.setItemData(at, 0, Qt.ItemDataRole.UserRole - 1)  # which disables an item
+        self.combo.setCurrentIndex(max(0, self.combo.findData(chosen)))
+        self._say_folder()
+        self.setVisible(len(rooms) > 1)
+
+    def close_down(self) -> None:
+        """Waits for a look."""
+        self._looking.close()
+
+    def _choose(self) -> None:
+        folder = Path(self.combo.currentData())
+        self._settings.set(FOLDER_KEY, "" if folder == models_dir() else str(folder))
+        self._say_folder()
+
+    def _say_folder(self) -> None:
+        words = str(self.combo.currentData(Qt.ItemDataRole.ToolTipRole) or "")
+        self.combo.setToolTip(words)
+        self.combo.setAccessibleDescription(words)
+
+
+def _rooms() -> tuple[Room, ...]:
+    from engine.checkpoint.connected import rooms_of
+    from engine.checkpoint.shelves import model_folders
+
+    return rooms_of(model_folders())
