@@ -62,18 +62,20 @@ void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     static thread_local std::vector<float> sums, dots;
     const auto &layer = *call.layer;
     const Rounding round = {layer.down.format == SWITCHYARD_BF16};
-    for (int64_t block = begin; block < end; ++block) {
-        const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.hidden - row);
-        sums.assign(static_cast<size_t>(call.tokens) * kTileRows, 0.0f);
-        for (size_t which = 0; which < call.visits.active.size(); ++which) {
-            const int32_t expert = call.visits.active[which], first = call.visits.first[which];
-            const int64_t count = call.visits.first[which + 1] - first;
-            const uint16_t *bias = call.bias(expert, layer.down);
-            dots.resize(static_cast<size_t>(count * kTileRows));
-            block_dot(call.kernels, call.down_matrix(expert), block, call.activated, &call.one_by_one[first], count,
-                      dots.data());
+    // An expert's blocks are neighbours in memory, which are read one after the other.
+    const int64_t width = (end - begin) * kTileRows;
+    sums.assign(static_cast<size_t>(call.tokens * width), 0.0f);
+    for (size_t which = 0; which < call.visits.active.size(); ++which) {
+        const int32_t expert = call.visits.active[which], first = call.visits.first[which];
+        const int64_t count = call.visits.first[which + 1] - first;
+        const SwitchyardMatrix weights = call.down_matrix(expert);
+        const uint16_t *bias = call.bias(expert, layer.down);
+        dots.resize(static_cast<size_t>(count * kTileRows));
+        for (int64_t block = begin; block < end; ++block) {
+            const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.hidden - row);
+            block_dot(call.kernels, weights, block, call.activated, &call.one_by_one[first], count, dots.data());
             for (int64_t v = 0; v < count; ++v) {
-                float *sum = &sums[call.visits.token[first + v] * kTileRows];
+                float *sum = &sums[call.visits.token[first + v] * width + (block - begin) * kTileRows];
                 const float weight = call.visits.weight[first + v];
                 for (int64_t i = 0; i < rows; ++i) {
                     const float with_bias = dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
@@ -81,15 +83,16 @@ void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
                 }
             }
         }
-        for (int32_t token = 0; token < call.tokens; ++token)
-            for (int64_t i = 0; i < rows; ++i) {
-                float sum = sums[token * kTileRows + i];
-                const int64_t at = int64_t{token} * layer.hidden + row + i;
-                if (call.addend) sum = round_bf16(sum) + from_bf16(call.addend[at]);
-                if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
-                call.out[at] = to_bf16(sum);
-            }
     }
+    const int64_t rows = std::min(width, layer.hidden - begin * kTileRows);
+    for (int32_t token = 0; token < call.tokens; ++token)
+        for (int64_t i = 0; i < rows; ++i) {
+            float sum = sums[token * width + i];
+            const int64_t at = int64_t{token} * layer.hidden + begin * kTileRows + i;
+            if (call.addend) sum = round_bf16(sum) + from_bf16(call.addend[at]);
+            if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
+            call.out[at] = to_bf16(sum);
+        }
 }
 
 void experts_work(void *argument) { static_cast<ExpertsRun *>(argument)->work(); }

@@ -7,6 +7,8 @@
 
 namespace {
 
+constexpr int64_t kAhead = 4096;  // bytes of a row between a prefetch and its use, so that memory has answered by then
+
 inline int64_t place(int64_t i) { return (i & ~int64_t{15}) + ((i & 1) << 3) + ((i & 15) >> 1); }
 
 template <class Get> void spread_with(Get get, int64_t n, float *out) {
@@ -40,8 +42,8 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
         b_odd = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(vb, odd)), x_odd, b_odd);
     };
     for (; i + 16 <= n; i += 16) {
-        _mm_prefetch(reinterpret_cast<const char *>(a + i) + 1024, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char *>(b + i) + 1024, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char *>(a + i) + kAhead, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char *>(b + i) + kAhead, _MM_HINT_T0);
         step(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(a + i)),
              _mm256_loadu_si256(reinterpret_cast<const __m256i *>(b + i)));
     }

@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr int64_t kAhead = 4096;  // bytes of a row between a prefetch and its use, so that memory has answered by then
+
 inline int64_t place(int64_t i) { return (i & ~int64_t{31}) + ((i & 1) << 4) + ((i & 31) >> 1); }
 
 template <class Get> void spread_with(Get get, int64_t n, float *out) {
@@ -40,9 +42,8 @@ void dot_pair(const uint16_t *a, const uint16_t *b, const float *x, int64_t n, f
         b_odd = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(vb, odd)), x_odd, b_odd);
     };
     for (; i + 32 <= n; i += 32) {
-        // Far enough ahead that a line is there when the row's stream reaches it.
-        _mm_prefetch(reinterpret_cast<const char *>(a + i) + 1024, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char *>(b + i) + 1024, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char *>(a + i) + kAhead, _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char *>(b + i) + kAhead, _MM_HINT_T0);
         step(_mm512_loadu_si512(a + i), _mm512_loadu_si512(b + i));
     }
     if (i < n) {

@@ -3,7 +3,7 @@
 //   Bytes     weights of some of a half's 16 rows, 4 columns each; Products, Floats: a number for each of these rows
 //   load, low_nibbles, high_nibbles, look_up, load_table, columns: what makes Bytes
 //   scales_of, half_scales_of, zeros_of, every, to_floats, multiply, multiply_add, multiply_subtract, store: Floats
-//   fetch     prefetches weights
+//   fetch, kAhead  prefetches what will be read that many bytes further on; how far that is for weights
 // and the Math of an instruction set how bytes are multiplied:
 //   none(sum of x), prepared(weights), add<count of vectors>(Products, prepared weights, x)  for signed bytes
 //   Nibbles, add_unsigned(Nibbles, nibbles, x), whole_sums(Nibbles)                        for numbers from 0 to 15
@@ -41,12 +41,15 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
     Floats sums[count][parts];
     for (auto &vector : sums)
         for (auto &sum : vector) sum = every(0.0f);
+    constexpr int64_t tiles_ahead = kAhead / (2 * format.half_bytes());
     const uint8_t *w = row.weights, *zeros = row.zeros;
     const uint16_t *scales = row.scales;
     for (int64_t group = 0; group < row.groups; ++group, w += 2 * format.half_bytes(), scales += kTileRows) {
+        fetch(scales, 2 * kTileRows, tiles_ahead * 2 * kTileRows);
+        if (format.has_zeros && group % 2 == 0) fetch(zeros, kTileRows, tiles_ahead * kTileRows);
         for (int part = 0; part < parts; ++part) {
             const uint8_t *at = w + part * 2 / parts * format.half_bytes() + part % (parts / 2) * sizeof(Bytes);
-            if (part % (parts / 2) == 0) fetch(at, format.half_bytes());
+            if (part % (parts / 2) == 0) fetch(at, format.half_bytes(), kAhead);
             decltype(no_products<Math, format.has_zeros, small>(0)) products[count];
             for (int v = 0; v < count; ++v) products[v] = no_products<Math, format.has_zeros, small>(x[v].sums[group]);
             for (int j = 0; j < 4; ++j) {

@@ -12,7 +12,7 @@ using Bytes = __m512i;
 using Products = __m512i;  // of 16 rows x 2, or of 16 rows
 using Floats = __m512;
 
-constexpr int64_t kAhead = 2048;  // bytes between a prefetch and the use of the weights
+constexpr int64_t kAhead = 6144;  // bytes between a prefetch and the use of the weights: about what a core reads meanwhile
 
 static inline Bytes load(const uint8_t *at) { return _mm512_loadu_si512(at); }
 static inline Bytes low_nibbles(Bytes pairs) { return _mm512_and_si512(pairs, _mm512_set1_epi8(15)); }
@@ -47,9 +47,9 @@ static inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm51
 static inline Floats multiply_subtract(Floats a, Floats b, Floats from) { return _mm512_fnmadd_ps(a, b, from); }
 static inline void store(float *to, Floats values) { _mm512_storeu_ps(to, values); }
 
-static inline void fetch(const uint8_t *from, int64_t bytes) {
+static inline void fetch(const void *from, int64_t bytes, int64_t ahead) {
     for (int64_t at = 0; at < bytes; at += 64)
-        _mm_prefetch(reinterpret_cast<const char *>(from) + at + kAhead, _MM_HINT_T0);
+        _mm_prefetch(static_cast<const char *>(from) + at + ahead, _MM_HINT_T0);
 }
 
 }  // namespace

@@ -28,8 +28,8 @@ static inline Bytes look_up(Bytes table, Bytes codes) { return vqtbl1q_s8(table,
 
 static inline Bytes load_table(const int8_t *table) { return vld1q_s8(table); }
 
-static inline void fetch(const uint8_t *from, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at + kAhead);
+static inline void fetch(const void *from, int64_t bytes, int64_t ahead) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char *>(from) + at + ahead);
 }
 
 static inline float32x4_t scales_of(const uint16_t *scales) {

@@ -67,7 +67,8 @@ static inline Floats multiply_subtract(const Floats &a, const Floats &b, const F
     return make<Floats>([&](int r) { return from.at[r] - a.at[r] * b.at[r]; });
 }
 static inline void store(float *to, const Floats &values) { std::memcpy(to, values.at, sizeof values.at); }
-static inline void fetch(const uint8_t *, int64_t) {}
+constexpr int64_t kAhead = 0;
+static inline void fetch(const void *, int64_t, int64_t) {}
 
 struct PlainMath {
     // Of each column: 8 products of 15 * 127 fit 16 bits.
