@@ -7,6 +7,11 @@ process exits a moment later, whatever it is computing.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # first of all: torch's library is linked while Python imports what follows
+    from engine.process.importing import load_torch_meanwhile
+
+    load_torch_meanwhile()
+
 import os
 import threading
 import time
@@ -23,7 +28,8 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
 from engine.process.failures import as_engine_error, log_failure
-from engine.process.lifetime import end_process, quiet_libraries, set_up_process, trim_stderr
+from engine.process.importing import import_engine
+from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource
@@ -315,13 +321,7 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
 
 
 def _real_engine() -> WorkerEngine:
-    quiet_libraries()
-    from engine.foreign_text.process import FOREIGN_TEXT
-
-    FOREIGN_TEXT.start()  # ready by the time torch is imported
-    from engine.runtime.engine import Engine
-
-    return Engine()
+    return import_engine()()
 
 
 def main() -> None:

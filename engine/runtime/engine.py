@@ -17,7 +17,6 @@ from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
-from engine.runtime.batch.whole_job import run_sample, run_whole_job
 from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession, time_decode
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import encode
@@ -200,10 +199,14 @@ class Engine:
         Raises:
             EngineError: `INVALID_REQUEST` without a model, and see `run_whole_job`.
         """
+        from engine.runtime.batch.whole_job import run_whole_job  # which the first chat need not wait for
+
         return run_whole_job(prepared, self._ready(), watcher)
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""
+        from engine.runtime.batch.whole_job import run_sample
+
         run_sample(prepared, self._ready(), rows, watcher)
 
     def _drop_session(self) -> None:

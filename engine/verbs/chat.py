@@ -187,17 +187,12 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     """An engine with the chosen model loaded; notes on unexpected settings go to stderr."""
     from engine.checkpoint.library import resolve
+    from engine.process.importing import import_engine, load_torch_meanwhile
 
     path = resolve(args.model)  # before importing torch: report a mistyped name immediately
-    from engine.process.lifetime import quiet_libraries
+    load_torch_meanwhile()
 
-    quiet_libraries()
-    from engine.foreign_text.process import FOREIGN_TEXT
-
-    FOREIGN_TEXT.start()  # ready by the time torch is imported
-    from engine.runtime.engine import Engine
-
-    engine = Engine()
+    engine = import_engine()()
     shown = sys.stderr.isatty()
 
     def on_progress(done: int, total: int) -> None:

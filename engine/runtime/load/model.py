@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
 from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
@@ -102,23 +102,11 @@ def _load(
 ) -> LoadedModel:
     parts = LoadingParts(devices=devices, foresight=Foresight(learns_always=config.prefetch == "mlp"))
     try:
-        with torch.no_grad(), quiet_library(), _without_collector():
+        with torch.no_grad(), quiet_library(), without_collector():
             return _load_parts(config, parts, on_progress, cancelled, note)
     except BaseException:
         parts.close()
         raise
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Looking for cycles among the objects of vocabularies, again and again, takes as long as making them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _load_parts(

@@ -1,0 +1,51 @@
+"""Imports the engine with its libraries, which takes most of the time until a first token."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.common.collector import without_collector
+from engine.process.lifetime import quiet_libraries
+
+if TYPE_CHECKING:
+    from engine.runtime.engine import Engine
+
+_LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_cpu.so", ctypes.RTLD_LOCAL))
+"""In the order and the way in which torch loads them."""
+
+
+def load_torch_meanwhile() -> None:
+    """Loads torch's largest library on a thread: linking it takes a fifth of a second that Python can use.
+
+    Where that does not work (another system or build) torch loads it itself, as ever.
+    """
+    if sys.platform == "linux" and "torch" not in sys.modules:
+        threading.Thread(target=_load_libraries, name="torch-libraries", daemon=True).start()
+
+
+def _load_libraries() -> None:
+    with contextlib.suppress(Exception):
+        spec = importlib.util.find_spec("torch")
+        assert spec is not None
+        assert spec.origin is not None
+        for name, mode in _LIBRARIES:
+            ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=mode)
+
+
+def import_engine() -> type[Engine]:
+    """The engine's class; seconds if this is the first time."""
+    quiet_libraries()
+    with without_collector():
+        from engine.foreign_text.process import FOREIGN_TEXT
+
+        FOREIGN_TEXT.start()  # ready by the time torch is imported
+        from engine.runtime.engine import Engine
+    gc.freeze()  # modules are there for good: collections need not look through them
+    return Engine
