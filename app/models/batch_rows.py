@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
-from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersistentModelIndex, Qt
+from PySide6.QtCore import QModelIndex, QObject, Qt
 
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from engine.batch_files.messages import BatchRow
 
-ROW_ROLE = Qt.ItemDataRole.UserRole + 1
+__all__ = ["ROW_ROLE", "AnsweredRowsModel", "Column", "InputRowsModel", "one_line"]
+
 MOST_LATEST = 500
 LEAST_LEFT_OUT = 12
-
-Index = QModelIndex | QPersistentModelIndex
 
 
 class Column(IntEnum):
@@ -27,7 +27,7 @@ class Column(IntEnum):
     TOKENS = 4
 
 
-class AnsweredRowsModel(QAbstractTableModel):
+class AnsweredRowsModel(HeadedTable):
     """Finished rows; `ROW_ROLE` gives a `BatchRow`.
 
     Args:
@@ -43,8 +43,7 @@ class AnsweredRowsModel(QAbstractTableModel):
         count_text: Callable[[int], str] = str,
         parent: QObject | None = None,
     ) -> None:
-        super().__init__(parent)
-        self._headings = tuple(headings)
+        super().__init__(headings, (Column.TOKENS,), parent)
         self._end_text, self._count_text = end_text, count_text
         self._rows: list[BatchRow] = []
         self._beginning = ""
@@ -53,30 +52,10 @@ class AnsweredRowsModel(QAbstractTableModel):
         """Sets the prefix that all prompts share: it is left out where a prompt is shown as one line."""
         self._beginning = text if len(one_line(text)) >= LEAST_LEFT_OUT else ""
 
-    def rowCount(self, parent: Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self._rows)
-
-    def columnCount(self, parent: Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self._headings)
-
-    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if orientation == Qt.Orientation.Horizontal:
-            if role == Qt.ItemDataRole.DisplayRole:
-                return self._headings[section]
-            if role == Qt.ItemDataRole.TextAlignmentRole:
-                return _alignment(section == Column.TOKENS)
-        return None
-
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if not index.isValid():
-            return None
+        if not index.isValid() or role not in (Qt.ItemDataRole.DisplayRole, Qt.ItemDataRole.AccessibleTextRole):
+            return super().data(index, role)
         row = self._rows[index.row()]
-        if role == ROW_ROLE:
-            return row
-        if role == Qt.ItemDataRole.TextAlignmentRole:
-            return _alignment(index.column() == Column.TOKENS)
-        if role not in (Qt.ItemDataRole.DisplayRole, Qt.ItemDataRole.AccessibleTextRole):
-            return None
         return {
             Column.ROW: self._count_text(row.row + 1),
             Column.PROMPT: self._prompt(row),
@@ -124,27 +103,11 @@ class AnsweredRowsModel(QAbstractTableModel):
         return self._rows[-1].row if self._rows else -1
 
 
-class InputRowsModel(QAbstractTableModel):
+class InputRowsModel(HeadedTable):
     """The first rows of an input, as text."""
 
     def __init__(self, parent: QObject | None = None) -> None:
-        super().__init__(parent)
-        self._columns: tuple[str, ...] = ()
-        self._rows: tuple[tuple[str, ...], ...] = ()
-
-    def rowCount(self, parent: Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self._rows)
-
-    def columnCount(self, parent: Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self._columns)
-
-    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if orientation == Qt.Orientation.Horizontal:
-            if role == Qt.ItemDataRole.DisplayRole:
-                return self._columns[section]
-            if role == Qt.ItemDataRole.TextAlignmentRole:
-                return _alignment(False)
-        return None
+        super().__init__((), parent=parent)
 
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
         if not index.isValid():
@@ -157,7 +120,7 @@ class InputRowsModel(QAbstractTableModel):
     def set_rows(self, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
         """Shows these rows; each has one text per column."""
         self.beginResetModel()
-        self._columns = tuple(columns)
+        self._headings = tuple(columns)
         self._rows = tuple(tuple(row) for row in rows)
         self.endResetModel()
 
@@ -165,8 +128,3 @@ class InputRowsModel(QAbstractTableModel):
 def one_line(text: str) -> str:
     """Text without line breaks, for a table cell."""
     return " ".join(text.split())
-
-
-def _alignment(right: bool) -> int:
-    side = Qt.AlignmentFlag.AlignRight if right else Qt.AlignmentFlag.AlignLeft
-    return int(side | Qt.AlignmentFlag.AlignVCenter)

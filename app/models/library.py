@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
-from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersistentModelIndex, Qt
+from PySide6.QtCore import QObject, Qt
+
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
 
-Index = QModelIndex | QPersistentModelIndex
-_NOWHERE = QModelIndex()
+__all__ = ["ROW_ROLE", "Column", "LibraryTable", "ModelRow"]
 
 
 class Column(IntEnum):
@@ -39,10 +40,7 @@ class ModelRow:
     predicted: float | None = None
 
 
-ROW_ROLE = Qt.ItemDataRole.UserRole + 1
-
-
-class LibraryTable(QAbstractTableModel):
+class LibraryTable(HeadedTable):
     """`ROW_ROLE` gives the `ModelRow`; `describe` puts one into words, for screen readers.
 
     Args:
@@ -56,8 +54,8 @@ class LibraryTable(QAbstractTableModel):
         describe: Callable[[ModelRow], str],
         parent: QObject | None = None,
     ) -> None:
-        super().__init__(parent)
-        self._headings, self._words, self._describe = headings, words, describe
+        super().__init__(headings, (Column.SIZE, Column.SPEED), parent)
+        self._words, self._describe = words, describe
         self._rows: tuple[ModelRow, ...] = ()
 
     @property
@@ -95,41 +93,17 @@ class LibraryTable(QAbstractTableModel):
         """The row of the model at a path; -1 if it is not there."""
         return next((at for at, row in enumerate(self._rows) if path in _places(row.entry)), -1)
 
-    def rowCount(self, parent: Index = _NOWHERE) -> int:
-        return 0 if parent.isValid() else len(self._rows)
-
-    def columnCount(self, parent: Index = _NOWHERE) -> int:
-        return 0 if parent.isValid() else len(Column)
-
-    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if orientation is not Qt.Orientation.Horizontal:
-            return None
-        if role == Qt.ItemDataRole.DisplayRole:
-            return self._headings[section]
-        if role == Qt.ItemDataRole.TextAlignmentRole:
-            return _aligned(section)
-        return None
-
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
         if not index.isValid():
             return None
         row = self._rows[index.row()]
-        if role == ROW_ROLE:
-            return row
         if role == Qt.ItemDataRole.DisplayRole:
             return self._words(row, Column(index.column()))
         if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
             return self._describe(row)
-        if role == Qt.ItemDataRole.TextAlignmentRole:
-            return _aligned(index.column())
-        return None
+        return super().data(index, role)
 
 
 def _places(entry: LibraryEntry) -> tuple[str, ...]:
     """Wherever the model lies."""
     return str(entry.path), *(str(path) for _origin, path in entry.also)
-
-
-def _aligned(column: int) -> Qt.AlignmentFlag:
-    right = column in (Column.SIZE, Column.SPEED)
-    return (Qt.AlignmentFlag.AlignRight if right else Qt.AlignmentFlag.AlignLeft) | Qt.AlignmentFlag.AlignVCenter

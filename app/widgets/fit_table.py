@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QPointF, QRectF, Qt, Signal
 from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter, QPen, QResizeEvent
 from PySide6.QtWidgets import (
-    QAbstractItemView,
     QFrame,
     QHeaderView,
     QStyle,
@@ -30,6 +29,7 @@ from app.widgets.fit_words import (
 from app.widgets.plan_bars import TierBar, draw_bar
 from app.widgets.quantities import file_size, number
 from app.widgets.small_font import draw_elided, small_font
+from app.widgets.text_table import show_whole_rows
 from engine.tuning.fit import FitCard, FitRow
 
 _PAD = 8.0
@@ -57,21 +57,11 @@ class FitTable(QTableView):
         self.setProperty("table", "text")
         self.setModel(self.rows)
         self.setItemDelegate(FitDelegate(self))
-        self.setAccessibleName(self.tr("Files, and how they would run here"))
-        self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
-        self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
-        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
-        self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
+        show_whole_rows(self, self.tr("Files, and how they would run here"))
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setTabKeyNavigation(False)
-        self.setShowGrid(False)
         self.setFrameShape(QFrame.Shape.NoFrame)
-        self.verticalHeader().hide()
-        self.verticalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
         head = self.horizontalHeader()
-        head.setHighlightSections(False)
         head.setSectionsClickable(False)
-        head.setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         head.setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
         head.setSectionResizeMode(FitColumn.MEMORY, QHeaderView.ResizeMode.Stretch)
         self.selectionModel().currentRowChanged.connect(lambda *_: self.chosen.emit())

@@ -50,11 +50,11 @@ class FolderChoice(QWidget):
     def show_rooms(self, rooms: tuple[Room, ...]) -> None:
         """Shows these folders; one whose disk is away cannot be chosen."""
         chosen = self._settings.get(FOLDER_KEY, "") or str(models_dir())
-        names = [room.folder.name for room in rooms]
+        names = [room.folder.name for room in rooms if room.folder != models_dir()]
         self.combo.clear()
         for room in rooms:
-            name = room.folder.name if names.count(room.folder.name) == 1 else str(room.folder)
-            name = self.tr("Library") if room.folder == models_dir() else name
+            name = room.folder.name if names.count(room.folder.name) < 2 else "/".join(room.folder.parts[-2:])
+            name = self.tr("Library") if room.folder == models_dir() else name or str(room.folder)
             words = self.tr("not connected") if room.free is None else self.tr("{0} free").format(file_size(room.free))
             self.combo.addItem(f"{name}{SEPARATOR}{words}", str(room.folder))
             at = self.combo.count() - 1

@@ -11,6 +11,21 @@ from PySide6.QtWidgets import QAbstractItemView, QHeaderView, QTableView, QWidge
 LINE_FACTOR = 1.9
 
 
+def show_whole_rows(table: QTableView, name: str) -> None:
+    """Makes a table one of whole rows: no grid, no numbers before them, one row current, nothing edited in place."""
+    table.setAccessibleName(name)
+    table.setShowGrid(False)
+    table.setTabKeyNavigation(False)
+    table.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
+    table.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
+    table.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
+    table.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
+    table.verticalHeader().hide()
+    table.verticalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
+    table.horizontalHeader().setHighlightSections(False)
+    table.horizontalHeader().setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
+
+
 class TextTable(QTableView):
     """Signals: `opened`, index activated by key or click; `moved`, of the new current row; `left`, on Esc."""
 
@@ -21,22 +36,12 @@ class TextTable(QTableView):
     def __init__(self, model: QAbstractTableModel, name: str, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("table", "text")
-        self.setAccessibleName(name)
         self.setModel(model)
-        self.setShowGrid(False)
+        show_whole_rows(self, name)
         self.setWordWrap(False)
-        self.setTabKeyNavigation(False)
         self.setCornerButtonEnabled(False)
         self.setTextElideMode(Qt.TextElideMode.ElideRight)
-        self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
-        self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
-        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
-        self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.setHorizontalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
-        self.verticalHeader().hide()
-        self.verticalHeader().setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
-        self.horizontalHeader().setHighlightSections(False)
-        self.horizontalHeader().setDefaultAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         self.clicked.connect(self.opened)
         self.selectionModel().currentRowChanged.connect(lambda now, _before: self.moved.emit(now))
         self._fixed: Mapping[int, int] = {}

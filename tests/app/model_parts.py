@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.catalogue import CatalogueEntry, CatalogueFile
+from engine.checkpoint.connected import Room
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import Candidate, Found, RepoFile, Repository
 from engine.checkpoint.library import LibraryEntry
 from engine.checkpoint.model_shape import ModelShape, read_model
+from engine.common.paths import models_dir
 from engine.planner.plan_parts import Limits, TierBytes
 from engine.tuning.fit import DiskBytes, FitCard, FitRow, FitSpeed, Recommendation
 
@@ -80,6 +82,16 @@ MODELS = (
         problem="model-00002-of-00003.safetensors is missing: download or copy the model again.",
     ),
 )  # fmt: skip
+
+
+def rooms() -> tuple[Room, ...]:
+    """The library, a disk with more room, and one that is away."""
+    return (
+        Room(models_dir(), 52 * GB),
+        Room(Path("/media/usb/models"), 911 * GB),
+        Room(Path("/mnt/nas/llm"), None, "The model folder /mnt/nas/llm is not there: connect its disk."),
+    )
+
 
 DOWNLOADS = (
     download(

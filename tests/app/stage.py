@@ -20,6 +20,7 @@ import app.services.hub as hub
 import app.services.library as library
 import app.services.planning as planning
 import app.services.tuning as tuning
+import app.widgets.folder_choice as folder_choice
 from app.main import first_run_entry, page_entries
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
 from app.services.hub import RepositoryAnswer
@@ -389,11 +390,14 @@ def _settings(stage: Stage) -> None:
     stage.window.show_page(SETTINGS)
 
 
-def _settings_end(stage: Stage) -> None:
+def _settings_hub(stage: Stage) -> None:
+    """Where models are found: a mirror, and a token for it."""
     stage.window.show_page(SETTINGS)
     page = stage.window.page(SETTINGS)
     assert isinstance(page, SettingsPage)
-    stage.breathe()
+    stage.until(lambda: not page.hub._doing.is_busy)
+    page.hub.address.setText("https://mirror.example")
+    page.hub._show_tokens(("huggingface.co", "mirror.example"))
 
 
 def _licences(stage: Stage) -> None:
@@ -473,8 +477,11 @@ def _models(stage: Stage, downloads: int = 0) -> ModelsPage:
     """Models of our own and of other programs, one loaded, one damaged; and what suits this machine."""
     parts, services = model_parts, stage.services
     stage.engine.model = replace(STARTER, path=str(parts.MODELS[1].path))
+    also = ("LM Studio", Path("/home/somebody/.lmstudio/models/ggml-org/gpt-oss-20b-GGUF/gpt-oss-20b-mxfp4.gguf"))
+    models = (parts.MODELS[0], replace(parts.MODELS[1], also=(also,)), *parts.MODELS[2:])
     with (
-        patch.object(library, "_look_around", lambda _: Listing(parts.MODELS)),
+        patch.object(library, "_look_around", lambda _: Listing(models)),
+        patch.object(folder_choice, "_rooms", lambda: parts.rooms() if downloads else parts.rooms()[:1]),
         patch.object(hub, "recommended_here", lambda _device: (made.look(made.gpu()), parts.RECOMMENDATIONS)),
         patch.object(services.speeds, "ask"),
     ):
@@ -485,6 +492,8 @@ def _models(stage: Stage, downloads: int = 0) -> ModelsPage:
         stage.window.show_page(MODELS)
         stage.until(lambda: page.here.rows.rows and page.recommendations.rows)
         stage.until(lambda: len(services.downloads.entries) == downloads)
+        stage.until(lambda: page.folder.combo.count() > 0)
+    stage.window.sidebar.downloads.show_downloads(services.downloads.entries)
     services.speeds.found.emit(str(parts.MODELS[2].path), 24.6, False)
     return page
 
@@ -588,6 +597,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "models-token": _models_token,
     "models-folders": _models_folders,
     "settings": _settings,
+    "settings-hub": _settings_hub,
     "licences": _licences,
     "shortcuts": _shortcuts,
 }

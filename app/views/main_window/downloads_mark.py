@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 class DownloadsMark(QPushButton):
-    """Hidden while nothing is fetched, waits or has failed; in the icon rail only the percentage is shown."""
+    """Hidden while nothing is fetched, waits or has failed; in the icon rail its tooltip says how many and how far."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("kind", "navigation")
         self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
         self._is_rail = False
-        self._words, self._short = "", ""
+        self._words = ""
+        self.setIcon(icon("download", "muted"))
         self.setAccessibleName(self.tr("Downloads"))
         self.hide()
 
@@ -39,11 +40,10 @@ class DownloadsMark(QPushButton):
                 if count == 1
                 else self.tr("{0} downloads, {1}%").format(count, percent)
             )
-            self._short = f"{percent}%"
         elif failed:
-            self._words, self._short = self.tr("A download stopped"), "!"
+            self._words = self.tr("A download stopped")
         else:
-            self._words = self._short = ""
+            self._words = ""
         self.setVisible(bool(self._words))
         self._show_text()
 
@@ -53,10 +53,6 @@ class DownloadsMark(QPushButton):
         self._show_text()
 
     def _show_text(self) -> None:
-        text = self._short if self._is_rail else f" {self._words}"
-        if text == self.text():
-            return
-        self.setText(text)
-        self.setIcon(icon("download", "muted"))
+        self.setText("" if self._is_rail else f" {self._words}")
         self.setAccessibleName(self._words or self.tr("Downloads"))
         self.setToolTip(self.tr("{0}: show them").format(self._words))

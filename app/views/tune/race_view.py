@@ -5,7 +5,6 @@ from __future__ import annotations
 from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt
 from PySide6.QtGui import QFont, QFontMetricsF, QPainter, QPen, QResizeEvent
 from PySide6.QtWidgets import (
-    QAbstractItemView,
     QFrame,
     QHeaderView,
     QStyle,
@@ -18,6 +17,7 @@ from PySide6.QtWidgets import (
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import tabular, themed
 from app.widgets.small_font import small_font
+from app.widgets.text_table import show_whole_rows
 
 _PAD = 8.0
 _BAR_PX = 12.0
@@ -32,18 +32,11 @@ class RaceView(QTableView):
         self.name_width = 200
         self.setModel(table)
         self.setItemDelegate(RaceDelegate(table, self))
-        self.setAccessibleName(self.tr("Plans, predicted and measured"))
-        self.setSelectionBehavior(QAbstractItemView.SelectionBehavior.SelectRows)
-        self.setSelectionMode(QAbstractItemView.SelectionMode.SingleSelection)
-        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
-        self.setTabKeyNavigation(False)
-        self.setShowGrid(False)
+        show_whole_rows(self, self.tr("Plans, predicted and measured"))
         self.setFrameShape(QFrame.Shape.NoFrame)
         self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.verticalHeader().hide()
         head = self.horizontalHeader()
-        head.setHighlightSections(False)
         head.setSectionsClickable(False)
         head.setSectionResizeMode(QHeaderView.ResizeMode.Fixed)
         head.setSectionResizeMode(NAME, QHeaderView.ResizeMode.Stretch)
