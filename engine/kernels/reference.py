@@ -106,7 +106,7 @@ def _write(layer: PagedLayer, pages: torch.Tensor, held: int, keys: torch.Tensor
         assert layer.value_scales is not None
         keys, layer.key_scales[page, :, slot] = _quantised(keys)
         values, layer.value_scales[page, :, slot] = _quantised(values)
-    layer.keys[page, :, :, slot] = keys.to(layer.keys.dtype)
+    layer.keys[page, :, slot] = keys.to(layer.keys.dtype)
     layer.values[page, :, slot] = values.to(layer.values.dtype)
 
 
@@ -121,9 +121,9 @@ def _read(layer: PagedLayer, pages: torch.Tensor, end: int) -> tuple[torch.Tenso
     keys = layer.keys[used].float()
     values = layer.values[used].float()
     if layer.key_scales is not None and layer.value_scales is not None:
-        keys *= layer.key_scales[used][:, :, None]
+        keys *= layer.key_scales[used][..., None]
         values *= layer.value_scales[used][..., None]
     shape = layer.shape
-    keys = keys.permute(1, 0, 3, 2).reshape(shape.kv_heads, -1, shape.key_dim)
+    keys = keys.transpose(0, 1).reshape(shape.kv_heads, -1, shape.key_dim)
     values = values.transpose(0, 1).reshape(shape.kv_heads, -1, shape.value_dim)
     return keys[:, :end], values[:, :end]

@@ -15,7 +15,7 @@ from engine.kernels.native.linear import linear_struct
 from engine.kernels.native.structs import AttentionStruct
 from tests.engine.native_isas import isas, kernels_of
 
-_ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512)] or isas()[:1]
+_ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
 """The others compute it as one of these does."""
 
 

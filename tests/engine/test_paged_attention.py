@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.paged_attention import (
@@ -22,7 +24,7 @@ from engine.kernels.native.paged_attention import (
 from engine.kernels.reference import attend_in_torch
 from tests.engine.native_isas import isas, kernels_of
 
-_ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512)] or isas()[:1]
+_ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
 """The others compute attention as one of these does."""
 
 
@@ -84,6 +86,48 @@ def test_every_step_is_as_in_torch(
             continue
         pieces, states = sequences.step(list(zip(at, until, strict=True)))
         at = until
+        got = attend(kernels, struct, pieces, *states)
+        wanted = attend_in_torch(sequences.torch, terms, pieces, *states)
+        torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    kv_type=st.sampled_from(list(KvType)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    kv_heads=st.integers(1, 3),
+    together=st.integers(1, 16),
+    key_dim=st.one_of(st.integers(1, 80), st.sampled_from([64, 96, 128, 192, 256])),
+    value_dim=st.one_of(st.integers(1, 80), st.sampled_from([64, 128, 256])),
+    window=st.one_of(st.just(0), st.integers(1, 200)),
+    kept=st.integers(0, 40),
+    has_sinks=st.booleans(),
+    held=st.integers(0, 600),
+    tokens=st.integers(1, 40),
+)
+def test_any_shape_is_as_in_torch(
+    kernels: NativeKernels,
+    kv_type: KvType,
+    dtype: torch.dtype,
+    kv_heads: int,
+    together: int,
+    key_dim: int,
+    value_dim: int,
+    window: int,
+    kept: int,
+    has_sinks: bool,
+    held: int,
+    tokens: int,
+) -> None:
+    heads = kv_heads * together
+    sinks = torch.linspace(-1, 1, heads) if has_sinks else None
+    terms = AttentionTerms(key_dim**-0.5, window=window, kept=kept if window else 0, sinks=sinks)
+    sequences = _Sequences(KvShape(heads, kv_heads, key_dim, value_dim), kv_type, [held + tokens], dtype)
+    struct = sequences.native.struct(terms)
+    for begin, end in ((0, held), (held, held + tokens)):
+        if begin == end:
+            continue
+        pieces, states = sequences.step([(begin, end)])
         got = attend(kernels, struct, pieces, *states)
         wanted = attend_in_torch(sequences.torch, terms, pieces, *states)
         torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))

@@ -182,29 +182,25 @@ class _Special:
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma")
-_PAGED = ("-ffp-contract=fast", "-Wno-psabi")
-"""Allows vectors wider than the target's, and FMA contraction."""
 _BF16 = ("-mavx512vnni", "-mavx512bf16")
 _SPECIAL = {
+    "attend_avx2.cpp": _Special("x86", _AVX2),
+    "attend_avx512.cpp": _Special("x86", _AVX512),
+    "attend_avx512bf16.cpp": _Special("x86", _AVX512, newest=_BF16),
     "blocks_avx2.cpp": _Special("x86", _AVX2),
     "blocks_avx512.cpp": _Special("x86", _AVX512),
-    "cached_avx2.cpp": _Special("x86", _AVX2),
-    "cached_avx512.cpp": _Special("x86", _AVX512),
     "kernels_avx2.cpp": _Special("x86", _AVX2),
     "kernels_avx512.cpp": _Special("x86", _AVX512),
     "many_avx2.cpp": _Special("x86", _AVX2),
     "many_avx512.cpp": _Special("x86", _AVX512),
     "many_avx512bf16.cpp": _Special("x86", _AVX512, newest=_BF16),
     "many_amx.cpp": _Special("x86", _AVX512, newest=(*_BF16, "-mamx-tile", "-mamx-bf16")),
-    "paged_avx2.cpp": _Special("x86", (*_AVX2, *_PAGED)),
-    "paged_avx512.cpp": _Special("x86", (*_AVX512, *_PAGED)),
     "tiles_avx2.cpp": _Special("x86", _AVX2),
     "tiles_avxvnni.cpp": _Special("x86", _AVX2, newest=("-mavxvnni",)),
     "tiles_avx512.cpp": _Special("x86", _AVX512),
     "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni")),
-    "cached_neon.cpp": _Special("arm"),
+    "attend_neon.cpp": _Special("arm"),
     "kernels_neon.cpp": _Special("arm"),
-    "paged_neon.cpp": _Special("arm", _PAGED),
     "tiles_neon.cpp": _Special("arm"),
     "tiles_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
 }

@@ -105,14 +105,14 @@ class AttentionTerms:
 class PagedLayer:
     """The pages of one attention layer, in RAM.
 
-    Keys are stored as [pages, kv_heads, key_dim, PAGE_TOKENS], values as [pages, kv_heads, PAGE_TOKENS, value_dim].
+    Keys are stored as [pages, kv_heads, PAGE_TOKENS, key_dim], values as [pages, kv_heads, PAGE_TOKENS, value_dim].
     Memory is not touched until tokens are added.
     """
 
     def __init__(self, shape: KvShape, kv_type: KvType, pages: int) -> None:
         self.shape, self.kv_type = shape, kv_type
         heads = (pages, shape.kv_heads)
-        self.keys = torch.empty(*heads, shape.key_dim, PAGE_TOKENS, dtype=kv_type.dtype)
+        self.keys = torch.empty(*heads, PAGE_TOKENS, shape.key_dim, dtype=kv_type.dtype)
         self.values = torch.empty(*heads, PAGE_TOKENS, shape.value_dim, dtype=kv_type.dtype)
         scaled = kv_type is KvType.INT8
         self.key_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None

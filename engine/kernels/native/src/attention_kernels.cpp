@@ -35,7 +35,7 @@ struct AttentionStep {
     int64_t width() const { return int64_t{layer->heads + 2 * layer->kv_heads} * layer->head_dim; }
     int64_t heads() const { return layer->heads + 2 * layer->kv_heads; }
 
-    CachedRows rows_of(int64_t kv_head) const {
+    HeldRows rows_of(int64_t kv_head) const {
         const int64_t dim = layer->head_dim, at = kv_head * capacity * dim;
         return {keys + at, values + at, dim, dim};
     }
@@ -102,7 +102,7 @@ void norm_all(AttentionStep &step, int64_t token, int64_t which) {
     rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_rounds_once);
 }
 
-// One projected head: a query is scaled, keys and values go to their row of the cache.
+// One projected head: a query is kept, keys and values go to their row of the cache.
 void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t dim = layer.head_dim, row = step.length + token;
@@ -117,7 +117,7 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     rotate(step, token, x);
     if (is_query) {
         float *query = step.attention[token].query(head);
-        for (int64_t i = 0; i < dim; ++i) query[i] = from_bf16(x[i]) * layer.scale;
+        for (int64_t i = 0; i < dim; ++i) query[i] = from_bf16(x[i]);
     } else {
         std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + row) * dim);
     }
@@ -173,7 +173,7 @@ void attention_work(void *argument) {
         // Tokens next to each other go over the same rows, which are still in the cache.
         for (int64_t at = begin; at < end; ++at) {
             CachedAttention &own = step.attention[at % tokens];
-            if (const int64_t item = at / tokens; item < own.items()) own.run(item, step.rows_of(own.group_of(item)));
+            if (const int64_t item = at / tokens; item < own.items()) own.run(item, SWITCHYARD_KV_BF16, step.rows_of(own.group_of(item)));
         }
     });
     run.joining.run([&](int64_t begin, int64_t end) {
@@ -215,7 +215,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.projected.resize(static_cast<size_t>(tokens * step.width()));
     if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
     for (int32_t token = 0; token < tokens; ++token)
-        step.attention[token].resize(heads, kv_heads, length + token + 1, step.rows_of(0), attention->sinks);
+        step.attention[token].resize(heads, kv_heads, length + token + 1, attention->scale, step.rows_of(0), attention->sinks);
     step.attended.resize(static_cast<size_t>(tokens * heads * dim));
     AttentionRun run(step, pool->threads());
     int64_t weights = 0;

@@ -1,6 +1,7 @@
 // The attention of one token over a cache in rows: how its work is cut, and its results joined.
 #include "cached_attention.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "dispatch.h"
@@ -11,26 +12,18 @@ constexpr int64_t kFewestTokens = 256, kMostChunks = 16;  // fewer tokens are no
 
 }  // namespace
 
-AttendRows attend_rows_of(const KernelSet &kernels) {
-#if defined(__x86_64__) || defined(_M_X64)
-    if (&kernels == &kAvx512Kernels) return kAvx512Attend;
-    if (&kernels == &kAvx2Kernels) return kAvx2Attend;
-#elif defined(__aarch64__) || defined(_M_ARM64)
-    if (&kernels == &kNeonKernels) return kNeonAttend;
-#endif
-    return kPortableAttend;
-}
-
-void CachedAttention::resize(int64_t heads, int64_t groups, int64_t tokens, const CachedRows &rows,
+void CachedAttention::resize(int64_t heads, int64_t groups, int64_t tokens, float scale, const HeldRows &rows,
                              const uint16_t *sinks) {
     heads_ = heads;
     groups_ = groups;
     tokens_ = tokens;
-    query_dim_ = rows.key_dim + rows.further_dim;
+    scale_ = scale;
+    query_dim_ = rows.query_dim();
     value_dim_ = rows.value_dim;
     sinks_ = sinks;
     sets_ = (heads / groups + kMostTogether - 1) / kMostTogether;
-    chunk_tokens_ = std::max(kFewestTokens, (tokens + kMostChunks - 1) / kMostChunks);
+    const int64_t even = (tokens + kMostChunks - 1) / kMostChunks;
+    chunk_tokens_ = std::max(kFewestTokens, (even + kPageTokens - 1) / kPageTokens * kPageTokens);
     chunks_ = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
     queries_.resize(static_cast<size_t>(heads * query_dim_));
     tops_.resize(static_cast<size_t>(chunks_ * heads));
@@ -38,15 +31,24 @@ void CachedAttention::resize(int64_t heads, int64_t groups, int64_t tokens, cons
     mixed_.resize(tops_.size() * static_cast<size_t>(value_dim_));
 }
 
-void CachedAttention::run(int64_t item, const CachedRows &rows) {
+void CachedAttention::run(int64_t item, int32_t type, const HeldRows &rows) {
     // Queries over the same rows follow each other: the rows are still in the cache.
     const int64_t together = heads_ / groups_, set = item % sets_, chunk = item / sets_ % chunks_;
-    const int64_t first = group_of(item) * together + set * kMostTogether;
-    const int64_t count = std::min<int64_t>(kMostTogether, (group_of(item) + 1) * together - first);
-    float *queries = query(first);
-    const int64_t at = chunk * heads_ + first, begin = chunk * chunk_tokens_;
-    const ChunkResult result = {&tops_[at], &totals_[at], &mixed_[at * value_dim_]};
-    attend_rows_of(*kernels_in_use().attention)(rows, begin, std::min(begin + chunk_tokens_, tokens_), queries, static_cast<int>(count), result);
+    const int64_t first = group_of(item) * together + set * kMostTogether, at = chunk * heads_ + first;
+    Queries queries;
+    queries.count = static_cast<int>(std::min<int64_t>(kMostTogether, (group_of(item) + 1) * together - first));
+    queries.q = query(first);
+    queries.scale = scale_;
+    std::fill_n(queries.from, queries.count, 0);
+    std::fill_n(queries.to, queries.count, tokens_);
+    queries.tops = &tops_[at];
+    queries.totals = &totals_[at];
+    queries.mixed = &mixed_[at * value_dim_];
+    std::fill_n(queries.tops, queries.count, kLow);
+    std::fill_n(queries.totals, queries.count, 0.0f);
+    std::fill_n(queries.mixed, queries.count * value_dim_, 0.0f);
+    const int64_t begin = chunk * chunk_tokens_;
+    kernels_in_use().attention->of_type[type](rows, begin, std::min(begin + chunk_tokens_, tokens_), queries);
 }
 
 void CachedAttention::finish(int64_t head, float *out) {

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <new>
 
+#include "attend.h"
 #include "block_kernels.h"
 #include "many_kernels.h"
 #include "processor.h"
@@ -21,29 +22,31 @@ struct Set {
     const TileKernels *tiles;  // null: not built in
     const ManyKernels *many = nullptr;
     const BlockKernels *blocks = nullptr;
+    const AttendKernels *attend = nullptr;
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
 // AVX-512 VNNI with newer instructions for many vectors; empty if the compiler does not know them.
 Set with(const ManyKernels *many) {
     if (!many) return {nullptr, nullptr};
-    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks};
+    const AttendKernels *attend = kAvx512Bf16Attend ? kAvx512Bf16Attend : &kAvx512Attend;
+    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks, attend};
 }
 #endif
 
 Set set_of(int32_t isa) {
     switch (isa) {
-        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks};
+        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks, &kPortableAttend};
 #if defined(__x86_64__) || defined(_M_X64)
-        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks};
-        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks};
-        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks};
-        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks};
+        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend};
+        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend};
+        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend};
+        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend};
         case 5: return with(kAvx512Bf16Many);
         case 6: return with(kAmxMany);
 #elif defined(__aarch64__) || defined(_M_ARM64)
-        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks};
-        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks};
+        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend};
+        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend};
 #endif
         default: return {nullptr, nullptr};
     }
@@ -68,7 +71,7 @@ Kernels kernels_in_use() {
     Kernels kernels = {};
     kernels.blocks = set_of(isa_at(uses, 0)).blocks;
     kernels.rows = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, SWITCHYARD_BF16))).rows;
-    kernels.attention = set_of(isa_at(uses, place_of(SWITCHYARD_ATTENTION, 0))).rows;
+    kernels.attention = set_of(isa_at(uses, place_of(SWITCHYARD_ATTENTION, 0))).attend;
     for (int32_t format = 0; format < kFormatCount; ++format) {
         kernels.tiles[format] = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, format))).tiles;
         kernels.many[format] = set_of(isa_at(uses, place_of(SWITCHYARD_MANY, format))).many;
@@ -108,7 +111,7 @@ SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {
     if (!is_usable(isa)) return 1;
     const Set set = set_of(isa);
     if (const int32_t wrong = test_rows(*set.rows)) return wrong;
-    if (const int32_t wrong = test_cached(*set.rows)) return wrong;
+    if (const int32_t wrong = test_attend(*set.attend)) return wrong;
     if (const int32_t wrong = test_tiles(*set.tiles)) return wrong;
     if (const int32_t wrong = test_many(*set.many)) return wrong;
     return test_blocks(*set.blocks);

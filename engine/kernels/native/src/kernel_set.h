@@ -108,11 +108,12 @@ struct TileKernels {
 
 struct ManyKernels;   // many_kernels.h
 struct BlockKernels;  // block_kernels.h
+struct AttendKernels;  // attend.h
 
 // What is in use.  Each may be of another instruction set: the newest one is not the fastest everywhere.
 struct Kernels {
     const KernelSet *rows;                   // bf16 rows with few vectors
-    const KernelSet *attention;              // whose instruction set attends
+    const AttendKernels *attention;          // attend.h
     const BlockKernels *blocks;
     const TileKernels *tiles[kFormatCount];  // by format: with few vectors
     const ManyKernels *many[kFormatCount];   // by format

@@ -39,7 +39,7 @@ struct LatentStep {
     Vectors attended_x;
 
     bool has_q_latent() const { return layer->q_a.rows > 0; }
-    CachedRows rows() const { return {latents, latents, layer->rank, layer->rank, rotary_keys, layer->rope}; }
+    HeldRows rows() const { return {latents, latents, layer->rank, layer->rank, rotary_keys, layer->rope}; }
     // The matrix that the hidden state goes through first on its way to queries.
     const SwitchyardMatrix &q_first() const { return has_q_latent() ? layer->q_a : layer->q; }
 };
@@ -149,7 +149,7 @@ void some_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
     }
 }
 
-// The query of a head as it meets latents and rotary keys, scaled.
+// The query of a head as it meets latents and rotary keys.
 void absorb(LatentStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t nope = layer.nope, rope = layer.rope, rank = layer.rank;
@@ -161,7 +161,6 @@ void absorb(LatentStep &step, int64_t token, int64_t head) {
     transposed_product(step.kernels, layer.kv_b, head * (nope + layer.value_dim), nope, numbers.data(), absorbed);
     rotate(step, token, query + nope);
     for (int64_t i = 0; i < rope; ++i) absorbed[rank + i] = from_bf16(query[nope + i]);
-    for (int64_t i = 0; i < rank + rope; ++i) absorbed[i] *= layer.scale;
 }
 
 void join_head(LatentStep &step, int64_t token, int64_t head) {
@@ -220,7 +219,7 @@ void latent_work(void *argument) {
     run.attention.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at)
             if (CachedAttention &own = step.attention[at % tokens]; at / tokens < own.items())
-                own.run(at / tokens, step.rows());
+                own.run(at / tokens, SWITCHYARD_KV_BF16, step.rows());
     });
     run.joining.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) join_head(step, at % tokens, at / tokens);
@@ -269,7 +268,7 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.compressed.resize(static_cast<size_t>(tokens * layer.kv_a.rows));
     if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
     for (int32_t token = 0; token < tokens; ++token)
-        step.attention[token].resize(heads, 1, length + token + 1, step.rows(), nullptr);
+        step.attention[token].resize(heads, 1, length + token + 1, layer.scale, step.rows(), nullptr);
     step.mixed.resize(layer.kv_b.format, tokens * heads, layer.rank);
     step.attended.resize(static_cast<size_t>(tokens * heads * layer.value_dim));
     step.attended_x.resize(layer.o.format, tokens, heads * layer.value_dim);

@@ -4,22 +4,18 @@
 #include <new>
 #include <vector>
 
-#include "dispatch.h"
+#include "held_rows.h"
 #include "paged_call.h"
 
-const PagedKernels &paged_kernels_in_use(int32_t type) {
-#if defined(__x86_64__) || defined(_M_X64)
-    const KernelSet *rows = kernels_in_use().attention;
-    if (rows == &kAvx512Kernels) return kAvx512Paged[type];
-    if (rows == &kAvx2Kernels) return kAvx2Paged[type];
-#elif defined(__aarch64__) || defined(_M_ARM64)
-    if (kernels_in_use().attention == &kNeonKernels) return kNeonPaged[type];
-#endif
-    return kPortablePaged[type];
-}
+namespace {
+
+constexpr int64_t kMostQueries = 64;      // of an item
+constexpr int64_t kChunkTokens = 16 * kPageTokens;  // that stay in the cache while an item's queries go over them
+
+}  // namespace
 
 PagedCall::PagedCall(const SwitchyardPagedLayer &layer, const SwitchyardPiece *pieces, int32_t count)
-    : layer(layer), kernels(paged_kernels_in_use(layer.type)), pieces(pieces), count(count) {
+    : layer(layer), attend_rows(kernels_in_use().attention->of_type[layer.type]), pieces(pieces), count(count) {
     const int64_t group = layer.heads / layer.kv_heads;
     together = static_cast<int32_t>(std::max<int64_t>(1, kMostQueries / group));
     begins.resize(static_cast<size_t>(count) + 1);
@@ -33,8 +29,11 @@ PagedCall::PagedCall(const SwitchyardPagedLayer &layer, const SwitchyardPiece *p
 void PagedCall::write(int64_t token, const SwitchyardPiece &piece, const float *keys, const float *values) const {
     const int64_t position = piece.held + token - piece.first;
     const int64_t page = piece.pages[position / kPageTokens], slot = position % kPageTokens;
-    for (int64_t head = 0; head < layer.kv_heads; ++head)
-        kernels.write(layer, page, head, slot, keys + head * layer.key_dim, values + head * layer.value_dim);
+    for (int64_t head = 0; head < layer.kv_heads; ++head) {
+        const int64_t row = (page * layer.kv_heads + head) * kPageTokens + slot;
+        write_row(layer.type, keys + head * layer.key_dim, layer.key_dim, row, layer.keys, layer.key_scales);
+        write_row(layer.type, values + head * layer.value_dim, layer.value_dim, row, layer.values, layer.value_scales);
+    }
 }
 
 const SwitchyardPiece &PagedCall::piece_of(int64_t token) const {
@@ -43,31 +42,57 @@ const SwitchyardPiece &PagedCall::piece_of(int64_t token) const {
     return *(after - 1);
 }
 
-void PagedCall::attend(int64_t item, std::vector<float> &queries, const HeadQuery &query, const HeadResult &result) const {
+HeldRows PagedCall::rows_of(const SwitchyardPiece &piece, int64_t kv_head) const {
+    const int64_t first = kv_head * kPageTokens, size = size_of_number(layer.type);
+    HeldRows rows;
+    rows.keys = static_cast<const char *>(layer.keys) + first * layer.key_dim * size;
+    rows.values = static_cast<const char *>(layer.values) + first * layer.value_dim * size;
+    rows.key_dim = layer.key_dim;
+    rows.value_dim = layer.value_dim;
+    if (layer.key_scales) rows.key_scales = layer.key_scales + first, rows.value_scales = layer.value_scales + first;
+    rows.pages = piece.pages;
+    rows.page_rows = layer.kv_heads * kPageTokens;
+    return rows;
+}
+
+void PagedCall::attend(int64_t item, std::vector<float> &room, const HeadQuery &query, const HeadResult &result) const {
     const auto at = std::upper_bound(begins.begin(), begins.end(), item) - begins.begin() - 1;
     const SwitchyardPiece &piece = pieces[at];
     const int64_t local = item - begins[at], kv_head = local % layer.kv_heads;
     const int64_t first = local / layer.kv_heads * together, last = std::min<int64_t>(first + together, piece.tokens);
-    const int64_t group = layer.heads / layer.kv_heads, key_dim = layer.key_dim, out_step = whole_lanes(layer.value_dim);
-    queries.resize(static_cast<size_t>(kMostQueries * (key_dim + out_step)));
-    const int64_t all = (last - first) * group;
-    for (int64_t done = 0; done < all; done += kMostQueries) {
-        PageQueries some;
-        some.count = static_cast<int>(std::min<int64_t>(kMostQueries, all - done));
-        some.out = queries.data() + kMostQueries * key_dim;
-        for (int i = 0; i < some.count; ++i) {
-            const int64_t token = first + (done + i) / group, head = kv_head * group + (done + i) % group;
-            float *q = queries.data() + i * key_dim;
-            query(piece.first + token, head, q);
-            for (int64_t d = 0; d < key_dim; ++d) q[d] *= layer.scale;
-            some.q[i] = q;
-            some.to[i] = piece.held + token + 1;
-            some.from[i] = layer.window > 0 ? std::max<int64_t>(0, some.to[i] - layer.window) : 0;
-            some.sink[i] = layer.sinks ? layer.sinks[head] : 0.0f;
+    const int64_t group = layer.heads / layer.kv_heads, key_dim = layer.key_dim, value_dim = layer.value_dim;
+    const int64_t count = (last - first) * group;
+    room.resize(static_cast<size_t>(count * (key_dim + value_dim + 2)));
+    float *q = room.data(), *mixed = q + count * key_dim, *tops = mixed + count * value_dim, *totals = tops + count;
+    std::fill_n(mixed, count * value_dim, 0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t head = kv_head * group + i % group;
+        query(piece.first + first + i / group, head, q + i * key_dim);
+        tops[i] = layer.sinks ? layer.sinks[head] : kLow;
+        totals[i] = layer.sinks ? 1.0f : 0.0f;
+    }
+    const HeldRows rows = rows_of(piece, kv_head);
+    const int64_t end = piece.held + last;
+    for (int64_t begin = 0; begin < end; begin += kChunkTokens)
+        for (int64_t done = 0; done < count; done += kMostTogether) {
+            Queries some;
+            some.count = static_cast<int>(std::min<int64_t>(kMostTogether, count - done));
+            some.q = q + done * key_dim;
+            some.scale = layer.scale;
+            some.kept = layer.kept;
+            some.softcap = layer.softcap;
+            for (int i = 0; i < some.count; ++i) {
+                some.to[i] = piece.held + first + (done + i) / group + 1;
+                some.from[i] = layer.window > 0 ? std::max<int64_t>(0, some.to[i] - layer.window) : 0;
+            }
+            some.tops = tops + done;
+            some.totals = totals + done;
+            some.mixed = mixed + done * value_dim;
+            attend_rows(rows, begin, std::min(begin + kChunkTokens, end), some);
         }
-        kernels.attend(layer, piece.pages, kv_head, some);
-        for (int i = 0; i < some.count; ++i)
-            result(piece.first + first + (done + i) / group, kv_head * group + (done + i) % group, some.out + i * out_step);
+    for (int64_t i = 0; i < count; ++i) {
+        for (int64_t d = 0; d < value_dim; ++d) mixed[i * value_dim + d] /= totals[i];
+        result(piece.first + first + i / group, kv_head * group + i % group, mixed + i * value_dim);
     }
 }
 

@@ -1,17 +1,14 @@
 // Attention over keys and values in pages, for many sequences of different lengths in one call.
 //
-// A page holds kPageTokens tokens of one sequence for one layer, head after head: keys transposed, [key_dim, tokens],
-// so that the scores of a whole page are sums of vectors; values as they are, [tokens, value_dim].
+// A page holds kPageTokens tokens of one sequence for one layer, head after head: keys, [tokens, key_dim], and
+// values, [tokens, value_dim].
 #pragma once
+#include "attend.h"
 #include "switchyard_kernels.h"
-
-enum { SWITCHYARD_KV_BF16 = 0, SWITCHYARD_KV_FP16 = 1, SWITCHYARD_KV_INT8 = 2, SWITCHYARD_KV_FP32 = 3 };
-
-constexpr int64_t kPageTokens = 32;
 
 // One layer's pages.
 typedef struct {
-    void *keys;           // [pages, kv_heads, key_dim, kPageTokens]
+    void *keys;           // [pages, kv_heads, kPageTokens, key_dim]
     void *values;         // [pages, kv_heads, kPageTokens, value_dim]
     float *key_scales;    // int8: [pages, kv_heads, kPageTokens]; null otherwise
     float *value_scales;  // the same

@@ -3,15 +3,16 @@
 #include <functional>
 #include <vector>
 
-#include "paged_kernels.h"
+#include "dispatch.h"
+#include "paged_attention.h"
 #include "thread_pool.h"
 
 struct PagedCall {
     const SwitchyardPagedLayer &layer;
-    const PagedKernels &kernels;
+    const Attend attend_rows;
     const SwitchyardPiece *pieces;
     int32_t count;
-    int32_t together;             // tokens of a sequence whose queries go through its pages together
+    int32_t together;             // tokens of a sequence whose queries go through its pages together: an item
     int64_t tokens = 0, bytes = 0;
     std::vector<int64_t> begins;  // [count + 1]: where each piece's items begin
 
@@ -24,9 +25,8 @@ struct PagedCall {
     int64_t items() const { return begins.back(); }
     // keys: [kv_heads, key_dim], values: [kv_heads, value_dim] of a token of `piece`.
     void write(int64_t token, const SwitchyardPiece &piece, const float *keys, const float *values) const;
+    HeldRows rows_of(const SwitchyardPiece &piece, int64_t kv_head) const;
     const SwitchyardPiece &piece_of(int64_t token) const;
     // `room` is the calling thread's.
     void attend(int64_t item, std::vector<float> &room, const HeadQuery &query, const HeadResult &result) const;
 };
-
-const PagedKernels &paged_kernels_in_use(int32_t type);

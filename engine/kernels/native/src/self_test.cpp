@@ -3,7 +3,8 @@
 #include <cmath>
 #include <vector>
 
-#include "cached_attention.h"
+#include "attend.h"
+#include "held_rows.h"
 
 namespace {
 
@@ -159,36 +160,53 @@ int32_t test_rows(const KernelSet &kernels) {
     return 0;
 }
 
-int32_t test_cached(const KernelSet &kernels) {
-    for (int64_t dim : {6, 32, 40}) {
-        const int64_t tokens = 71, further = 5;
-        const int count = kMostTogether;
-        std::vector<uint16_t> keys(tokens * dim), more(tokens * further), values(keys.size());
-        for (size_t i = 0; i < keys.size(); ++i) {
-            keys[i] = to_bf16(0.125f * static_cast<float>(i * 7 % 23) - 1.0f);
-            values[i] = to_bf16(0.25f * static_cast<float>(i * 5 % 17) - 2.0f);
-        }
-        for (size_t i = 0; i < more.size(); ++i) more[i] = to_bf16(0.5f * static_cast<float>(i * 3 % 13) - 3.0f);
-        std::vector<float> queries(count * (dim + further)), tops(count), totals(count), mixed(count * dim);
-        for (size_t i = 0; i < queries.size(); ++i) queries[i] = 0.01f * static_cast<float>(i % 29) - 0.1f;
-        const CachedRows rows = {keys.data(), values.data(), dim, dim, more.data(), further};
-        attend_rows_of(kernels)(rows, 1, tokens, queries.data(), count, {tops.data(), totals.data(), mixed.data()});
-        for (int query = 0; query < count; ++query) {
-            const float *q = &queries[query * (dim + further)];
-            std::vector<double> sums(dim);
-            double total = 0;
-            for (int64_t token = 1; token < tokens; ++token) {
-                double score = 0;
-                for (int64_t i = 0; i < dim; ++i) score += q[i] * from_bf16(keys[token * dim + i]);
-                for (int64_t i = 0; i < further; ++i) score += q[dim + i] * from_bf16(more[token * further + i]);
-                const double share = std::exp(score - tops[query]);
-                total += share;
-                for (int64_t i = 0; i < dim; ++i) sums[i] += share * from_bf16(values[token * dim + i]);
+int32_t test_attend(const AttendKernels &kernels) {
+    for (int32_t type = SWITCHYARD_KV_BF16; type <= SWITCHYARD_KV_FP32; ++type)
+        for (int64_t dim : {6, 32, 40}) {
+            const int64_t tokens = 71, further = 5, room = 3 * kPageTokens;
+            const int count = kMostTogether;
+            std::vector<float> keys(room * dim), values(keys.size()), more(room * further);
+            for (size_t i = 0; i < keys.size(); ++i) {
+                keys[i] = 0.125f * static_cast<float>(i * 7 % 23) - 1.0f;
+                values[i] = 0.25f * static_cast<float>(i * 5 % 17) - 2.0f;
             }
-            if (!near(totals[query], total, 1e-3 * total)) return 12;
-            for (int64_t i = 0; i < dim; ++i)
-                if (!near(mixed[query * dim + i], sums[i], 1e-3 * total)) return 13;
+            for (size_t i = 0; i < more.size(); ++i) more[i] = 0.5f * static_cast<float>(i * 3 % 13) - 3.0f;
+            std::vector<uint8_t> held_keys(keys.size() * 4), held_values(held_keys.size()), held_more(more.size() * 4);
+            std::vector<float> key_scales(room), value_scales(room), more_scales(room);
+            for (int64_t row = 0; row < room; ++row) {
+                write_row(type, &keys[row * dim], dim, row, held_keys.data(), key_scales.data());
+                write_row(type, &values[row * dim], dim, row, held_values.data(), value_scales.data());
+                write_row(type, &more[row * further], further, row, held_more.data(), more_scales.data());
+            }
+            std::vector<float> q(count * (dim + further)), tops(count, kLow), totals(count), mixed(count * dim);
+            for (size_t i = 0; i < q.size(); ++i) q[i] = from_bf16(to_bf16(0.01f * static_cast<float>(i % 29) - 0.1f));
+            HeldRows rows = {held_keys.data(), held_values.data(), dim, dim, held_more.data(), further};
+            const bool scaled = type == SWITCHYARD_KV_INT8;
+            if (scaled) {
+                rows.key_scales = key_scales.data();
+                rows.value_scales = value_scales.data();
+                rows.further_scales = more_scales.data();
+            }
+            Queries queries = {count, q.data(), 0.5f, {}, {}, 0, 0, tops.data(), totals.data(), mixed.data()};
+            for (int i = 0; i < count; ++i) queries.from[i] = i, queries.to[i] = tokens - 2 * i;
+            kernels.of_type[type](rows, 0, tokens, queries);
+            for (int query = 0; query < count; ++query) {
+                const float *mine = &q[query * (dim + further)];
+                std::vector<double> sums(dim);
+                double total = 0;
+                for (int64_t token = queries.from[query]; token < queries.to[query]; ++token) {
+                    double score = 0;
+                    for (int64_t i = 0; i < dim; ++i) score += mine[i] * keys[token * dim + i];
+                    for (int64_t i = 0; i < further; ++i) score += mine[dim + i] * more[token * further + i];
+                    const double share = std::exp(0.5 * score - tops[query]);
+                    total += share;
+                    for (int64_t i = 0; i < dim; ++i) sums[i] += share * values[token * dim + i];
+                }
+                const double tolerance = scaled ? 0.05 : 1e-3;  // numbers are bf16 but for int8, which rounds them
+                if (!near(totals[query], total, tolerance * total)) return 12;
+                for (int64_t i = 0; i < dim; ++i)
+                    if (!near(mixed[query * dim + i], sums[i], tolerance * total)) return 13;
+            }
         }
-    }
     return 0;
 }

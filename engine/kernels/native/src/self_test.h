@@ -10,7 +10,7 @@
 
 // 0 if right, else which kernel is wrong.
 int32_t test_rows(const KernelSet &kernels);
-int32_t test_cached(const KernelSet &kernels);
+int32_t test_attend(const AttendKernels &kernels);
 int32_t test_tiles(const TileKernels &kernels);
 int32_t test_many(const ManyKernels &kernels);
 int32_t test_blocks(const BlockKernels &kernels);

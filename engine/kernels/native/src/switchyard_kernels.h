@@ -28,6 +28,9 @@ enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2, SWITCHYARD
 // 1 if all gate rows come before all up rows, 2 if they alternate.
 enum { SWITCHYARD_PLAIN = 0, SWITCHYARD_HALVES = 1, SWITCHYARD_ALTERNATING = 2 };
 
+// Types of keys and values; int8 has a scale for each row.
+enum { SWITCHYARD_KV_BF16 = 0, SWITCHYARD_KV_FP16 = 1, SWITCHYARD_KV_INT8 = 2, SWITCHYARD_KV_FP32 = 3 };
+
 // A matrix [rows, columns].  scales, zeros and table are null where the format has none.
 typedef struct {
     const void *weights;

@@ -1,0 +1,3 @@
+#include "attend_impl.h"
+
+const AttendKernels kAvx2Attend = ATTEND_KERNELS;

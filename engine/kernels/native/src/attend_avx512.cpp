@@ -1,0 +1,3 @@
+#include "attend_impl.h"
+
+const AttendKernels kAvx512Attend = ATTEND_KERNELS;

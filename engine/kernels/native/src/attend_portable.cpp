@@ -1,0 +1,3 @@
+#include "attend_impl.h"
+
+const AttendKernels kPortableAttend = ATTEND_KERNELS;

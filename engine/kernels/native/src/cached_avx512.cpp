@@ -1,3 +1,0 @@
-#include "cached_impl.h"
-
-const AttendRows kAvx512Attend = attend_cached;

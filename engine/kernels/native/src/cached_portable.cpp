@@ -1,3 +1,0 @@
-#include "cached_impl.h"
-
-const AttendRows kPortableAttend = attend_cached;
