@@ -11,14 +11,13 @@ from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QWidget
 from app.services.background import LatestTask
 from app.services.downloads import FOLDER_KEY
 from app.services.settings import Settings
-from app.theme import scaled
 from app.widgets.quantities import SEPARATOR, file_size
 from engine.common.paths import models_dir
 
 if TYPE_CHECKING:
     from engine.checkpoint.connected import Room
 
-WIDEST_PX = 260
+LONGEST_NAME = 24
 
 
 class FolderChoice(QWidget):
@@ -33,7 +32,6 @@ class FolderChoice(QWidget):
         self.combo = QComboBox(self)
         self.combo.setAccessibleName(self.tr("Folder that downloads go into"))
         self.combo.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToContents)
-        self.combo.setMaximumWidth(scaled(WIDEST_PX))
         name.setBuddy(self.combo)
         row = QHBoxLayout(self)
         row.setContentsMargins(0, 0, 0, 0)
@@ -54,7 +52,7 @@ class FolderChoice(QWidget):
         self.combo.clear()
         for room in rooms:
             name = room.folder.name if names.count(room.folder.name) < 2 else "/".join(room.folder.parts[-2:])
-            name = self.tr("Library") if room.folder == models_dir() else name or str(room.folder)
+            name = self.tr("Library") if room.folder == models_dir() else _cut(name or str(room.folder))
             words = self.tr("not connected") if room.free is None else self.tr("{0} free").format(file_size(room.free))
             self.combo.addItem(f"{name}{SEPARATOR}{words}", str(room.folder))
             at = self.combo.count() - 1
@@ -78,6 +76,11 @@ class FolderChoice(QWidget):
         words = str(self.combo.currentData(Qt.ItemDataRole.ToolTipRole) or "")
         self.combo.setToolTip(words)
         self.combo.setAccessibleDescription(words)
+
+
+def _cut(name: str) -> str:
+    half = LONGEST_NAME // 2
+    return name if len(name) <= LONGEST_NAME else f"{name[:half]}…{name[-half:]}"
 
 
 def _rooms() -> tuple[Room, ...]:

@@ -62,7 +62,7 @@ class ModelPicker(Popover):
         self._library = library
         self._speeds = speeds
         self._predicted: dict[str, float] = {}
-        self._models = LibraryTable((), lambda row, _column: title_text(row), choice_text, self)
+        self._models = LibraryTable(("",), lambda row, _column: title_text(row), choice_text, self)
         self.rows = FoundModels(self)
         self.rows.setSourceModel(self._models)
         self.filter = QLineEdit(self)
