@@ -206,6 +206,13 @@ def test_sampling_round_trip_and_unknown_keys() -> None:
     assert sampling_from_json(sampling_to_json(dry)) == dry
 
 
+@pytest.mark.parametrize("biases", ["3", "[3]", '[["a", 1]]', "[[1, 2, 3]]", "[[1, 1e9]]", "[[1, true]]"])
+def test_biases_of_tokens_come_back_as_they_were_or_not_at_all(biases: str) -> None:
+    kept = SamplingParams(logit_bias=((3, 1.5), (4, -2.0)))
+    assert sampling_from_json(sampling_to_json(kept)) == kept
+    assert sampling_from_json(f'{{"logit_bias": {biases}}}') is None
+
+
 def test_sampling_saved_before_there_was_dry_keeps_all_it_had() -> None:
     kept = '{"temperature": 0.7, "top_k": 0, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.1, "seed": null, '
     kept += '"stop": ["END"], "max_tokens": 1024, "beams": 1}'

@@ -135,6 +135,8 @@ def sampling_from_dict(raw: object) -> SamplingParams | None:
     for name in ("stop", "dry_breakers"):
         if isinstance(values.get(name), list):
             values[name] = tuple(values[name])
+    if isinstance(biases := values.get("logit_bias"), list):
+        values["logit_bias"] = tuple(tuple(pair) if isinstance(pair, list) else pair for pair in biases)
     if not all(_is_of_type(name, value) for name, value in values.items()):
         return None
     try:
@@ -143,10 +145,16 @@ def sampling_from_dict(raw: object) -> SamplingParams | None:
         return None
 
 
+def _is_bias(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and type(pair[0]) is int and type(pair[1]) in (int, float)
+
+
 def _is_of_type(name: str, value: object) -> bool:
     default = getattr(SamplingParams(), name)
     if name == "seed":
         return value is None or type(value) is int
+    if name == "logit_bias":
+        return isinstance(value, tuple) and all(_is_bias(pair) for pair in value)
     if isinstance(default, tuple):
         return isinstance(value, tuple) and all(isinstance(item, str) for item in value)
     return type(value) is int or (isinstance(default, float) and type(value) is float)
