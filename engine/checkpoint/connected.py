@@ -34,6 +34,14 @@ def note_connected(folder: Path) -> None:
             write_private(_file(), json.dumps({**noted, str(folder): mount}, indent=2) + "\n")
 
 
+def forget_disk(folder: Path) -> None:
+    """The user means the folder as it is now, on whatever disk."""
+    noted = _noted()
+    if noted.pop(str(folder), None) is not None:
+        with contextlib.suppress(OSError):
+            write_private(_file(), json.dumps(noted, indent=2) + "\n")
+
+
 def trouble_with(folder: Path) -> str:
     """Why a model folder is not used now, in a sentence; empty if nothing is wrong.  May wait for its disk.
 
@@ -44,7 +52,8 @@ def trouble_with(folder: Path) -> str:
     is_there, mount = folder.is_dir(), _noted().get(str(folder), "")
     if mount and mount != _mount_of(folder):
         state = "is empty" if is_there else "is not there"
-        return f"The model folder {folder} {state}, and was on the disk at {mount}: connect that disk."
+        anew = "To begin anew without it, add the folder again"
+        return f"The model folder {folder} {state}, and was on the disk at {mount}: connect that disk. {anew}."
     if not is_there and folder != models_dir():
         return f"The model folder {folder} is not there: connect its disk, or take the folder off the list."
     return ""

@@ -26,7 +26,7 @@ from pathlib import Path
 import platformdirs
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
-from engine.checkpoint.connected import check_connected, note_connected, trouble_with
+from engine.checkpoint.connected import check_connected, forget_disk, note_connected, trouble_with
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
@@ -96,6 +96,7 @@ def add_model_folder(folder: Path) -> tuple[Path, ...]:
     folder = Path(folder).expanduser().absolute()
     if not folder.is_dir():
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{folder} is not a folder: check the path.")
+    forget_disk(folder)
     with _changing():
         return _add(folder)
 

@@ -6,17 +6,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pytestqt.qtbot import QtBot
 
 import app.services.downloads as service
-from app.services.downloads import LIMIT_KEY, MOST_STARTS, Downloads
+from app.services.downloads import FOLDER_KEY, LIMIT_KEY, MOST_STARTS, Downloads
 from app.services.settings import Settings
 from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import Candidate, RepoFile, Repository, token
+from engine.checkpoint.shelves import add_model_folder, drop_model_folder
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.paths import models_dir
 from tests.app.model_parts import download
 
 REPOSITORY = Repository("huggingface", "org/Tiny", "0" * 40, (), "mit", "", False)
@@ -83,6 +86,23 @@ def test_a_download_is_added_paused_resumed_ordered_and_cancelled(make: Make, qt
     qtbot.waitUntil(lambda: downloads.entries[1].state is DownloadState.WAITING)
     downloads.cancel(first.key)
     qtbot.waitUntil(lambda: [one.key for one in downloads.entries] == [second.key])
+
+
+def test_a_download_goes_into_the_folder_that_was_chosen(
+    make: Make, settings: Settings, qtbot: QtBot, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    add_model_folder(disk)
+    downloads, added = make(SLEEPS), list[Download]()
+    settings.set(FOLDER_KEY, str(disk))
+    downloads.add(CANDIDATE, added.append)
+    qtbot.waitUntil(lambda: len(added) == 1)
+    assert added[0].folder.parent == disk
+    drop_model_folder(disk)  # then its choice counts no more
+    downloads.add(replace(CANDIDATE, label="Q8_0"), added.append)
+    qtbot.waitUntil(lambda: len(added) == 2)
+    assert added[1].folder.parent == models_dir()
 
 
 def test_closing_stops_the_process_and_the_next_window_goes_on(make: Make, qtbot: QtBot) -> None:

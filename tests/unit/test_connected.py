@@ -109,6 +109,8 @@ def test_the_librarys_own_folder_on_a_disk_of_its_own(tmp_path: Path, monkeypatc
     with refused(ErrorCode.INVALID_REQUEST, "was on the disk at"):
         import_model(source, "second")
     assert list(models_dir().iterdir()) == []
+    assert add_model_folder(models_dir()) == (models_dir(),)  # it is gone for good, and meant as it is
+    assert import_model(source, "second").path == models_dir() / "second"
 
 
 def test_a_folder_that_was_emptied_is_no_disk_that_is_away(tmp_path: Path) -> None:

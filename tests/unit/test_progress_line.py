@@ -48,7 +48,7 @@ def test_a_terminal_gets_one_line_with_a_bar(
     assert "\n" not in screen.getvalue()
     assert [text.count("█") > 0 for text in screen.lines[:3]] == [False, True, True]
     assert "40 % 400 MB of 1.0 GB, 100 MB/s, 6 s left" in screen.lines[4]
-    assert screen.lines[-2].count("█") == 40
+    assert screen.lines[-2].count("█") == 24
     assert screen.lines[-1] == ""
     assert capsys.readouterr().out == ""
 

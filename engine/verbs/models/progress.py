@@ -18,7 +18,7 @@ _REDRAW_S = 0.1
 _LINE_S = 5.0
 _RATE_S = 5.0
 """Rates are of so many last seconds."""
-_LEAST_BAR, _WIDEST_BAR = 8, 40
+_LEAST_BAR, _WIDEST_BAR = 8, 24
 
 
 @contextlib.contextmanager
