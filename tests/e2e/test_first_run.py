@@ -110,6 +110,7 @@ def test_a_first_model_is_chosen_fetched_and_answers(
             picture(screen, "3-downloading")
             helpers = psutil.Process(window.process.pid).children(recursive=True)
             window.process.kill()
+            window.process.wait()  # else those that it started would be waited for
         before = the_download(*DownloadState)
         assert before.state is not DownloadState.DONE, "the download was over before the window could be killed"
 

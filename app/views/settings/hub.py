@@ -35,7 +35,8 @@ class HubCard(SettingsCard):
         self.load = QPushButton(self.tr("Load from file…"), self)
         self.load.clicked.connect(self._choose)
         self.catalogue = self.add_row(self.tr("Catalogue of recommendations"), " ", self.load)
-        self.address = QLineEdit(chosen_mirror(), self)
+        self._kept = chosen_mirror()
+        self.address = QLineEdit(self._kept, self)
         self.address.setFixedWidth(FIELD_WIDTH_PX)
         self.address.setPlaceholderText("https://huggingface.co")
         self.address.editingFinished.connect(self._set_address)
@@ -102,9 +103,12 @@ class HubCard(SettingsCard):
     def _set_address(self) -> None:
         address = self.address.text()
         set_message(self.trouble, "")
+        if address == self._kept:  # the field was only left
+            return
         self._doing.add(lambda: use_mirror(address), self._on_address, self._on_failed)
 
     def _on_address(self, kept: str) -> None:
+        self._kept = kept
         if not self.address.hasFocus():
             self.address.setText(kept)
 
