@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import Answer, Constraint, Row, RowRequest, RowSource
-from engine.common.chat import ChatMessage
+from engine.batch_files.openai_requests import BadRequestError, read_constraint, read_messages, read_sampling
+from engine.batch_files.rows import Answer, Row, RowRequest, RowSource
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError
 
 URL = "/v1/chat/completions"
 
@@ -28,19 +27,9 @@ _NOT_GIVEN = {
     "functions": "functions",
     "logprobs": "probabilities of tokens",
     "top_logprobs": "probabilities of tokens",
-    "logit_bias": "a bias of tokens",
-    "frequency_penalty": "a penalty",
-    "presence_penalty": "a penalty",
     "audio": "sound",
     "web_search_options": "a web search",
 }
-_MOST_SEED = 2**63
-_LEAST_TOP_P = 1e-6
-"""Greedy: only the most likely token, as 0 means."""
-
-
-class BadRequestError(ValueError):
-    """A row that cannot be answered as requested; the message completes a sentence about it."""
 
 
 def holds_openai_requests(source: RowSource) -> bool:
@@ -67,7 +56,9 @@ def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
     if not isinstance(body, Mapping):
         raise BadRequestError("has no body")
     _refuse_what_is_not_given(body)
-    return RowRequest(row.index, _messages(body.get("messages")), _sampling(body, defaults), _constraint(body))
+    messages = read_messages(body.get("messages"))
+    sampling = replace(defaults, **read_sampling(body))
+    return RowRequest(row.index, messages, sampling, read_constraint(body))
 
 
 def _refuse_what_is_not_given(body: Mapping[str, Any]) -> None:
@@ -79,71 +70,6 @@ def _refuse_what_is_not_given(body: Mapping[str, Any]) -> None:
             raise BadRequestError(f"asks for {words} ({name}), which a batch does not give")
     if body.get("modalities") not in (None, ["text"]):
         raise BadRequestError("asks for modalities other than text")
-
-
-def _messages(value: Any) -> tuple[ChatMessage, ...]:
-    if not isinstance(value, list) or not value:
-        raise BadRequestError("has no messages")
-    messages = []
-    for entry in value:
-        role = entry.get("role") if isinstance(entry, Mapping) else None
-        if role == "developer":
-            role = "system"
-        if role not in ("system", "user", "assistant"):
-            raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use system, user or assistant")
-        messages.append(ChatMessage(role, _content(entry.get("content"))))
-    return tuple(messages)
-
-
-def _content(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
-        return "".join(str(part.get("text", "")) for part in value)
-    raise BadRequestError("has a message that is not text")
-
-
-def _sampling(body: Mapping[str, Any], defaults: SamplingParams) -> SamplingParams:
-    names = {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "seed": "seed",
-        "max_tokens": "max_tokens",
-        "max_completion_tokens": "max_tokens",
-    }
-    asked: dict[str, Any] = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
-    for name, value in asked.items():
-        if isinstance(value, bool) or not isinstance(value, int if name in ("seed", "max_tokens") else int | float):
-            raise BadRequestError(f"has {str(value)[:20]!r} as {name}")
-    if "seed" in asked:
-        asked["seed"] %= _MOST_SEED
-    if asked.get("top_p") == 0:
-        asked["top_p"] = _LEAST_TOP_P
-    stop = body.get("stop")
-    if isinstance(stop, str):
-        stop = [stop]
-    if stop is not None:
-        if not isinstance(stop, list) or not all(isinstance(entry, str) and entry for entry in stop):
-            raise BadRequestError("has a stop that is neither a string nor a list of strings")
-        asked["stop"] = tuple(stop)
-    try:
-        return replace(defaults, **asked)
-    except EngineError as error:
-        raise BadRequestError(f"has an invalid option: {error.message}") from None
-
-
-def _constraint(body: Mapping[str, Any]) -> Constraint | None:
-    form = body.get("response_format")
-    kind = form.get("type") if isinstance(form, Mapping) else None
-    if form is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return Constraint(schema='{"type": "object"}')
-    described = form.get("json_schema") if isinstance(form, Mapping) else None
-    schema = described.get("schema", {"type": "object"}) if isinstance(described, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise BadRequestError(f"has an unsupported response_format type {str(kind)[:20]!r}")
-    return Constraint(schema=json.dumps(schema))
 
 
 _NAMESPACE = uuid.UUID("6f6b0b6e-52a5-4d0e-9d67-2a1d3d6c7e55")

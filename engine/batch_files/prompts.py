@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.batch_files.openai_format import BadRequestError, openai_request
+from engine.batch_files.openai_format import openai_request
+from engine.batch_files.openai_requests import BadRequestError
 from engine.batch_files.rows import Answer, Constraint, Row, RowRequest, failed
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
@@ -26,6 +27,9 @@ from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.keeping import apply_tuning
 from engine.tuning.result import DecodeRate
+
+if TYPE_CHECKING:
+    from engine.runtime.batch.live import LiveRows
 
 
 class Engine:
@@ -192,6 +196,16 @@ class Engine:
             raise
         note_use(self._place, _how(loaded.info), result.tokens_per_s, result.generated_tokens)
         return result
+
+    def live_rows(self) -> LiveRows:
+        """Answers requests of many clients at once with the loaded model, until it is closed.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model.
+        """
+        from engine.runtime.batch.live import LiveRows  # a chat does without
+
+        return LiveRows(self._ready())
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
         """Answers a job's rows with the loaded model; chats may be answered while the watcher gives way.

@@ -150,7 +150,10 @@ class ContinuousBatch:
             if new.request.cancelled():
                 on_row(new.ended("cancelled"))
                 continue
-            if PagedRow.pages_needed(len(new.prompt), new.limits.max_tokens) > self.pool.capacity:
+            room = self.pool.capacity * PAGE_TOKENS - len(new.prompt)
+            if self._policy.ahead is not None and 1 <= room < new.limits.max_tokens:
+                new = new.within(room)
+            if new.limits.max_tokens > room:
                 on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
                 continue
             row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead)

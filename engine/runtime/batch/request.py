@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -100,6 +100,10 @@ class PreparedRow:
         return AnswerSequence(
             self.prompt, request.sampling, self.limits, self.tokenizer, request.constraint, chances=request.chances
         )
+
+    def within(self, room: int) -> PreparedRow:
+        """The same with an answer of at most `room` tokens."""
+        return replace(self, limits=replace(self.limits, max_tokens=room, reached="context"))
 
     def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:
         """Its outcome if it never begins."""

@@ -156,11 +156,6 @@ class PagedRow:
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
         self._look_ahead()
 
-    @staticmethod
-    def pages_needed(prompt_tokens: int, most_tokens: int) -> int:
-        """Pages that such a row may need."""
-        return pages_for(prompt_tokens + most_tokens)
-
     @property
     def is_reading(self) -> bool:
         """Whether some of its prompt is still to be read."""

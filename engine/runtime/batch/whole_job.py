@@ -19,7 +19,6 @@ from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
 from engine.runtime.batch.request import BatchAnswer, BatchOutcome, never
 from engine.runtime.decode.constrained import ConstrainedAnswers
-from engine.runtime.decode.sequence import end_token_ids
 from engine.runtime.loaded_model import LoadedModel
 
 
@@ -48,7 +47,7 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
         if plan.prediction is not None:
             watcher.on_plan(plan.prediction)
         with closing(BatchExecutor(loaded, plan.policy)) as executor:
-            ending = JobRun(prepared, manifest, journal, executor, lambda: _constrained(loaded), watcher).run()
+            ending = JobRun(prepared, manifest, journal, executor, lambda: ConstrainedAnswers.of(loaded), watcher).run()
             return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
 
 
@@ -60,7 +59,7 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
             whole job, corrected by the time these rows took.  It receives no pace.
     """
     on_answer, cancelled = watcher.on_answer, watcher.cancelled
-    asking = Asking(prepared.job.tries, lambda: _constrained(loaded))
+    asking = Asking(prepared.job.tries, lambda: ConstrainedAnswers.of(loaded))
     asked = islice(prepared.asked(), rows)
     feed = RowFeed(asked, lambda _row: False, asking, RowCount(None), on_answer, never)
     timed = list[BatchAnswer]()
@@ -91,8 +90,3 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         prediction = predicted_after(prepared, loaded, timed, taken)
         if prediction is not None:
             watcher.on_plan(prediction)
-
-
-def _constrained(loaded: LoadedModel) -> ConstrainedAnswers:
-    vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
-    return ConstrainedAnswers(loaded.tokenizer, vocabulary, end_token_ids(loaded.model, loaded.tokenizer))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from engine.batch_files.rows import Constraint, grammar_of, unfit
 from engine.common.errors import EngineError, ErrorCode
+from engine.runtime.decode.sequence import end_token_ids
+
+if TYPE_CHECKING:
+    from engine.runtime.loaded_model import LoadedModel
 
 
 class ConstrainedAnswers:
@@ -38,6 +42,12 @@ class ConstrainedAnswers:
                 f"does not allow it ({str(error)[:80]}): leave them out.",
             ) from None
         self._grammars: dict[Constraint, str] = {}
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> ConstrainedAnswers:
+        """For the answers of a loaded model."""
+        vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
+        return cls(loaded.tokenizer, vocabulary, end_token_ids(loaded.model, loaded.tokenizer))
 
     def begin(self, constraint: Constraint) -> ConstrainedAnswer:
         """The state of one answer that has no tokens yet.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.common.chat import ChatMessage
+from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.foreign_text.marks import encode_marked
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
@@ -20,7 +22,7 @@ _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{{ '<|im_start|>assistant\n' }}"  # in quotes: jinja drops a line break that ends a template
 )
-_PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
+_PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Result"}
 
 
 def implied_stops(tokenizer: Any) -> tuple[str, ...]:
@@ -30,7 +32,12 @@ def implied_stops(tokenizer: Any) -> tuple[str, ...]:
     return ("\nUser:", "\nSystem:")
 
 
-def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: CancelCheck = never_cancelled) -> list[int]:
+def chat_prompt(
+    tokenizer: Any,
+    messages: Sequence[ChatMessage],
+    cancelled: CancelCheck = never_cancelled,
+    tools: Sequence[Tool] = (),
+) -> list[int]:
     """Token ids of the conversation, ready for the assistant's answer.
 
     The checkpoint's own template and tokenizer run in a process that can be stopped.  A system message that the
@@ -48,11 +55,12 @@ def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: Canc
     if tokenizer.chat_template is None and not knows_chatml(tokenizer):
         return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
 
-    turns = [{"role": message.role, "content": message.content} for message in messages]
+    turns = [_turn(message) for message in messages]
+    render = partial(_render, tokenizer, cancelled=cancelled, tools=tools)
     folded = _fold_system(turns)
     try:
         try:
-            text = _render(tokenizer, turns, cancelled)
+            text = render(turns)
             accepted = folded is None or all(_is_in(turn, text) for turn in turns if turn["role"] == "system")
         except TemplateRefusedError:
             if folded is None:
@@ -61,9 +69,9 @@ def chat_prompt(tokenizer: Any, messages: Sequence[ChatMessage], cancelled: Canc
         if not accepted:
             assert folded is not None
             turns = folded
-            text = _render(tokenizer, turns, cancelled)
+            text = render(turns)
         if _types_control_tokens(tokenizer, messages):
-            return _encode_marked(tokenizer, _render(tokenizer, turns, cancelled, mark=True), cancelled)
+            return _encode_marked(tokenizer, render(turns, mark=True), cancelled)
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
     return encode(tokenizer, text, special=False, cancelled=cancelled)
@@ -98,7 +106,37 @@ def check_length(prompt_tokens: int, context_tokens: int) -> None:
         )
 
 
-def _render(tokenizer: Any, turns: list[dict[str, str]], cancelled: CancelCheck, *, mark: bool = False) -> str:
+def _function(call: ToolCall) -> dict[str, Any]:
+    return {"name": call.name, "arguments": json.loads(call.arguments)}
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates expect it."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        turn["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        turn["tool_call_id"] = message.answers
+    return turn
+
+
+def _render(
+    tokenizer: Any,
+    turns: list[dict[str, Any]],
+    cancelled: CancelCheck,
+    tools: Sequence[Tool],
+    *,
+    mark: bool = False,
+) -> str:
     """What the template writes.
 
     Args:
@@ -106,24 +144,29 @@ def _render(tokenizer: Any, turns: list[dict[str, str]], cancelled: CancelCheck,
     """
     values = {
         "messages": turns,
-        "tools": None,
+        "tools": [_described(tool) for tool in tools] or None,
         "documents": None,
         "add_generation_prompt": True,
         **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
     }
     control, maybe = _control_tokens(tokenizer) if mark else (None, [])
     try:
-        return FOREIGN_TEXT.render(_template(tokenizer), values, cancelled, control=control, maybe_control=maybe)
+        return FOREIGN_TEXT.render(_template(tokenizer, tools), values, cancelled, control=control, maybe_control=maybe)
     except ForeignTextError as error:
         raise _template_at_fault(str(error)) from error
 
 
-def _template(tokenizer: Any) -> str:
+def _described(tool: Tool) -> dict[str, Any]:
+    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": described}
+
+
+def _template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:
     template = tokenizer.chat_template
     if template is None:
         return _CHATML
     if isinstance(template, dict):
-        template = template.get("default")
+        template = (template.get("tool_use") if tools else None) or template.get("default")
     if not isinstance(template, str):
         raise _template_at_fault("has several versions, but none named default")
     return template
@@ -192,7 +235,7 @@ def _as_text(token: Any) -> Any:
     return [str(entry) for entry in token] if isinstance(token, list | tuple) else str(token)
 
 
-def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]] | None:
+def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The turns with every system message at the head of the first user message; `None` if there is no such message."""
     system = "\n\n".join(turn["content"] for turn in turns if turn["role"] == "system")
     if not system.strip():
@@ -205,7 +248,7 @@ def _fold_system(turns: list[dict[str, str]]) -> list[dict[str, str]] | None:
     return rest
 
 
-def _is_in(turn: dict[str, str], text: str) -> bool:
+def _is_in(turn: dict[str, Any], text: str) -> bool:
     """Whether the template wrote this turn; some drop a system message without a word."""
     return turn["content"].strip() in text
 

@@ -1,0 +1,95 @@
+"""Requests that arrive while others are answered: one loaded model for many clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from engine.batch_files.rows import Constraint
+from engine.common.chat import ChatMessage, Tool
+from engine.common.errors import CancelCheck
+from engine.runtime.batch.executor import BatchExecutor
+from engine.runtime.batch.policy import policy_for
+from engine.runtime.batch.request import AnswerCallback, BatchRequest
+from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.prompt import chat_prompt, encode, implied_stops
+from engine.runtime.load.tokenizer import token_id
+
+if TYPE_CHECKING:
+    from engine.runtime.loaded_model import LoadedModel
+
+AHEAD_TOKENS = 256
+"""Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
+
+
+class LiveRows:
+    """Answers requests as they arrive, many in each sweep.  Not thread-safe."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._executor = BatchExecutor(loaded, replace(policy_for(loaded), ahead=AHEAD_TOKENS))
+        self._constrained: ConstrainedAnswers | None = None
+        self.implied_stops = implied_stops(loaded.tokenizer)
+        """Strings that end every answer to a conversation."""
+
+    @property
+    def note(self) -> str:
+        """Why requests are answered one by one, for the user; empty if they share each sweep."""
+        return self._executor.note
+
+    @property
+    def under_way(self) -> int:
+        """Requests that share each sweep now."""
+        return self._executor.under_way[0]
+
+    def prompt(self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...], cancelled: CancelCheck) -> list[int]:
+        """The tokens of a conversation.
+
+        Raises:
+            EngineError, RequestCancelled: as `chat_prompt`.
+        """
+        return chat_prompt(self._loaded.tokenizer, messages, cancelled, tools)
+
+    def text_prompt(self, text: str, cancelled: CancelCheck) -> list[int]:
+        """The tokens of a text to continue.
+
+        Raises:
+            EngineError, RequestCancelled: as `encode`.
+        """
+        return encode(self._loaded.tokenizer, text, special=True, cancelled=cancelled)
+
+    def ends_with(self, prompt: list[int], text: str) -> bool:
+        """Whether a prompt ends with a text, apart from white space."""
+        tail = str(self._loaded.tokenizer.decode(prompt[-12:]))
+        return tail.rstrip().endswith(text)
+
+    def token_text(self, token: int) -> str:
+        """What a token stands for."""
+        return str(self._loaded.tokenizer.decode([token]))
+
+    def has_token(self, text: str) -> bool:
+        """Whether the vocabulary has a token for this text."""
+        return token_id(self._loaded.tokenizer, text) is not None
+
+    def constrained(self, constraint: Constraint) -> ConstrainedAnswer:
+        """What makes an answer satisfy a constraint.
+
+        Raises:
+            EngineError: the model or the constraint does not allow it.
+        """
+        if self._constrained is None:
+            self._constrained = ConstrainedAnswers.of(self._loaded)
+        return self._constrained.begin(constraint)
+
+    def run(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
+        """Answers requests until none is left; `requests` may end now and go on while others are under way.
+
+        Raises:
+            EngineError: the model cannot be run.
+        """
+        self._executor.run(requests, on_answer)
+
+    def close(self) -> None:
+        """Frees keys and values.  Safe to call twice."""
+        self._executor.close()

@@ -1,0 +1,264 @@
+"""Anthropic's interface: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.batch_files.openai_requests import BadRequestError, read_call, read_sampling, read_text
+from engine.common.chat import ChatMessage, FinishReason, ToolCall
+from engine.common.errors import EngineError, ErrorCode
+from engine.serving.desk import Ask, Began, Ended, Progress, Said
+from engine.serving.replies import Part, ReplyReader, Spoken, Thought
+from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, status_of, while_connected
+from engine.serving.tools import ToolUse, read_tool, tool_use
+
+_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_STOPS: dict[FinishReason, str] = {
+    "stop": "end_turn",
+    "stop_string": "stop_sequence",
+    "length": "max_tokens",
+    "context": "max_tokens",
+    "cancelled": "end_turn",
+}
+
+
+def anthropic_error(error: EngineError | BadRequestError) -> Response:
+    """An error in Anthropic's form."""
+    if isinstance(error, BadRequestError):
+        error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
+    return JSONResponse(error_body(error), status_of(error))
+
+
+def error_body(error: EngineError) -> dict[str, Any]:
+    """The same as JSON."""
+    kind = _KINDS.get(status_of(error), "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def routes(service: Service) -> list[Route]:
+    """The paths of this interface."""
+    api = _Anthropic(service)
+    return [
+        Route("/v1/messages", api.messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"]),
+    ]
+
+
+class _Anthropic:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def messages(self, request: Request) -> Response:
+        body = await body_of(request)
+        uses = _tools(body)
+        name, ask = await self._ask(body, uses)
+        if not isinstance(body.get("max_tokens"), int):
+            raise BadRequestError("has no max_tokens")
+        if body.get("stream"):
+            return server_sent(await opened(self._stream(name, ask, uses)))
+        answer = await while_connected(request, self._whole(name, ask, uses))
+        return JSONResponse(answer.message())
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await body_of(request)
+        _name, ask = await self._ask(body, _tools(body), counts_only=True)
+        tokens = 0
+        async for event in self._service.events(ask):
+            if isinstance(event, Ended):
+                tokens = event.prompt_tokens
+        return JSONResponse({"input_tokens": tokens})
+
+    async def _ask(self, body: Mapping[str, Any], uses: ToolUse, *, counts_only: bool = False) -> tuple[str, Ask]:
+        name, path = await self._service.path_of(body.get("model"))
+        sampling = read_sampling(
+            {key: body[key] for key in ("temperature", "top_p", "top_k", "max_tokens") if key in body}
+        )
+        if body.get("stop_sequences") is not None:
+            sampling |= read_sampling({"stop": body["stop_sequences"]})
+        asked = Ask(
+            path,
+            messages=_messages(body),
+            tools=uses.tools,
+            sampling=sampling,
+            constraint=uses.constraint,
+            counts_only=counts_only,
+        )
+        return name, asked
+
+    async def _whole(self, name: str, ask: Ask, uses: ToolUse) -> _Answer:
+        answer = _Answer(name, uses)
+        async for event in self._service.events(ask):
+            answer.take(event)
+        return answer
+
+    async def _stream(self, name: str, ask: Ask, uses: ToolUse) -> Lines:
+        answer, has_begun = _Answer(name, uses), False
+        try:
+            async for event in self._service.events(ask):
+                for line in answer.take(event):
+                    has_begun = True
+                    yield event_line(line, line["type"])
+        except EngineError as error:
+            if not has_begun:
+                raise
+            yield event_line(error_body(error), "error")
+
+
+class _Answer:
+    """One answer: its blocks so far, and what to send for each event."""
+
+    def __init__(self, name: str, uses: ToolUse) -> None:
+        self._uses, self._reader = uses, ReplyReader((), thinks=False, is_call=False)
+        self._blocks: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {
+            "id": f"msg_{uuid.uuid4().hex[:24]}",
+            "type": "message",
+            "role": "assistant",
+            "model": name,
+        }
+        self._ended = Ended("stop", 0, 0, 0)
+
+    def message(self) -> dict[str, Any]:
+        """The answer, whole."""
+        return {
+            **self._head,
+            "content": self._blocks,
+            "stop_reason": self._stop,
+            "stop_sequence": None,
+            "usage": self._usage(self._ended),
+        }
+
+    def take(self, event: Progress) -> list[dict[str, Any]]:
+        """What a stream says of an event."""
+        if isinstance(event, Began):
+            is_call = self._uses.constraint is not None
+            self._reader = ReplyReader(self._uses.tools, thinks=event.thinks, is_call=is_call)
+            begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+            usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
+            return [{"type": "message_start", "message": {**begun, "usage": usage}}]
+        if isinstance(event, Said):
+            return self._lines(self._reader.feed(event.text))
+        self._ended = event
+        lines = [*self._lines(self._reader.end()), *self._closed()]
+        delta = {"stop_reason": self._stop, "stop_sequence": None}
+        return [
+            *lines,
+            {"type": "message_delta", "delta": delta, "usage": {"output_tokens": event.generated_tokens}},
+            {"type": "message_stop"},
+        ]
+
+    @property
+    def _stop(self) -> str:
+        called = any(block["type"] == "tool_use" for block in self._blocks)
+        return "tool_use" if called else _STOPS[self._ended.reason]
+
+    def _usage(self, ended: Ended) -> dict[str, int]:
+        return {
+            "input_tokens": ended.prompt_tokens - ended.reused_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": ended.reused_tokens,
+            "output_tokens": ended.generated_tokens,
+        }
+
+    def _lines(self, parts: list[Part]) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                lines += self._call(part)
+            elif isinstance(part, Thought):
+                lines += self._more("thinking", part.text)
+            elif isinstance(part, Spoken) and (part.text.strip() or self._is_open("text")):
+                lines += self._more("text", part.text)
+        return lines
+
+    def _more(self, kind: str, text: str) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        if not self._is_open(kind):
+            block: dict[str, Any] = {"type": kind, kind: ""}
+            if kind == "thinking":
+                block["signature"] = ""
+            lines = [*self._closed(), self._started(block)]
+        self._blocks[-1][kind] += text
+        delta = {"type": f"{kind}_delta", kind: text}
+        return [*lines, {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}]
+
+    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        lines = [*self._closed(), self._started(block)]
+        self._blocks[-1]["input"] = json.loads(call.arguments)
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        return [*lines, {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}]
+
+    def _is_open(self, kind: str) -> bool:
+        return bool(self._blocks) and self._blocks[-1]["type"] == kind
+
+    def _started(self, block: dict[str, Any]) -> dict[str, Any]:
+        self._blocks.append(dict(block))
+        return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
+
+    def _closed(self) -> list[dict[str, Any]]:
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}] if self._blocks else []
+
+
+def _tools(body: Mapping[str, Any]) -> ToolUse:
+    offered = body.get("tools") or []
+    if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
+        raise BadRequestError("has tools that are not a list of objects")
+    tools = [read_tool(entry.get("name"), entry.get("description"), entry.get("input_schema")) for entry in offered]
+    choice = body.get("tool_choice") or {"type": "auto"}
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
+    if kind not in kinds:
+        raise BadRequestError(f"has the tool_choice {str(kind)[:40]!r}; use auto, any, tool or none")
+    return tool_use(tools, kinds[kind], str(choice.get("name", "")))
+
+
+def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
+    messages = []
+    if body.get("system"):
+        messages.append(ChatMessage("system", read_text(body["system"])))
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise BadRequestError("has no messages")
+    for entry in given:
+        role = entry.get("role") if isinstance(entry, Mapping) else None
+        if role not in ("user", "assistant", "system"):
+            raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use user or assistant")
+        messages += _turns(role, entry.get("content"))
+    return tuple(messages)
+
+
+def _turns(role: Any, content: Any) -> list[ChatMessage]:
+    """One message may hold results of tools and text: each result is a turn of its own."""
+    if isinstance(content, str):
+        return [ChatMessage(role, content)]
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
+        raise BadRequestError("has a message that is not text")
+    turns, text, thought, calls = list[ChatMessage](), "", "", list[ToolCall]()
+    for block in content:
+        kind = block.get("type")
+        if kind == "tool_result":
+            result = block.get("content", "")
+            turns.append(ChatMessage("tool", read_text(result), answers=str(block.get("tool_use_id", ""))))
+        elif kind == "tool_use" and isinstance(block.get("name"), str):
+            calls.append(read_call(str(block.get("id", "")), block["name"], block.get("input")))
+        elif kind == "thinking":
+            thought += str(block.get("thinking", ""))
+        elif kind != "redacted_thinking":
+            text += read_text([block])
+    if text or thought or calls or not turns:
+        turns.append(ChatMessage(role, text, thought, tuple(calls)))
+    return turns

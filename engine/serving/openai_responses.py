@@ -1,0 +1,260 @@
+"""OpenAI's `/v1/responses`: the same answers as chat completions, as a list of items and their events.
+
+Nothing is stored between requests: a `previous_response_id` is refused.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.batch_files.openai_requests import (
+    BadRequestError,
+    read_call,
+    read_constraint,
+    read_messages,
+    read_sampling,
+    read_text,
+)
+from engine.common.chat import ChatMessage, ToolCall
+from engine.common.errors import EngineError
+from engine.serving.desk import Ask, Began, Ended, Progress, Said
+from engine.serving.replies import Part, ReplyReader, Thought
+from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, while_connected
+from engine.serving.tools import ToolUse, openai_tools
+
+
+def routes(service: Service) -> list[Route]:
+    """The paths of this interface."""
+    return [Route("/v1/responses", _Responses(service).create, methods=["POST"])]
+
+
+class _Responses:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def create(self, request: Request) -> Response:
+        body = await body_of(request)
+        if body.get("previous_response_id") or body.get("conversation"):
+            raise BadRequestError("continues an earlier response, which this server does not store; send all turns")
+        if body.get("background"):
+            raise BadRequestError("asks for an answer in the background, which this server does not give")
+        uses = openai_tools(body, flat=True)
+        name, path = await self._service.path_of(body.get("model"))
+        form = body.get("text")
+        form = form.get("format") if isinstance(form, Mapping) else None
+        if isinstance(form, Mapping) and form.get("type") == "json_schema":
+            form = {"type": "json_schema", "json_schema": form}
+        constraint = read_constraint({"response_format": form})
+        if constraint is not None and uses.constraint is not None:
+            raise BadRequestError("has both a text format and a required tool call; leave one of them out")
+        asked = Ask(
+            path,
+            messages=_messages(body),
+            tools=uses.tools,
+            sampling=read_sampling({**body, "max_tokens": body.get("max_output_tokens")}),
+            constraint=uses.constraint or constraint,
+        )
+        answer = _Answer(name, body, uses)
+        if body.get("stream"):
+            return server_sent(await opened(self._stream(asked, answer)))
+
+        async def whole() -> dict[str, Any]:
+            async for event in self._service.events(asked):
+                answer.take(event)
+            return answer.response
+
+        return JSONResponse(await while_connected(request, whole()))
+
+    async def _stream(self, asked: Ask, answer: _Answer) -> Lines:
+        has_begun = False
+        try:
+            async for event in self._service.events(asked):
+                for line in answer.take(event):
+                    has_begun = True
+                    yield event_line(line, line["type"])
+        except EngineError as error:
+            if not has_begun:
+                raise
+            for line in answer.failed(error):
+                yield event_line(line, line["type"])
+
+
+class _Answer:
+    """One response: its items so far, and what to send for each event."""
+
+    def __init__(self, name: str, body: Mapping[str, Any], uses: ToolUse) -> None:
+        self._uses, self._reader = uses, ReplyReader((), thinks=False, is_call=False)
+        self._number = 0
+        self._open: dict[str, Any] | None = None
+        self.response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.get("instructions"),
+            "metadata": body.get("metadata") or {},
+            "model": name,
+            "output": [],
+            "parallel_tool_calls": True,
+            "temperature": body.get("temperature"),
+            "tool_choice": body.get("tool_choice") or "auto",
+            "tools": body.get("tools") or [],
+            "top_p": body.get("top_p"),
+            "usage": None,
+        }
+
+    def take(self, event: Progress) -> list[dict[str, Any]]:
+        """What a stream says of an event."""
+        if isinstance(event, Began):
+            is_call = self._uses.constraint is not None
+            self._reader = ReplyReader(self._uses.tools, thinks=event.thinks, is_call=is_call)
+            kinds = ("response.created", "response.in_progress")
+            return [self._line(kind, response=dict(self.response)) for kind in kinds]
+        if isinstance(event, Said):
+            return self._lines(self._reader.feed(event.text))
+        lines = [*self._lines(self._reader.end()), *self._closed()]
+        is_cut = event.reason in ("length", "context")
+        self.response["status"] = "incomplete" if is_cut else "completed"
+        if is_cut:
+            self.response["incomplete_details"] = {"reason": "max_output_tokens"}
+        self.response["usage"] = _usage(event)
+        return [*lines, self._line(f"response.{self.response['status']}", response=self.response)]
+
+    def failed(self, error: EngineError) -> list[dict[str, Any]]:
+        """What a stream says when the answer breaks off."""
+        self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
+        return [self._line("response.failed", response=self.response)]
+
+    def _lines(self, parts: list[Part]) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                lines += self._call(part)
+            elif isinstance(part, Thought):
+                lines += self._thought(part.text)
+            elif part.text.strip() or self._is_open("message"):
+                lines += self._spoken(part.text)
+        return lines
+
+    def _spoken(self, text: str) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        if not self._is_open("message"):
+            item = {"type": "message", "id": _id("msg"), "status": "in_progress", "role": "assistant", "content": []}
+            lines = self._begun(item)
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            lines.append(self._at("response.content_part.added", content_index=0, part=dict(part)))
+            self._item["content"].append(part)
+        self._item["content"][0]["text"] += text
+        return [*lines, self._at("response.output_text.delta", content_index=0, delta=text, logprobs=[])]
+
+    def _thought(self, text: str) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        if not self._is_open("reasoning"):
+            lines = self._begun({"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
+            self._item["content"].append({"type": "reasoning_text", "text": ""})
+        self._item["content"][0]["text"] += text
+        return [*lines, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
+
+    def _call(self, call: ToolCall) -> list[dict[str, Any]]:
+        item = {"type": "function_call", "id": _id("fc"), "call_id": call.id, "name": call.name}
+        lines = self._begun({**item, "arguments": "", "status": "in_progress"})
+        self._item["arguments"] = call.arguments
+        lines.append(self._at("response.function_call_arguments.delta", delta=call.arguments))
+        lines.append(self._at("response.function_call_arguments.done", arguments=call.arguments, name=call.name))
+        return [*lines, *self._closed()]
+
+    @property
+    def _item(self) -> dict[str, Any]:
+        assert self._open is not None
+        return self._open
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open["type"] == kind
+
+    def _begun(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        lines = self._closed()
+        place = len(self.response["output"])
+        lines.append(self._line("response.output_item.added", output_index=place, item={**item}))
+        self.response["output"].append(item)
+        self._open = item
+        return lines
+
+    def _closed(self) -> list[dict[str, Any]]:
+        item = self._open
+        if item is None:
+            return []
+        lines = []
+        if item["type"] == "message":
+            part = item["content"][0]
+            lines.append(self._at("response.output_text.done", content_index=0, text=part["text"], logprobs=[]))
+            lines.append(self._at("response.content_part.done", content_index=0, part=part))
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            lines.append(self._at("response.reasoning_text.done", content_index=0, text=text))
+        if "status" in item:
+            item["status"] = "completed"
+        place = len(self.response["output"]) - 1
+        lines.append(self._line("response.output_item.done", output_index=place, item=item))
+        self._open = None
+        return lines
+
+    def _at(self, kind: str, **fields: Any) -> dict[str, Any]:
+        place = len(self.response["output"]) - 1
+        return self._line(kind, item_id=self._item["id"], output_index=place, **fields)
+
+    def _line(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def _usage(ended: Ended) -> dict[str, Any]:
+    return {
+        "input_tokens": ended.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": ended.reused_tokens},
+        "output_tokens": ended.generated_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": ended.prompt_tokens + ended.generated_tokens,
+    }
+
+
+def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
+    messages = []
+    if body.get("instructions"):
+        messages.append(ChatMessage("system", read_text(body["instructions"])))
+    given = body.get("input")
+    if isinstance(given, str):
+        return (*messages, ChatMessage("user", given))
+    if not isinstance(given, list) or not given:
+        raise BadRequestError("has no input")
+    for item in given:
+        messages += _turn(item)
+    return tuple(messages)
+
+
+def _turn(item: Any) -> list[ChatMessage]:
+    if not isinstance(item, Mapping):
+        raise BadRequestError("has an input item that is not an object")
+    kind = item.get("type", "message")
+    if kind == "message":
+        return list(read_messages([item]))
+    if kind == "function_call":
+        call = read_call(str(item.get("call_id", "")), str(item.get("name", "")), item.get("arguments"))
+        return [ChatMessage("assistant", "", tool_calls=(call,))]
+    if kind == "function_call_output":
+        return [ChatMessage("tool", read_text(item.get("output")), answers=str(item.get("call_id", "")))]
+    if kind == "reasoning":
+        return []
+    raise BadRequestError(f"has an input item of the type {str(kind)[:40]!r}, which this server does not take")

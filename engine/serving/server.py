@@ -1,0 +1,259 @@
+"""The HTTP server: who may talk to it, what errors look like, and its start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from engine.batch_files.openai_requests import BadRequestError
+from engine.common.errors import EngineError, ErrorCode
+from engine.process.failures import as_engine_error, log_failure
+from engine.serving import anthropic_api, ollama_api, openai_chat, openai_responses
+from engine.serving.service import ClientGoneError, Service
+
+DEFAULT_PORT = 8490
+MOST_CONNECTIONS = 512
+SLOWEST_HEAD_S = 15.0
+"""A connection that has sent no complete request head for so long is cut."""
+LEAST_KEY_CHARACTERS = 8
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the server listens, and what clients must show.
+
+    Attributes:
+        key: what clients send as `Authorization: Bearer KEY` or `x-api-key`; empty asks for none.
+        names: further names by which clients may call this machine.
+        origins: web pages (`https://example.org`) whose scripts may use it.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    key: str = ""
+    names: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def check(self) -> None:
+        """Raises EngineError `INVALID_REQUEST` if others could reach it without a key."""
+        if self.is_local and not self.key:
+            return
+        if len(self.key) < LEAST_KEY_CHARACTERS or not self.key.isascii():
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"Other machines can reach {self.host}: give a key of at least {LEAST_KEY_CHARACTERS} plain characters "
+                "with --key, or listen on 127.0.0.1."
+                if not self.is_local
+                else f"The key is too short: use at least {LEAST_KEY_CHARACTERS} plain characters.",
+            )
+
+
+def make_app(service: Service, address: Address) -> ASGIApp:
+    """The application behind the address."""
+    routes = [
+        *openai_chat.routes(service),
+        *openai_responses.routes(service),
+        *anthropic_api.routes(service),
+        *ollama_api.routes(service),
+    ]
+    handlers = {EngineError: _failed, BadRequestError: _failed, HTTPException: _failed, Exception: _failed}
+    handlers[ClientGoneError] = _failed
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return _Guard(app, address)
+
+
+def _shape_for(scope: Scope) -> Callable[[EngineError | BadRequestError], Response]:
+    """How the interface of a path writes errors."""
+    path = str(scope.get("path", ""))
+    if path.startswith("/v1/messages"):
+        return anthropic_api.anthropic_error
+    return ollama_api.ollama_error if path.startswith("/api") else openai_chat.openai_error
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    shape = _shape_for(request.scope)
+    if isinstance(error, EngineError | BadRequestError):
+        return shape(error)
+    if isinstance(error, ClientGoneError):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        what = {404: "There is nothing at this address", 405: "This address does not take this method"}
+        message = what.get(error.status_code, str(error.detail))
+        return _with_status(shape, error.status_code, f"{message}: {request.method} {request.url.path[:80]}.")
+    log_failure(error, "answering a request")
+    return shape(as_engine_error(error, "answering a request"))
+
+
+class _Guard:
+    """Lets in who may come: by the name called, the page that asks, and the key."""
+
+    def __init__(self, app: ASGIApp, address: Address) -> None:
+        self._app, self._address = app, address
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        origin = headers.get("origin")
+        if refusal := self._refusal(scope, headers, origin):
+            await refusal(scope, receive, send)
+            return
+        if origin is None:
+            await self._app(scope, receive, send)
+            return
+        allowed = {"access-control-allow-origin": origin, "vary": "origin"}
+        if scope["method"] == "OPTIONS":
+            allowed |= {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
+            await Response(status_code=204, headers=allowed)(scope, receive, send)
+            return
+
+        async def send_allowed(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                more = [(name.encode(), value.encode("latin-1")) for name, value in allowed.items()]
+                message = {**message, "headers": [*message["headers"], *more]}
+            await send(message)
+
+        await self._app(scope, receive, send_allowed)
+
+    def _refusal(self, scope: Scope, headers: dict[str, str], origin: str | None) -> Response | None:
+        shape = _shape_for(scope)
+        host = _name_in(headers.get("host", ""))
+        address = self._address
+        # A web page can make a browser call this server by a name of its own, and would then read the answers.
+        if address.is_local and host not in (*_LOCAL_NAMES, address.host, *address.names):
+            return _with_status(shape, 403, f"The server does not answer to the name {host[:80]!r}: use 127.0.0.1.")
+        if origin is not None and origin not in address.origins and _name_in(origin.split("://")[-1]) != host:
+            return _with_status(shape, 403, "Web pages may not use this server: name them with --origin.")
+        if address.key and scope["method"] != "OPTIONS":
+            given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
+            if not hmac.compare_digest(given.encode("utf-8", "replace"), address.key.encode()):
+                return _with_status(shape, 401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+        return None
+
+
+def _with_status(shape: Callable[[EngineError | BadRequestError], Response], status: int, message: str) -> Response:
+    response = shape(EngineError(ErrorCode.INVALID_REQUEST, message))
+    response.status_code = status
+    return response
+
+
+def _name_in(host: str) -> str:
+    """A host without its port."""
+    if host.startswith("["):
+        return host[1:].split("]", 1)[0].lower()
+    return host.split(":", 1)[0].lower()
+
+
+class _TimelyProtocol(H11Protocol):
+    """Cuts connections whose request does not begin in time."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._has_begun = False
+        self._head_timer = self.loop.call_later(SLOWEST_HEAD_S, self._cut_if_silent)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def _cut_if_silent(self) -> None:
+        transport: Any = self.transport
+        if not self._has_begun and not transport.is_closing():
+            transport.abort()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        self._has_begun = self._has_begun or bool(self.cycle)
+
+
+class Server:
+    """Listens from `start` to `stop`, on a thread of its own."""
+
+    def __init__(self, service: Service, address: Address) -> None:
+        self._service, self._address = service, address
+        self._server: uvicorn.Server | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> int:
+        """Begins to listen; returns the port.
+
+        Raises:
+            EngineError: the address cannot be used.
+        """
+        self._address.check()
+        listener = _listen(self._address)
+        config = uvicorn.Config(
+            make_app(self._service, self._address),
+            http=_TimelyProtocol,
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=20,
+            timeout_graceful_shutdown=2,
+            server_header=False,
+        )
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
+        self._server = server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve([listener])),
+            name="http-server",
+            daemon=True,
+        )
+        self._thread.start()
+        return int(listener.getsockname()[1])
+
+    def stop(self) -> None:
+        """Stops listening; answers under way break off."""
+        if self._server is not None and self._thread is not None:
+            self._server.should_exit = True
+            self._thread.join()
+            self._server = self._thread = None
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            if os.name == "posix":  # on Windows it would let two programs share a port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address.host, address.port))
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"The server cannot listen on {address.host}:{address.port} ({reason}): choose another --port or --host.",
+        ) from None
+    return listener

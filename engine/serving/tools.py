@@ -1,0 +1,100 @@
+"""Tools that a client offers, and the grammar of an answer that must call one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.batch_files.openai_requests import BadRequestError
+from engine.batch_files.rows import Constraint
+from engine.common.chat import Tool
+
+MOST_TOOLS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What may be called; with a `constraint` the whole answer is one call."""
+
+    tools: tuple[Tool, ...] = ()
+    constraint: Constraint | None = None
+
+
+def read_tool(name: Any, description: Any, parameters: Any) -> Tool:
+    """A tool by its name, its description and the JSON schema of its arguments.
+
+    Raises:
+        BadRequestError: one of them is not what it should be.
+    """
+    if not isinstance(name, str) or not name:
+        raise BadRequestError("has a tool without a name")
+    schema = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not isinstance(schema, Mapping):
+        raise BadRequestError(f"has a tool {name[:40]!r} whose parameters are not a JSON schema")
+    return Tool(name, description if isinstance(description, str) else "", json.dumps(schema, ensure_ascii=False))
+
+
+def tool_use(tools: list[Tool], choice: str, named: str = "") -> ToolUse:
+    """What `choice` makes of the tools.
+
+    Args:
+        choice: `none`, `auto`, `required`, or `named` for the tool of that name.
+
+    Raises:
+        BadRequestError: they contradict each other.
+    """
+    if len(tools) > MOST_TOOLS:
+        raise BadRequestError(f"offers {len(tools):,} tools; at most {MOST_TOOLS} are taken")
+    if choice == "none":
+        return ToolUse()
+    if choice == "auto":
+        return ToolUse(tuple(tools))
+    if not tools:
+        raise BadRequestError("requires a tool call, but offers no tools")
+    callable_ones = [tool for tool in tools if choice != "named" or tool.name == named]
+    if not callable_ones:
+        raise BadRequestError(f"requires a call of {named[:40]!r}, which is not among its tools")
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, "arguments": json.loads(tool.parameters)},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in callable_ones
+    ]
+    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return ToolUse(tuple(tools), Constraint(schema=json.dumps(schema)))
+
+
+def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> ToolUse:
+    """What a request in OpenAI's format offers.
+
+    Args:
+        flat: in the form of the responses interface, where a tool's fields are not under `function`.
+
+    Raises:
+        BadRequestError: it makes no sense.
+    """
+    offered = body.get("tools") or []
+    if not isinstance(offered, list):
+        raise BadRequestError("has tools that are not a list")
+    tools = []
+    for entry in offered:
+        function = entry if flat else entry.get("function") if isinstance(entry, Mapping) else None
+        if not isinstance(entry, Mapping) or entry.get("type") != "function" or not isinstance(function, Mapping):
+            kind = entry.get("type") if isinstance(entry, Mapping) else entry
+            raise BadRequestError(f"offers a tool of the type {str(kind)[:40]!r}; only functions can be called")
+        tools.append(read_tool(function.get("name"), function.get("description"), function.get("parameters")))
+    choice = body.get("tool_choice") or "auto"
+    if isinstance(choice, Mapping):
+        function = choice if flat else choice.get("function")
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str):
+            raise BadRequestError("has a tool_choice that names no function")
+        return tool_use(tools, "named", name)
+    if choice not in ("none", "auto", "required"):
+        raise BadRequestError(f"has the tool_choice {str(choice)[:40]!r}; use none, auto, required or a function")
+    return tool_use(tools, choice)

@@ -1,0 +1,130 @@
+"""`switchyard serve`: other programs use the model, over OpenAI's, Anthropic's and Ollama's interfaces."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.verbs.options import add_engine_options, engine_config, positive_int
+from engine.verbs.output import emit, note
+
+if TYPE_CHECKING:
+    from engine.serving.server import Address
+
+_KEY_VARIABLE = "SWITCHYARD_KEY"
+DEFAULT_PORT = 8490
+
+
+def add_parser(subparsers: Any) -> None:
+    """Mount the verb."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "serve",
+        help="let other programs use the model",
+        description="Answers programs that speak OpenAI's, Anthropic's or Ollama's interface, many at once, until it "
+        "is stopped with Ctrl-C. Only this machine can reach it unless --host says otherwise, which needs a key. "
+        "Nothing that is asked or answered is stored or logged.",
+    )
+    options: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("--model", "M", {"default": "starter", "help": "for requests that name no model of the library"}),
+        ("--host", "H", {"default": "127.0.0.1", "help": "address to listen on (default 127.0.0.1)"}),
+        (
+            "--port",
+            "P",
+            {"type": _port, "default": DEFAULT_PORT, "help": f"default {DEFAULT_PORT}; 0: any"},
+        ),
+        ("--key-file", "FILE", {"type": Path, "help": f"holds the key that clients send (or set {_KEY_VARIABLE})"}),
+        ("--name", "N", {"action": "append", "default": [], "help": "another name of this machine; may be repeated"}),
+        ("--origin", "URL", {"action": "append", "default": [], "help": "a web page that may ask; may be repeated"}),
+        ("--unload-after", "MINUTES", {"type": positive_int, "help": "free an unused model (default: never)"}),
+    )
+    for name, metavar, how in options:
+        parser.add_argument(name, metavar=metavar, **how)
+    parser.add_argument("--json", action="store_true", help="print the address as one JSON document")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serves until it is interrupted; returns the exit code."""
+    from engine.checkpoint.library import resolve
+
+    path = resolve(args.model)  # before importing torch: report a mistyped name immediately
+    address = _address(args)
+    address.check()
+    from engine.process.lifetime import quiet_libraries
+
+    quiet_libraries()
+    from engine.foreign_text.process import FOREIGN_TEXT
+
+    FOREIGN_TEXT.start()  # ready by the time torch is imported
+    from engine.runtime.engine import Engine
+    from engine.serving.desk import Desk
+    from engine.serving.server import Server
+    from engine.serving.service import Service
+
+    engine = Engine()
+
+    def load(model: Path) -> None:
+        config = engine_config(args, str(model))
+        info = engine.load(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        for remark in (info.device_note, info.template_note):
+            if remark:
+                note(f"switchyard: {remark}")
+
+    desk = Desk(engine, load, args.unload_after * 60 if args.unload_after else None)
+    server = Server(Service(desk, path, path.name if args.model == str(path) else args.model), address)
+    port = server.start()
+    desk.start()
+    desk.prepare(path)
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    url = f"http://{host}:{port}"
+    human = (
+        f"Serving {args.model} at {url}\n"
+        f"  OpenAI:    {url}/v1    Anthropic: {url}    Ollama: {url}\n"
+        f"  Key:       {'needed' if address.key else 'none needed (any will do)'}\n"
+        "Ctrl-C stops it."
+    )
+    document = {"url": url, "port": port, "model": args.model, "needs_key": bool(address.key)}
+    emit(document, as_json=args.json, human=human)
+    try:
+        _until_stopped()
+    finally:
+        server.stop()
+        desk.close()
+    return 0
+
+
+def _address(args: argparse.Namespace) -> Address:
+    from engine.serving.server import Address
+
+    key = os.environ.get(_KEY_VARIABLE, "")
+    if args.key_file is not None:
+        try:
+            key = args.key_file.read_text("utf-8")[:4096].strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"The key file {args.key_file} cannot be read: {reason}."
+            ) from None
+    address = Address(args.host, args.port, key, tuple(args.name), tuple(args.origin))
+    return replace(address, host="127.0.0.1") if args.host == "localhost" else address
+
+
+def _until_stopped() -> None:
+    """Returns at Ctrl-C or when the process is asked to end."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda _number, _frame: stopped.set())
+    while not stopped.wait(0.5):  # a wait without a limit would not notice signals on Windows
+        pass
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; use a number from 0 to 65535")
+    return int(text)
