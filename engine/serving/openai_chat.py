@@ -103,9 +103,7 @@ class _OpenAi:
         self._service = service
 
     async def models(self, _request: Request) -> Response:
-        names = {entry.name: entry for entry in await self._service.models()}
-        listed = [self._described(self._service.default_name)]
-        listed += [self._described(name) for name in names if name != self._service.default_name]
+        listed = [self._described(entry.name) for entry in await self._service.models()]
         return JSONResponse({"object": "list", "data": listed})
 
     async def model(self, request: Request) -> Response:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
-from engine.checkpoint.library import LibraryEntry, list_models
+from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
 from engine.serving.desk import Ask, Desk, Ended, Event, Progress, Refused
@@ -65,9 +65,15 @@ class Service:
     async def models(self) -> list[LibraryEntry]:
         """The models that can be asked for by name."""
         if time.monotonic() - self._listed_s > _LISTING_S:
-            self._listed = [entry for entry in await run_in_threadpool(list_models) if not entry.problem]
+            self._listed = await _on_a_thread(self._look)
             self._listed_s = time.monotonic()
         return self._listed
+
+    def _look(self) -> list[LibraryEntry]:
+        listed = [entry for entry in list_models() if not entry.problem]
+        if all(entry.path != self._default for entry in listed):
+            listed.insert(0, describe(self._default, self.default_name))
+        return listed
 
     async def path_of(self, name: Any) -> tuple[str, Path]:
         """A model's name and place.
@@ -114,6 +120,28 @@ class Service:
                     return
         finally:
             ticket.cancel()
+
+
+async def _on_a_thread(work: Callable[[], Whole]) -> Whole:
+    """The result of `work`, which reads files; the thread ends with it, so that none is left when the server stops."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Whole] = loop.create_future()
+
+    def tell(settle: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has stopped
+            loop.call_soon_threadsafe(lambda: None if done.done() else settle())
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            failure = error
+            tell(lambda: done.set_exception(failure))
+        else:
+            tell(lambda: done.set_result(result))
+
+    threading.Thread(target=run, name="model-list", daemon=True).start()
+    return await done
 
 
 async def body_of(request: Request) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.batch.request import AnswerCallback, BatchRequest
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
-from engine.runtime.decode.prompt import chat_prompt, encode, implied_stops
+from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
 from engine.runtime.load.tokenizer import token_id
 
 if TYPE_CHECKING:
@@ -47,17 +47,22 @@ class LiveRows:
         """The tokens of a conversation.
 
         Raises:
-            EngineError, RequestCancelled: as `chat_prompt`.
+            EngineError: `PROMPT_TOO_LONG`, or as `chat_prompt`.
+            RequestCancelled: `cancelled()` came true meanwhile.
         """
-        return chat_prompt(self._loaded.tokenizer, messages, cancelled, tools)
+        return self._fitting(chat_prompt(self._loaded.tokenizer, messages, cancelled, tools))
 
     def text_prompt(self, text: str, cancelled: CancelCheck) -> list[int]:
         """The tokens of a text to continue.
 
         Raises:
-            EngineError, RequestCancelled: as `encode`.
+            EngineError, RequestCancelled: as `prompt`.
         """
-        return encode(self._loaded.tokenizer, text, special=True, cancelled=cancelled)
+        return self._fitting(encode(self._loaded.tokenizer, text, special=True, cancelled=cancelled))
+
+    def _fitting(self, prompt: list[int]) -> list[int]:
+        check_length(len(prompt), self._loaded.context_tokens)
+        return prompt
 
     def ends_with(self, prompt: list[int], text: str) -> bool:
         """Whether a prompt ends with a text, apart from white space."""

@@ -140,7 +140,7 @@ class Preparation:
             raise EngineError(
                 ErrorCode.PROMPT_TOO_LONG,
                 f"The prompt is {len(prompt):,} tokens long, but this model holds {self._context_tokens:,} together "
-                f"with the answer: shorten the row by at least {1 - room:,} tokens.",
+                f"with the answer: shorten it by at least {1 - room:,} tokens.",
             )
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         limits = AnswerLimits.within(room, sampling, end_ids, stop)

@@ -1,0 +1,387 @@
+"""The server over real HTTP, with a tiny model: by the clients' own packages, and by clients that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.protocol import ChatMessage
+from engine.runtime.batch.live import LiveRows
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.loaded_model import LoadedModel
+from engine.serving import server as server_module
+from engine.serving.desk import Ask, Desk, Ended, Refused
+from engine.serving.server import Address, Server
+from engine.serving.service import Service
+from tests.engine.loaded_tiny import tiny_loaded
+
+HELLO = [{"role": "user", "content": "Hello"}]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class TinyEngine:
+    """An engine whose models are made in memory; a model named `broken` cannot be loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: LoadedModel | None = None
+        self.loads: list[str] = []
+        self.rows: list[LiveRows] = []
+
+    @property
+    def info(self) -> Any:
+        return self.loaded.info if self.loaded else None
+
+    def load(self, path: Path) -> None:
+        self.loads.append(path.name)
+        self.loaded = None
+        if path.name == "broken":
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it.")
+        self.loaded = tiny_loaded(path.name)
+
+    def default_sampling(self) -> SamplingParams:
+        return SamplingParams()
+
+    def live_rows(self) -> LiveRows:
+        assert self.loaded is not None
+        self.rows.append(LiveRows(self.loaded))
+        return self.rows[-1]
+
+    def unload(self) -> None:
+        self.loaded = None
+
+
+@dataclass
+class Running:
+    """A server under test."""
+
+    url: str
+    port: int
+    engine: TinyEngine
+    desk: Desk
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+        return httpx2.post(self.url + path, json=body, timeout=60, **options)
+
+    def chat(self, **fields: Any) -> httpx2.Response:
+        return self.post("/v1/chat/completions", {"messages": HELLO, "max_tokens": 8, **fields})
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with serving() as found:
+        yield found
+
+
+class serving:  # noqa: N801 - read as a verb
+    """A server for the duration of a block."""
+
+    def __init__(self, address: Address | None = None, idle_s: float | None = None) -> None:
+        self._address, self._engine = address or Address(port=0), TinyEngine()
+        self._desk = Desk(self._engine, self._engine.load, idle_s)
+        service = Service(self._desk, Path("mixtral"), "mixtral")
+        service._look = lambda: [_Entry(name) for name in ("mixtral", "qwen3_moe", "broken")]  # type: ignore[method-assign]
+        self._server = Server(service, self._address)
+
+    def __enter__(self) -> Running:
+        port = self._server.start()
+        self._desk.start()
+        return Running(f"http://127.0.0.1:{port}", port, self._engine, self._desk)
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop()
+        self._desk.close()
+
+
+class _Entry:
+    """A model of the list."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.path = name, Path(name)
+        self.family, self.parameters, self.bytes_on_disk = name, 10**6, 10**6
+        self.precision_words = self.dtype = "float32"
+        self.context_tokens, self.last_used = 256, 0.0
+
+
+def _alone(messages: list[dict[str, str]], **sampling: Any) -> str:
+    turns = [ChatMessage(each["role"], each["content"]) for each in messages]  # type: ignore[arg-type]
+    return ChatSession(tiny_loaded("mixtral")).generate(turns, SamplingParams(**sampling)).text
+
+
+def test_answers_are_those_of_the_model_alone_however_many_ask(running: Running) -> None:
+    questions = [[{"role": "user", "content": f"Question {number}"}] for number in range(9)]
+
+    def ask(messages: list[dict[str, str]]) -> str:
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+        return str(running.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"])
+
+    with ThreadPoolExecutor(9) as pool:
+        answers = list(pool.map(ask, questions))
+    for messages, answer in zip(questions, answers, strict=True):
+        assert answer.strip("\n") == _alone(messages, max_tokens=24).strip("\n")
+
+
+def test_the_openai_package(running: Running) -> None:
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
+        assert "mixtral" in {model.id for model in client.models.list()}
+        asked: dict[str, Any] = {"model": "mixtral", "messages": HELLO, "max_tokens": 8, "temperature": 0}
+        two = client.chat.completions.create(**asked, n=2, seed=3, logprobs=True, top_logprobs=2)
+        assert [choice.index for choice in two.choices] == [0, 1]
+        tokens = two.choices[0].logprobs.content
+        assert (len(tokens), tokens[0].logprob) == (8, tokens[0].top_logprobs[0].logprob)
+        assert two.usage.completion_tokens == 16
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        assert streamed == two.choices[0].message.content
+        assert (chunks[-2].choices[0].finish_reason, chunks[-1].usage.completion_tokens) == ("length", 8)
+        for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+            answer = client.chat.completions.create(**{**asked, "max_tokens": 200}, tools=[TOOL], tool_choice=choice)
+            (call,) = answer.choices[0].message.tool_calls
+            assert answer.choices[0].finish_reason == "tool_calls"
+            assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+        schema = {"name": "x", "schema": {"enum": ["left", "right"]}}
+        form = {"type": "json_schema", "json_schema": schema}
+        shaped = client.chat.completions.create(**{**asked, "max_tokens": 50}, response_format=form)
+        assert json.loads(shaped.choices[0].message.content) in ("left", "right")
+        assert client.completions.create(model="mixtral", prompt="One", max_tokens=4, logprobs=2).choices[0].logprobs
+        response = client.responses.create(model="mixtral", input="Hello", max_output_tokens=8, temperature=0)
+        assert response.output_text.strip("\n") == streamed.strip("\n")
+        with client.responses.stream(model="mixtral", input="Hello", max_output_tokens=8, temperature=0) as stream:
+            events = list(stream)
+        assert (events[0].type, events[-1].type) == ("response.created", "response.incomplete")  # 8 tokens are few
+        assert events[-1].response.output_text == response.output_text
+        with pytest.raises(openai.NotFoundError, match="no model named"):
+            client.chat.completions.create(**{**asked, "model": "nothing"})
+        with pytest.raises(openai.BadRequestError, match="embeddings"):
+            client.embeddings.create(model="mixtral", input="x")
+
+
+def test_the_anthropic_package(running: Running) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "mixtral", "messages": HELLO, "max_tokens": 8}
+        answer = client.messages.create(**asked)
+        assert (answer.stop_reason, answer.usage.output_tokens) == ("max_tokens", 8)
+        with client.messages.stream(**asked) as stream:
+            assert "".join(stream.text_stream) == answer.content[0].text
+        tool = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+        called = client.messages.create(**{**asked, "max_tokens": 200}, tools=[tool], tool_choice={"type": "any"})
+        assert (called.stop_reason, called.content[0].type) == ("tool_use", "tool_use")
+        result = {"type": "tool_result", "tool_use_id": called.content[0].id, "content": "rain"}
+        turns = [*HELLO, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+        assert client.messages.create(**{**asked, "messages": turns}, tools=[tool]).usage.output_tokens == 8
+        counted = client.messages.count_tokens(model="mixtral", messages=HELLO).input_tokens
+        assert counted == answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+        with pytest.raises(anthropic.NotFoundError, match="no model named"):
+            client.messages.create(**{**asked, "model": "nothing"})
+
+
+def test_the_ollama_package(running: Running) -> None:
+    ollama = pytest.importorskip("ollama")
+    client = ollama.Client(host=running.url)
+    options = {"num_predict": 8, "temperature": 0}
+    assert [model.model for model in client.list().models] == ["mixtral", "qwen3_moe", "broken"]
+    whole = client.chat("mixtral", HELLO, options=options)
+    streamed = "".join(part.message.content for part in client.chat("mixtral", HELLO, options=options, stream=True))
+    assert (streamed, whole.done_reason, whole.eval_count) == (whole.message.content, "length", 8)
+    assert client.generate("mixtral:latest", "Hello", options=options).response == streamed
+    assert client.show("mixtral").modelinfo
+    assert [model.model for model in client.ps().models] == ["mixtral"]
+    with pytest.raises(ollama.ResponseError, match="no model named"):
+        client.chat("nothing", HELLO)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"messages": []}, "no messages"),
+        ({"messages": "hi"}, "no messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "picture"),
+        ({"messages": [{"role": "user"}]}, "not text"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"n": 99}, "as n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a"] * 101}, "stop strings"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "not among"),
+        ({"tool_choice": "required"}, "offers no tools"),
+        ({"tools": [{"type": "browser"}]}, "only functions"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "shape"}}}}, "schema"),
+        ({"messages": [{"role": "user", "content": "word " * 300}]}, "tokens long"),
+        ({"model": 3}, "not a name"),
+    ],
+)
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_is_wrong_is_said_in_openais_form(
+    running: Running, fields: dict[str, Any], words: str, streams: bool
+) -> None:
+    answer = running.chat(**fields, stream=streams)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"[1]", b"[" * 5000 + b"]" * 5000, b""])
+def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"):
+        answer = httpx2.post(running.url + path, content=body, timeout=30)
+        assert answer.status_code == 400
+        assert "error" in answer.json()
+
+
+def test_unknown_fields_are_ignored_and_unknown_paths_are_named(running: Running) -> None:
+    assert running.chat(user="me", service_tier="x", what=1).status_code == 200
+    assert httpx2.get(f"{running.url}/v1/nothing").status_code == 404
+    assert httpx2.get(f"{running.url}/api/chat").status_code == 405
+
+
+def test_models_are_loaded_by_name_and_a_broken_one_harms_nobody(running: Running) -> None:
+    assert running.chat(model="mixtral").status_code == 200
+    assert running.chat(model="broken").status_code == 503
+    assert running.chat(model="qwen3_moe").status_code == 200
+    assert running.chat(model="mixtral").status_code == 200
+    assert running.engine.loads[-3:] == ["broken", "qwen3_moe", "mixtral"]
+    assert running.desk.state.under_way == 0
+
+
+def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
+    asked = {"messages": HELLO, "max_tokens": 200, "stream": True, "temperature": 0}
+    for _ in range(5):
+        with httpx2.stream("POST", f"{running.url}/v1/chat/completions", json=asked, timeout=30) as answer:
+            next(answer.iter_lines())
+    with socket.create_connection(("127.0.0.1", running.port)) as caller:
+        body = json.dumps({**asked, "stream": False}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        caller.sendall(head.encode() + body)
+        _until(lambda: running.desk.state.under_way + running.desk.state.waiting > 0)
+    _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
+    batch = running.engine.rows[-1]._executor._batch
+    _until(lambda: batch.pool.held == 0)  # type: ignore[union-attr]
+
+
+def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Running) -> None:
+    """They connect and stall, send rubbish, or vanish in the middle; others are served meanwhile."""
+    silent = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(60)]
+
+    def misbehave(number: int) -> None:
+        with socket.create_connection(("127.0.0.1", running.port)) as caller:
+            if number % 3 == 0:
+                caller.sendall(b"\x00\xff rubbish\r\n\r\n")
+            elif number % 3 == 1:
+                caller.sendall(
+                    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n{"
+                )
+            else:
+                body = json.dumps({"messages": HELLO, "max_tokens": 100, "stream": True}).encode()
+                head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+                caller.sendall(head.encode() + body)
+                caller.recv(10)
+
+    try:
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(misbehave, range(150)))
+        assert running.chat().status_code == 200
+    finally:
+        for caller in silent:
+            caller.close()
+    _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
+
+
+def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SLOWEST_HEAD_S", 0.05)
+    with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
+        caller.settimeout(10)
+        with contextlib.suppress(ConnectionError):
+            assert caller.recv(1) == b""
+
+
+def test_who_may_ask() -> None:
+    with serving(Address(port=0, key="secret key", origins=("http://page.example",))) as running:
+        url, key = f"{running.url}/v1/models", {"authorization": "Bearer secret key"}
+        assert httpx2.get(url).status_code == 401
+        assert httpx2.get(url, headers={"authorization": "Bearer other"}).status_code == 401
+        assert httpx2.get(url, headers={"x-api-key": "secret key"}).status_code == 200
+        assert httpx2.get(url, headers={**key, "host": "evil.example"}).status_code == 403
+        assert httpx2.get(url, headers={**key, "origin": "http://evil.example"}).status_code == 403
+        allowed = httpx2.get(url, headers={**key, "origin": "http://page.example"})
+        assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+        asked = httpx2.options(url, headers={"origin": "http://page.example"})
+        assert asked.status_code == 204
+
+
+@pytest.mark.parametrize(
+    "address", [Address("0.0.0.0"), Address("192.168.1.5", key="short"), Address("example.org"), Address(key="short")]
+)
+def test_others_cannot_reach_it_without_a_key(address: Address) -> None:
+    with pytest.raises(EngineError, match="key") as refused:
+        address.check()
+    assert refused.value.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_port_in_use_is_said() -> None:
+    with serving() as running:
+        other = Server(Service(running.desk, Path("mixtral"), "mixtral"), Address(port=running.port))
+        with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
+            other.start()
+
+
+def test_an_unused_model_is_freed_and_comes_back() -> None:
+    with serving(idle_s=0.05) as running:
+        assert running.chat().status_code == 200
+        _until(lambda: running.engine.loaded is None)
+        assert running.chat().status_code == 200
+        assert running.engine.loads == ["mixtral", "mixtral"]
+
+
+def test_closing_ends_everybody() -> None:
+    engine, endings = TinyEngine(), list[Any]()
+    desk, begun = Desk(engine, engine.load), threading.Event()
+    desk.start()
+
+    def on_event(event: Any) -> None:
+        begun.set()
+        if isinstance(event, Ended | Refused):
+            endings.append(event)
+
+    hello = (ChatMessage("user", "Hello"),)
+    for name in ("mixtral", "mixtral", "qwen3_moe"):
+        desk.ask(Ask(Path(name), hello, sampling={"max_tokens": 200}), on_event)
+    assert begun.wait(30)
+    desk.close()
+    assert len(endings) == 3
+    with pytest.raises(EngineError, match="closing"):
+        desk.ask(Ask(Path("mixtral"), hello), on_event)
+
+
+def _until(holds: Any) -> None:
+    """Waits for what another thread does."""
+    for _ in range(3000):
+        if holds():
+            return
+        time.sleep(0.01)
+    pytest.fail("it did not happen")
