@@ -179,12 +179,12 @@ def _template(text: str, source: RowSource) -> Template:
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Sampling settings; DRY's are omitted if unset, as jobs of earlier versions lack them."""
-    plain = SamplingParams()
+    """Sampling settings; those that came later are omitted if unset, as jobs of earlier versions lack them."""
+    plain, later = SamplingParams(), ("presence_penalty", "frequency_penalty", "logit_bias")
     return {
         name: value
         for name, value in asdict(sampling).items()
-        if not name.startswith("dry_") or value != getattr(plain, name)
+        if not (name.startswith("dry_") or name in later) or value != getattr(plain, name)
     }
 
 
