@@ -49,6 +49,7 @@ class UnusableBankError(EngineError):
             ErrorCode.CHECKPOINT_DAMAGED,
             f"The prepared experts in {path} cannot be used because {reason}: prepare the model again.",
         )
+        self.path = path
         self.reason = reason
 
 

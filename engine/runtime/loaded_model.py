@@ -6,10 +6,11 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from engine.common.errors import CancelCheck
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
@@ -118,16 +119,39 @@ class LoadedModel(ModelParts):
             torch.set_num_threads(threads)
 
 
+class Arriving(Protocol):
+    """What still reads experts, or keeps them, while the rest of a model is loaded; see `KeptExperts`."""
+
+    note: str
+
+    def wait(self, cancelled: CancelCheck) -> None: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(kw_only=True)
 class LoadingParts(ModelParts):
     """Owned by the loader until the model is complete; filled phase by phase.
 
     Attributes:
         devices: that were opened, until it is decided whether the model runs on them and what is where.
+        kept: reads or writes the experts of `bank` meanwhile, if they are kept on disk.
     """
 
     devices: ModelDevices
     foresight: Foresight
+    kept: Arriving | None = None
+
+    def wait_for_experts(self, cancelled: CancelCheck) -> None:
+        """Until all experts of `bank` are there; see `Arriving.wait`."""
+        if self.kept is not None:
+            self.kept.wait(cancelled)
+
+    def close(self) -> None:
+        """See `ModelParts.close`."""
+        if self.kept is not None:
+            self.kept.close()  # first: it writes into the bank
+        super().close()
 
     def place(self, devices: Sequence[Device], layers: LayerDevices) -> None:
         """The model is going to run on these devices, with its layers split so; if there are none, on the CPU."""

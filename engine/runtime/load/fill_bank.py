@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +33,11 @@ def fill_bank(
     reader: TensorReader,
     bank: ExpertBank,
     kernels: NativeKernels | None = None,
+    on_quantised: Callable[[BankLayer], None] = lambda _layer: None,
 ) -> None:
     """Allocates and fills the records of every experts module, layer by layer.
+
+    `on_quantised` is called with each layer whose records have just been quantised.
 
     Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
     mixes experts, and for one layer's records before they are quantised if they are (natively, with `kernels`).
@@ -45,7 +48,7 @@ def fill_bank(
     by_name = {site.name: replace(site, layout=site.layout.unquantised) for site in sites}
     filled: set[str] = set()
     layers = {site.name: bank.add_layer(site.name, site.num_experts, site.layout) for site in sites}
-    room, repacked = _Room(), {site.name: site for site in sites if _is_repacked(site, plan)}
+    room, repacked = _Room(), {site.name: site for site in sites if is_repacked(site, plan)}
     with Repacker(reader, kernels) as repacker:
         for name, parts in plan.index.modules.items():
             if name in repacked:
@@ -59,6 +62,7 @@ def fill_bank(
                 filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
             if quantises:
                 quantise_layer(room.layers.pop(name), layers[name], kernels)
+                on_quantised(layers[name])
     wanted = {target for site in sites for target in site.targets}
     if wanted - filled:
         raise EngineError(
@@ -70,13 +74,13 @@ def fill_bank(
 def working_bytes(plan: LoadingPlan, sites: list[ExpertsSite]) -> int:
     """Most memory that `fill_bank` needs besides the bank."""
     quantised = [site for site in sites if isinstance(site.layout, QuantisedLayout)]
-    converted = [site for site in quantised if not _is_repacked(site, plan)]
+    converted = [site for site in quantised if not is_repacked(site, plan)]
     room = max((site.num_experts * site.layout.unquantised.nbytes for site in converted), default=0)
     blocks = 2 * min(_BATCH, plan.index.nbytes) if len(converted) < len(quantised) else 0
     return room + max(_for_conversion(plan), blocks)
 
 
-def _is_repacked(site: ExpertsSite, plan: LoadingPlan) -> bool:
+def is_repacked(site: ExpertsSite, plan: LoadingPlan) -> bool:
     """Whether all tiled matrices of these experts can be made of blocks, without their numbers in between."""
     parts = plan.index.modules.get(site.name)
     if parts is None or not isinstance(site.layout, QuantisedLayout):

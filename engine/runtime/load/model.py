@@ -20,6 +20,7 @@ from engine.devices.cuda import cuda_count
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_devices
+from engine.experts.bank_header import UnusableBankError
 from engine.experts.sites import ExpertsSite, verify
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
@@ -35,6 +36,7 @@ from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
+from engine.runtime.load.kept_experts import made_again
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
@@ -82,7 +84,13 @@ def load_model(
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
     devices = ModelDevices(open_compute_devices(config))  # a missing one is reported before gigabytes are read
     try:
-        return _load(config, devices, on_progress, cancelled)
+        try:
+            return _load(config, devices, on_progress, cancelled)
+        except UnusableBankError as error:
+            error.path.unlink(missing_ok=True)
+            reason = error.reason
+        devices = ModelDevices(open_compute_devices(config))
+        return _load(config, devices, on_progress, cancelled, made_again(reason))
     except (DeviceMemoryError, torch.OutOfMemoryError) as error:
         refusal = str(error).partition("\n")[0]
     # Other programs took the memory during loading, or the estimate was wrong: without the device it runs all the
@@ -146,13 +154,15 @@ def _load_weights(
     move_between(model, decision.layers, [device.torch_device for device in decision.devices])
     model.eval().requires_grad_(False)
     if decision.devices or parts.disk_backed is not None:
+        parts.wait_for_experts(cancelled)
         kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
         if decision.devices:
             parts.devices.expect_kv(kv, opened.profile.layers)
         bind_experts(opened, decision, parts, config)
         bind_dense(opened, decision, parts)
     else:
-        bind_dense(opened, decision, parts)
+        bind_dense(opened, decision, parts)  # while experts arrive
+        parts.wait_for_experts(cancelled)
         kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
     verify(model, decision.sites)
     return _hand_over(
@@ -199,6 +209,7 @@ def _hand_over(
         *context_notes(opened.model, opened.profile.trained_tokens, context),
         devices_note(devices, sum(site.nbytes for site in decision.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
+        parts.kept.note if parts.kept is not None else "",
         opened.left_out,
         f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",

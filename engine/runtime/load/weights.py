@@ -26,6 +26,7 @@ from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision, dense_on_cards
 from engine.runtime.load.fill_bank import fill_bank
+from engine.runtime.load.kept_experts import kept_experts
 from engine.runtime.load.library_conversion import LoadingPlan, load_rest
 from engine.runtime.load.prepare_bank import BankSource, prepare_bank, rebuild_record
 from engine.runtime.load.stored import StoredLinears
@@ -43,7 +44,7 @@ def read_weights(
     on_progress: OnProgress,
     cancelled: Callable[[], bool],
 ) -> None:
-    """Fills the model and, with records, `parts`.
+    """Fills the model and, with records, `parts`, whose kept experts may still be on their way.
 
     Raises:
         EngineError, RequestCancelled: as `engine.runtime.load.model.load_model`.
@@ -68,16 +69,23 @@ def read_weights(
             source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
         )
         on_progress = progress.second
-    kept = _kept_linears(opened, decision, parts)
-    total = plan.nbytes + StoredLinears(opened).read_twice(kept)
+    linears = _kept_linears(opened, decision, parts)
+    kept = parts.kept = kept_experts(opened, decision, parts.bank, parts.kernels)
+    if kept is not None:
+        plan = _without(plan, kept.names)
+        on_progress = kept.counting(on_progress)
+    total = plan.nbytes + StoredLinears(opened).read_twice(linears)
     with TensorReader(on_progress, cancelled, total, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
-            fill_bank(model, resident, plan, reader, parts.bank, parts.kernels)
+            there = kept.read_into(parts.bank) if kept is not None else set()
+            converted = [site for site in resident if site.name not in there]
+            on_quantised = kept.write if kept is not None else lambda _layer: None
+            fill_bank(model, converted, plan, reader, parts.bank, parts.kernels, on_quantised)
             empty_modules(model, sites)
             bind(resident, parts.bank, parts.kernels)
         if parts.disk_backed is not None:
             bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
-        _read_rest(opened, plan, decision, parts, reader, kept)
+        _read_rest(opened, plan, decision, parts, reader, linears)
 
 
 def _kept_linears(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> list[str]:
