@@ -23,7 +23,7 @@ from app.services.garbage import GarbageCollection
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
 from app.services.window_log import close_window_log, open_window_log
-from app.startup_report import report_if_asked
+from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
@@ -47,6 +47,7 @@ MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
 
 def main(argv: list[str] | None = None) -> int:
     """Opens the window; returns the exit code.  A second start on one data folder raises the first and returns 0."""
+    reached("process and imports")
     make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
@@ -72,6 +73,7 @@ def _application(argv: list[str]) -> QApplication:
 
 
 def _run(app: QApplication, reports: CrashReports) -> int:
+    reached("application")
     settings = Settings()
     theme = ThemeController(settings.theme, settings.font_px)
     app.setWindowIcon(logo())
@@ -83,6 +85,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     from app.services.services import Services
 
     services = Services.around(EngineClient(), ChatStore(), settings, theme)
+    reached("services")
     window = MainWindow(services, page_entries(), first_run_entry())
     if settings.notice:
         window.notice_banner.show_text(settings.notice)
@@ -93,6 +96,7 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     _report_if_asked(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
+    reached("window")
     window.show()
     QTimer.singleShot(0, window, window.begin)
     gc.freeze()  # what is there by now is there for good: collections need not look through it

@@ -18,6 +18,15 @@ REPORT_VARIABLE = "SWITCHYARD_STARTUP_REPORT"
 QUIT_VARIABLE = "SWITCHYARD_QUIT_AFTER_STARTUP"
 
 
+_reached_s: dict[str, float] = {}
+"""When each phase of this process ended, since the epoch."""
+
+
+def reached(phase: str) -> None:
+    """This phase of the start ends now."""
+    _reached_s.setdefault(phase, time.time())
+
+
 class StartupReport(QObject):
     """Waits for the window's first paint and an idle event loop, then writes the time."""
 
@@ -36,11 +45,21 @@ class StartupReport(QObject):
         return False
 
     def _write(self) -> None:
-        seconds = time.time() - psutil.Process(os.getpid()).create_time()
+        begun_s = psutil.Process(os.getpid()).create_time()
+        reached("painting")
+        phases = _phases_since(begun_s)
         heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy"})
-        write_whole(self._path, json.dumps({"window_usable_s": round(seconds, 4), "heavy_modules": heavy}) + "\n")
+        told = {"window_usable_s": round(sum(phases.values()), 4), "phases_s": phases, "heavy_modules": heavy}
+        write_whole(self._path, json.dumps(told) + "\n")
         if os.environ.get(QUIT_VARIABLE) == "1":
             QApplication.quit()
+
+
+def _phases_since(begun_s: float) -> dict[str, float]:
+    seconds, before_s = {}, begun_s
+    for phase, now_s in _reached_s.items():
+        seconds[phase], before_s = round(now_s - before_s, 4), now_s
+    return seconds
 
 
 def report_if_asked(window: QWidget) -> None:

@@ -192,6 +192,7 @@ class Worker:
     def _load(self, engine: WorkerEngine, request: LoadModel) -> TerminalEvent:
         started = time.monotonic()
         self._telemetry.model_is(None)
+        self._writer.send(Progress(request.request_id, "loading", 0, 0))  # of what is not known yet
         info = engine.load(
             request.config,
             on_progress=lambda done, total: self._progress(request.request_id, "loading", done, total),

@@ -34,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
     telemetry.set_defaults(run=_run_telemetry)
 
     startup = kinds.add_parser(
-        "startup", help="seconds to a usable window and to the first token; longest wait of the GUI"
+        "startup", help="seconds to a usable window and to the first token, and where they go; longest wait of the GUI"
     )
     _add_common(startup, repeats=5)
     startup.set_defaults(run=_run_startup)
@@ -206,7 +206,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_startup(args: argparse.Namespace) -> int:
-    from engine.bench.window import bench_startup
+    from engine.bench.startup import bench_startup
 
     report = _report()
     bench_startup(args.repeats, report, note)
