@@ -22,10 +22,7 @@ from engine.runtime.load.library_models import build_skeleton, model_class_for
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_config
 
-_HEAVY = (
-    "torch._decomp", "torch._dynamo", "torch._export", "torch._inductor", "torch._prims", "torch._refs",
-    "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "pandas",
-)  # fmt: skip
+_HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "pandas")
 _PROGRAM = """
 import json, sys
 from engine.common.chat import ChatMessage
@@ -35,7 +32,7 @@ from engine.runtime.engine import Engine
 engine = Engine()
 engine.load(EngineConfig(sys.argv[1], precision="bf16"), on_progress=lambda *_: None, cancelled=lambda: False)
 answer = engine.generate(
-    [ChatMessage("user", "Hello")], SamplingParams(max_tokens=3),
+    [ChatMessage("user", "Hello")], SamplingParams(max_tokens=3, temperature=1.0, seed=1),
     on_progress=lambda *_: None, on_text=lambda *_: None, cancelled=lambda: False,
 )
 engine.unload()
@@ -55,8 +52,6 @@ print(json.dumps({
     "compiler": torch._dynamo.__name__,
     "mark": torch.compiler.disable.__module__,
     "llama": models.llama.LlamaConfig.__name__,
-    "export": torch.export.Dim.__module__,
-    "registered": callable(torch._meta_registrations.meta_fft_c2c),
 }))
 """
 
@@ -79,8 +74,6 @@ def test_the_first_token_needs_no_compiler(tmp_path: Path) -> None:
         "compiler": "torch._dynamo",
         "mark": "torch.compiler",
         "llama": "LlamaConfig",
-        "export": "torch.export.dynamic_shapes",
-        "registered": True,
     }
 
 
@@ -146,52 +139,3 @@ def test_the_list_of_exports_need_not_be_kept(tmp_path: Path) -> None:
     cache_dir().parent.mkdir(parents=True)
     cache_dir().write_text("a file where the folder should be", encoding="utf-8")
     assert _kept_structure(str(tmp_path), lambda _folder: {"a": {}}) == {"a": {}}
-
-
-_LATE = """
-import importlib.machinery, sys
-from pathlib import Path
-from engine.runtime import later_modules
-
-later_modules._LATER = ("late", "late_package", "late_broken")
-sys.meta_path.insert(0, later_modules._LaterFinder())
-import late, late_package, late_broken
-
-assert late.__file__.endswith("late.py") and not hasattr(late, "__wrapped__") and not Path("late-ran").exists()
-from late import value
-assert value == 1 and Path("late-ran").read_text() == "once" and late.answer() == "late"
-import late_package.inner
-assert late_package.inner.of_package == 2 and late_package.named == "named"
-for _ in range(2):
-    try:
-        late_broken.anything
-    except ValueError as error:
-        assert str(error) == "broken"
-    else:
-        raise AssertionError
-try:
-    late.missing
-except AttributeError as error:
-    assert "'late' has no attribute 'missing'" in str(error)
-"""
-
-
-def test_a_module_for_later_runs_once_when_it_is_used(tmp_path: Path) -> None:
-    (tmp_path / "late.py").write_text(
-        "import late\nopen('late-ran', 'x').write('once')\nvalue = 1\ndef answer(): return __name__\n"
-    )
-    (tmp_path / "late_broken.py").write_text("raise ValueError('broken')\n")
-    (tmp_path / "late_package").mkdir()
-    (tmp_path / "late_package" / "__init__.py").write_text("ready = 2\ndef __getattr__(name): return name\n")
-    (tmp_path / "late_package" / "inner.py").write_text("from late_package import ready as of_package\n")
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-c", _LATE],
-        env={**os.environ, "PYTHONPATH": path},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
