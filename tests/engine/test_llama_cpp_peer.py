@@ -156,6 +156,20 @@ def test_the_starter_says_the_same_in_llama_cpp_and_here(tmp_path: Path) -> None
             assert peer.greedy(prompt, 4) == ours
 
 
+@needs_peer
+@pytest.mark.usefixtures("users_peers")
+@pytest.mark.parametrize("edition", BUILT)
+def test_no_flags_change_what_is_computed(edition: Edition, tmp_path: Path) -> None:
+    write_gguf(make_synthetic(SMALL.split("&gguf")[0]), tmp_path / "model.gguf", Quantisation.BF16)
+    ids = list(range(3, 40))
+    with GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64) as peer:
+        theirs = peer.logits(ids)
+    with GgufPeer("peer", tmp_path / "model.gguf", 1, 64, edition=edition) as peer:
+        for flags in edition.flags:
+            peer.set_up(flags, 64)
+            assert ((peer.logits(ids) - theirs) ** 2).sum() < 1e-4 * (theirs**2).sum()
+
+
 @pytest.mark.usefixtures("users_peers")
 @pytest.mark.parametrize("edition", BUILT)
 def test_a_long_context_is_filled_with_copies(edition: Edition, tmp_path: Path) -> None:

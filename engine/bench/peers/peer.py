@@ -21,7 +21,7 @@ from gguf import LlamaFileType
 from numpy.typing import NDArray
 
 from engine.bench.gguf_export import Quantisation, gguf_of
-from engine.bench.peers.editions import EDITIONS, LLAMA_CPP, Edition, Flags
+from engine.bench.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition, Flags
 from engine.bench.report import Report
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
@@ -284,6 +284,9 @@ def files_beside(
             continue
         if edition.python() is None:
             report.skip_peer(edition.name, f"it is not built: run {edition.how_to_build()}")
+            continue
+        if checkpoint.name == "starter" and edition is IK_LLAMA_CPP:
+            report.skip_peer(edition.name, "it computes a Llama with experts wrongly: its answers are other ones")
             continue
         wanted: dict[str, Callable[[], Path]] = {
             "same file" if gguf_at(checkpoint) else quantisation.value: lambda: gguf_of(checkpoint, quantisation, say)
