@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +18,7 @@ from engine.bench.peers.peer import Beside, GgufPeer, PeerError, files_beside
 from engine.bench.ready import ready_rows
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
-from engine.measure.arithmetic import read_bandwidth
+from engine.measure.arithmetic import MemoryReader, cold_memory, spread_of
 from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession
 from engine.runtime.decode.prompt import check_length
 from engine.runtime.load.model import load_model
@@ -66,6 +67,10 @@ class _Ours:
 
     def close(self) -> None:
         self._session.clear()
+
+
+_MEMORY = "memory"
+"""Reads RAM in turn with the contestants: how fast that is changes with what else a machine does."""
 
 
 def bench_decode(config: EngineConfig, plan: DecodePlan, report: Report, say: Callable[[str], None]) -> None:
@@ -144,11 +149,18 @@ def _at(
         fastest.setdefault(each, flags)
         running = peers[each]
         contestants[name_with(each, flags)] = lambda running=running: running.decode_rate(prompt, plan.tokens)  # type: ignore[misc]
-    rates = _rates(contestants, plan.repeats, report, say)
+    with MemoryReader() as reader:
+        if loaded.info.device == "cpu":
+            memory = cold_memory()
+            contestants[_MEMORY] = lambda: memory.nbytes / reader.seconds(memory)
+        rates = _rates(contestants, plan.repeats, report, say)
     ours.close()
-    values = rates.pop("ours")
+    values, reads = rates.pop("ours"), rates.pop(_MEMORY, None)
     read = _bytes_per_token(loaded) + loaded.info.kv_bytes_per_token * (len(prompt) + plan.tokens / 2)
-    limit = read_bandwidth() / read if loaded.info.device == "cpu" else None
+    limit = statistics.median(reads) / read if reads else None
+    if reads:
+        report.machine["read_bandwidth_gb_per_s"] = statistics.median(reads) / 1e9
+        report.machine["read_bandwidth_spread"] = spread_of(reads)
     report.rows.append(row(name, values, "tokens/s", limit=limit))
     report.rows += [row(name, values, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
 

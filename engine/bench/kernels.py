@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -23,6 +24,7 @@ from engine.kernels.native.build import build
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels, proven
 from engine.kernels.torch_experts import TorchExperts
+from engine.measure.arithmetic import MemoryReader, spread_of
 from engine.runtime.load.model import set_threads
 
 
@@ -97,6 +99,7 @@ def bench_kernels(
             on_progress(f"{shape.name} {each.name}")
             limits += _bench_shape(report, shape, each, isas, count, repeats, tokens)
     report.machine["read_bandwidth_gb_per_s"] = statistics.median(limits)
+    report.machine["read_bandwidth_spread"] = spread_of(limits)
     return report
 
 
@@ -110,7 +113,8 @@ def _bench_shape(
     other = None if beside is None else _layer(module, shape, Weights(beside, beside))
     math = ExpertMath.of(module)
     # The limit is measured in turn too: memory speed varies, on virtual machines by several times.
-    runs: dict[str, Callable[[], float]] = {_LIMIT: _Read(layer.records)}
+    reader = MemoryReader()
+    runs: dict[str, Callable[[], float]] = {_LIMIT: _Read(layer, reader, shape.top_k)}
     pools: list[NativeKernels] = []
     if weights.precision == "bf16":
         runs["torch"] = _Run(TorchExperts(layer, math), layer, shape, tokens)
@@ -133,6 +137,7 @@ def _bench_shape(
                 if repeat:
                     values[name].append(rate)
     finally:
+        reader.close()
         for pool in pools:
             pool.close()
     limits = values.pop(_LIMIT)
@@ -149,7 +154,7 @@ def _bench_shape(
                 "GB/s",
                 peer=peer if peer_values else None,
                 peer_values=peer_values,
-                limit=max(limits),  # a limit is a maximum, not an average
+                limit=statistics.median(limits),
             )
         )
     return limits
@@ -160,17 +165,20 @@ def _peer_of(isa: Isa) -> str:
 
 
 class _Read:
-    """Reads the records with almost no compute; returns GB per second."""
+    """Reads records as a kernel does, some at a time, each time others, by as many threads; returns GB per second."""
 
-    def __init__(self, records: torch.Tensor) -> None:
-        self._numbers = records.view(torch.int64)
+    def __init__(self, layer: BankLayer, reader: MemoryReader, at_once: int) -> None:
+        whole = layer.records.shape[0] // at_once * at_once
+        self._pieces = itertools.cycle(layer.records[:whole].view(-1, at_once * layer.layout.nbytes))
+        self._reader = reader
 
     def __call__(self) -> float:
-        times, begin = 0, time.perf_counter()
-        while (taken := time.perf_counter() - begin) < _CALL_SECONDS or not times:
-            self._numbers.sum()
-            times += 1
-        return times * self._numbers.nbytes / taken / 1e9
+        nbytes, begin = 0, time.perf_counter()
+        while (taken := time.perf_counter() - begin) < _CALL_SECONDS or not nbytes:
+            piece = next(self._pieces)
+            self._reader.seconds(piece)
+            nbytes += piece.nbytes
+        return nbytes / taken / 1e9
 
 
 class _Run:

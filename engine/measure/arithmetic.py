@@ -4,21 +4,23 @@ reads on the CPU and on the device.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
+from engine.experts.record import RecordLayout, allocate_records
 from engine.hardware.measured import Arithmetic, RamRead
+from engine.kernels.native.library import load_kernels
 from engine.measure.run import NotMeasuredError, Run, counted
 
 _BYTES = 768 * 2**20
-"""Far more than any PC's caches, so that the sum below reads RAM."""
+"""Far more than any PC's caches, so that reading it reads RAM."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,54 @@ class RamBandwidth:
 
     def __call__(self, run: Run) -> None:
         """See `Measurement`."""
-        block = torch.ones(max(run.cold_bytes, 2**20) // 8, dtype=torch.int64)
+        block = cold_memory(max(run.cold_bytes, 2**20))
         for threads in self.threads_of(run.threads):
-            with torch_threads(threads):
-                seconds = run.steady(
-                    f"RAM, {counted(threads, 'thread')}", lambda: _seconds_to_read(block), self.repeats
-                )
+            with torch_threads(threads), MemoryReader() as reader:
+                name = f"RAM, {counted(threads, 'thread')}"
+                seconds = run.steady(name, partial(reader.seconds, block), self.repeats)
             run.found(RamRead(threads, block.nbytes / seconds))
 
 
-def read_bandwidth(repeats: int = 7) -> float:
-    """Bytes per second that torch's current number of threads can read from RAM (median of `repeats`)."""
-    block = torch.ones(_BYTES // 8, dtype=torch.int64)
-    return statistics.median(block.nbytes / _seconds_to_read(block) for _ in range(repeats))
+def cold_memory(nbytes: int = _BYTES) -> torch.Tensor:
+    """Bytes in memory of the kind that experts' weights have; all of it is there."""
+    block = allocate_records(max(1, nbytes // 4096), RecordLayout((), 4096), torch.device("cpu")).view(-1)
+    return block.fill_(1)
+
+
+class MemoryReader:
+    """Reads memory as fast as torch's current number of threads can: no kernel reads its weights faster.
+
+    Reads with the kernels' own threads, so that a rate measured in turn with them is their limit; by torch's operators
+    where there are no native kernels.
+    """
+
+    def __init__(self) -> None:
+        self._native = load_kernels(torch.get_num_threads())
+
+    def __enter__(self) -> MemoryReader:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends its threads."""
+        if self._native is not None:
+            self._native.close()
+
+    def seconds(self, block: torch.Tensor) -> float:
+        """Seconds to read a contiguous tensor of whole 8 bytes."""
+        started_s = time.perf_counter()
+        if self._native is not None:
+            self._native.read_memory(self._native.pool, block.data_ptr(), block.nbytes)
+        else:
+            block.view(-1).view(torch.int64).sum()
+        return max(time.perf_counter() - started_s, 1e-9)
+
+
+def spread_of(values: list[float]) -> float:
+    """Largest over smallest, less 1: 0.1 for values within 10% of each other."""
+    return max(values) / min(values) - 1
 
 
 @contextmanager
@@ -56,12 +93,6 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _seconds_to_read(block: torch.Tensor) -> float:
-    started = time.perf_counter()
-    block.sum()
-    return time.perf_counter() - started
 
 
 _CPU = torch.device("cpu")

@@ -123,7 +123,7 @@ def kernel_findings(hardware: Probe) -> list[Finding]:
             [*command, "--status"], capture_output=True, timeout=_SECONDS, check=True, env=os.environ | variables
         )
         found = json.loads(child.stdout)
-        isa, note = found["isa"], str(found["note"])
+        isa, note, faster = found["isa"], str(found["note"]), found.get("faster")
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         detail = "The fast CPU kernels could not be checked."
         return [Finding(_NAME, Status.ADVICE, detail, "Run `python3 installers/start.py` in the checkout again.")]
@@ -133,7 +133,18 @@ def kernel_findings(hardware: Probe) -> list[Finding]:
         return [Finding(_NAME, Status.ADVICE, detail, f"{action[:1].upper()}{action[1:]}")]
     threads = max(1, min(hardware.physical_cores or 1, hardware.usable_cpus))
     on = f"{threads} threads" if threads > 1 else "1 thread"
-    return [Finding(_NAME, Status.OK, f"{_CALLED.get(isa, isa)}, on {on}; tested on this CPU.")]
+    detail = f"{_CALLED.get(isa, isa)}, on {on}; tested on this CPU.{_measured(faster)}"
+    return [Finding(_NAME, Status.OK, detail)]
+
+
+def _measured(faster: list[list[str]] | None) -> str:
+    """What was measured of older instructions: `None` if nothing was."""
+    if faster is None:
+        return ""
+    if not faster:
+        return " Older instructions were measured, and none is clearly faster."
+    exceptions = ", ".join(f"{_CALLED.get(isa, isa)} for {work}" for work, isa in faster)
+    return f" Measured to be faster and used: {exceptions}."
 
 
 _SHOWN = 3

@@ -45,6 +45,8 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL, isa: Isa, threads: int) -> None:
         self.isa = isa
         self.threads = threads
+        library.switchyard_use_isa_for.argtypes = [ctypes.c_int32] * 3
+        library.switchyard_use_isa_for.restype = None
         library.switchyard_use_isa(int(isa))
         library.switchyard_pool_create.restype = ctypes.c_void_p
         library.switchyard_pool_destroy.argtypes = [ctypes.c_void_p]
@@ -82,6 +84,8 @@ class NativeKernels:
         library.switchyard_attention_rows.argtypes = [*[pointer] * 4, i32, pointer, pointer, pointer, i64, pointer]
         library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, *[pointer] * 3]
         library.switchyard_prompt_attention.argtypes = [pointer, pointer, pointer]
+        library.switchyard_read_memory.argtypes = [pointer, pointer, i64]
+        library.switchyard_read_memory.restype = ctypes.c_uint64
         library.switchyard_route_rows.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         self._library = library
         self.pool: int = library.switchyard_pool_create(threads)
@@ -98,7 +102,16 @@ class NativeKernels:
         self.attention_rows = library.switchyard_attention_rows
         self.linear_rows = library.switchyard_linear_rows
         self.prompt_attention = library.switchyard_prompt_attention
+        self.read_memory = library.switchyard_read_memory
         self.route_rows = library.switchyard_route_rows
+
+    def use(self, isa: Isa) -> None:
+        """All later calls, of any pool, use this instruction set."""
+        self._library.switchyard_use_isa(int(isa))
+
+    def use_for(self, kind: int, number: int, isa: Isa) -> None:
+        """The same for one kind of work with a format's weights alone; both numbered as in the library."""
+        self._library.switchyard_use_isa_for(kind, number, int(isa))
 
     def close(self) -> None:
         """Ends the pool's threads.  No kernel may be called after this."""
@@ -113,20 +126,33 @@ def load_kernels(threads: int) -> NativeKernels | None:
     `SWITCHYARD_NATIVE=0` in the environment disables them; `SWITCHYARD_ISA=avx2` (or another name of `Isa`) limits
     them.
     """
-    isa = usable_isa()
-    return NativeKernels(_open(library_path()), isa, threads) if isa is not None else None
+    isas = usable_isas()
+    if not isas:
+        return None
+    kernels = NativeKernels(_open(library_path()), isas[-1], threads)
+    if not is_forced():
+        from engine.kernels.native import choice  # which needs kernels to measure
+
+        choice.apply(kernels, choice.choice_for(threads) or {}, isas)
+    return kernels
 
 
-def usable_isa() -> Isa | None:
-    """The instruction set that `load_kernels` would use."""
+def usable_isas() -> list[Isa]:
+    """The instruction sets that `load_kernels` may use, the best of all last."""
     path = library_path()
     if os.environ.get("SWITCHYARD_NATIVE") == "0" or not path.exists():
-        return None
+        return []
     isas = proven(path)
-    wanted = os.environ.get("SWITCHYARD_ISA", "").upper()
-    if wanted in Isa.__members__:
-        isas = [isa for isa in isas if isa <= Isa[wanted]]
-    return isas[-1] if isas else None
+    return [isa for isa in isas if isa <= Isa[_wanted()]] if is_forced() else isas
+
+
+def is_forced() -> bool:
+    """Whether the environment names the instruction set."""
+    return _wanted() in Isa.__members__
+
+
+def _wanted() -> str:
+    return os.environ.get("SWITCHYARD_ISA", "").upper()
 
 
 def missing_note() -> str:
@@ -150,7 +176,7 @@ def prove(path: Path) -> Isa | None:
 def proven(path: Path) -> list[Isa]:
     """The instruction sets that pass their self-test here, best last; tested once per machine and library."""
     verdict_path = path.with_suffix(".proven.json")
-    machine = f"{platform.node()} {_processor()}"
+    machine = f"{platform.node()} {processor()}"
     try:
         verdict = json.loads(verdict_path.read_text())
         if verdict["machine"] == machine:
@@ -195,7 +221,7 @@ def _open(path: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _processor() -> str:
+def processor() -> str:
     """Identifies this CPU: a migrated virtual machine may lose instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

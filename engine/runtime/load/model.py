@@ -26,6 +26,7 @@ from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
+from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import move_between
@@ -58,6 +59,10 @@ def open_compute_devices(config: EngineConfig) -> list[Device]:
     if name == "cpu":
         return []
     return open_devices(name, config.vram_bytes)
+
+
+_WORTH_MEASURING = 2**30
+"""Bytes of a model that is slow enough for kernels chosen by measurement to matter more than the second it takes."""
 
 
 def set_threads(threads: int | None) -> int:
@@ -150,6 +155,8 @@ def _load_weights(
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
         parts.kernels = load_kernels(threads)
+        if parts.kernels is not None and opened.profile.bytes >= _WORTH_MEASURING:
+            ensure_measured(parts.kernels)
     read_weights(opened, decision, parts, on_progress, cancelled)
     move_between(model, decision.layers, [device.torch_device for device in decision.devices])
     model.eval().requires_grad_(False)
@@ -204,6 +211,7 @@ def _hand_over(
     context = devices.context_room(wanted, FEWEST_KV_TOKENS, decision.activations)
     notes = [
         note,
+        threads_note(config.threads, threads),
         *map(placement_note, placement.notes),
         f"There is room for a context of {context:,} tokens, not {wanted:,}." if context < wanted else "",
         *context_notes(opened.model, opened.profile.trained_tokens, context),
@@ -277,6 +285,14 @@ def _graph_device(parts: LoadingParts, config: EngineConfig) -> Device | None:
         return None
     on_host = opened[0].torch_device.type == "cpu" and parts.kernels is not None
     return opened[0] if (wanted == "on" or opened[0].compute_follows_caller) and not on_host else None
+
+
+def threads_note(asked: int | None, used: int) -> str:
+    """Says so where more threads were asked for than this process may use."""
+    if asked is None or asked <= used:
+        return ""
+    compute = "1 thread computes" if used == 1 else f"{used} threads compute"
+    return f"{compute}, not {asked}: this process may not use more processor cores."
 
 
 def placement_note(note: Note) -> str:

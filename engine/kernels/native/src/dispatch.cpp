@@ -79,6 +79,15 @@ Kernels kernels_in_use() {
     return kernels;
 }
 
+Kernels kernels_for_many() {
+    Kernels kernels = kernels_in_use();
+    const uint64_t uses = in_use.load(std::memory_order_relaxed);
+    for (int32_t format = 0; format < kFormatCount; ++format)
+        kernels.tiles[format] = set_of(isa_at(uses, place_of(SWITCHYARD_MANY, format))).tiles;
+    kernels.rows = set_of(isa_at(uses, place_of(SWITCHYARD_MANY, SWITCHYARD_BF16))).rows;
+    return kernels;
+}
+
 SWITCHYARD_API int32_t switchyard_abi(void) { return kAbi; }
 
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 
+#include "dispatch.h"
 #include "experts_call.h"
 #include "many_rows.h"
 
@@ -257,6 +258,7 @@ void many_experts(SwitchyardPool &pool, const SwitchyardExperts &layer, int32_t 
     static thread_local Buffers buffers;
     auto &call = buffers.call;
     call.begin(&layer, tokens, nullptr, out);
+    call.kernels = kernels_for_many();
     call.visits.group(layer.count, tokens, k, index, weights);
     const int64_t visits = call.visits.count();
     if (visits == 0) {

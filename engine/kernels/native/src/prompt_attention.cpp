@@ -185,7 +185,7 @@ SWITCHYARD_API int32_t switchyard_prompt_attention(SwitchyardPool *pool, const S
     if (!find_ranges(*prompt, ranges)) return 2;
     const int64_t chunks = (prompt->held + kChunk - 1) / kChunk;
     auto *values = reinterpret_cast<uint16_t *>(turned.room(prompt->kv_heads * chunks * prompt->value_dim * kChunk * 2));
-    PromptAttention attention(*prompt, *kernels_in_use().many[SWITCHYARD_BF16], ranges, values, out, pool->threads());
+    PromptAttention attention(*prompt, *kernels_for_many().many[SWITCHYARD_BF16], ranges, values, out, pool->threads());
     pool->run_long(work, &attention, prompt->tokens * prompt->held * prompt->heads * prompt->key_dim / kTogether);
     turned.shrink(kKeptBytes);
     return 0;

@@ -147,7 +147,7 @@ SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const Swi
                                                  const uint16_t *sin, int64_t angle_step, uint16_t *out) try {
     static thread_local Buffers own;
     const PagedCall call(*paged, pieces, count);
-    const Kernels kernels = kernels_in_use();
+    const Kernels kernels = kernels_for_many();
     const int64_t dim = layer->head_dim, queries = layer->heads * dim;
     const auto tokens = static_cast<size_t>(call.tokens);
     own.normed.resize(tokens * static_cast<size_t>(layer->hidden));

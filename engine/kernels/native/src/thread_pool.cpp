@@ -57,6 +57,11 @@ void SwitchyardPool::run_long(Work work, void *argument, int64_t bytes) {
     team_size_long_.done();
 }
 
+void SwitchyardPool::run_all(Work work, void *argument) {
+    std::lock_guard<std::mutex> only(one_caller_);
+    run_team(work, argument);
+}
+
 void SwitchyardPool::run_team(Work work, void *argument) {
     work_ = work;
     argument_ = argument;

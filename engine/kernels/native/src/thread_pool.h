@@ -64,6 +64,8 @@ struct SwitchyardPool {
     void run(Work work, void *argument, int64_t bytes);
     // The same for long work that is not decoding: the workers sleep afterwards, because torch's come next.
     void run_long(Work work, void *argument, int64_t bytes);
+    // The same with all threads in any case.
+    void run_all(Work work, void *argument);
 
   private:
     void worker();
