@@ -22,9 +22,10 @@ from engine.common.errors import EngineError
 from engine.common.paths import models_dir
 from engine.devices.opening import open_devices
 from engine.formats import LADDER
-from engine.hardware.measured import Arithmetic, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
+from engine.hardware.measured import Arithmetic, CallTime, CopyTime, ExpertTime, Measurements, RamRead, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth
+from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.experts import CpuExperts
 from engine.measure.link import Copies
 from engine.measure.measuring import THOROUGH_SHAPES, cold_bytes, one_and_all
@@ -141,6 +142,7 @@ def _together(rounds: Sequence[Measurements]) -> Measurements:
         ram=tuple(entry for found in rounds for entry in found.ram),
         experts=tuple(entry for found in rounds for entry in found.experts),
         arithmetic=tuple(entry for found in rounds for entry in found.arithmetic),
+        calls=tuple(entry for found in rounds for entry in found.calls),
         copies=tuple(quickest.values()),
     )
 
@@ -153,10 +155,12 @@ def _measured(machine: Probe, config: EngineConfig, device: Device | None) -> Me
     of_cpu: Sequence[Measurement] = (
         RamBandwidth(counts, _SAMPLES, 0.6),
         CpuArithmetic(_SAMPLES, 0.4),
+        NativeCalls(counts, _SAMPLES, 0.1),
         CpuExperts(THOROUGH_SHAPES, (config.precision,), (1,), counts, 2 * _SAMPLES, 3.0),
     )
     of_device: Sequence[Measurement] = (
         DeviceArithmetic(_SAMPLES, 0.6),
+        SharedLayer(_SAMPLES, 0.3),
         Copies((64 * 2**10, 4 * _MIB, 32 * _MIB), _SAMPLES, 1.0),
     )
     cores = max(1, min(machine.physical_cores or machine.usable_cpus, machine.usable_cpus))
@@ -173,6 +177,7 @@ def _measured(machine: Probe, config: EngineConfig, device: Device | None) -> Me
         experts=tuple(found for found in run.rows if isinstance(found, ExpertTime)),
         copies=tuple(found for found in run.rows if isinstance(found, CopyTime)),
         arithmetic=tuple(found for found in run.rows if isinstance(found, Arithmetic)),
+        calls=tuple(found for found in run.rows if isinstance(found, CallTime)),
     )
 
 

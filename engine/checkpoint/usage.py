@@ -58,6 +58,11 @@ def read_usage(model: Path) -> Usage:
         return Usage()
 
 
+def is_any_known() -> bool:
+    """Whether any model was ever used on this machine."""
+    return any(_file(Path()).parent.glob("*.json"))
+
+
 def note_use(model: Path, how: str, tokens_per_s: float = 0.0, tokens: int = 0) -> None:
     """Notes that a model was loaded, or answered at this speed.  Never fails: it is not worth an answer.
 

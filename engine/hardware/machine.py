@@ -70,6 +70,7 @@ class CpuProfile:
         ram_bytes_per_s: theoretical bandwidth of the RAM.
         ram_bytes: size.
         weights_bytes_per_s: measured weight bandwidth of expert kernels, by threads; empty if never measured.
+        cache_bytes: of the last-level caches; 0 if unknown.
     """
 
     name: str
@@ -78,6 +79,29 @@ class CpuProfile:
     ram_bytes_per_s: float
     ram_bytes: int
     weights_bytes_per_s: Mapping[int, float] = field(default_factory=dict)
+    cache_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallProfile:
+    """Fixed costs of the engine's own calls here, in seconds, weights aside; 0 where they were never measured.
+
+    Attributes:
+        native_s: of a call into the native kernels that computes next to nothing, its hand-over to threads included.
+        router_s: of a norm and a router in the library's operators.
+        layer_s: of an expert layer that card and CPU share, without experts: the routing's way to the CPU, and the sum.
+        card_s, host_s: added if the card, or the CPU, computes any of its experts.
+        host_expert_s: added for each expert that the CPU computes.
+        single_s: of an expert that the card computes in a call of its own.
+    """
+
+    native_s: float = 0.0
+    router_s: float = 0.0
+    layer_s: float = 0.0
+    card_s: float = 0.0
+    host_s: float = 0.0
+    host_expert_s: float = 0.0
+    single_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +126,8 @@ class HardwareProfile:
         cpu: CPU and RAM.
         disk_bytes_per_s: read rate.
         power: None if unknown.
+        calls: fixed costs of calls; measured or unknown.
+        spread: relative change of measured rates while they were measured, or the share of other programs then.
         origins: origin of each number, by path such as `gpu.flops`; empty for profiles read from files.
     """
 
@@ -114,6 +140,8 @@ class HardwareProfile:
     disk_bytes_per_s: float
     power: PowerProfile | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
+    calls: CallProfile = CallProfile()
+    spread: float = 0.0
 
     @property
     def vram_bytes(self) -> int:

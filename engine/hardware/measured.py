@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -26,7 +27,7 @@ from engine.hardware.assumptions import (
     assumed_link,
     assumed_ram_bytes_per_s,
 )
-from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
+from engine.hardware.machine import CallProfile, CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 from engine.hardware.probe import Probe
 from engine.hardware.profiles import EMULATED, emulated_cards, read_profile
 
@@ -113,6 +114,22 @@ class Arithmetic:
 
 
 @dataclass(frozen=True, slots=True)
+class CallTime:
+    """Fixed time of one of the engine's own calls, with next to no weights.
+
+    Attributes:
+        device: `cpu`, or the device's name.
+        what: as the fields of `CallProfile` are called.
+        threads: of the CPU; 0 on a device.
+    """
+
+    device: str
+    what: str
+    threads: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measurements:
     """Results of one run.  What was not measured is empty, and `skipped` says why.
 
@@ -144,6 +161,7 @@ class Measurements:
     unsteady: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     others: float = 0.0
+    calls: tuple[CallTime, ...] = ()
 
     def link(self, direction: str, *, pinned: bool) -> tuple[float, float] | None:
         """(latency in s, bytes / s) of a linear fit of the copies in one direction; None if there are none.
@@ -158,6 +176,15 @@ class Measurements:
             return 0.0, large.nbytes / large.seconds
         rate = (large.nbytes - small.nbytes) / (large.seconds - small.seconds)
         return max(0.0, small.seconds - small.nbytes / rate), rate
+
+    @property
+    def spread(self) -> float:
+        """How far the RAM's bandwidth changed while all was measured, relative to its lowest; or what never settled."""
+        by_threads: dict[int, list[float]] = {}
+        for read in self.ram:
+            by_threads.setdefault(read.threads, []).append(read.bytes_per_s)
+        seen = (max(rates) / min(rates) - 1 for rates in by_threads.values())
+        return max((*seen, *map(abs, self.unsteady.values())), default=0.0)
 
     def weights_bytes_per_s(self, precision: str, expert_bytes: float | None = None) -> dict[int, float]:
         """Bandwidth at which the CPU computed one token's experts, by threads.
@@ -208,6 +235,8 @@ def machine_profile(
         cpu=cpu,
         disk_bytes_per_s=disk or assumed_disk_bytes_per_s(probe.models_disk),
         origins=origins,
+        calls=_calls(measurements, origins),
+        spread=max(measurements.spread, measurements.others) if measurements else 0.0,
     )
 
 
@@ -236,6 +265,7 @@ def _cpu(probe: Probe, measured: Measurements | None, by_threads: dict[int, floa
         ram_bytes_per_s=ram or assumed_ram_bytes_per_s(probe),
         ram_bytes=probe.ram_bytes,
         weights_bytes_per_s=by_threads,
+        cache_bytes=(probe.processor.l3_bytes or 0) if probe.processor else 0,
     )
 
 
@@ -273,6 +303,16 @@ def _link(probe: Probe, measured: Measurements | None, origins: Numbers) -> Link
     )
 
 
+def _calls(measured: Measurements | None, origins: Numbers) -> CallProfile:
+    """The median over thread counts: they differ by less than a call does from the next."""
+    found: dict[str, list[float]] = {}
+    for call in measured.calls if measured else ():
+        found.setdefault(call.what, []).append(call.seconds)
+    known = {entry.name: statistics.median(found[entry.name]) for entry in fields(CallProfile) if entry.name in found}
+    origins |= dict.fromkeys((f"calls.{name}" for name in known), Origin.MEASURED)
+    return CallProfile(**known)
+
+
 def _best(values: Iterable[float]) -> float:
     return max(values, default=0.0)
 
@@ -284,6 +324,7 @@ _ROWS: dict[str, type] = {
     "copies": CopyTime,
     "disk": DiskRead,
     "arithmetic": Arithmetic,
+    "calls": CallTime,
 }
 Row = TypeVar("Row")
 
@@ -380,7 +421,10 @@ def read_measurements(path: Path) -> Measurements | None:
         if content.pop("version") != _VERSION:
             return None
         for name, kind in _ROWS.items():
-            content[name] = tuple(_row(kind, row) for row in content[name])
+            # Older files have no calls; what they do have still holds.
+            content[name] = tuple(
+                _row(kind, row) for row in (content[name] if name != "calls" else content.get(name, []))
+            )
         content["notes"] = tuple(str(note) for note in content["notes"])
         content["others"] = float(content.get("others", 0.0))
         limit = content["pinned_limit_bytes"]

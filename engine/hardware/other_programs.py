@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from engine.hardware.nvml import own_processes
 
 BUSY = 0.15
 """CPU share of other programs above which a timing is unreliable."""
+
+_MOMENT_S = 0.15
+"""Systems count processor time in hundredths of a second."""
 
 Share = Callable[[], float]
 """Returns the CPU share of other programs since it was created, 0 to 1."""
@@ -75,6 +79,13 @@ class OtherPrograms:
         idle = [cpu.idle + getattr(cpu, "iowait", 0.0) for cpu in mine]
         ours = [taken for pid in self._pids() if (taken := self._process_s(pid)) is not None]
         return _CpuSeconds(sum(totals), sum(totals) - sum(idle), sum(ours))
+
+
+def busy_now() -> float:
+    """The share of other programs at this moment, in tenths: what they do from second to second changes by more."""
+    taken = OtherPrograms().watch()
+    time.sleep(_MOMENT_S)
+    return round(taken(), 1)
 
 
 def is_busy(share: float) -> bool:

@@ -74,11 +74,11 @@ class CpuExperts:
         self, run: Run, room: torch.Tensor, native: NativeKernels | None, threads: int, all_tokens: tuple[int, ...]
     ) -> None:
         kinds = [
-            (part, precision, _layer(part, precision, room))
+            (part, precision, layer_in(part, precision, room))
             for shape, precision in itertools.product(self.shapes, self.precisions)
             for part in (_fitting(shape, precision, room.nbytes),)
         ]
-        kernels = [choose_kernel(_module(shape), layer, native) for shape, _, layer in kinds]
+        kernels = [choose_kernel(expert_module(shape), layer, native) for shape, _, layer in kinds]
         # Single tokens first: plans need them most, should the time run out.
         for tokens, ((shape, precision, layer), kernel) in itertools.product(
             all_tokens, list(zip(kinds, kernels, strict=True))
@@ -112,10 +112,10 @@ class CardExpertTimes:
         try:
             memory.fill_(60)
             for shape, precision in itertools.product(self.shapes, self.precisions):
-                if _layout(shape, precision).nbytes > nbytes:
+                if expert_layout(shape, precision).nbytes > nbytes:
                     continue
-                layer = _layer(shape, precision, memory)
-                kernel = choose_kernel(_module(shape), layer, None)
+                layer = layer_in(shape, precision, memory)
+                kernel = choose_kernel(expert_module(shape), layer, None)
                 assert kernel is not None
                 for tokens in self.tokens:
                     calls = _Calls(kernel, shape, layer.num_experts, tokens, device.torch_device)
@@ -174,28 +174,29 @@ def _fitting(shape: ExpertShape, precision: str, room_bytes: int) -> ExpertShape
         NotMeasuredError: not even a reduced one fits.
     """
     part = shape
-    while _FEWEST * _layout(part, precision).nbytes > room_bytes:
+    while _FEWEST * expert_layout(part, precision).nbytes > room_bytes:
         part = ExpertShape(shape.hidden, part.inner // 2 // _TILE * _TILE)
         if part.inner < _NARROWEST:
             raise NotMeasuredError("too little free RAM for one expert")
     return part
 
 
-def _module(shape: ExpertShape) -> StandardExperts:
+def expert_module(shape: ExpertShape) -> StandardExperts:
     """A module that only defines the computation: it has no weights."""
     with torch.device("meta"):
         return StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
 
 
-def _layout(shape: ExpertShape, precision: str) -> RecordLayout:
-    shapes = {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in _module(shape).named_parameters()}
+def expert_layout(shape: ExpertShape, precision: str) -> RecordLayout:
+    """How an expert's record is laid out."""
+    shapes = {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in expert_module(shape).named_parameters()}
     plain = RecordLayout.of(shapes, transposed=False)
     of_all = tiled_format(precision)
     return plain if of_all is None else QuantisedLayout.quantising(plain, lambda _: of_all, Pairing.HALVES)
 
 
-def _layer(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:
+def layer_in(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:
     """As many experts as fit into the memory, up to a limit."""
-    layout = _layout(shape, precision)
+    layout = expert_layout(shape, precision)
     count = min(room.nbytes // layout.nbytes, _MOST_EXPERTS)
     return BankLayer("measured", layout, room[: count * layout.nbytes].view(count, layout.nbytes))

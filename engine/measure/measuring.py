@@ -22,9 +22,19 @@ from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.formats import LADDER
 from engine.hardware.gpus import graphics_cards
-from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, described
+from engine.hardware.measured import (
+    Arithmetic,
+    CallTime,
+    CopyTime,
+    DiskRead,
+    ExpertTime,
+    Measurements,
+    RamRead,
+    described,
+)
 from engine.hardware.probe import Probe
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
+from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.disk import DiskReads
 from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
 from engine.measure.link import Copies, PinnedLimit
@@ -69,6 +79,8 @@ class WholeMachine:
 
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+SMALL = ExpertShape(512, 256)
+"""Of small models: so short a piece is read more slowly than a long one."""
 _FINE = ExpertShape(2048, 768)
 """Qwen3-30B-A3B: many small experts."""
 _SQUARE = ExpertShape(2880, 2880)
@@ -77,7 +89,9 @@ _COARSE = ExpertShape(4096, 14336)
 """Mixtral 8x7B: few large experts."""
 _WIDE = ExpertShape(7168, 2048)
 """DeepSeek-V3."""
-THOROUGH_SHAPES = (_FINE, _SQUARE, _WIDE)
+AGAIN = "RAM, again"
+"""At the end of all: how much its bandwidth has changed meanwhile says how far to trust it."""
+THOROUGH_SHAPES = (SMALL, _FINE, _SQUARE, _WIDE)
 """Formats of experts in a thorough measurement, in addition to the coarse ones."""
 
 
@@ -106,10 +120,14 @@ QUICK = MeasurementSet(
     (
         RamBandwidth(one_and_all, 3, 0.6),
         CpuArithmetic(3, 0.5),
+        NativeCalls(one_and_all, 9, 0.1),
         CpuExperts((_FINE,), LADDER, (1, 16, 128), one_and_all, 3, 3.5),
+        CpuExperts((SMALL,), LADDER, (1,), one_and_all, 21, 0.5, "small experts on the processor"),
         DeviceArithmetic(3, 0.6),
         CardExpertTimes((_FINE,), LADDER, (1, 128), 3, 1.0),
+        SharedLayer(9, 0.5),
         Copies((64 * _KIB, 4 * _MIB, 32 * _MIB), 3, 1.5),
+        RamBandwidth(one_and_all, 3, 0.6, AGAIN),
         DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 3, 2.0),
     ),
 )
@@ -121,11 +139,14 @@ THOROUGH = MeasurementSet(
     (
         RamBandwidth(thread_counts, 7, 4.0),
         CpuArithmetic(7, 2.0),
+        NativeCalls(thread_counts, 21, 0.3),
         CpuExperts(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), thread_counts, 5, 55.0),
         CpuExperts((_COARSE,), LADDER[1:], (1, 16), one_and_all, 3, 10.0, "large experts on the processor"),
         DeviceArithmetic(7, 2.0),
         CardExpertTimes(THOROUGH_SHAPES, LADDER, (1, 2, 4, 8, 16, 64, 256), 5, 20.0),
+        SharedLayer(21, 1.0),
         Copies((4 * _KIB, 64 * _KIB, _MIB, 4 * _MIB, 32 * _MIB, 256 * _MIB), 5, 6.0),
+        RamBandwidth(thread_counts, 7, 4.0, AGAIN),
         PinnedLimit(256 * _GIB, 10.0),
         DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),
     ),
@@ -188,6 +209,7 @@ def measure_machine(
         copies=tuple(row for row in run.rows if isinstance(row, CopyTime)),
         disk=tuple(row for row in run.rows if isinstance(row, DiskRead)),
         arithmetic=tuple(row for row in run.rows if isinstance(row, Arithmetic)),
+        calls=tuple(row for row in run.rows if isinstance(row, CallTime)),
         pinned_limit_bytes=run.pinned_limit_bytes,
         skipped=skipped,
         unsteady=dict(run.unsteady),
@@ -286,11 +308,11 @@ def _slower(changed: float, consequence: str) -> str:
 
 
 def _is_processors(measurement: Measurement) -> bool:
-    return measurement.name == "RAM" or "processor" in measurement.name
+    return measurement.name in ("RAM", AGAIN) or "processor" in measurement.name
 
 
 def _of_cpu(row: Row) -> bool:
-    return isinstance(row, RamRead) or (isinstance(row, ExpertTime | Arithmetic) and row.device == "cpu")
+    return isinstance(row, RamRead) or (isinstance(row, ExpertTime | Arithmetic | CallTime) and row.device == "cpu")
 
 
 def _used_by_others() -> int | None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.devices.device import Device
-from engine.hardware.measured import Arithmetic, CopyTime, DiskRead, ExpertTime, RamRead
+from engine.hardware.measured import Arithmetic, CallTime, CopyTime, DiskRead, ExpertTime, RamRead
 
-Row = RamRead | ExpertTime | CopyTime | DiskRead | Arithmetic
+Row = RamRead | ExpertTime | CopyTime | DiskRead | Arithmetic | CallTime
 
 DRIFT = 0.15
 """Relative difference allowed between the last repeats and the first: beyond it, the speed has changed."""

@@ -7,13 +7,12 @@ curve takes about a millisecond and can follow a slider or a live session.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import comb
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.hardware.machine import HardwareProfile
-from engine.planner.costs import Costs, Dispatch
+from engine.planner.costs import Costs
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import memory_rule
 from engine.planner.memory import share_on_disk
@@ -53,10 +52,11 @@ def tokens_per_s_by_slots(
     rule = memory_rule(costs, limits_of(config))
     disk_s = costs.disk(costs.expert_bytes) * (share_on_disk(machine, model, precision, rule=rule) if on_card else 1.0)
     missing = range(model.experts_per_token + 1)
-    alone = replace(costs, dispatch=Dispatch())  # with all experts cached there is nothing to look up
     if on_card:
         times = [_on_card_s(costs, config.misses, misses, context, disk_s) for misses in missing]
-        times_of_all = [_on_card_s(alone, config.misses, misses, context, disk_s) for misses in missing]
+        # With all of them there, nothing is looked up; two ways look away all the same.
+        looks_up = config.misses in ("off", "layer")
+        times_of_all = times if looks_up else [_all_on_card_s(costs, context)] * len(times)
     else:
         times = times_of_all = [_on_cpu_s(costs, misses, context, disk_s) for misses in missing]
     fixed_s = _without_experts_s(costs, context, on_card)
@@ -103,6 +103,12 @@ def _on_card_s(costs: Costs, way: str, misses: int, context: int, disk_s: float)
     fetches = {"cpu": [0], "fetch": [misses]}.get(way, range(misses + 1))
     found = min(_served_s(costs, fetched, misses - fetched, hits_s, disk_s) for fetched in fetches)
     return attention_s + dispatch.layer_s + found
+
+
+def _all_on_card_s(costs: Costs, context: int) -> float:
+    """Seconds of a MoE layer whose experts are all on the card."""
+    used = costs.model.experts_per_token
+    return costs.gpu_layer(1, context) + costs.gpu_experts(used, used, grouped=True, shared=False)
 
 
 def _served_s(costs: Costs, fetched: int, computed: int, hits_s: float, disk_s: float) -> float:

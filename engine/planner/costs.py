@@ -52,10 +52,12 @@ class Dispatch:
     """Overhead of splitting a layer's experts between the card and the CPU; zero by default.
 
     Attributes:
-        layer_s: seconds per layer: the router's choice is copied to the CPU and looked up, and the results are summed.
+        layer_s: seconds per layer: the router's choice is copied to the CPU and looked up, and the results are summed;
+            for an emulated card also its router, which the library's operators compute there.
         card_s: seconds added if the card computes any expert; host_s: likewise for the CPU.
         host_expert_s: seconds added for each expert that the CPU computes.
         host_rate: CPU bandwidth here, relative to computing all experts alone in one call.
+        card_call_s: seconds added to each call that computes experts on an emulated card.
         seen_card_expert_s: seconds by which the engine overestimates an expert on the card when it chooses between card
             and CPU, because it times experts one at a time, each in a call of its own.
     """
@@ -65,6 +67,7 @@ class Dispatch:
     host_s: float = 0.0
     host_expert_s: float = 0.0
     host_rate: float = 1.0
+    card_call_s: float = 0.0
     seen_card_expert_s: float = 0.0
 
 
@@ -78,8 +81,13 @@ class Costs:
         threads: CPU threads; 0 for all cores.
         efficiency: factors relative to the data sheet.
         dequantised: experts are unpacked to 16-bit weights in the card's memory before use.
-        host_layer_s: seconds of a layer on the CPU in addition to reading and arithmetic.
+        host_layer_s: seconds of a layer on the CPU in addition to reading and arithmetic; host_token_s: of a pass.
+        native_card: the card is an emulated one: the native kernels compute for it, on the CPU. What it shares with the
+            CPU is computed by one thread of its own, all else as if there were no card.
         dispatch: overhead of splitting experts between card and CPU.
+        step_share: of the bandwidth measured of the expert kernels alone, at which a whole step reads.
+        cached_share: of the model's bytes, that the processor's cache can hold; cached_gain: how much faster than from
+            RAM they are read.
         score_bytes: memory traffic of one attention score of a prompt: written in 32 bits, read for the softmax, then
             both again in 16 bits; 0 for a fused kernel.
     """
@@ -92,6 +100,11 @@ class Costs:
     dequantised: bool = False
     dense_precision: str = "bf16"
     host_layer_s: float = 0.0
+    host_token_s: float = 0.0
+    native_card: bool = False
+    step_share: float = 1.0
+    cached_share: float = 0.0
+    cached_gain: float = 1.0
     card_dense_precision: str = "bf16"
     dispatch: Dispatch = field(default=Dispatch())
     score_bytes: float = 12.0
@@ -119,7 +132,8 @@ class Costs:
     def card_bytes_per_s(self) -> float:
         gpu = self.machine.gpu
         assert gpu is not None, "this machine has no graphics card"
-        return gpu.bytes_per_s * gpu.count * self.efficiency.card_memory
+        reached = gpu.bytes_per_s * gpu.count * self.efficiency.card_memory
+        return min(self._gain * reached, self._host_bytes_per_s(1)) if self.native_card else reached
 
     @cached_property
     def card_flops(self) -> float:
@@ -149,26 +163,41 @@ class Costs:
     @cached_property
     def cpu_bytes_per_s(self) -> float:
         """Bandwidth at which the CPU reads weights: measured per thread count, else half of the cores saturate it."""
+        return self._host_bytes_per_s(self.threads or self.machine.cpu.cores)
+
+    @property
+    def _gain(self) -> float:
+        """Factor on the bandwidth of the RAM, a part of the weights being in the processor's cache."""
+        return 1 / (1 - self.cached_share + self.cached_share / self.cached_gain)
+
+    def _host_bytes_per_s(self, threads: int) -> float:
         cpu = self.machine.cpu
-        threads = min(self.threads or cpu.cores, cpu.cores)
+        threads = min(threads, cpu.cores)
         if cpu.weights_bytes_per_s:
-            return _interpolated(dict(cpu.weights_bytes_per_s), threads)
-        return cpu.ram_bytes_per_s * self.efficiency.host_memory * min(1.0, threads / (cpu.cores / 2))
+            reached = self._gain * self.step_share
+            return reached * _interpolated(dict(cpu.weights_bytes_per_s), threads)
+        return self._gain * cpu.ram_bytes_per_s * self.efficiency.host_memory * min(1.0, threads / (cpu.cores / 2))
 
     # On the card
 
-    def gpu_experts(self, tokens: float, experts: float = 1.0, *, grouped: bool = False) -> float:
+    def gpu_experts(self, tokens: float, experts: float = 1.0, *, grouped: bool = False, shared: bool = True) -> float:
         """`experts` experts in one go, `tokens` rows in total.
 
         Args:
             grouped: one kernel call for all experts; else each has its own operator launches.
+            shared: whether the CPU may compute others of the layer.
         """
         if tokens <= 0 or experts <= 0:
             return 0.0
+        calls = 1.0 if grouped else experts
+        if self.native_card and not shared:
+            return self.cpu_experts(tokens, experts)
+        if self.native_card:
+            reading = experts * self.expert_bytes / self.card_bytes_per_s
+            return max(reading, tokens * self._expert_flops / self.card_flops) + calls * self.dispatch.card_call_s
         reading = experts * self._card_traffic / self.card_bytes_per_s
         arithmetic = tokens * self._expert_flops / self.card_flops
-        launched = EXPERT_OPERATORS * (1.0 if grouped else experts)
-        return max(reading, arithmetic) + launched * self.efficiency.operator_s
+        return max(reading, arithmetic) + calls * EXPERT_OPERATORS * self.efficiency.operator_s
 
     def gpu_layer(
         self, tokens: float, context: float, *, dense: bool = False, cached: bool = True, prompts: float = 0.0
@@ -180,6 +209,8 @@ class Costs:
             cached: the card reads the keys and values; else attention itself runs elsewhere.
             prompts: number of prompts that the rows belong to; 0 if each row is a sequence's next token.
         """
+        if self.native_card:
+            return self.cpu_layer(tokens, context, dense=dense, prompts=prompts)
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
         reading = model.layer_bytes_per_weight(self.card_dense_precision) * weights
@@ -207,6 +238,8 @@ class Costs:
 
     def gpu_head(self, rows: float) -> float:
         """Embedding and head for `rows` tokens that need logits."""
+        if self.native_card:
+            return self.cpu_head(rows)
         weights = self.model.vocabulary * self.model.hidden
         reading = self.model.head_bytes_per_weight(self.card_dense_precision) * weights
         return max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
@@ -231,10 +264,10 @@ class Costs:
     @cached_property
     def side_by_side(self) -> float:
         """Slowdown of card and CPU when both compute at once: an emulated card shares the RAM's bandwidth."""
-        gpu, cpu = self.machine.gpu, self.machine.cpu
-        if gpu is None or not gpu.name.startswith("emulated"):
+        cpu = self.machine.cpu
+        if not self.native_card:
             return 1.0
-        together = max((cpu.ram_bytes_per_s, *cpu.weights_bytes_per_s.values()))
+        together = self._gain * max((cpu.ram_bytes_per_s, *cpu.weights_bytes_per_s.values()))
         return max(1.0, (self.cpu_bytes_per_s + self.card_bytes_per_s) / together)
 
     def cpu_layer(self, tokens: float, context: float, *, dense: bool = False, prompts: float = 0.0) -> float:
@@ -250,7 +283,7 @@ class Costs:
         """`gpu_head` on the CPU."""
         weights = self.model.vocabulary * self.model.hidden
         reading = self.model.head_bytes_per_weight(self.dense_precision) * weights
-        return max(reading / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops)
+        return max(reading / self.cpu_bytes_per_s, 2.0 * rows * weights / self.cpu_flops) + self.host_token_s
 
     def cpu_attention(self, tokens: float, context: float, *, expanded: bool = False) -> float:
         """Softmax attention of one layer over keys and values in RAM.

@@ -21,6 +21,7 @@ class Limits:
         precision: of the experts; `auto` lets the plan choose.
         use_card: False keeps everything on the CPU.
         vram_of_others, ram_of_others: bytes that other programs hold now.
+        cpu_of_others: share of the processor that they use now, 0 to 1.
     """
 
     vram_bytes: int | None = None
@@ -31,6 +32,7 @@ class Limits:
     use_card: bool = True
     vram_of_others: int = 0
     ram_of_others: int = 0
+    cpu_of_others: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import run_all
 from engine.planner.simulator.requests import Setting
+from engine.planner.simulator.routing import expected_statistics
 from engine.planner.workload import Workload
 
 ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {
@@ -72,7 +73,14 @@ class Question:
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
         costs = engine_costs(machine, self.model, self.precision, self.limits.threads)
         rule = memory_rule(costs, self.limits)
-        return Setting(costs, self.workload, rule=rule, drawn_layers=drawn_layers, cache_in_ram=True)
+        return Setting(
+            costs,
+            self.workload,
+            statistics=expected_statistics(self.model.experts),
+            rule=rule,
+            drawn_layers=drawn_layers,
+            cache_in_ram=True,
+        )
 
 
 def runs_here(policy: str, workload: Workload) -> bool:

@@ -14,17 +14,18 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.formats import AUTO, is_precision
-from engine.hardware.machine import HardwareProfile, Origin
+from engine.hardware.machine import HardwareProfile
+from engine.planner.costs import Costs
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, memory_of, memory_rule, sizes_of
 from engine.planner.placement import NotEnoughRamError, decide
 from engine.planner.plan_parts import Limits
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
+from engine.planner.simulator.routing import RoutingSkew, expected_statistics
 from engine.planner.simulator.strategy import HOST_ONLY, Miss, Prefetch, Residency, Strategy
+from engine.planner.speed_range import both_ends
 from engine.planner.workload import Workload
-
-_MEASURED, _LOOKED_UP = 0.2, 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def predict_decode(
     routing: NDArray[np.int16] | None = None,
     limits: Limits | None = None,
 ) -> DecodePrediction:
-    """Predicts the decode speed of the engine with this configuration.
+    """Predicts the decode speed of the engine with this configuration; for its range see `engine.planner.speed_range`.
 
     Args:
         machine: includes a card if one is used, measured or not; an emulated one too.
@@ -69,19 +70,23 @@ def predict_decode(
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
-    outcome, memory, precision = simulate_decode(
-        machine, model, config, prompt_tokens=prompt_tokens, tokens=tokens, routing=routing, limits=limits
+    limits = limits or limits_of(config)
+    costs, memory = _placed(machine, model, config, limits)
+    work = Workload("decode", prompt_tokens, tokens)
+    found = _simulated(costs, memory, config, work, limits, routing=routing)
+    slow, quick = (
+        _simulated(end.applied(costs), memory, config, work, limits, routing=routing, statistics=end.statistics)
+        for end in both_ends(costs, limits.cpu_of_others, is_shared=bool(memory.slots) and not memory.all_experts)
     )
-    speed = outcome.decode_tokens_per_s
-    off = _MEASURED if machine.origins.get("cpu.ram_bytes_per_s") is Origin.MEASURED else _LOOKED_UP
+    speed = found.decode_tokens_per_s
     return DecodePrediction(
         speed,
-        speed * (1 - off),
-        speed * (1 + off),
-        outcome.ttft_s,
-        outcome.hit_rate if memory.slots else None,
+        min(speed, slow.decode_tokens_per_s),
+        max(speed, quick.decode_tokens_per_s),
+        found.ttft_s,
+        found.hit_rate if memory.slots else None,
         memory,
-        precision,
+        costs.precision,
     )
 
 
@@ -106,6 +111,15 @@ def simulate_decode(
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits or limits_of(config)
+    costs, memory = _placed(machine, model, config, limits)
+    work = Workload("decode", prompt_tokens, tokens)
+    return _simulated(costs, memory, config, work, limits, routing=routing, record=record), memory, costs.precision
+
+
+def _placed(
+    machine: HardwareProfile, model: ModelShape, config: EngineConfig, limits: Limits
+) -> tuple[Costs, EngineMemory]:
+    """(costs in the precision that loading would choose, memory that will be held)."""
     precisions = model.precisions if config.precision == AUTO else (config.precision,)
     costs = engine_costs(machine, model, precisions[0], config.threads)
     budgets = budgets_of(costs, limits, on_card=limits.use_card)
@@ -114,10 +128,24 @@ def simulate_decode(
     except NotEnoughRamError:
         raise _does_not_fit(model, machine) from None
     costs = engine_costs(machine, model, placement.precision, config.threads)
-    memory = memory_of(placement, costs, limits)
+    return costs, memory_of(placement, costs, limits)
+
+
+def _simulated(
+    costs: Costs,
+    memory: EngineMemory,
+    config: EngineConfig,
+    work: Workload,
+    limits: Limits,
+    *,
+    routing: NDArray[np.int16] | None,
+    statistics: RoutingSkew | None = None,
+    record: bool = False,
+) -> Outcome:
     setting = Setting(
         costs,
-        Workload("decode", prompt_tokens, tokens),
+        work,
+        statistics=statistics or expected_statistics(costs.model.experts),
         slots=memory.slots,
         ways=config.cache_ways or 0,
         rule=memory_rule(costs, limits),
@@ -125,8 +153,8 @@ def simulate_decode(
     )
     outcome = run_requests(_strategy(config, memory), setting, record=record)
     if outcome is None:
-        raise _does_not_fit(model, machine)
-    return outcome, memory, costs.precision
+        raise _does_not_fit(costs.model, costs.machine)
+    return outcome
 
 
 def _does_not_fit(model: ModelShape, machine: HardwareProfile) -> EngineError:

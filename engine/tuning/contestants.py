@@ -159,7 +159,8 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidat
         return None
     on_card, rate = found.memory.card is not None, found.tokens_per_s
     threads = config.threads or compute_threads()
-    rates = corrected(situation.corrections, found.precision, threads, rate, on_card=on_card, off=found.high / rate - 1)
+    modelled = rate, found.low, found.high
+    rates = corrected(situation.corrections, found.precision, threads, modelled, on_card=on_card)
     return Candidate(how, config, found.precision, rate, *rates, on_card=on_card)
 
 

@@ -1,7 +1,7 @@
 """Whether a model would run here, and how fast, before it is downloaded: the planner's answer, a row per candidate.
 
 The memory is what loading would decide, by the same function, from the same sizes; the speed is the planner's
-prediction of exactly those settings, or what Tune measured here of the same files.
+prediction of exactly those settings, or what was measured here of the same files: by Tune, else by their last answers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.repository import QUALITIES
 from engine.checkpoint.library import LibraryEntry, list_models
 from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.usage import is_any_known
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_up
@@ -64,7 +65,7 @@ class FitSpeed:
     Attributes:
         decode: tokens per second; low, high: its range.
         ttft: seconds to the first token of a chat.
-        timing: `estimated`, or `measured here` if this model was timed on this machine.
+        timing: `estimated`, or `measured here` if this model was timed or has answered on this machine.
     """
 
     decode: float
@@ -159,13 +160,13 @@ class Recommendation:
 
 
 def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: MachineLook, limits: Limits) -> FitCard:
-    """How each candidate would run on this machine; pure but for the results of tuning, which it reads.
+    """How each candidate would run on this machine; pure but for what was measured here before, which it reads.
 
     Args:
         found: candidates and what they are; None where `Candidate.problem` says that it cannot run.
         limits: the budgets, the wanted context and precision; the memory of the card bounds the cache.
     """
-    here = list_models() if all_results() else ()  # a scan of all shelves: once per card
+    here = list_models() if all_results() or is_any_known() else ()  # a scan of all shelves: once per card
     rows = tuple(_row(candidate, shape, look, limits, here) for candidate, shape in found)
     at, why = _recommended(rows)
     return FitCard(rows, at, why)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.names import resolve
+from engine.checkpoint.usage import read_usage
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import measured_as
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import Measurements, changes, described, load_measurements, machine_profile
+from engine.hardware.other_programs import busy_now
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.hardware.profiles import EMULATED, with_emulated
@@ -18,7 +22,7 @@ from engine.planner.plan_parts import Limits, Plan
 from engine.planner.what_helps import Change, what_if
 from engine.tuning.keeping import all_results, kept_corrections, machine_changes, model_mark
 from engine.tuning.result import Correction
-from engine.tuning.settled import best_settled, results_here
+from engine.tuning.settled import best_settled, results_here, with_decode
 
 _MUCH = 0.05
 """Share of a memory that other programs may take or give back before a plan is made again."""
@@ -34,6 +38,7 @@ class MachineLook:
         measurements: of that device; None if none were ever taken here.
         profile: the numbers that plans are made with.
         changed: what is another than when it was last measured or tuned, in sentences.
+        others: share of the processor that other programs use now, in tenths.
     """
 
     probe: Probe
@@ -41,6 +46,7 @@ class MachineLook:
     measurements: Measurements | None
     profile: HardwareProfile
     changed: tuple[str, ...] = ()
+    others: float = 0.0
 
     def is_another_situation(self, other: MachineLook) -> bool:
         """Whether a plan made with `other` may be wrong now: other hardware, numbers, or much other memory in use."""
@@ -71,6 +77,7 @@ class MachineLook:
             use_card=bool(self.device),
             vram_of_others=0 if self.device.startswith(EMULATED) else self.probe.vram_in_use,
             ram_of_others=self.probe.ram_in_use,
+            cpu_of_others=self.others,
         )
 
 
@@ -90,7 +97,8 @@ def look_at_machine(setting: str = "auto", device: str | None = None) -> Machine
         without = load_measurements(probe, "")
         if without is not None:
             device, measured = "", without
-    return MachineLook(probe, device, measured, machine_profile(probe, measured), changes_since(probe, device))
+    changed = changes_since(probe, device)
+    return MachineLook(probe, device, measured, machine_profile(probe, measured), changed, busy_now())
 
 
 def machine_for(config: EngineConfig) -> HardwareProfile:
@@ -125,7 +133,7 @@ def plan_here(
         machine = look.machine(model.measured_as(precision), model.expert_bytes(precision))
         return machine if change is None else what_if(machine, change)
 
-    return best_settled(
+    plan = best_settled(
         machine_with,
         model,
         limits,
@@ -133,6 +141,25 @@ def plan_here(
         corrections=corrections_here(look, asked.model),
         results=results_here(mark, look.probe, asked) if mark is not None and change is None else (),
     )
+    is_timed = bool(plan.speed.timed_at) or change is not None or mark is None
+    return plan if is_timed else _as_answered(plan, look, asked)
+
+
+def _as_answered(plan: Plan, look: MachineLook, asked: EngineConfig) -> Plan:
+    """The plan with the speed of the model's last answers, if they came from this device, in this precision.
+
+    How much memory they had is not known: with a budget of its own the plan stays a prediction.
+    """
+    usage = read_usage(resolve(asked.model))
+    device, _, precision = usage.how.rpartition(", ")
+    wanted = look.device if plan.card is not None else "cpu"
+    rates = usage.tokens_per_s
+    is_alike = (device.partition("#")[0], precision) == (wanted, plan.precision)
+    if not rates or not is_alike or (asked.vram_bytes, asked.ram_bytes) != (None, None):
+        return plan
+    predicted, at = plan.speed.decode_tokens_per_s, datetime.fromtimestamp(usage.last_used or 0.0, UTC)
+    plan = with_decode(plan, statistics.median(rates), min(rates), max(rates))
+    return replace(plan, speed=replace(plan.speed, predicted=predicted, timed_at=at.isoformat(timespec="seconds")))
 
 
 def corrections_here(look: MachineLook, model: str) -> tuple[Correction, ...]:

@@ -10,7 +10,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import RequestCancelled
 from engine.common.files import new_folder
 from engine.common.paths import models_dir
-from engine.hardware.measured import CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements
+from engine.hardware.measured import CallTime, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements
 from engine.hardware.other_programs import is_busy
 from engine.hardware.probe import Probe
 from engine.tuning.messages import TuningNumber
@@ -91,6 +91,8 @@ def measured_machine(
 
 def number_of(row: Row) -> TuningNumber | None:
     """A measured row as a number for display; None if it is not displayed."""
+    if isinstance(row, CallTime):
+        return None
     if isinstance(row, RamRead):
         return TuningNumber("ram", _threads(row.threads), row.bytes_per_s, "bytes/s")
     if isinstance(row, ExpertTime):

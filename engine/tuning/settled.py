@@ -33,7 +33,12 @@ _RANGE = 0.1
 
 
 def corrected(
-    corrections: Iterable[Correction], precision: str, threads: int, modelled: float, *, on_card: bool, off: float
+    corrections: Iterable[Correction],
+    precision: str,
+    threads: int,
+    modelled: tuple[float, float, float],
+    *,
+    on_card: bool,
 ) -> tuple[float, float, float]:
     """(tokens/s, low, high) of a corrected prediction.
 
@@ -47,9 +52,8 @@ def corrected(
     alike = [one for one in here if one.precision == precision]
     same = [one for one in alike if one.threads == threads]
     factor = statistics.median(one.factor for one in same or alike or here) if here else 1.0
-    off = _RANGE if same else off
-    rate = factor * modelled
-    return rate, (1 - off) * rate, (1 + off) * rate
+    rate, low, high = (factor * each for each in modelled)
+    return (rate, (1 - _RANGE) * rate, (1 + _RANGE) * rate) if same else (rate, low, high)
 
 
 def corrections_from(timed: Iterable[Timed], modelled: Mapping[str, float]) -> tuple[Correction, ...]:
@@ -111,9 +115,8 @@ def _with_speed(plan: Plan, speed: Speed) -> Plan:
 def _corrected_speed(
     plan: Plan, corrections: tuple[Correction, ...], precision: str, before: Speed, *, on_card: bool
 ) -> Speed:
-    rate = before.decode_tokens_per_s
-    off = before.high / rate - 1 if rate else 0.0
-    decode, low, high = corrected(corrections, precision, plan.threads, rate, on_card=on_card, off=off)
+    modelled = before.decode_tokens_per_s, before.low, before.high
+    decode, low, high = corrected(corrections, precision, plan.threads, modelled, on_card=on_card)
     delivered = _delivered(plan.workload, before, decode)
     return replace(before, tokens_per_s=delivered, decode_tokens_per_s=decode, low=low, high=high)
 

@@ -72,13 +72,14 @@ def asked_limits(args: argparse.Namespace) -> Limits:
 def this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
     """(this machine, what other programs leave of the limits)."""
     from engine.hardware.measured import load_measurements, machine_profile
+    from engine.hardware.other_programs import busy_now
     from engine.hardware.probe import probe
     from engine.tuning.machine_look import MachineLook
 
     found = probe()
     card = "" if found.compute_gpu is None or not limits.use_card else "cuda:0"
     measured = load_measurements(found, card)
-    limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use)
+    limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use, cpu_of_others=busy_now())
     return MachineLook(found, card, measured, machine_profile(found, measured)), limits
 
 
@@ -124,7 +125,7 @@ def timing_text(speed: Speed) -> str:
     """The origin of a measured speed, and why it differs from the prediction; empty if predicted."""
     if not speed.timed_at:
         return ""
-    said = f"Measured with real tokens on {speed.timed_at[:10]}"
+    said = f"Measured here, with real tokens, on {speed.timed_at[:10]}"
     off = speed.predicted / speed.decode_tokens_per_s - 1 if speed.decode_tokens_per_s else 0.0
     if not speed.predicted or abs(off) < _ALIKE:
         return f"{said}."

@@ -196,7 +196,7 @@ class RequestSimulation:
                 there.append((arrival, expert, rows))
         self.uses += len(load)
         self._residents.touch(layer, ids)
-        alone = not prefill and self._cpu_is_sooner(there, misses)
+        alone = not prefill and self._is_shared(layer) and self._cpu_is_sooner(there, misses)
         if alone:
             there, misses = [], list(load)
         self._slower = costs.side_by_side if there and misses else 1.0
@@ -227,8 +227,9 @@ class RequestSimulation:
         present = [entry for entry in there if entry[0] <= ready]
         if present:
             rows = sum(count for _, _, count in present)
-            seconds = self._slower * self._costs.gpu_experts(rows, len(present), grouped=True)
-            seconds += self._costs.dispatch.card_s if self._is_shared(layer) else 0.0
+            shared = self._is_shared(layer)
+            seconds = self._slower * self._costs.gpu_experts(rows, len(present), grouped=True, shared=shared)
+            seconds += self._costs.dispatch.card_s if shared else 0.0
             self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step, count=len(present))
         return [entry for entry in there if entry[0] > ready]
 

@@ -172,6 +172,8 @@ def _card_text(card: FitCard) -> str:
         held = [about(tier.held) if tier is not None else "" for tier in (row.card, row.ram)]
         mark = "*" if at == card.recommended else " "
         verdict = "cannot run" if row.candidate.problem else row.verdict
+        if row.speed is not None and row.speed.timing != "estimated":
+            verdict += f", {row.speed.timing}"
         lines.append(
             f"{mark} {row.candidate.label:<18} {about(row.bytes):>9}  {row.quality:<8} {speed:>17} {first:>11}  "
             f"{held[0]:>9} {held[1]:>9}  {verdict}"
