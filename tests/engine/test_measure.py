@@ -22,6 +22,7 @@ from engine.hardware.measured import DiskRead, ExpertTime, Measurements, RamRead
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import DeviceProfile, read_profile
 from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
+from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.disk import DiskReads, scratch_file
 from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
 from engine.measure.link import Copies, PinnedLimit
@@ -176,6 +177,16 @@ def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_lin
     )
     origins = machine_profile(machine, found).origins
     assert {origins[name] for name in ("cpu.flops", "gpu.flops", "disk_bytes_per_s")} == {"measured"}
+
+
+def test_the_engines_own_calls_are_timed(machine: Probe, slow_link: Device, tmp_path: Path) -> None:
+    found = measure(machine, tmp_path, NativeCalls(lambda most: (1,), 2, 60.0), SharedLayer(2, 60.0), device=slow_link)
+    assert found.skipped == {}
+    calls = machine_profile(machine, found).calls
+    assert all(getattr(calls, name) > 0 for name in ("native_s", "router_s", "layer_s", "single_s"))
+    assert calls.layer_s > calls.native_s  # it waits for a copy
+    assert slow_link.memory.use().used == 0
+    assert measure(machine, tmp_path, SharedLayer(2, 60.0)).skipped  # no card to share with
 
 
 def test_without_a_device_its_part_is_skipped_with_a_reason(machine: Probe, tmp_path: Path) -> None:

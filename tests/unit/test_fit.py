@@ -13,6 +13,8 @@ from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import Candidate, RepoFile, Repository
 from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape, read_model
+from engine.checkpoint.names import resolve
+from engine.checkpoint.usage import note_use
 from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
 from engine.hardware.measured import machine_profile
@@ -170,6 +172,30 @@ def test_what_was_timed_here_is_said_of_the_same_files(monkeypatch: pytest.Monke
     assert timings == ["measured here", "estimated"]
     assert found.rows[0].speed is not None
     assert found.rows[0].speed.decode == pytest.approx(0.8 * before.speed.decode_tokens_per_s)
+
+
+def test_what_its_last_answers_took_is_said_of_the_same_files() -> None:
+    made = make_synthetic("synthetic:qwen3-moe-tiny?layers=2")
+    folder = models_dir() / "tiny"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.symlink_to(made, target_is_directory=True)
+    files = tuple(RepoFile(path.name, path.stat().st_size) for path in sorted(made.iterdir()))
+    here, shape = replace(candidate("BF16", 1), files=files), find_shape(str(made))
+
+    def speed(limits: Limits) -> tuple[str, float]:
+        found = row((here, shape), look(), limits).speed
+        assert found is not None
+        return found.timing, found.decode
+
+    timing, predicted = speed(Limits())
+    assert timing == "estimated"
+    precision = next(one for one in shape.precisions if shape.words(one) == row((here, shape), look()).precision)
+    for rate in (30.0, 20.0, 25.0):
+        note_use(resolve(str(folder)), f"cpu, {precision}", rate, 100)
+    assert speed(Limits()) == ("measured here", 25.0)
+    assert speed(Limits(ram_bytes=2**33))[0] == "estimated"  # what it had then is not known
+    note_use(resolve(str(folder)), "cuda:0, int8", 99.0, 100)
+    assert speed(Limits()) == ("estimated", pytest.approx(predicted))
 
 
 def test_the_models_of_this_pc_are_looked_for_once_per_card(monkeypatch: pytest.MonkeyPatch) -> None:
