@@ -31,9 +31,16 @@ def tiny() -> ModelShape:
     """Next to no weights: calls are all that counts."""
     attention = replace(LARGE.attention, heads=2, kv_heads=1, head_dim=16)
     return replace(
-        LARGE, layers=8, full_attention_layers=8, hidden=64, vocabulary=512, experts=16, experts_per_token=4, expert_width=32,
+        LARGE,
+        layers=8,
+        full_attention_layers=8,
+        hidden=64,
+        vocabulary=512,
+        experts=16,
+        experts_per_token=4,
+        expert_width=32,
         attention=attention,
-    )  # fmt: skip
+    )
 
 
 def predicted(machine: HardwareProfile, model: ModelShape = LARGE, limits: Limits | None = None) -> DecodePrediction:
