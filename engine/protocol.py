@@ -168,6 +168,7 @@ class Finished:
         prompt_tokens: length of the whole prompt; `reused_tokens` of them were still in the KV cache.
         ttft_s: seconds from the start of the request to its first token; 0 if there was none.
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
+        guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
     """
 
     request_id: str
@@ -177,6 +178,8 @@ class Finished:
     generated_tokens: int
     ttft_s: float
     tokens_per_s: float
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

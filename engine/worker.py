@@ -81,6 +81,10 @@ class GenerationOutcome(Protocol):
     def ttft_s(self) -> float: ...
     @property
     def tokens_per_s(self) -> float: ...
+    @property
+    def guessed_tokens(self) -> int: ...
+    @property
+    def accepted_tokens(self) -> int: ...
 
 
 class WorkerEngine(Protocol):
@@ -233,6 +237,8 @@ class Worker:
             result.generated_tokens,
             result.ttft_s,
             result.tokens_per_s,
+            result.guessed_tokens,
+            result.accepted_tokens,
         )
 
     def _progress(self, request_id: str, phase: Phase, done: int, total: int) -> None:

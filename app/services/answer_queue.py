@@ -231,6 +231,8 @@ class AnswerQueue(QObject):
                 generated_tokens=event.generated_tokens,
                 ttft_s=event.ttft_s,
                 tokens_per_s=event.tokens_per_s,
+                guessed_tokens=event.guessed_tokens,
+                accepted_tokens=event.accepted_tokens,
             )
             if event.finish_reason == "cancelled":
                 self._end(turn, MessageState.PARTIAL, "", CANCELLED, stats)

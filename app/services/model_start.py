@@ -10,7 +10,7 @@ from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
 from app.services.engine_request import Request
 from app.services.settings import STARTER, Settings
-from engine.common.config import EngineConfig
+from engine.common.config import EngineConfig, Guesses
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import Failed, TerminalEvent
 
@@ -89,7 +89,8 @@ class ModelStart(QObject):
 
 def wanted_config(settings: Settings, model: str) -> EngineConfig:
     """The user's configuration for a model; the engine or its tuning decides what the settings leave open."""
-    return EngineConfig(model=model, device=settings.device, threads=settings.threads)
+    guesses: Guesses = "auto" if settings.speculation else "off"
+    return EngineConfig(model=model, device=settings.device, threads=settings.threads, speculation=guesses)
 
 
 def _resolve(model: str) -> Path:

@@ -91,6 +91,15 @@ class Settings(QObject):
         self.set("threads", value or 0)
 
     @property
+    def speculation(self) -> bool:
+        """Whether the engine may guess coming tokens; answers stay the same."""
+        return self.get("speculation", default=True)
+
+    @speculation.setter
+    def speculation(self, value: bool) -> None:
+        self.set("speculation", value)
+
+    @property
     def device(self) -> str:
         """Where models run, as in `EngineConfig.device`; for developing with an emulated card."""
         return self.get("device", "auto") or "auto"

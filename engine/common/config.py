@@ -17,6 +17,8 @@ Prefetch = Literal["auto", "off", "previous", "gate", "correlation", "mlp"]
 PREFETCHES: tuple[Prefetch, ...] = ("auto", "off", "previous", "gate", "correlation", "mlp")
 CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
+Guesses = Literal["auto", "off"]
+GUESSES: tuple[Guesses, ...] = ("auto", "off")
 Graphs = Literal["auto", "on", "off"]
 GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
 
@@ -41,6 +43,8 @@ class EngineConfig:
         prefetch: predictor of the experts of coming layers; `auto` uses the best one, if any pays off.
         graphs: whether decode steps are captured and replayed as graphs; `auto` captures on graphics cards, not on
             emulated ones, where it gains nothing.
+        speculation: `auto` guesses the next tokens of an answer that quotes, and tries them together where that is
+            measured to pay; answers are the same.
     """
 
     model: str
@@ -56,6 +60,7 @@ class EngineConfig:
     misses: Misses = "mixed"
     prefetch: Prefetch = "auto"
     graphs: Graphs = "auto"
+    speculation: Guesses = "auto"
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")

@@ -85,6 +85,7 @@ class LoadedModel(ModelParts):
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
+        speculates: whether coming tokens of an answer may be guessed and tried together.
     """
 
     info: ModelInfo
@@ -95,6 +96,7 @@ class LoadedModel(ModelParts):
     context_tokens: int
     chunk_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
+    speculates: bool = True
 
     @property
     def caches(self) -> list[VramCache]:

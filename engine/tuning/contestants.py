@@ -186,7 +186,7 @@ def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:
     if asked.device != "auto":
         config = replace(config, device=asked.device)
     given = {name: value for name in _CACHE if (value := getattr(asked, name)) != getattr(plain, name)}
-    return replace(config, graphs=asked.graphs, **given)
+    return replace(config, graphs=asked.graphs, speculation=asked.speculation, **given)
 
 
 def _field(plan: Plan, chosen: list[Candidate], before: Candidate | None, situation: Situation) -> Field:

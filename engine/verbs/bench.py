@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,opening,decode,prefill,batch,cache,disk,kernels,quality,loops,telemetry,monitor,download}",
+        metavar="{startup,opening,decode,prefill,batch,cache,disk,kernels,quality,loops,speculation,telemetry,monitor,download}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -149,6 +149,14 @@ def add_parser(subparsers: Any) -> None:
     quality.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(quality)
     quality.set_defaults(run=_run_quality)
+
+    guesses = kinds.add_parser("speculation", help="answers that quote and others, with guessed tokens and without")
+    _add_model(guesses)
+    guesses.add_argument("--prompt-tokens", type=positive_int, default=2048, metavar="N", help="longest prompt")
+    guesses.add_argument("--tokens", type=positive_int, default=384, metavar="N", help="longest answer")
+    _add_common(guesses, repeats=5)
+    add_engine_options(guesses)
+    guesses.set_defaults(run=_run_speculation)
 
     download = kinds.add_parser("download", help="megabytes per second of our downloader, against one curl")
     _add_common(download, repeats=3)
@@ -350,6 +358,14 @@ def _run_loops(args: argparse.Namespace) -> int:
     from engine.bench.loops import LoopsPlan, bench_loops
 
     bench_loops(config, LoopsPlan(args.seeds, args.tokens), report, note)
+    return _emit(report, args)
+
+
+def _run_speculation(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.speculation import SpeculationPlan, bench_speculation
+
+    bench_speculation(config, SpeculationPlan(args.tokens, args.prompt_tokens, args.repeats), report, note)
     return _emit(report, args)
 
 

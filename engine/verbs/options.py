@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from engine.common.config import CACHE_POLICIES, GRAPHS, MISSES, PREFETCHES, EngineConfig
+from engine.common.config import CACHE_POLICIES, GRAPHS, GUESSES, MISSES, PREFETCHES, EngineConfig
 from engine.formats import AUTO, FORMATS, PRECISIONS
 
 _UNITS = {
@@ -94,6 +94,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     kinds = "; ".join(f"{name} is {FORMATS[name].words}" for name in PRECISIONS if name in FORMATS)
     group.add_argument("--precision", choices=PRECISIONS, default=AUTO, help=f"of the weights in memory: {kinds}")
     group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card replays decode steps as graphs")
+    group.add_argument(
+        "--speculation",
+        choices=GUESSES,
+        default="auto",
+        help="whether tokens of answers that quote are guessed and tried together where that is faster; "
+        "answers stay the same",
+    )
     cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
     cache.add_argument(
         "--cache-slots", type=count, metavar="N", help="experts cached on each device (default: as many as fit)"
@@ -128,4 +135,5 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
         misses=args.misses,
         prefetch=args.prefetch,
         graphs=args.graphs,
+        speculation=args.speculation,
     )

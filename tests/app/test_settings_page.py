@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QAbstractButton, QComboBox, QLabel, QPushButton, QSlider, QSpinBox, QWidget
+from PySide6.QtWidgets import QAbstractButton, QCheckBox, QComboBox, QLabel, QPushButton, QSlider, QSpinBox, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.services.data_folder import planned_change
+from app.services.model_start import wanted_config
 from app.services.settings import Settings
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
@@ -92,6 +93,16 @@ def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settin
     assert not reload.isEnabled()
     spin.setValue(0)
     assert settings.threads is None
+
+
+def test_guessing_ahead_is_on_until_it_is_turned_off(page: SettingsPage, settings: Settings) -> None:
+    box = next(box for box in page.findChildren(QCheckBox) if box.accessibleName() == "Guess ahead")
+    assert box.isChecked()
+    assert wanted_config(settings, "starter").speculation == "auto"
+    box.setChecked(False)
+    assert not settings.speculation
+    assert wanted_config(settings, "starter").speculation == "off"
+    assert _button(page, "Reload model").isEnabled()
 
 
 def test_a_change_of_the_data_folder_is_planned_told_and_undone(page: SettingsPage, tmp_path: Path) -> None:

@@ -205,6 +205,15 @@ def test_loops_are_counted_with_dry_and_without(capsys: pytest.CaptureFixture[st
     assert {row["repeats"] for row in document["rows"]} == {20}
 
 
+def test_answers_that_quote_and_others_with_guesses_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--tokens", "40", "--prompt-tokens", "200")
+    document = bench(capsys, "speculation", "--model", f"{TINY}?layers=3", "--device", "cpu", *lengths)
+    assert [row["name"] for row in document["rows"]] == [
+        "an answer that edits its prompt", "an answer that quotes nothing",
+    ]  # fmt: skip
+    assert all(row["peer"] == "single tokens" and row["ratio"] > 0 for row in document["rows"])
+
+
 def test_four_tokens_in_a_row_are_counted() -> None:
     assert most_repeated([1, 2, 3]) == 0
     assert most_repeated([1, 2, 3, 4]) == 1

@@ -120,6 +120,8 @@ def _stats(raw: dict[str, Any]) -> AnswerStats:
         generated_tokens=int(raw.get("generated_tokens", 0)),
         ttft_s=_time(raw.get("ttft_s", 0.0)),
         tokens_per_s=_time(raw.get("tokens_per_s", 0.0)),
+        guessed_tokens=int(raw.get("guessed_tokens", 0)),
+        accepted_tokens=int(raw.get("accepted_tokens", 0)),
     )
 
 

@@ -28,13 +28,19 @@ class MessageState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AnswerStats:
-    """Statistics of one answer, as measured by the engine; times in seconds."""
+    """Statistics of one answer, as measured by the engine; times in seconds.
+
+    Attributes:
+        guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
+    """
 
     finish_reason: str = ""
     prompt_tokens: int = 0
     generated_tokens: int = 0
     ttft_s: float = 0.0
     tokens_per_s: float = 0.0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

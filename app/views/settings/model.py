@@ -1,4 +1,4 @@
-"""The model loaded at the start, and its CPU threads."""
+"""The model loaded at the start, its CPU threads, and whether it guesses ahead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QComboBox, QPushButton, QSpinBox, QWidget
+from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QSpinBox, QWidget
 
 from app.services.background import LatestTask
 from app.services.settings import STARTER, Settings
@@ -47,6 +47,17 @@ class ModelCard(SettingsCard):
             self.tr("Automatic uses one per core. Fewer leave room for other programs."),
             self._threads,
         )
+        self.guesses = QCheckBox(self)
+        self.guesses.setChecked(settings.speculation)
+        self.guesses.toggled.connect(self._set_guesses)
+        self.add_row(
+            self.tr("Guess ahead"),
+            self.tr(
+                "Answers that quote, such as edits of a text, come faster: likely next words are tried together, only "
+                "as long as that pays. Answers stay the same."
+            ),
+            self.guesses,
+        )
         self._apply = QPushButton(self.tr("Reload model"), self)
         self._apply.clicked.connect(self._reload)
         self._apply.setEnabled(False)
@@ -82,6 +93,10 @@ class ModelCard(SettingsCard):
 
     def _set_threads(self, count: int) -> None:
         self._settings.threads = count or None
+        self._apply.setEnabled(True)
+
+    def _set_guesses(self, on: bool) -> None:
+        self._settings.speculation = on
         self._apply.setEnabled(True)
 
     def _reload(self) -> None:

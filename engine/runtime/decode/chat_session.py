@@ -30,6 +30,7 @@ from engine.runtime.decode.generation import (
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
+from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
@@ -42,10 +43,16 @@ _FEWEST_TOKENS = 4
 
 
 class ChatSession:
-    """Answers conversations with one model, and keeps the KV of what it has read for the next turn."""
+    """Answers conversations with one model, and keeps the KV of what it has read for the next turn.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    Args:
+        speculates: whether coming tokens may be guessed and tried together; `None` is what the model was loaded for.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, speculates: bool | None = None) -> None:
         self._loaded = loaded
+        self._speculates = loaded.speculates if speculates is None else speculates
+        self._prices = StepPrices()
         self._tokenizer = loaded.tokenizer
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self._session: Session = EncoderDecoderSession(loaded) if self._encodes else KvSession(loaded)
@@ -181,6 +188,7 @@ class ChatSession:
             if sampling.beams > 1
             else partial(decode, constraint=constraint, earlier=earlier, chances=chances)
         )
+        guesses: Speculation | None = None
         if RECORDER.on:
             RECORDER.begin_request(seconds_ns(begun))
             RECORDER.phase(lanes.PROMPT, 0)
@@ -189,8 +197,13 @@ class ChatSession:
                 logits, reused = self._session.prefill(ids, on_progress, cancelled)
                 prefix = self._session.answer_prefix(ids)
                 alone = self._loaded.token_by_token() if sampling.beams == 1 else nullcontext()
+                session: Any = self._session
+                if self._speculates and sampling.beams == 1 and isinstance(session, KvSession):
+                    session = guesses = Speculation(session, self._prices, prefix, limits.max_tokens)
                 with alone:
-                    done = run(logits, self._session, sampling, limits, prefix, self._tokenizer, on_text, cancelled)
+                    done = run(logits, session, sampling, limits, prefix, self._tokenizer, on_text, cancelled)
+                if guesses is not None:
+                    guesses.settle()
         except RequestCancelled:
             return GenerationResult("", "cancelled", len(ids), 0, 0, 0.0, 0.0)
         except (MemoryError, RuntimeError) as error:
@@ -216,6 +229,8 @@ class ChatSession:
             ttft_s=done.first_s - begun,
             tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
+            guessed_tokens=guesses.guessed if guesses is not None else 0,
+            accepted_tokens=guesses.accepted if guesses is not None else 0,
         )
 
 
@@ -242,12 +257,16 @@ def decode(
     )
     first_s = last_s = 0.0
     reason: FinishReason | None = None
+    of_step = 0
     while reason is None:
         token = answer.choose(logits)
         token_id = int(token)
         last_s = perf_counter()
-        if RECORDER.on:
-            RECORDER.phase(lanes.DECODE if answer.ids else lanes.SAMPLE, 1, seconds_ns(last_s))
+        of_step += 1
+        # A step lasts until a token is chosen that was not tried with it.
+        if RECORDER.on and not session.foresaw(token_id):
+            RECORDER.phase(lanes.DECODE if len(answer.ids) >= of_step else lanes.SAMPLE, of_step, seconds_ns(last_s))
+            of_step = 0
         if not answer.ids:
             first_s = last_s
         text, reason = answer.take(token_id)
@@ -257,6 +276,8 @@ def decode(
             on_text(text, len(answer.ids))
         if reason is None:
             logits = session.step(token, token_id)
+    if RECORDER.on and of_step:
+        RECORDER.phase(lanes.DECODE, of_step, seconds_ns(last_s))
     return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids))
 
 
@@ -266,6 +287,7 @@ def time_decode(
     tokens: int,
     *,
     seconds: float = float("inf"),
+    speculates: bool = False,
     on_token: Callable[[int, float], None] = lambda _count, _rate: None,
     cancelled: CancelCheck = never_cancelled,
 ) -> DecodeRate:
@@ -273,6 +295,7 @@ def time_decode(
 
     Args:
         seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
+        speculates: whether coming tokens may be guessed; what repeats itself would be timed as if all answers did.
         on_token: called with their number, and the rate since the first.
 
     Raises:
@@ -294,7 +317,7 @@ def time_decode(
             return True
         return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and perf_counter() - arrivals[0][1] > seconds
 
-    session = ChatSession(loaded)
+    session = ChatSession(loaded, speculates=speculates)
     try:
         session.generate_from_ids(
             list(prompt), SamplingParams(max_tokens=tokens + 1), on_text=on_text, cancelled=enough, end_ids=frozenset()

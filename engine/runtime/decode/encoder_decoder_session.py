@@ -74,6 +74,10 @@ class EncoderDecoderSession:
         """Prompt and answer each have the whole context; the answer begins with a start token."""
         return self._context_tokens - 1 if prompt_tokens <= self._context_tokens else 0
 
+    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - of the protocol
+        """Nothing is tried ahead."""
+        return False
+
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:  # noqa: ARG002 - of the protocol
         """The decoder's start token."""
         return [self._start]

@@ -92,6 +92,9 @@ class Session(Protocol):
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
         """Appends one token [1, 1] int64, whose id is `token_id`; logits [1, V] after it."""
 
+    def foresaw(self, token_id: int) -> bool:
+        """Whether the logits after this token are there already, so that no step is to be computed."""
+
     def beams(self, width: int) -> BeamModel:
         """`width` sequences that all hold what this session holds; it takes no further `step` for this prompt."""
 
@@ -108,6 +111,7 @@ class GenerationResult:
         ttft_s: seconds from the start of the request to its first token; 0 if there was none.
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
         token_ids: the generated tokens.
+        guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
     """
 
     text: str
@@ -118,6 +122,8 @@ class GenerationResult:
     ttft_s: float
     tokens_per_s: float
     token_ids: tuple[int, ...] = ()
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

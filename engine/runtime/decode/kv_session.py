@@ -136,6 +136,43 @@ class KvSession:
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
 
+    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - of the protocol
+        """Not by itself."""
+        return False
+
+    def takes(self, tokens: int) -> bool:
+        """Whether `several` computes so many tokens now, each as `step` would, and `take_back` forgets them exactly."""
+        after = len(self._ids) + tokens
+        return (
+            self.graphs is None
+            and after <= min(self._context_tokens, self._exact)
+            and not self._crosses(len(self._ids), after)
+            and self._step.takes(tokens, self._cache)
+        )
+
+    def several(self, ids: Sequence[int]) -> torch.Tensor:
+        """Appends tokens that it `takes`; logits [q, V] after each of them."""
+        assert self._cache is not None
+        self._whole = False
+        held = len(self._ids)
+        self._room.make(self._cache, held + len(ids))
+        if RECORDER.on:
+            RECORDER.forward()
+        logits = self._step.several(torch.tensor([list(ids)], device=self._device), self._cache, held)
+        self._room.count(self._cache)
+        self._ids.extend(ids)
+        self._whole = True
+        if RECORDER.on:
+            RECORDER.head()
+        return logits
+
+    def take_back(self, tokens: int) -> None:
+        """Forgets the last tokens, which `several` appended."""
+        if not self._whole or self._cache is None:
+            return  # after a failure, of no use in any case
+        self._cache.crop(-tokens)
+        del self._ids[-tokens:]
+
     def beams(self, width: int) -> BeamCache:
         """A copy of the cache for `width` sequences that start with what is held; this one stays as it is."""
         assert self._cache is not None

@@ -257,6 +257,7 @@ def _hand_over(
         context_tokens=context,
         chunk_tokens=_chunk_tokens(opened, decision, parts),
         ram_bytes=config.ram_bytes,
+        speculates=config.speculation == "auto",
     )
 
 

@@ -1,0 +1,306 @@
+"""Tokens that are guessed and tried together change no answer, and are tried only as far as they pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch_files.rows import Constraint
+from engine.common.config import EngineConfig, SamplingParams
+from engine.kernels.native.build import library_path
+from engine.runtime.decode import speculation
+from engine.runtime.decode.chat_session import ChatSession, decode
+from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.decode.generation import ChanceLog, GenerationResult, ignore_text
+from engine.runtime.decode.sequence import AnswerLimits
+from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry.lanes import DECODE
+from engine.telemetry.recorder import RECORDER
+from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_tokenizer
+from tests.engine.tiny_families import tiny_checkpoint
+
+native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+WORDS = 5
+PROMPT = [*random_prompt(12), *random_prompt(12), *random_prompt(8)]
+
+
+class Clock:
+    """Stands still but for what steps take."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(speculation, "perf_counter", lambda: self.now_s)
+
+
+class ScriptedSession:
+    """Logits that follow from the tokens held alone.
+
+    Args:
+        prices: seconds of steps of 1, 2, ... tokens.
+    """
+
+    def __init__(self, ids: Sequence[int], prices: Sequence[float] = (1.0,) * 8, clock: Clock | None = None) -> None:
+        self.ids = list(ids)
+        self._prices, self._clock = prices, clock
+        self.steps = 0
+
+    def logits(self, held: int) -> torch.Tensor:
+        """After the first `held` tokens [V]; they depend on the last two."""
+        generator = torch.Generator().manual_seed(7 * self.ids[held - 1] + self.ids[held - 2])
+        return 2 * torch.randn(WORDS, generator=generator)
+
+    def takes(self, tokens: int) -> bool:
+        return tokens <= 8
+
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
+        assert int(token) == token_id
+        return self.several([token_id])
+
+    def several(self, ids: Sequence[int]) -> torch.Tensor:
+        self.steps += 1
+        if self._clock is not None:
+            self._clock.now_s += self._prices[len(ids) - 1]
+        held = len(self.ids)
+        self.ids += ids
+        return torch.stack([self.logits(held + number) for number in range(1, len(ids) + 1)])
+
+    def take_back(self, tokens: int) -> None:
+        del self.ids[-tokens:]
+
+    def foresaw(self, token_id: int) -> bool:
+        return False
+
+
+class Eager(StepPrices):
+    """Whatever is guessed seems to cost nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single_s = 1.0
+
+    def took(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def ratio(self, tokens: int) -> float:
+        return 1e-3
+
+
+def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    limits = AnswerLimits(NO_END, (), sampling.max_tokens, "length")
+    scripted = session if isinstance(session, ScriptedSession) else session._session
+    first = scripted.logits(len(prompt))
+    return decode(first[None], session, sampling, limits, prompt, tiny_tokenizer(), ignore_text, lambda: False).ids
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=4, min_p=0.05, seed=3)])
+@pytest.mark.parametrize("length", [1, 2, 3, 17, 60])
+def test_answers_are_those_of_single_steps(sampling: SamplingParams, length: int) -> None:
+    sampling, prompt = replace(sampling, max_tokens=length), [1, 2, 3, 1, 2, 3, 4, 1, 2]
+    alone, guessing = ScriptedSession(prompt), ScriptedSession(prompt)
+    tries = Speculation(guessing, Eager(), prompt, length)
+    assert _decoded(tries, prompt, sampling) == _decoded(alone, prompt, sampling)
+    tries.settle()
+    assert guessing.ids == alone.ids
+    assert tries.accepted <= tries.guessed
+    assert guessing.steps == alone.steps - tries.accepted
+
+
+def test_sampled_tokens_keep_their_distribution() -> None:
+    """Of three tokens in a row, each triple as often as the model gives it, whatever was guessed."""
+    prompt, draws = [2, 0, 1, 2, 1, 3, 2, 2, 4, 2, 3, 0, 2, 4, 1, 1, 2], 4000
+    counts: dict[tuple[int, ...], int] = {}
+    tried = 0
+    for seed in range(draws):
+        tries = Speculation(ScriptedSession(prompt), Eager(), prompt, 3)
+        sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=3)
+        triple = tuple(_decoded(tries, prompt, sampling))
+        counts[triple] = counts.get(triple, 0) + 1
+        tried += tries.guessed
+    assert tried > draws / 2
+    chi, kinds = 0.0, 0
+    for first in range(WORDS):
+        for second in range(WORDS):
+            for third in range(WORDS):
+                held, likely = [*prompt], 1.0
+                for token in (first, second, third):
+                    likely *= float(ScriptedSession(held).logits(len(held)).softmax(-1)[token])
+                    held.append(token)
+                expected = draws * likely
+                if expected >= 5:
+                    chi += (counts.get((first, second, third), 0) - expected) ** 2 / expected
+                    kinds += 1
+    assert kinds > 20
+    assert chi < kinds + 4 * (2 * kinds) ** 0.5  # four standard deviations
+
+
+def _time(
+    answer: Sequence[int], prompt: Sequence[int], prices: Sequence[float], monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, int]:
+    """Seconds that an answer takes beyond its first token, over those of single steps, and the tokens guessed."""
+    clock = Clock(monkeypatch)
+    session = ScriptedSession(prompt, prices, clock)
+    tries = Speculation(session, StepPrices(), prompt, len(answer))
+    for token in answer[:-1]:
+        tries.step(torch.tensor([[token]]), token)
+    tries.settle()
+    return clock.now_s / (prices[0] * (len(answer) - 1)), tries.guessed
+
+
+EXPERTS = (1.0, 1.5, 2.0, 2.4, 2.8, 3.2, 3.6, 4.0)
+"""Measured of a model with 8 of 128 experts."""
+
+
+@pytest.mark.parametrize("prices", [EXPERTS, tuple(range(1, 9)), tuple(1 + 1.5 * n for n in range(8))])
+@pytest.mark.parametrize("words", [2, 3, 8, 40])
+def test_an_answer_that_does_not_quote_loses_next_to_nothing(
+    prices: tuple[float, ...], words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = random.Random(words)
+    for length in (60, 400):
+        prompt, answer = ([draw.randrange(words) for _ in range(n)] for n in (300, length))
+        took, _ = _time(answer, prompt, prices, monkeypatch)
+        assert took < 1 / (1 - 0.02) + 1 / length + 0.001
+
+
+def test_an_answer_that_quotes_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(1)
+    prompt = [draw.randrange(1000) for _ in range(600)]
+    answer = [*prompt[100:200], 5, 6, 7, *prompt[210:300], *(draw.randrange(1000) for _ in range(20))]
+    took, guessed = _time(answer, prompt, EXPERTS, monkeypatch)
+    assert took < 1 / 1.5
+    assert guessed > 100
+
+
+def test_nothing_is_guessed_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = list(range(50))
+    took, guessed = _time([*prompt, *prompt], [*prompt, *prompt], tuple(1.2 * n for n in range(1, 9)), monkeypatch)
+    assert guessed < 10
+    assert took < 1.05
+
+
+def test_prices_between_measured_ones() -> None:
+    prices = StepPrices()
+    assert prices.ratio(3) == 2.0
+    prices.took(1, 1.0)
+    prices.took(4, 2.5)
+    assert prices.ratio(4) == 2.5
+    assert prices.ratio(3) == 2.0
+    assert prices.ratio(7) == 4.0
+    for _ in range(30):
+        prices.took(4, 100.0)  # busy for a while: averaged, not believed at once
+    assert prices.ratio(1) == 1.0
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    def spread(model: Any) -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(40)
+
+    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("guessing") / "model", prepare=spread)
+    config = EngineConfig(str(path), device="cpu", precision="int8", threads=2)
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    yield model
+    model.close()
+
+
+def _answer(loaded: LoadedModel, sampling: SamplingParams, *, guesses: bool, **options: Any) -> GenerationResult:
+    session = ChatSession(loaded, speculates=guesses)
+    if guesses:
+        session._prices = Eager()
+    result = session.generate_from_ids(PROMPT, sampling, end_ids=NO_END, **options)
+    # What is kept for the next prompt is the answer, without what was only tried.
+    assert session.kv_tokens == len(PROMPT) + len(result.token_ids) - 1
+    more = [*PROMPT, *result.token_ids, 9, 8]
+    assert session.generate_from_ids(more, SamplingParams(max_tokens=2)).reused_tokens == session_held(more)
+    return result
+
+
+def session_held(prompt: Sequence[int]) -> int:
+    """All but the last token of the answer before, and what was asked anew."""
+    return len(prompt) - 3
+
+
+KINDS = {
+    "greedy": SamplingParams(max_tokens=60),
+    "sampled": SamplingParams(max_tokens=60, temperature=0.7, top_p=0.9, seed=5),
+    "penalised": SamplingParams(max_tokens=40, repetition_penalty=1.3),
+    "dry": SamplingParams(max_tokens=40, dry_multiplier=0.8, temperature=0.5, seed=2),
+}
+
+
+@native
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_models_answers_stay_the_same(loaded: LoadedModel, kind: str) -> None:
+    alone, guessing = (_answer(loaded, KINDS[kind], guesses=guesses) for guesses in (False, True))
+    assert guessing.token_ids == alone.token_ids
+    assert (guessing.text, guessing.finish_reason) == (alone.text, alone.finish_reason)
+    assert alone.guessed_tokens == 0
+    assert guessing.guessed_tokens > 0
+
+
+@native
+def test_stop_strings_constraints_and_cancelling(loaded: LoadedModel) -> None:
+    whole = ChatSession(loaded, speculates=False).generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END)
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    stopped = SamplingParams(max_tokens=60, stop=(stop,))
+    answers = [_answer(loaded, stopped, guesses=guesses) for guesses in (False, True)]
+    assert answers[0].finish_reason == "stop_string"
+    assert answers[0].token_ids == answers[1].token_ids
+    constraints = ConstrainedAnswers(loaded.tokenizer, loaded.model.config.vocab_size, frozenset({2}))
+    choice = Constraint(choices=("to be or not to be or not to be", "not to be or to be"))
+    chosen = [
+        _answer(loaded, KINDS["greedy"], guesses=guesses, constraint=constraints.begin(choice))
+        for guesses in (False, True)
+    ]
+    assert chosen[0].token_ids == chosen[1].token_ids
+    asked = iter([False] * 25 + [True] * 100)
+    cut = _answer(loaded, KINDS["greedy"], guesses=True, cancelled=lambda: next(asked))
+    assert cut.finish_reason == "cancelled"
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+
+
+@native
+def test_how_likely_each_token_was_is_the_same(loaded: LoadedModel) -> None:
+    logs = []
+    for guesses in (False, True):
+        logs.append(ChanceLog(3))
+        _answer(loaded, KINDS["sampled"], guesses=guesses, chances=logs[-1])
+    assert logs[0].tokens == logs[1].tokens
+    assert len(logs[0].tokens) == 60
+
+
+@native
+def test_a_step_of_several_tokens_is_one_step_with_all_its_tokens(loaded: LoadedModel) -> None:
+    session = ChatSession(loaded)
+    session._prices = Eager()
+    RECORDER.start()
+    try:
+        result = session.generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END)
+    finally:
+        RECORDER.stop()
+        steps = RECORDER.take_steps()
+        RECORDER.take_spans()
+    decoding = steps[steps["name"] == DECODE]
+    assert decoding["tokens"].sum() == len(result.token_ids) - 1
+    assert len(decoding) == len(result.token_ids) - 1 - result.accepted_tokens
+    assert decoding["tokens"].max() > 1
+    assert result.accepted_tokens > 0
+    assert (decoding["end_ns"] > decoding["start_ns"]).all()
+
+
+@native
+def test_speculation_can_be_turned_off(loaded: LoadedModel) -> None:
+    loaded.speculates = False
+    try:
+        assert ChatSession(loaded).generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END).guessed_tokens == 0
+    finally:
+        loaded.speculates = True
