@@ -276,7 +276,8 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.o})
         weights += bytes_of(*matrix);
-    pool->run(latent_work, &run, weights + 2 * heads * length * (2 * layer.rank + layer.rope));
+    // As in switchyard_attention_step.
+    pool->run(latent_work, &run, tokens * (weights + 2 * heads * length * (2 * layer.rank + layer.rope)));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

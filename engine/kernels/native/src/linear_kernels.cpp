@@ -56,7 +56,7 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
     if (tokens > kDecodeTokens)
         pool->run_long(linear_work, &call, tokens * bytes_of(*weight));
     else
-        pool->run(linear_work, &call, bytes_of(*weight));
+        pool->run(linear_work, &call, tokens * bytes_of(*weight));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;
