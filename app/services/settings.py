@@ -93,7 +93,7 @@ class Settings(QObject):
     @property
     def speculation(self) -> bool:
         """Whether the engine may guess coming tokens; answers stay the same."""
-        return self.get("speculation", default=True)
+        return self.get("speculation", default=False)
 
     @speculation.setter
     def speculation(self, value: bool) -> None:

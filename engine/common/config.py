@@ -60,7 +60,7 @@ class EngineConfig:
     misses: Misses = "mixed"
     prefetch: Prefetch = "auto"
     graphs: Graphs = "auto"
-    speculation: Guesses = "auto"
+    speculation: Guesses = "off"
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")

@@ -96,7 +96,7 @@ class LoadedModel(ModelParts):
     context_tokens: int
     chunk_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
-    speculates: bool = True
+    speculates: bool = False
 
     @property
     def caches(self) -> list[VramCache]:

@@ -97,7 +97,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculation",
         choices=GUESSES,
-        default="auto",
+        default="off",
         help="whether tokens of answers that quote are guessed and tried together where that is faster; "
         "answers stay the same",
     )
