@@ -90,7 +90,13 @@ class ModelStart(QObject):
 def wanted_config(settings: Settings, model: str) -> EngineConfig:
     """The user's configuration for a model; the engine or its tuning decides what the settings leave open."""
     guesses: Guesses = "auto" if settings.speculation else "off"
-    return EngineConfig(model=model, device=settings.device, threads=settings.threads, speculation=guesses)
+    return EngineConfig(
+        model=model,
+        device=settings.device,
+        threads=settings.threads,
+        speculation=guesses,
+        kv_precision=settings.kv_precision,
+    )
 
 
 def _resolve(model: str) -> Path:

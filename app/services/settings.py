@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast
 from PySide6.QtCore import QCoreApplication, QObject, Signal
 
 from app.services.background import LatestTask
+from engine.common.config import KV_PRECISIONS, KvPrecision
 from engine.common.files import write_private
 from engine.common.paths import config_dir
 
@@ -98,6 +99,16 @@ class Settings(QObject):
     @speculation.setter
     def speculation(self, value: bool) -> None:
         self.set("speculation", value)
+
+    @property
+    def kv_precision(self) -> KvPrecision:
+        """How chats hold keys and values, as in `EngineConfig.kv_precision`."""
+        value = self.get("kv_precision", "auto")
+        return value if value in KV_PRECISIONS else "auto"
+
+    @kv_precision.setter
+    def kv_precision(self, value: KvPrecision) -> None:
+        self.set("kv_precision", value)
 
     @property
     def device(self) -> str:

@@ -5,7 +5,7 @@ Shapes of published models are shipped with the program: JSON in `resources/mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,15 @@ class ModelShape:
         """Bytes of everything but the routed experts, in 16 bits."""
         return 2.0 * self.non_expert_weights
 
+    def holding(self, kv_precision: str) -> ModelShape:
+        """The same with keys and values held so: latents stay in 16 bits, others have a scale for each head."""
+        if kv_precision != "int8" or self.attention.latent:
+            return self
+        width = self.attention.head_dim
+        return replace(self, kv_numbers=round(self.kv_bytes_per_token() * (width + 4) / (4 * width)))
+
     def kv_bytes_per_token(self) -> float:
-        """Bytes of 16-bit cache per token, all layers."""
+        """Bytes of cache per token, all layers: two for each number."""
         return 2.0 * (self.kv_numbers or self.full_attention_layers * self.attention.kv_elements)
 
 

@@ -19,6 +19,8 @@ CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
 Guesses = Literal["auto", "off"]
 GUESSES: tuple[Guesses, ...] = ("auto", "off")
+KvPrecision = Literal["auto", "bf16", "fp16", "int8"]
+KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "bf16", "fp16", "int8")
 Graphs = Literal["auto", "on", "off"]
 GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
 
@@ -45,6 +47,8 @@ class EngineConfig:
             emulated ones, where it gains nothing.
         speculation: `auto` guesses the next tokens of an answer that quotes, and tries them together where that is
             measured to pay; answers are the same.
+        kv_precision: how keys and values are held: `auto` is the model's own type; `int8` takes half of that, with a
+            scale for each head and token.  A model that cannot use it keeps its own, and its note says so.
     """
 
     model: str
@@ -61,6 +65,7 @@ class EngineConfig:
     prefetch: Prefetch = "auto"
     graphs: Graphs = "auto"
     speculation: Guesses = "off"
+    kv_precision: KvPrecision = "auto"
 
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -152,8 +157,6 @@ class SamplingParams:
         return self.dry_multiplier > 0 and self.dry_range != 0
 
 
-KvPrecision = Literal["auto", "int8"]
-KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "int8")
 BatchStart = Literal["new", "resume", "restart", "retry_failed"]
 
 
@@ -168,7 +171,7 @@ class BatchJob:
         sampling: of every answer; OpenAI requests may override it.
         schema: a JSON schema, as JSON text, that answers satisfy; `choices`: the texts an answer must be one of.
         tries: attempts per row when a sampled answer is cut off before it satisfies the schema.
-        kv_precision: how keys and values are held: `auto` is the model's own type, `int8` takes half of that.
+        kv_precision: how keys and values are held: `auto` is as the model's chats hold them.
         attention_window: if not 0, tokens attend to the last so many and the first four (StreamingLLM): long rows take
             less memory and time, and answers differ slightly.
         encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import cast
 
+from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import CachePolicy, EngineConfig, Misses, Prefetch
 from engine.formats import STORED
 from engine.planner.workload import Workload
@@ -19,6 +20,7 @@ class Limits:
         threads: CPU threads; None for one per core.
         context_tokens: longest context; None for the model's own.
         precision: of the experts; `auto` lets the plan choose.
+        kv_precision: of keys and values, as in `EngineConfig`; cards keep them in 16 bits.
         use_card: False keeps everything on the CPU.
         vram_of_others, ram_of_others: bytes that other programs hold now.
         cpu_of_others: share of the processor that they use now, 0 to 1.
@@ -29,10 +31,15 @@ class Limits:
     threads: int | None = None
     context_tokens: int | None = None
     precision: str = "auto"
+    kv_precision: str = "auto"
     use_card: bool = True
     vram_of_others: int = 0
     ram_of_others: int = 0
     cpu_of_others: float = 0.0
+
+    def held(self, model: ModelShape) -> ModelShape:
+        """The model with its keys and values as they are held."""
+        return model if self.use_card else model.holding(self.kv_precision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,6 +170,7 @@ def limits_of(config: EngineConfig) -> Limits:
         threads=config.threads,
         context_tokens=config.context_tokens,
         precision=config.precision,
+        kv_precision=config.kv_precision,
         use_card=config.device != "cpu",
     )
 

@@ -20,6 +20,7 @@ from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.paged_attention import KvType
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
@@ -86,6 +87,7 @@ class LoadedModel(ModelParts):
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
         speculates: whether coming tokens of an answer may be guessed and tried together.
+        kv_type: of keys and values, if not the model's own.
     """
 
     info: ModelInfo
@@ -97,6 +99,7 @@ class LoadedModel(ModelParts):
     chunk_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
     speculates: bool = False
+    kv_type: KvType | None = None
 
     @property
     def caches(self) -> list[VramCache]:

@@ -74,6 +74,7 @@ class MachineLook:
             threads=config.threads,
             context_tokens=config.context_tokens,
             precision=config.precision,
+            kv_precision=config.kv_precision,
             use_card=bool(self.device),
             vram_of_others=0 if self.device.startswith(EMULATED) else self.probe.vram_in_use,
             ram_of_others=self.probe.ram_in_use,

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.common.config import KV_PRECISIONS, BatchJob, BatchStart, SamplingParams
+from engine.common.config import BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
@@ -76,12 +76,6 @@ def add_parser(subparsers: Any) -> None:
         start.add_argument(option, dest="start", action="store_const", const=name, default="new", help=text)
     parser.add_argument("--sample", type=positive_int, metavar="N", help="only answer and show the first N rows")
     long = parser.add_argument_group("long rows")
-    long.add_argument(
-        "--kv-precision",
-        choices=KV_PRECISIONS,
-        default="auto",
-        help="int8: halves the KV cache, so that more rows share each weight load",
-    )
     long.add_argument(
         "--attention-window",
         type=positive_int,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from engine.common.config import CACHE_POLICIES, GRAPHS, GUESSES, MISSES, PREFETCHES, EngineConfig
+from engine.common.config import CACHE_POLICIES, GRAPHS, GUESSES, KV_PRECISIONS, MISSES, PREFETCHES, EngineConfig
 from engine.formats import AUTO, FORMATS, PRECISIONS
 
 _UNITS = {
@@ -93,6 +93,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
     kinds = "; ".join(f"{name} is {FORMATS[name].words}" for name in PRECISIONS if name in FORMATS)
     group.add_argument("--precision", choices=PRECISIONS, default=AUTO, help=f"of the weights in memory: {kinds}")
+    group.add_argument(
+        "--kv-precision",
+        choices=KV_PRECISIONS,
+        default="auto",
+        help="of keys and values: int8 takes half the memory, so that long contexts and more rows fit",
+    )
     group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card replays decode steps as graphs")
     group.add_argument(
         "--speculation",
@@ -136,4 +142,5 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
         prefetch=args.prefetch,
         graphs=args.graphs,
         speculation=args.speculation,
+        kv_precision=args.kv_precision,
     )

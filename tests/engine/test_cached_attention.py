@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import linear_struct
+from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct
+from engine.runtime.kv.narrow import NarrowLayer
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
@@ -40,12 +42,15 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
     held=st.one_of(st.integers(0, 100), st.integers(200, 1300)),
     sharpness=st.sampled_from([0.2, 3.0, 40.0]),
     has_sinks=st.booleans(),
+    kv_type=st.sampled_from([KvType.BF16, KvType.FP16, KvType.INT8]),
     seed=st.integers(0, 2**31),
 )
 @example(
-    groups=1, together=8, dim=128, held=9000, sharpness=3.0, has_sinks=False, seed=1
+    groups=1, together=8, dim=128, held=9000, sharpness=3.0, has_sinks=False, kv_type=KvType.BF16, seed=1
 )  # as many chunks as there are
-@example(groups=1, together=9, dim=2, held=256, sharpness=0.2, has_sinks=True, seed=1)  # a chunk of one token
+@example(
+    groups=1, together=9, dim=2, held=256, sharpness=0.2, has_sinks=True, kv_type=KvType.INT8, seed=1
+)  # a chunk of one token
 def test_it_is_that_of_torch(
     kernels: NativeKernels,
     groups: int,
@@ -54,15 +59,20 @@ def test_it_is_that_of_torch(
     held: int,
     sharpness: float,
     has_sinks: bool,
+    kv_type: KvType,
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    heads, hidden, room = groups * together, 16, held + 1 + seed % 3
+    heads, hidden = groups * together, 16
     q, k, v = (_linear(torch.randn(count * dim, hidden) / 4) for count in (heads, groups, groups))
     o = _linear(torch.randn(hidden, heads * dim))
     sinks = torch.randn(heads).bfloat16() if has_sinks else None
-    keys, values = (torch.full((groups, room, dim), float("nan"), dtype=torch.bfloat16) for _ in range(2))
-    keys[:, :held], values[:, :held] = torch.randn(2, groups, held, dim).bfloat16()
+    layer = NarrowLayer(kv_type, held + 1 + seed % 3)
+    layer.update(*torch.randn(2, 1, groups, held, dim).bfloat16())
+    rows = layer.claim_rows(1)
+    assert rows is not None
+    for rest in rows[:2]:  # what nobody wrote must not be read
+        rest[:, :, held:].view(torch.uint8).fill_(255)
     x, norm = torch.randn(hidden).bfloat16(), torch.ones(hidden, dtype=torch.bfloat16)
     scale = sharpness * dim**-0.5
     struct = AttentionStruct(
@@ -76,14 +86,16 @@ def test_it_is_that_of_torch(
     out = torch.empty_like(x)
     failed = kernels.attention_step(
         *(kernels.pool, ctypes.addressof(struct), 1, x.data_ptr(), still.data_ptr(), turned.data_ptr(), 0),
-        *(keys.data_ptr(), values.data_ptr(), room, held, out.data_ptr()),
+        *(int(kv_type), rows[0].data_ptr(), rows[1].data_ptr(), *layer.scales, rows[0].shape[2], held, out.data_ptr()),
     )
     assert not failed
 
     normed = (x.float() * torch.rsqrt(x.float().square().mean() + 1e-6)).bfloat16()
     queries = q(normed).float().view(groups, together, dim)
-    held_keys, held_values = (t[:, : held + 1].float() for t in (keys, values))
-    torch.testing.assert_close(held_keys[:, held].flatten(), k(normed).float(), rtol=0.01, atol=0.01)
+    layer.dtype = torch.float32  # what is held, not rounded to bf16
+    held_keys, held_values = (states[0].float() for states in (layer.keys, layer.values))
+    near = 0.03 if kv_type is KvType.INT8 else 0.01
+    torch.testing.assert_close(held_keys[:, held].flatten(), k(normed).float(), rtol=near, atol=near)
     scores = queries @ held_keys.mT * scale
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(groups, together, 1)], -1)

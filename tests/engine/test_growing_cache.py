@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer
 
-from engine.runtime.kv.growing import GrowingLayer, new_cache
+from engine.runtime.kv.growing import GrowingLayer
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes
 from tests.engine.loaded_tiny import tiny_loaded
 

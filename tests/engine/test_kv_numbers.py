@@ -12,7 +12,7 @@ from engine.checkpoint.config_file import text_part
 from engine.checkpoint.profile import kv_elements_per_token
 from engine.common.config import SamplingParams
 from engine.runtime.decode.chat_session import ChatSession
-from engine.runtime.kv.growing import new_cache
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_layer_bytes, measure_kv
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_family_parity import loaded

@@ -13,7 +13,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer, new_cache
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint

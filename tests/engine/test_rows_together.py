@@ -13,7 +13,7 @@ from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel
 from engine.runtime.fast_path.decoder_layer import route_in_library
-from engine.runtime.kv.growing import new_cache
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel, TokenStep
-from engine.runtime.kv.growing import new_cache
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint

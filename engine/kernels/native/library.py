@@ -21,7 +21,7 @@ from pathlib import Path
 from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 
-_ABI = 10
+_ABI = 11
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -60,7 +60,8 @@ class NativeKernels:
             i32,
             *[pointer] * 3,
             i64,
-            *[pointer] * 2,
+            i32,
+            *[pointer] * 4,
             i64,
             i64,
             pointer,

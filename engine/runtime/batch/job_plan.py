@@ -137,7 +137,7 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
     except EngineError:  # the job runs without a prediction
         plan = JobPlan(policy_for(loaded), rows, None)
     job = prepared.job
-    kv_type = KvType.INT8 if job.kv_precision == "int8" else None
+    kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
     kept = _SINKS if job.attention_window else 0
     return replace(plan, policy=replace(plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept))
 

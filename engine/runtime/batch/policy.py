@@ -90,7 +90,7 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
     chunk = loaded.chunk_tokens
     at_once = max(chunk, rows) if loaded.devices is not None else max(BatchPolicy.micro_batch_tokens, chunk)
     kv_bytes = max(_LEAST_KV_BYTES, _room(loaded, at_once))
-    sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, chunk), at_once)
+    sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, chunk), at_once, kv_type=loaded.kv_type)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
     planned, reading = SCHEDULES[plan.decode], SCHEDULES[plan.prefill]

@@ -14,7 +14,8 @@ from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.step_model import StepModel, watched_layers
-from engine.runtime.kv.growing import grown_capacity, new_cache
+from engine.runtime.kv.growing import grown_capacity
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
 from engine.runtime.kv.reuse import (
     KvSnapshot,
@@ -45,6 +46,7 @@ class KvSession:
     def __init__(self, loaded: LoadedModel) -> None:
         self._model = loaded.model
         self._context_tokens = loaded.context_tokens
+        self._kv_type = loaded.kv_type
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._device = loaded.device
         self._devices = loaded.devices
@@ -110,7 +112,7 @@ class KvSession:
         total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)
         if self._cache is None:
-            self._cache = new_cache(self._model, self._context_tokens)
+            self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
         logits: torch.Tensor | None = None
         for start, end in self._chunks(reused, total):
             if cancelled():
@@ -132,7 +134,7 @@ class KvSession:
             # From here every position is rotated differently: compute the context again, as transformers does.
             ids = [*self._ids, token_id]
             self.clear()
-            self._cache = new_cache(self._model, self._context_tokens)
+            self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
 
@@ -214,7 +216,7 @@ class KvSession:
     def _compute_again(self, ids: list[int]) -> torch.Tensor:
         """With the experts in less memory than before; logits after the last of `ids`."""
         self.clear()
-        self._cache = new_cache(self._model, self._context_tokens)
+        self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
         logits: torch.Tensor | None = None
         restart_angles(self._model)
         # Of an answer that depends on what is computed together, tokens come one by one, as they came before.

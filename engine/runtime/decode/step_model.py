@@ -24,12 +24,13 @@ from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.dense_rows import one_by_one, product
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import kinds_by_length
 
 _FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
 
-_IN_PLACE = (GrowingLayer, GrowingWindowLayer)
+_IN_PLACE = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 
 MOST_ROWS = MAX_TOKENS
 """Most tokens of a step that are computed together, each as if alone."""

@@ -128,6 +128,11 @@ class SingleTokenLayer:
         return out
 
     @property
+    def reads_narrow(self) -> bool:
+        """Whether its attention reads keys and values in other types than the model's."""
+        return isinstance(self._attention, GroupedAttention)
+
+    @property
     def keeps_tokens_apart(self) -> bool:
         """Whether several tokens at once come out as each of them alone would, bit by bit."""
         return self._sparse is not None or self._dense_rows is not None

@@ -11,8 +11,13 @@ from engine.families import fast_path_of
 from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
+from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.narrow import NarrowLayer
+
+_KNOWN = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
+_BF16, _NO_SCALES = int(KvType.BF16), (None, None)
 
 
 class GroupedAttention:
@@ -57,12 +62,13 @@ class GroupedAttention:
         if cos.numel() != tokens * self._angles or cos.dtype != torch.bfloat16:
             return None
         held_layer = cache.layers[self._index]
-        if type(held_layer) is not GrowingLayer and type(held_layer) is not GrowingWindowLayer:
+        if type(held_layer) not in _KNOWN:
             return None
         rows = held_layer.claim_rows(tokens)
         if rows is None:
             return None
         keys, values, held = rows
+        narrow = type(held_layer) is NarrowLayer
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         failed = kernels.attention_step(
@@ -73,8 +79,10 @@ class GroupedAttention:
             cos.data_ptr(),
             sin.data_ptr(),
             self._angles,
+            int(held_layer.kv_type) if narrow else _BF16,
             keys.data_ptr(),
             values.data_ptr(),
+            *(held_layer.scales if narrow else _NO_SCALES),
             keys.stride(1) // self._head_dim,
             held,
             out.data_ptr(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 _FIRST_CAPACITY = 256
 
@@ -295,25 +295,3 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def allocated_bytes(self) -> int:
         """Bytes of both buffers, spare capacity included."""
         return sum(b.numel() * b.element_size() for b in (self._key_buffer, self._value_buffer) if b is not None)
-
-
-def new_cache(model: Any, most_tokens: int | None = None) -> Cache | None:
-    """An empty cache for this model; `None` if the model insists on making its own.
-
-    Args:
-        most_tokens: length of the context, which bounds what is allocated ahead.
-    """
-    if not model._supports_default_dynamic_cache():
-        return None
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    cache.layers = [_growing(layer, most_tokens) for layer in cache.layers]
-    return cache
-
-
-def _growing(layer: Any, most_tokens: int | None) -> Any:
-    """A new layer that does what the library's new `layer` does, in place where that is known."""
-    if type(layer) is DynamicLayer:
-        return GrowingLayer(most_tokens)
-    if type(layer) is DynamicSlidingWindowLayer:
-        return GrowingWindowLayer(layer.sliding_window)
-    return layer

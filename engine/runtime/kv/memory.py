@@ -9,6 +9,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.narrow import NarrowLayer
+
+_OURS = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 
 _BUFFERED_TOKENS = 128
 """Layers that compress what lies behind keep the tokens of a group beside until it is full: DeepSeek-V4's longest."""
@@ -80,7 +83,7 @@ def cache_bytes(cache: Cache | None) -> int:
 def cache_layer_bytes(cache: Cache | None) -> list[int]:
     """Bytes held by each layer of a cache."""
     return [
-        layer.allocated_bytes() if isinstance(layer, GrowingLayer | GrowingWindowLayer) else _tensor_bytes(vars(layer))
+        layer.allocated_bytes() if isinstance(layer, _OURS) else _tensor_bytes(vars(layer))
         for layer in list(getattr(cache, "layers", ()))
     ]
 

@@ -38,6 +38,7 @@ from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.kept_experts import made_again
+from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
@@ -207,6 +208,9 @@ def _hand_over(
     """
     placement, devices = decision.placement, parts.devices
     slow = decision.uses_cpu and parts.kernels is None and format_of(decision.precision).native is not None
+    kv_type, kv_note = narrow_type(opened.model, config.kv_precision)
+    if kv_type is not None:
+        kv_bytes = narrow_token_bytes(opened.model, kv_bytes, kv_type)
     wanted = opened.context_tokens(config)
     context = devices.context_room(wanted, FEWEST_KV_TOKENS, decision.activations)
     notes = [
@@ -222,6 +226,7 @@ def _hand_over(
         f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",
         _card_note(decision),
+        kv_note,
         stored_note(opened.plan) if decision.precision == STORED else "",
     ]
     held = (parts.bank, parts.disk_backed)
@@ -258,6 +263,7 @@ def _hand_over(
         chunk_tokens=_chunk_tokens(opened, decision, parts),
         ram_bytes=config.ram_bytes,
         speculates=config.speculation == "auto",
+        kv_type=kv_type,
     )
 
 

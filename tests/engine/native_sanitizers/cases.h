@@ -180,20 +180,25 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     // Sometimes long enough for threads to share a head's tokens.
     const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
-    auto keys = draw_row(random, layer.kv_heads * capacity * dim), values = keys;
+    const auto type = static_cast<int32_t>(draw(random, 0, 2));
+    const int64_t room = (capacity + 31) / 32 * 32;
+    auto keys = draw_row(random, layer.kv_heads * room * dim), values = keys;
+    std::vector<float> key_scales(static_cast<size_t>(layer.kv_heads * room), 0.01f), value_scales(key_scales);
+    const bool scaled = type == SWITCHYARD_KV_INT8;
+    float *of_keys = scaled ? key_scales.data() : nullptr, *of_values = scaled ? value_scales.data() : nullptr;
     const int64_t half = dim / 2;
     const auto x = draw_row(random, tokens * hidden), cos = draw_row(random, tokens * half);
     const auto sin = draw_row(random, tokens * half);
     std::vector<uint16_t> out(x.size());
-    require(switchyard_attention_step(pool, &layer, tokens, x.data(), cos.data(), sin.data(), half, keys.data(),
-                                      values.data(), capacity, length, out.data()) == 0,
+    require(switchyard_attention_step(pool, &layer, tokens, x.data(), cos.data(), sin.data(), half, type,
+                                      keys.data(), values.data(), of_keys, of_values, room, length, out.data()) == 0,
             "no attention");
     const OwnPool alone(1);
     std::vector<uint16_t> again(x.size());
     for (int32_t token = 0; token < tokens; ++token)
         require(switchyard_attention_step(alone.pool, &layer, 1, x.data() + token * hidden, cos.data() + token * half,
-                                          sin.data() + token * half, half, keys.data(), values.data(), capacity,
-                                          length + token, again.data() + token * hidden) == 0,
+                                          sin.data() + token * half, half, type, keys.data(), values.data(),
+                                          of_keys, of_values, room, length + token, again.data() + token * hidden) == 0,
                 "no attention");
     require(out == again, "attention depends on the number of threads, or on what is computed together");
     record("attention", out);

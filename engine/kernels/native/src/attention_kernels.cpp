@@ -8,6 +8,7 @@
 
 #include "cached_attention.h"
 #include "dispatch.h"
+#include "held_rows.h"
 #include "matrix.h"
 #include "rows.h"
 #include "switchyard_kernels.h"
@@ -21,7 +22,9 @@ struct AttentionStep {
     int32_t tokens;
     const uint16_t *hidden, *cos, *sin;
     int64_t angle_step;
-    uint16_t *keys, *values;
+    void *keys, *values;
+    float *key_scales, *value_scales;  // of int8, else null
+    int32_t type;
     int64_t capacity, length;
     uint16_t *out;
     std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
@@ -36,8 +39,10 @@ struct AttentionStep {
     int64_t heads() const { return layer->heads + 2 * layer->kv_heads; }
 
     HeldRows rows_of(int64_t kv_head) const {
-        const int64_t dim = layer->head_dim, at = kv_head * capacity * dim;
-        return {keys + at, values + at, dim, dim};
+        const int64_t dim = layer->head_dim, at = kv_head * capacity, bytes = at * dim * size_of_number(type);
+        HeldRows rows = {static_cast<char *>(keys) + bytes, static_cast<char *>(values) + bytes, dim, dim};
+        if (key_scales) rows.key_scales = key_scales + at, rows.value_scales = value_scales + at;
+        return rows;
     }
 };
 
@@ -107,8 +112,14 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t dim = layer.head_dim, row = step.length + token;
     uint16_t *x = &step.projected[token * step.width() + head * dim];
+    static thread_local std::vector<float> numbers;
+    const auto keep = [&](int64_t kv_head, void *rows, float *scales) {
+        numbers.resize(static_cast<size_t>(dim));
+        for (int64_t i = 0; i < dim; ++i) numbers[i] = from_bf16(x[i]);
+        write_row(step.type, numbers.data(), dim, kv_head * step.capacity + row, rows, scales);
+    };
     if (head >= layer.heads + layer.kv_heads) {
-        std::copy(x, x + dim, step.values + ((head - layer.heads - layer.kv_heads) * step.capacity + row) * dim);
+        keep(head - layer.heads - layer.kv_heads, step.values, step.value_scales);
         return;
     }
     const bool is_query = head < layer.heads;
@@ -119,7 +130,7 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
         float *query = step.attention[token].query(head);
         for (int64_t i = 0; i < dim; ++i) query[i] = from_bf16(x[i]);
     } else {
-        std::copy(x, x + dim, step.keys + ((head - layer.heads) * step.capacity + row) * dim);
+        keep(head - layer.heads, step.keys, step.key_scales);
     }
 }
 
@@ -173,7 +184,8 @@ void attention_work(void *argument) {
         // Tokens next to each other go over the same rows, which are still in the cache.
         for (int64_t at = begin; at < end; ++at) {
             CachedAttention &own = step.attention[at % tokens];
-            if (const int64_t item = at / tokens; item < own.items()) own.run(item, SWITCHYARD_KV_BF16, step.rows_of(own.group_of(item)));
+            if (const int64_t item = at / tokens; item < own.items())
+                own.run(item, step.type, step.rows_of(own.group_of(item)));
         }
     });
     run.joining.run([&](int64_t begin, int64_t end) {
@@ -190,9 +202,9 @@ void attention_work(void *argument) {
 
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
                                                  int32_t tokens, const uint16_t *hidden, const uint16_t *cos,
-                                                 const uint16_t *sin, int64_t angle_step, uint16_t *keys,
-                                                 uint16_t *values, int64_t capacity, int64_t length,
-                                                 uint16_t *out) try {
+                                                 const uint16_t *sin, int64_t angle_step, int32_t type, void *keys,
+                                                 void *values, float *key_scales, float *value_scales, int64_t capacity,
+                                                 int64_t length, uint16_t *out) try {
     static thread_local AttentionStep step;
     const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
     step.layer = attention;
@@ -202,8 +214,11 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.cos = cos;
     step.sin = sin;
     step.angle_step = angle_step;
+    step.type = type;
     step.keys = keys;
     step.values = values;
+    step.key_scales = key_scales;
+    step.value_scales = value_scales;
     step.capacity = capacity;
     step.length = length;
     step.out = out;
@@ -222,7 +237,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     for (const SwitchyardMatrix *matrix : {&attention->q, &attention->k, &attention->v, &attention->o})
         weights += bytes_of(*matrix);
     // A step of several tokens takes longer for what it reads: not to be compared with a step of one.
-    pool->run(attention_work, &run, tokens * (weights + 4 * kv_heads * length * dim));
+    pool->run(attention_work, &run, tokens * (weights + 2 * size_of_number(type) * kv_heads * length * dim));
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

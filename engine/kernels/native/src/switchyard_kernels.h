@@ -164,14 +164,16 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
 SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
                                               const uint16_t *hidden, int64_t *chosen, float *shares, uint16_t *out);
 
-// The next tokens of a sequence through attention.  keys, values: bf16 [kv_heads, capacity, head_dim] that hold `length`
-// tokens; those of these tokens are written from row `length` on, all of them below `capacity`.  cos, sin: bf16
+// The next tokens of a sequence through attention.  keys, values: [kv_heads, capacity, head_dim] of a type of
+// SWITCHYARD_KV_* that hold `length` tokens; those of these tokens are written from row `length` on, all of them below
+// `capacity`.  key_scales, value_scales: [kv_heads, capacity] of int8, whose capacity is a multiple of 32, else null.  cos, sin: bf16
 // [head_dim / 2] of each token, `angle_step` after those of the one before, one for each pair of dimensions i and
 // head_dim / 2 + i.  hidden, out: bf16 [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
                                                  int32_t tokens, const uint16_t *hidden, const uint16_t *cos,
-                                                 const uint16_t *sin, int64_t angle_step, uint16_t *keys,
-                                                 uint16_t *values, int64_t capacity, int64_t length, uint16_t *out);
+                                                 const uint16_t *sin, int64_t angle_step, int32_t type, void *keys,
+                                                 void *values, float *key_scales, float *value_scales, int64_t capacity,
+                                                 int64_t length, uint16_t *out);
 
 // The next tokens of a sequence through latent attention.  latents: bf16 [capacity, rank] and rotary_keys: bf16
 // [capacity, rope] hold `length` tokens; those of these tokens are written from row `length` on, all of them below

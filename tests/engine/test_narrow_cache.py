@@ -1,0 +1,109 @@
+"""Keys and values in int8 and fp16: what a layer holds, and what answers lose by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.common.config import EngineConfig, KvPrecision, SamplingParams
+from engine.kernels.native.build import library_path
+from engine.kernels.native.paged_attention import KvType
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.kv.growing import GrowingLayer
+from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.narrow import NarrowLayer
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.tiny_families import tiny_checkpoint
+
+needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+_LARGE = {"head_dim": 64, "num_key_value_heads": 2}
+
+
+def _load(path: Path, kv_precision: KvPrecision) -> LoadedModel:
+    config = EngineConfig(str(path), precision="bf16", threads=2, kv_precision=kv_precision)
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+@pytest.mark.parametrize("kv_type", [KvType.INT8, KvType.FP16])
+def test_a_layer_holds_what_a_growing_one_does(kv_type: KvType) -> None:
+    narrow, growing = NarrowLayer(kv_type, 500), GrowingLayer(500)
+    torch.manual_seed(1)
+
+    def compare() -> None:
+        assert narrow.get_seq_length() == growing.get_seq_length()
+        for got, wanted in ((narrow.keys, growing.keys), (narrow.values, growing.values)):
+            step = wanted.abs().amax(-1, keepdim=True).float() / 127 if kv_type is KvType.INT8 else 0.01
+            assert ((got.float() - wanted.float()).abs() <= 0.51 * step + 0.01).all()
+
+    for tokens in (3, 1, 300, 40):
+        states = torch.randn(2, 1, 2, tokens, 32).bfloat16()
+        for layer in (narrow, growing):
+            layer.update(*states)
+        compare()
+    for layer in (narrow, growing):
+        layer.crop(-20)
+    compare()
+    for layer in (narrow, growing):
+        layer.reorder_cache(torch.tensor([0, 0, 0]))
+    compare()
+    per_head = 2 * (32 + 4) if kv_type is KvType.INT8 else 2 * 64
+    assert narrow.token_bytes() == 2 * per_head
+    narrow.reset()
+    assert narrow.get_seq_length() == narrow.allocated_bytes() == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize(("kv_precision", "most"), [("fp16", 0.01), ("int8", 0.03)])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama"])
+def test_logits_lose_little(family: str, kv_precision: KvPrecision, most: float, tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint(family, tmp_path, **_LARGE), kv_precision)
+    try:
+        assert loaded.kv_type is KvType[kv_precision.upper()]
+        torch.manual_seed(5)
+        tokens = torch.randint(3, loaded.model.config.vocab_size, (1, 120))
+        caches = new_cache(loaded.model, None, loaded.kv_type), new_cache(loaded.model)
+        assert caches[0] is not None
+        assert any(type(layer) is NarrowLayer for layer in caches[0].layers)
+        far = []
+        with torch.inference_mode():
+            for start, end in [(0, 7), *((at, at + 1) for at in range(7, 120))]:
+                got, wanted = (
+                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    for cache in caches
+                )
+                far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))
+        assert sorted(far)[len(far) // 2] < most
+    finally:
+        loaded.close()
+
+
+@needs_kernels
+def test_a_chat_with_int8_goes_on_and_takes_about_half(tmp_path: Path) -> None:
+    path = tiny_checkpoint("qwen3_moe", tmp_path, **_LARGE)
+    held: dict[KvPrecision, int] = {}
+    choices: tuple[KvPrecision, ...] = ("auto", "int8")
+    for kv_precision in choices:
+        loaded = _load(path, kv_precision)
+        session = ChatSession(loaded)
+        try:
+            for beams in (1, 2):
+                asked = SamplingParams(max_tokens=12, beams=beams)
+                answer = session.generate_from_ids(list(range(5, 45)), asked, end_ids=frozenset())
+                assert len(answer.token_ids) == 12
+            held[kv_precision] = loaded.info.kv_bytes_per_token
+        finally:
+            loaded.close()
+    assert held["int8"] * 2 * 64 == held["auto"] * (64 + 4)
+
+
+@needs_kernels
+def test_a_model_that_cannot_keeps_its_own_and_says_so(tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint("deepseek_v2", tmp_path), "int8")
+    try:
+        assert loaded.kv_type is None
+        assert "Keys and values stay as they are" in loaded.info.device_note
+    finally:
+        loaded.close()
