@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.background import LatestTask
-from engine.common.config import EngineConfig
+from engine.common.config import EngineConfig, KvPrecision
 from engine.common.errors import CancelCheck, EngineError
 
 if TYPE_CHECKING:
@@ -152,9 +152,10 @@ class Hub(QObject):
         if look is not None:
             self._judging.ask(lambda: judge_candidates(tuple(shaped), look, limits), self.judged.emit)
 
-    def limits(self) -> Limits | None:
-        """What other programs leave; None before the machine was looked at."""
-        return self._look.limits(EngineConfig("")) if self._look is not None else None
+    def limits(self, kv_precision: KvPrecision = "auto") -> Limits | None:
+        """What other programs leave, with keys and values held so; None before the machine was looked at."""
+        look = self._look
+        return look.limits(EngineConfig("", kv_precision=kv_precision)) if look is not None else None
 
     def close(self) -> None:
         """Cancels everything, and waits for what runs."""

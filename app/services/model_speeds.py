@@ -47,7 +47,7 @@ class ModelSpeeds(QObject):
         self._task.close()
 
     def _on_setting(self, key: str) -> None:
-        if key in ("threads", "device"):
+        if key in ("threads", "device", "kv_precision"):
             self._known.clear()
 
     def _keep(self, path: str, tokens_per_s: float, is_measured: bool) -> None:

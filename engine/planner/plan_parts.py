@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import cast
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import CachePolicy, EngineConfig, Misses, Prefetch
+from engine.common.config import CachePolicy, EngineConfig, KvPrecision, Misses, Prefetch
 from engine.formats import STORED
 from engine.planner.workload import Workload
 
@@ -31,7 +31,7 @@ class Limits:
     threads: int | None = None
     context_tokens: int | None = None
     precision: str = "auto"
-    kv_precision: str = "auto"
+    kv_precision: KvPrecision = "auto"
     use_card: bool = True
     vram_of_others: int = 0
     ram_of_others: int = 0
@@ -299,6 +299,7 @@ class Plan:
             cache_policy=cast("CachePolicy", cache.policy),
             misses=cast("Misses", cache.misses),
             prefetch=cast("Prefetch", cache.prefetch),
+            kv_precision=limits.kv_precision,
         )
 
     def words(self, precision: str) -> str:

@@ -173,6 +173,7 @@ def _plan(situation: Situation, precision: str) -> Plan:
         threads=asked.threads,
         context_tokens=asked.context_tokens,
         precision=precision,
+        kv_precision=asked.kv_precision,
         use_card=situation.has_card,
     )
     machine = situation.machine(precision if precision != AUTO else situation.model.precisions[0])

@@ -195,8 +195,8 @@ def _row(
     if shape is None:
         why = candidate.problem or "What it is could not be read."
         return replace(row, why=why, load_anyway="It cannot be loaded.", fits_alone=False)
-    shape = limits.held(shape)
-    row = replace(row, kv_at_context=round(shape.kv_bytes_per_token()) * context_tokens(shape, limits))
+    per_token = round(limits.held(shape).kv_bytes_per_token())
+    row = replace(row, kv_at_context=per_token * context_tokens(shape, limits))
     try:
         run = _run(shape, look, limits, _installed(candidate, here))
     except EngineError as error:
@@ -293,6 +293,7 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
         ram_bytes=limits.ram_bytes,
         threads=limits.threads,
         context_tokens=limits.context_tokens,
+        kv_precision=limits.kv_precision,
     )
     if installed is not None:
         plan = plan_here(look, shape, config, limits)

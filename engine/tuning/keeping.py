@@ -145,7 +145,7 @@ def _folder() -> Path:
     return data_dir() / "tuning"
 
 
-_ALWAYS_THE_USERS = ("model", "vram_bytes", "ram_bytes", "context_tokens")
+_ALWAYS_THE_USERS = ("model", "vram_bytes", "ram_bytes", "context_tokens", "speculation", "kv_precision")
 OUTRUN = 1.5
 """Speedup over its timing at which a timing is no longer trusted: less is noise and heat."""
 _CACHE = {"cache_slots", "cache_ways", "cache_policy", "misses", "prefetch"}

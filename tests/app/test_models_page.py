@@ -28,6 +28,7 @@ from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Verification
 from engine.checkpoint.removing import Removed
 from engine.checkpoint.shelves import model_folders
+from engine.common.config import KvPrecision
 from engine.common.paths import models_dir
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard
@@ -103,8 +104,8 @@ class FakeHub(Recorder):
         self.look = made.look(made.gpu())
         self.recommendations = parts.RECOMMENDATIONS
 
-    def limits(self) -> Limits:
-        return Limits(vram_of_others=1, ram_of_others=2)
+    def limits(self, kv_precision: KvPrecision = "auto") -> Limits:
+        return Limits(vram_of_others=1, ram_of_others=2, kv_precision=kv_precision)
 
     def show(self) -> None:
         """A repository is there, and judged."""

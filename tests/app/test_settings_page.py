@@ -105,6 +105,15 @@ def test_guessing_ahead_is_off_until_it_is_turned_on(page: SettingsPage, setting
     assert _button(page, "Reload model").isEnabled()
 
 
+def test_keys_and_values_are_the_models_own_until_int8_is_chosen(page: SettingsPage, settings: Settings) -> None:
+    box = next(box for box in page.findChildren(QComboBox) if box.accessibleName() == "Keys and values")
+    assert wanted_config(settings, "starter").kv_precision == "auto"
+    box.setCurrentIndex(box.findData("int8"))
+    box.activated.emit(box.currentIndex())
+    assert wanted_config(settings, "starter").kv_precision == "int8"
+    assert _button(page, "Reload model").isEnabled()
+
+
 def test_a_change_of_the_data_folder_is_planned_told_and_undone(page: SettingsPage, tmp_path: Path) -> None:
     page.data.plan(tmp_path / "new", copy=True)
     assert planned_change() is not None

@@ -104,6 +104,6 @@ def test_a_model_that_cannot_keeps_its_own_and_says_so(tmp_path: Path) -> None:
     loaded = _load(tiny_checkpoint("deepseek_v2", tmp_path), "int8")
     try:
         assert loaded.kv_type is None
-        assert "Keys and values stay as they are" in loaded.info.device_note
+        assert "Chats hold keys and values in the model's own type" in loaded.info.device_note
     finally:
         loaded.close()

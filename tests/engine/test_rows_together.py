@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from engine.common.config import EngineConfig
+from engine.common.config import EngineConfig, KvPrecision
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel
 from engine.runtime.fast_path.decoder_layer import route_in_library
@@ -36,8 +36,10 @@ PROMPT = 250
 """The angles of 256 positions are computed together: the steps are on either side of that."""
 
 
-def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
-    config = EngineConfig(str(path), precision=precision, threads=2)
+def _load(
+    path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16", kv_precision: KvPrecision = "auto"
+) -> LoadedModel:
+    config = EngineConfig(str(path), precision=precision, threads=2, kv_precision=kv_precision)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
@@ -52,11 +54,25 @@ def _same(cache: Any, other: Any) -> bool:
 def test_tokens_together_come_out_as_alone(
     family: str, options: dict[str, Any], precision: Literal["bf16", "int8", "int4"], tmp_path: Path
 ) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path, **options), precision)
+    _compare(_load(tiny_checkpoint(family, tmp_path, **options), precision))
+
+
+@pytest.mark.parametrize("kv_precision", ["int8", "fp16"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_also_with_narrow_keys_and_values(family: str, kv_precision: KvPrecision, tmp_path: Path) -> None:
+    options = {"sliding_window": 400} if family != "qwen3_moe" else {}
+    loaded = _load(tiny_checkpoint(family, tmp_path, **options), kv_precision=kv_precision)
+    assert family == "mixtral" or loaded.kv_type is not None
+    _compare(loaded)
+
+
+def _compare(loaded: LoadedModel) -> None:
+    """Single steps, and several tokens at once after others were tried and taken back."""
     try:
         torch.manual_seed(5)
         tokens = torch.randint(3, loaded.model.config.vocab_size, (1, PROMPT + 32))
-        step, one, several = StepModel(loaded.model, 512), new_cache(loaded.model), new_cache(loaded.model)
+        step = StepModel(loaded.model, 512)
+        one, several = (new_cache(loaded.model, None, loaded.kv_type) for _ in range(2))
         with torch.inference_mode():
             for cache in (one, several):
                 step(tokens[:, :PROMPT], cache, 0)

@@ -92,6 +92,16 @@ def test_a_longer_context_takes_more() -> None:
     assert long == 8 * short
 
 
+def test_int8_keys_and_values_take_about_half_on_the_processor() -> None:
+    found, there = quantised(OLMOE, "Q4_K_M", 4.85), look()
+    wide, narrow = (
+        row(found, there, Limits(use_card=False, context_tokens=4096, kv_precision=kept)) for kept in ("auto", "int8")
+    )
+    share = (OLMOE.attention.head_dim + 4) / (2 * OLMOE.attention.head_dim)
+    assert narrow.kv_at_context == pytest.approx(share * wide.kv_at_context, rel=1e-3)
+    assert wide.ram.kv - narrow.ram.kv == pytest.approx((1 - share) * wide.ram.kv, rel=1e-3)
+
+
 def test_a_card_is_used_and_its_limit_follows() -> None:
     there = look(64, "emulated:pcie3-x8-8gb", measured=False)
     whole = row(quantised(QWEN, "Q4_K_M", 4.85), there)

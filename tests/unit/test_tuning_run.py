@@ -257,6 +257,17 @@ def test_explicit_settings_overrule(model: Path) -> None:
     assert (kept.config.precision, kept.config.threads) == ("int8", 3)
 
 
+def test_what_was_turned_on_for_tuning_is_not_turned_on_by_it(model: Path) -> None:
+    on = EngineConfig(str(model), speculation="auto", kv_precision="int8")
+    result = run(MadeUpEngine(speeds), on).result
+    assert result is not None
+    assert all(one.contestant.config.kv_precision == "int8" for one in result.timed)
+    for asked in (EngineConfig(str(model)), on):
+        config = apply_tuning(asked, model, lambda: MACHINE).config
+        assert config.precision == "int8"
+        assert (config.speculation, config.kv_precision) == (asked.speculation, asked.kv_precision)
+
+
 @pytest.mark.parametrize(("asked", "used"), [("auto", "cpu"), ("cpu", "auto")])
 def test_where_there_is_no_card_automatic_is_the_processor(model: Path, asked: str, used: str) -> None:
     run(MadeUpEngine(speeds), EngineConfig(str(model), device=asked))

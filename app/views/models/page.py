@@ -240,8 +240,14 @@ class ModelsPage(Page):
         self.search.show_repository(answer)
         self._judge()
 
+    def _on_setting(self, key: str) -> None:
+        if key == "default_model":
+            self._show_models()
+        elif key == "kv_precision":
+            self._judge()
+
     def _judge(self) -> None:
-        limits = self._hub.limits()
+        limits = self._hub.limits(self._settings.kv_precision)
         if self._answer is not None and self._answer.shaped and limits is not None:
             self._hub.judge(self._answer.shaped, self.search.fit.wanted(limits))
 
@@ -363,7 +369,7 @@ class ModelsPage(Page):
         self._speeds.found.connect(self._on_speed)
         self._client.model_loaded.connect(lambda _model: self._show_models())
         self._client.state_changed.connect(lambda _state: self._show_models())
-        self._settings.changed.connect(lambda key: self._show_models() if key == "default_model" else None)
+        self._settings.changed.connect(self._on_setting)
         here.load_wanted.connect(lambda model: self.load_wanted.emit(str(model.path)))
         here.unload_wanted.connect(self.unload_wanted)
         here.default_wanted.connect(self._set_default)

@@ -27,7 +27,7 @@ def narrow_type(model: Any, kv_precision: str) -> tuple[KvType | None, str]:
     fast = (layer.__dict__.get("forward") for layer in layers)
     if whole and layers and all(isinstance(path, SingleTokenLayer) and path.reads_narrow for path in fast):
         return wanted, ""
-    return None, f"Keys and values stay as they are: this model's attention cannot read {kv_precision} here."
+    return None, f"Chats hold keys and values in the model's own type: its attention cannot read {kv_precision} here."
 
 
 def narrow_token_bytes(model: Any, per_token: int, kv_type: KvType) -> int:
