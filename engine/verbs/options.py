@@ -97,7 +97,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--kv-precision",
         choices=KV_PRECISIONS,
         default="auto",
-        help="of keys and values: int8 takes half the memory, so that long contexts and more rows fit",
+        help="of keys and values: int8 takes about half the memory, so that longer contexts and more rows fit",
     )
     group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card replays decode steps as graphs")
     group.add_argument(

@@ -199,15 +199,20 @@ def test_prices_between_measured_ones() -> None:
     assert prices.ratio(1) == 1.0
 
 
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
+    """With keys and values as the model has them, and in int8."""
+
     def spread(model: Any) -> None:
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(40)
 
     path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("guessing") / "model", prepare=spread)
-    config = EngineConfig(str(path), device="cpu", precision="int8", threads=2, speculation="auto")
+    config = EngineConfig(
+        str(path), device="cpu", precision="int8", threads=2, speculation="auto", kv_precision=request.param
+    )
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    assert (model.kv_type is None) == (request.param == "auto")
     yield model
     model.close()
 
