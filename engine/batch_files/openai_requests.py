@@ -62,7 +62,7 @@ def read_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list):
-        kinds = {part.get("type") if isinstance(part, Mapping) else None for part in value}
+        kinds = {str(part.get("type")) if isinstance(part, Mapping) else "" for part in value}
         if kinds <= {"text", "input_text", "output_text"}:
             return "".join(str(part.get("text", "")) for part in value)
         if kinds & {"image_url", "image", "input_image"}:
@@ -132,7 +132,7 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     try:
         SamplingParams(**asked)
     except EngineError as error:
-        raise BadRequestError(f"has an invalid option: {error.message}") from None
+        raise BadRequestError(f"has an invalid option: {error.message.rstrip('.')}") from None
     return asked
 
 
@@ -153,7 +153,7 @@ def read_stop(value: Any) -> tuple[str, ...]:
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     try:
         return tuple((int(token), float(bias)) for token, bias in value.items())
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         raise BadRequestError("has a logit_bias that is not an object of token ids and numbers") from None
 
 

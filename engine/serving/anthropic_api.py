@@ -68,18 +68,22 @@ class _Anthropic:
         if not isinstance(body.get("max_tokens"), int):
             raise BadRequestError("has no max_tokens")
         if body.get("stream"):
-            return server_sent(await opened(self._stream(name, ask, uses)))
+            return server_sent(await opened(request, self._stream(name, ask, uses)))
         answer = await while_connected(request, self._whole(name, ask, uses))
         return JSONResponse(answer.message())
 
     async def count_tokens(self, request: Request) -> Response:
         body = await body_of(request)
         _name, ask = await self._ask(body, _tools(body), counts_only=True)
-        tokens = 0
-        async for event in self._service.events(ask):
-            if isinstance(event, Ended):
-                tokens = event.prompt_tokens
-        return JSONResponse({"input_tokens": tokens})
+
+        async def counted() -> int:
+            tokens = 0
+            async for event in self._service.events(ask):
+                if isinstance(event, Ended):
+                    tokens = event.prompt_tokens
+            return tokens
+
+        return JSONResponse({"input_tokens": await while_connected(request, counted())})
 
     async def _ask(self, body: Mapping[str, Any], uses: ToolUse, *, counts_only: bool = False) -> tuple[str, Ask]:
         name, path = await self._service.path_of(body.get("model"))
@@ -221,7 +225,7 @@ def _tools(body: Mapping[str, Any]) -> ToolUse:
     choice = body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, Mapping) else None
     kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise BadRequestError(f"has the tool_choice {str(kind)[:40]!r}; use auto, any, tool or none")
     return tool_use(tools, kinds[kind], str(choice.get("name", "")))
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, FinishReason, Tool
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
 from engine.runtime.batch.live import LiveRows
@@ -148,11 +148,14 @@ class Desk:
     A request for another model waits until those before it have ended, and keeps later ones from starting.
 
     Args:
-        load: loads a model into `engine`; raises EngineError.
+        load: loads a model into `engine`, unless the check that it is given comes true; raises EngineError, or
+            RequestCancelled then.
         idle_s: a model that nobody has asked for so long is unloaded; `None` keeps it.
     """
 
-    def __init__(self, engine: DeskEngine, load: Callable[[Path], None], idle_s: float | None = None) -> None:
+    def __init__(
+        self, engine: DeskEngine, load: Callable[[Path, CancelCheck], None], idle_s: float | None = None
+    ) -> None:
         self._engine, self._load_model, self.idle_s = engine, load, idle_s
         self._changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
@@ -180,8 +183,6 @@ class Desk:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-            for ticket in self._under_way.values():
-                ticket.cancel()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -218,14 +219,15 @@ class Desk:
                 except BaseException as error:
                     self._failed(model, error)
         finally:
-            self._free()
-            self._engine.unload()
             with self._changed:
+                self._is_closed = True  # nobody is answered without this thread, however it ended
                 left = [*self._waiting, *self._under_way.values()]
                 self._waiting.clear()
                 self._under_way.clear()
             for ticket in left:
-                ticket.tell(Refused(EngineError(ErrorCode.BUSY, "The server is closing: try again later.")))
+                ticket.tell(_closing())
+            self._free()
+            self._engine.unload()
 
     def _awaited(self) -> Path | None:
         """The model that is wanted next, once one is; frees an unused one meanwhile.  None once the desk is closed."""
@@ -238,17 +240,26 @@ class Desk:
                 wanted, self._wanted = self._wanted, None
                 if self._is_closed:
                     return None
-                if self._waiting:
-                    return self._waiting[0].ask.model
-                if wanted is not None:
-                    return wanted
-            self._free()
-            self._engine.unload()
+                gone = self._without_the_gone()
+                first = self._waiting[0].ask.model if self._waiting else wanted
+            _end(gone)
+            if first is not None:
+                return first
+            if timed_out:
+                self._free()
+                self._engine.unload()
+
+    def _without_the_gone(self) -> list[Ticket]:
+        """Takes out who waits no more: no model is loaded for them, and nobody waits behind them."""
+        gone = [ticket for ticket in self._waiting if ticket.is_cancelled()]
+        for ticket in gone:
+            self._waiting.remove(ticket)
+        return gone
 
     def _make_ready(self, model: Path) -> None:
         if self._model != model or self._engine.info is None:
             self._free()
-            self._load_model(model)
+            self._load_model(model, lambda: self._is_closed)
             self._sampling = self._engine.default_sampling()
             with self._changed:
                 self._model = model
@@ -264,8 +275,11 @@ class Desk:
 
     def _failed(self, model: Path, error: BaseException) -> None:
         """Nobody who waits for this model gets an answer; the next request may."""
-        log_failure(error, "answering a request")
-        failure = as_engine_error(error, "answering a request")
+        if isinstance(error, RequestCancelled):  # the desk was closed while the model was loaded
+            failure = _closing().error
+        else:
+            log_failure(error, "answering a request")
+            failure = as_engine_error(error, "answering a request")
         with self._changed:
             under_way = list(self._under_way.values())
             self._under_way.clear()
@@ -273,6 +287,7 @@ class Desk:
             self._waiting = deque(ticket for ticket in self._waiting if ticket.ask.model != model)
         try:
             self._free()
+            self._engine.unload()
         except BaseException as again:
             log_failure(again, "freeing the model")
         for ticket in [*under_way, *refused]:
@@ -281,19 +296,22 @@ class Desk:
     def _next(self) -> BatchRequest | None:
         """The next request for the loaded model, if it is its turn."""
         while True:
+            ticket = None
             with self._changed:
-                if self._is_closed or not self._waiting or self._waiting[0].ask.model != self._model:
-                    return None
-                ticket = self._waiting.popleft()
-            if ticket.is_cancelled():
-                ticket.tell(Ended("cancelled", 0, 0, 0))
-                continue
+                gone = self._without_the_gone()
+                if not self._is_closed and self._waiting and self._waiting[0].ask.model == self._model:
+                    ticket = self._waiting.popleft()
+            _end(gone)
+            if ticket is None:
+                return None
             try:
                 request = self._begin(ticket)
-            except EngineError as error:
-                ticket.tell(Refused(error))
             except RequestCancelled:
-                ticket.tell(Ended("cancelled", 0, 0, 0))
+                ticket.tell(_closing() if self._is_closed else Ended("cancelled", 0, 0, 0))
+            except Exception as error:  # what is wrong with one request harms no other
+                if not isinstance(error, EngineError):
+                    log_failure(error, "reading a request")
+                ticket.tell(Refused(as_engine_error(error, "reading a request")))
             else:
                 if request is not None:
                     return request
@@ -301,11 +319,15 @@ class Desk:
     def _begin(self, ticket: Ticket) -> BatchRequest | None:
         rows, ask = self._rows, ticket.ask
         assert rows is not None
+
+        def unwanted() -> bool:
+            return ticket.is_cancelled() or self._is_closed
+
         stops: tuple[str, ...] = ()
         if ask.text is not None:
-            prompt, thinks = rows.text_prompt(ask.text, ticket.is_cancelled), False
+            prompt, thinks = rows.text_prompt(ask.text, unwanted), False
         else:
-            prompt, stops = rows.prompt(ask.messages, ask.tools, ticket.is_cancelled), rows.implied_stops
+            prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted), rows.implied_stops
             thinks = rows.ends_with(prompt, "<think>")
         if ask.counts_only:
             ticket.tell(Ended("stop", len(prompt), 0, 0))
@@ -334,7 +356,7 @@ class Desk:
             constraint=constraint,
             chances=log,
             on_text=on_text,
-            cancelled=ticket.is_cancelled,
+            cancelled=unwanted,
         )
 
     def _named(self, chances: Chances) -> NamedChances:
@@ -350,8 +372,20 @@ class Desk:
             ticket.tell(Refused(answer.error))
             return
         assert answer.finish_reason != "failed"
+        if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
+            ticket.tell(_closing())
+            return
         ended = Ended(answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, answer.shared_tokens)
         ticket.tell(ended)
+
+
+def _closing() -> Refused:
+    return Refused(EngineError(ErrorCode.BUSY, "The server is closing: try again later."))
+
+
+def _end(gone: list[Ticket]) -> None:
+    for ticket in gone:
+        ticket.tell(Ended("cancelled", 0, 0, 0))
 
 
 class _Arriving:

@@ -130,7 +130,7 @@ class _Ollama:
         )
         answer = _Answer(name, uses, is_chat="messages" in body)
         if body.get("stream", True):
-            lines = await opened(self._stream(asked, answer))
+            lines = await opened(request, self._stream(asked, answer))
             return Streamed(lines, media_type="application/x-ndjson")
 
         async def whole() -> dict[str, Any]:

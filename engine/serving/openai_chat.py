@@ -31,6 +31,7 @@ from engine.serving.service import (
     opened,
     server_sent,
     status_of,
+    together,
     while_connected,
 )
 from engine.serving.tools import ToolUse, openai_tools
@@ -171,8 +172,8 @@ class _OpenAi:
             isinstance(options, Mapping) and bool(options.get("include_usage")),
         )
         if wanted.streams:
-            return server_sent(await opened(self._stream(wanted)))
-        answers = await while_connected(request, asyncio.gather(*(self._whole(wanted, ask) for ask in wanted.asks)))
+            return server_sent(await opened(request, self._stream(wanted)))
+        answers = await while_connected(request, together([self._whole(wanted, ask) for ask in wanted.asks]))
         choices = [answer.choice(index) for index, answer in enumerate(answers)]
         return JSONResponse({**_head(wanted), "choices": choices, "usage": _usage([each.ended for each in answers])})
 

@@ -63,7 +63,7 @@ class _Responses:
         )
         answer = _Answer(name, body, uses)
         if body.get("stream"):
-            return server_sent(await opened(self._stream(asked, answer)))
+            return server_sent(await opened(request, self._stream(asked, answer)))
 
         async def whole() -> dict[str, Any]:
             async for event in self._service.events(asked):

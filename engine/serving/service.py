@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -26,6 +27,7 @@ SLOWEST_BODY_S = 60.0
 SLOWEST_READER_S = 60.0
 """A client that takes nothing of a stream for so long is gone."""
 _LISTING_S = 3.0
+_MAYBE_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 Whole = TypeVar("Whole")
 
@@ -159,8 +161,13 @@ async def body_of(request: Request) -> dict[str, Any]:
                     raise BadRequestError(f"has a body of more than {MOST_BODY_BYTES // 2**20} MiB")
     except TimeoutError:
         raise BadRequestError(f"did not arrive within {SLOWEST_BODY_S:.0f} seconds") from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
     try:
-        body = parse_json(bytes(data).decode("utf-8"), deepest=DEEPEST)
+        text = data.decode("utf-8")
+        body = parse_json(text, deepest=DEEPEST)
+        if _MAYBE_HALF_A_PAIR.search(text):
+            body = _encodable(body)
     except UnicodeDecodeError:
         raise BadRequestError("is not UTF-8") from None
     except ValueError as error:
@@ -168,6 +175,28 @@ async def body_of(request: Request) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("is not a JSON object")
     return body
+
+
+def _encodable(value: Any) -> Any:
+    """The same JSON without half surrogate pairs, which can be escaped in it but not be written again."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, list):
+        return [_encodable(entry) for entry in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(entry) for key, entry in value.items()}
+    return value
+
+
+async def together(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:
+    """The results of all; the first failure ends the others."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def while_connected(request: Request, work: Awaitable[Whole]) -> Whole:
@@ -219,13 +248,14 @@ def event_line(data: Any, name: str = "") -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-async def opened(lines: Lines) -> Lines:
+async def opened(request: Request, lines: Lines) -> Lines:
     """The same lines, after the first of them exists: what is refused at once can still be answered with a status.
 
     Raises:
         EngineError: the request was refused before its first line.
+        ClientGoneError: the client closed the connection before it.
     """
-    first = await anext(lines)
+    first = await while_connected(request, anext(lines))
 
     async def again() -> Lines:
         try:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
@@ -69,9 +69,13 @@ def run(args: argparse.Namespace) -> int:
 
     engine = Engine()
 
-    def load(model: Path) -> None:
+    def load(model: Path, cancelled: CancelCheck) -> None:
         config = engine_config(args, str(model))
-        info = engine.load(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        try:
+            info = engine.load(config, on_progress=lambda _done, _total: None, cancelled=cancelled)
+        except EngineError as error:
+            note(f"switchyard: {error.message}")  # who asks is told too; but perhaps nobody does
+            raise
         for remark in (info.device_note, info.template_note):
             if remark:
                 note(f"switchyard: {remark}")

@@ -94,16 +94,17 @@ def test_rows_do_step_aside(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatc
     aside = list[int]()
     step = PagedRow.step_aside
     monkeypatch.setattr(PagedRow, "step_aside", lambda row: (aside.append(row.request.row), step(row))[1])
-    executor, answers = _small(mixtral, 6), dict[int, tuple[int, ...]]()
+    executor, answers = _small(mixtral, 6), dict[int, BatchAnswer]()
     rows = [
         BatchRequest(n, ids=tuple(random_prompt(20, seed=n)), sampling=SamplingParams(max_tokens=60), end_ids=NO_END)
         for n in range(3)
     ]
-    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
+    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert aside
+    assert not any(answer.shared_tokens for answer in answers.values())  # what a row reads again is its own
     assert 0 not in aside  # the oldest never does
-    assert all(len(tokens) == 60 for tokens in answers.values())
+    assert all(len(answer.token_ids) == 60 for answer in answers.values())
 
 
 def test_the_next_turn_shares_the_pages_of_the_answer_before(mixtral: LoadedModel) -> None:

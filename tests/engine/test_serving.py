@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -17,7 +18,7 @@ import httpx2
 import pytest
 
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
 from engine.runtime.batch.live import LiveRows
 from engine.runtime.decode.chat_session import ChatSession
@@ -25,8 +26,9 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.serving import server as server_module
 from engine.serving.desk import Ask, Desk, Ended, Refused
 from engine.serving.server import Address, Server
-from engine.serving.service import Service
-from tests.engine.loaded_tiny import tiny_loaded
+from engine.serving.service import Service, together
+from tests.engine.loaded_tiny import as_loaded, tiny_loaded
+from tests.engine.test_encoder_decoder_session import model as encoder_decoder
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {
@@ -56,7 +58,7 @@ class TinyEngine:
     def info(self) -> Any:
         return self.loaded.info if self.loaded else None
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, _cancelled: CancelCheck) -> None:
         self.loads.append(path.name)
         self.loaded = None
         if path.name == "broken":
@@ -201,9 +203,10 @@ def test_the_anthropic_package(running: Running) -> None:
             client.messages.create(**{**asked, "model": "nothing"})
 
 
-def test_the_ollama_package(running: Running) -> None:
+def test_the_ollama_package(running: Running, request: pytest.FixtureRequest) -> None:
     ollama = pytest.importorskip("ollama")
     client = ollama.Client(host=running.url)
+    request.addfinalizer(client._client.close)
     options = {"num_predict": 8, "temperature": 0}
     assert [model.model for model in client.list().models] == ["mixtral", "qwen3_moe", "broken"]
     whole = client.chat("mixtral", HELLO, options=options)
@@ -235,6 +238,8 @@ def test_the_ollama_package(running: Running) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "shape"}}}}, "schema"),
         ({"messages": [{"role": "user", "content": "word " * 300}]}, "tokens long"),
         ({"model": 3}, "not a name"),
+        ({"messages": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}, "not text"),
+        ({"logit_bias": {"1": 10**400}}, "logit_bias"),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])
@@ -252,6 +257,28 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
         answer = httpx2.post(running.url + path, content=body, timeout=30)
         assert answer.status_code == 400
         assert "error" in answer.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", r'{"messages": [{"role": "user", "content": "a \ud800"}], "max_tokens": 2}'),
+        ("/v1/completions", r'{"prompt": "a \ud800", "max_tokens": 2}'),
+        ("/v1/responses", r'{"input": "a", "instructions": "\udc00", "max_output_tokens": 2}'),
+        ("/v1/responses", r'{"input": "a", "metadata": {"\udc00": "\ud800"}, "max_output_tokens": 2}'),
+        ("/api/chat", r'{"model": "\ud800", "messages": []}'),
+    ],
+)
+def test_half_a_surrogate_pair_harms_nothing(running: Running, path: str, body: str) -> None:
+    assert httpx2.post(running.url + path, content=body, timeout=30).status_code == 200
+
+
+def test_what_is_refused_before_the_first_token_has_a_status(running: Running) -> None:
+    for streams in (False, True):
+        answer = running.post("/v1/completions", {"prompt": "", "stream": streams})
+        assert (answer.status_code, "empty" in answer.text) == (400, True)
+    choice = {"messages": HELLO, "max_tokens": 5, "tool_choice": {"type": []}}
+    assert running.post("/v1/messages", choice).status_code == 400
 
 
 def test_unknown_fields_are_ignored_and_unknown_paths_are_named(running: Running) -> None:
@@ -376,6 +403,137 @@ def test_closing_ends_everybody() -> None:
     assert len(endings) == 3
     with pytest.raises(EngineError, match="closing"):
         desk.ask(Ask(Path("mixtral"), hello), on_event)
+
+
+HI = (ChatMessage("user", "Hello"),)
+
+
+class Watched(list[Any]):
+    """Takes a request's events."""
+
+    def __call__(self, event: Any) -> None:
+        self.append(event)
+
+    @property
+    def ending(self) -> Any:
+        return self[-1] if self and isinstance(self[-1], Ended | Refused) else None
+
+
+def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, watched = TinyEngine(), Watched()
+    desk = Desk(engine, engine.load)
+    closing, prompt = threading.Thread(target=desk.close), LiveRows.prompt
+
+    def read(*given: Any) -> list[int]:
+        closing.start()
+        _until(lambda: desk._is_closed)
+        return prompt(*given[:3], lambda: False)
+
+    monkeypatch.setattr(LiveRows, "prompt", read)
+    desk.start()
+    desk.ask(Ask(Path("mixtral"), HI), watched)
+    _until(lambda: watched.ending)
+    closing.join()
+    assert isinstance(watched.ending, Refused)
+    assert watched.ending.error.code is ErrorCode.BUSY
+
+
+def test_closing_ends_a_model_being_loaded() -> None:
+    began, watched = threading.Event(), Watched()
+
+    def load(_path: Path, cancelled: CancelCheck) -> None:
+        began.set()
+        _until(cancelled)
+        raise RequestCancelled
+
+    desk = Desk(TinyEngine(), load)
+    desk.start()
+    desk.ask(Ask(Path("mixtral"), HI), watched)
+    assert began.wait(30)
+    desk.close()
+    assert watched.ending.error.code is ErrorCode.BUSY
+
+
+def test_nothing_is_loaded_for_who_has_gone() -> None:
+    engine, gone, here = TinyEngine(), Watched(), Watched()
+    desk = Desk(engine, engine.load)
+    desk.ask(Ask(Path("qwen3_moe"), HI), gone).cancel()
+    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
+    desk.start()
+    _until(lambda: here.ending)
+    desk.close()
+    assert engine.loads == ["mixtral"]
+    assert gone.ending.reason == "cancelled"
+
+
+def test_one_request_that_cannot_be_read_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, good, bad = TinyEngine(), Watched(), Watched()
+    desk, prompt = Desk(engine, engine.load), LiveRows.prompt
+
+    def read(rows: LiveRows, messages: Any, *more: Any) -> list[int]:
+        if messages[0].content == "bad":
+            raise RuntimeError("it breaks")
+        return prompt(rows, messages, *more)
+
+    monkeypatch.setattr(LiveRows, "prompt", read)
+    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 9}), good)
+    desk.ask(Ask(Path("mixtral"), (ChatMessage("user", "bad"),)), bad)
+    desk.start()
+    _until(lambda: good.ending and bad.ending)
+    desk.close()
+    assert (good.ending.generated_tokens, bad.ending.error.code) == (9, ErrorCode.INTERNAL)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/v1/completions", {"prompt": "x", "stream": True}), ("/v1/messages/count_tokens", {"messages": HELLO})],
+)
+def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) -> None:
+    desk = Desk(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
+    server = Server(Service(desk, Path("mixtral"), "mixtral"), Address(port=0))
+    port = server.start()
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            body = json.dumps(fields).encode()
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            caller.sendall(head.encode() + body)
+            _until(lambda: desk.state.waiting)
+        _until(lambda: desk._waiting[0].is_cancelled())
+    finally:
+        server.stop()
+
+
+def test_of_several_answers_the_first_failure_ends_the_others() -> None:
+    ended = list[str]()
+
+    async def fails() -> str:
+        raise EngineError(ErrorCode.BUSY, "no")
+
+    async def goes_on() -> str:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append("cancelled")
+        return ""
+
+    with pytest.raises(EngineError):
+        asyncio.run(_together(fails(), goes_on()))
+    assert ended == ["cancelled"]
+
+
+async def _together(*works: Any) -> None:
+    try:
+        await together(works)
+    finally:
+        assert len(asyncio.all_tasks()) == 1
+
+
+def test_an_encoder_reads_what_it_reads_in_a_chat() -> None:
+    loaded = as_loaded(encoder_decoder("switch_transformers"))
+    rows = LiveRows(loaded)
+    assert rows.prompt(HI, (), lambda: False) == ChatSession(loaded).prompt_ids(HI)
+    assert rows.implied_stops == ()
+    rows.close()
 
 
 def _until(holds: Any) -> None:

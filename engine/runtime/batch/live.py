@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool
-from engine.common.errors import CancelCheck
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.batch.request import AnswerCallback, BatchRequest
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
 from engine.runtime.load.tokenizer import token_id
 
@@ -30,7 +31,8 @@ class LiveRows:
         self._loaded = loaded
         self._executor = BatchExecutor(loaded, replace(policy_for(loaded), ahead=AHEAD_TOKENS))
         self._constrained: ConstrainedAnswers | None = None
-        self.implied_stops = implied_stops(loaded.tokenizer)
+        self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
+        self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
         """Strings that end every answer to a conversation."""
 
     @property
@@ -50,6 +52,8 @@ class LiveRows:
             EngineError: `PROMPT_TOO_LONG`, or as `chat_prompt`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
+        if self._encodes:
+            return self._fitting(source_prompt(self._loaded.tokenizer, messages, cancelled))
         return self._fitting(chat_prompt(self._loaded.tokenizer, messages, cancelled, tools))
 
     def text_prompt(self, text: str, cancelled: CancelCheck) -> list[int]:
@@ -61,6 +65,8 @@ class LiveRows:
         return self._fitting(encode(self._loaded.tokenizer, text, special=True, cancelled=cancelled))
 
     def _fitting(self, prompt: list[int]) -> list[int]:
+        if not prompt:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
         check_length(len(prompt), self._loaded.context_tokens)
         return prompt
 

@@ -149,6 +149,8 @@ class PagedRow:
         self._reserved = 0
         self.held = 0
         self.shared = 0
+        self._once_read = 0
+        """Tokens that had been read when it stepped aside: `shared` counts what it never had to read."""
         self._prefix = NO_PREFIX
         self._published = 0
         """Tokens at the beginning that lie in pages offered to others; `_prefix` identifies them."""
@@ -174,6 +176,7 @@ class PagedRow:
     def step_aside(self) -> None:
         """Returns its pages; once it has reserved some again, it reads its prompt and its answer so far."""
         self.close()
+        self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
         self.held = self._published = 0
         self._prefix = NO_PREFIX
@@ -190,7 +193,7 @@ class PagedRow:
                 self._pool.give_back_reservation(1)
             self._add(page)
             self.held += PAGE_TOKENS
-            if self.held <= self._prompt_tokens:
+            if self._once_read < self.held <= self._prompt_tokens:
                 self.shared += PAGE_TOKENS
             self._published, self._prefix = self.held, self.following
             self._look_ahead()
