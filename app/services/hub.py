@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QObject, QTimer, Signal
@@ -14,6 +15,7 @@ from engine.common.config import EngineConfig, KvPrecision
 from engine.common.errors import CancelCheck, EngineError
 
 if TYPE_CHECKING:
+    from engine.checkpoint.connected import Room
     from engine.checkpoint.hub import Candidate, Found
     from engine.checkpoint.model_shape import ModelShape
     from engine.planner.plan_parts import Limits
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from engine.tuning.machine_look import MachineLook
 
 _JUDGE_MS = 60
+_OTHER_ROOM_BYTES = 10**9
+"""So much more or less room on the disk may change what is recommended."""
 FRESH_MS = 30_000
 """A look at the machine, and a plan for each entry of the catalogue, take a second or more of a processor."""
 
@@ -99,6 +103,7 @@ class Hub(QObject):
         self._recommendations: tuple[Recommendation, ...] = ()
         self._opened_last: object = None
         self._device = ""
+        self._download_free: int | None = None
         self._fresh = QTimer(self, singleShot=True, interval=FRESH_MS)
         self._read.connect(self._on_read)
 
@@ -121,12 +126,20 @@ class Hub(QObject):
         if self._fresh.isActive() and device == self._device:
             return
         self._device = device
-        self._looking.ask(lambda: recommended_here(device), self._on_looked)
+        self._looking.ask(partial(recommended_here, device, self._download_free), self._on_looked)
 
     def look_again(self, device: str = "auto") -> None:
         """As `look_at_machine`, also if it has just done so: the catalogue is another."""
         self._fresh.stop()
         self.look_at_machine(device)
+
+    def download_to(self, room: Room) -> None:
+        """Where downloads go from now on; judges by it, and looks again if that may change what is recommended."""
+        before, now = self._download_free, (room.free or 0) if room.is_elsewhere else None
+        self._download_free = now
+        is_other = before != now if before is None or now is None else abs(before - now) > _OTHER_ROOM_BYTES
+        if self._device and is_other:
+            self.look_again(self._device)
 
     def search(self, text: str) -> None:
         """Searches the hub; `found` follows."""
@@ -148,8 +161,8 @@ class Hub(QObject):
 
     def judge(self, shaped: Sequence[Shaped], limits: Limits) -> None:
         """How these would run on this machine; `judged` follows, for the latest question only."""
-        look = self._look
-        if look is not None:
+        if self._look is not None:
+            look = replace(self._look, download_free=self._download_free)
             self._judging.ask(lambda: judge_candidates(tuple(shaped), look, limits), self.judged.emit)
 
     def limits(self, kv_precision: KvPrecision = "auto") -> Limits | None:
@@ -253,11 +266,11 @@ def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limi
     return fit_card(shaped, look, limits)
 
 
-def recommended_here(device: str) -> tuple[MachineLook, tuple[Recommendation, ...]]:
-    """This machine, and what of the catalogue suits it."""
+def recommended_here(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
+    """This machine, and what of the catalogue suits it; `download_free` as in `MachineLook`."""
     from engine.checkpoint.catalogue import read_catalogue
     from engine.tuning.fit import recommend
     from engine.tuning.machine_look import look_at_machine
 
-    look = look_at_machine(device)
+    look = replace(look_at_machine(device), download_free=download_free)
     return look, recommend(read_catalogue(), look, look.limits(EngineConfig("")))

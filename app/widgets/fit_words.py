@@ -88,11 +88,13 @@ def fit_bars(row: FitRow) -> tuple[TierBar, ...]:
     if row.ram is not None:
         bars.append(TierBar(translate("Fit", "RAM"), memory_parts(row.ram), row.ram.total))
     disk = row.disk
-    files = (
-        BarPart(translate("Fit", "download"), disk.download, "disk"),
-        BarPart(translate("Fit", "prepared experts"), disk.bank, "hit"),
-    )
-    bars.append(TierBar(translate("Fit", "Disk"), files, disk.free, 10**9))
+    files = BarPart(translate("Fit", "download"), disk.download, "disk")
+    prepared = BarPart(translate("Fit", "prepared experts"), disk.bank, "hit")
+    if disk.bank_free is None or not disk.bank:
+        bars.append(TierBar(translate("Fit", "Disk"), (files, prepared), disk.free, 10**9))
+    else:
+        bars.append(TierBar(translate("Fit", "Disk"), (files,), disk.free, 10**9))
+        bars.append(TierBar(translate("Fit", "Library"), (prepared,), disk.bank_free, 10**9))
     return tuple(bars)
 
 

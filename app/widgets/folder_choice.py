@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QWidget
 
 from app.services.background import LatestTask
@@ -21,11 +21,18 @@ LONGEST_NAME = 24
 
 
 class FolderChoice(QWidget):
-    """Hidden as long as there is only one folder; what is chosen holds for the next downloads, too."""
+    """Hidden as long as there is only one folder; what is chosen holds for the next downloads, too.
+
+    Signals:
+    room_changed(Room): where downloads go now, whenever the folders were looked at or another one was chosen.
+    """
+
+    room_changed = Signal(object)
 
     def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._settings = settings
+        self._rooms: tuple[Room, ...] = ()
         self._looking = LatestTask(self)
         name = QLabel(self.tr("Download to"), self)
         name.setProperty("role", "secondary")
@@ -47,6 +54,7 @@ class FolderChoice(QWidget):
 
     def show_rooms(self, rooms: tuple[Room, ...]) -> None:
         """Shows these folders; one whose disk is away cannot be chosen."""
+        self._rooms = rooms
         chosen = self._settings.get(FOLDER_KEY, "") or str(models_dir())
         names = [room.folder.name for room in rooms if room.folder != models_dir()]
         self.combo.clear()
@@ -76,6 +84,8 @@ class FolderChoice(QWidget):
         words = str(self.combo.currentData(Qt.ItemDataRole.ToolTipRole) or "")
         self.combo.setToolTip(words)
         self.combo.setAccessibleDescription(words)
+        if 0 <= self.combo.currentIndex() < len(self._rooms):
+            self.room_changed.emit(self._rooms[self.combo.currentIndex()])
 
 
 def _cut(name: str) -> str:

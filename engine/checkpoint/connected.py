@@ -71,11 +71,17 @@ def check_connected(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much a model folder can still take: bytes; None, and why in a sentence, if it is not used now."""
+    """How much a model folder can still take.
+
+    Attributes:
+        free: bytes; None, and `trouble` says why in a sentence, if the folder is not used now.
+        is_elsewhere: whether it is on another disk than the library's own folder.
+    """
 
     folder: Path
     free: int | None
     trouble: str = ""
+    is_elsewhere: bool = False
 
 
 def rooms_of(folders: Sequence[Path], within_s: float = 2.0) -> tuple[Room, ...]:
@@ -86,7 +92,8 @@ def rooms_of(folders: Sequence[Path], within_s: float = 2.0) -> tuple[Room, ...]
         trouble = trouble_with(folder)
         place = next((each for each in (folder, *folder.parents) if each.exists()), folder)  # it may not be made yet
         with contextlib.suppress(OSError):
-            found[folder] = Room(folder, None if trouble else shutil.disk_usage(place).free, trouble)
+            elsewhere = _mount_of(folder) != _mount_of(models_dir())
+            found[folder] = Room(folder, None if trouble else shutil.disk_usage(place).free, trouble, elsewhere)
 
     threads = [threading.Thread(target=look, args=(folder,), daemon=True) for folder in folders]
     for thread in threads:

@@ -45,17 +45,19 @@ _NO_LOSS = ("original", "near")
 
 @dataclass(frozen=True, slots=True)
 class DiskBytes:
-    """What a model takes on the disk of the models folder.
+    """What a model takes on the disk that downloads go to, and on the library's.
 
     Attributes:
         free: before the download; 0 if unknown.
         download: of the files.
         bank: of the experts' records that are prepared from them, where loading writes these.
+        bank_free: of the library's disk, which holds those records; None if downloads go to that disk, too.
     """
 
     free: int
     download: int
     bank: int = 0
+    bank_free: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,8 @@ def _row(
     limits: Limits,
     here: Sequence[LibraryEntry] = (),
 ) -> FitRow:
-    disk = DiskBytes(look.probe.models_disk_free_bytes or 0, candidate.bytes)
+    apart = None if look.download_free is None else look.probe.models_disk_free_bytes or 0
+    disk = DiskBytes(look.free_for_files, candidate.bytes, bank_free=apart)
     row = FitRow(candidate, candidate.bytes, candidate.quality, None, None, disk, 0, None, "too-large", "", "")
     if shape is None:
         why = candidate.problem or "What it is could not be read."
@@ -215,14 +218,28 @@ def _row(
         precision=shape.words(run.precision),
         quality=_left(candidate.quality, run.precision),
     )
-    short = disk.download + disk.bank - disk.free
-    if disk.free and short > 0:
+    return _without_room(row) or _judged(row, run)
+
+
+def _without_room(row: FitRow) -> FitRow | None:
+    """The row that says so if the disk, or one of the two, has too little room."""
+    disk = row.disk
+    here = disk.download + (disk.bank if disk.bank_free is None else 0)
+    if disk.free and (short := here - disk.free) > 0:
+        whose = "The disk of the models" if disk.bank_free is None else "The disk that downloads go to"
         return replace(
             row,
-            why=f"The disk of the models has {about(disk.free)} free: {rounded_up(short)} short.",
+            why=f"{whose} has {about(disk.free)} free: {rounded_up(short)} short.",
             load_anyway=f"The download begins once {rounded_up(short)} more are free, or in a folder on another disk.",
         )
-    return _judged(row, run)
+    if disk.bank_free and (short := disk.bank - disk.bank_free) > 0:
+        return replace(
+            row,
+            why=f"Its experts are prepared on the library's disk, which has {about(disk.bank_free)} free: "
+            f"{rounded_up(short)} short.",
+            load_anyway=f"It loads once {rounded_up(short)} more are free there.",
+        )
+    return None
 
 
 def _too_large(row: FitRow, shape: ModelShape, look: MachineLook, limits: Limits, error: EngineError) -> FitRow:
@@ -295,19 +312,31 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
         context_tokens=limits.context_tokens,
         kv_precision=limits.kv_precision,
     )
-    if installed is not None:
-        plan = plan_here(look, shape, config, limits)
-        if plan.speed.timed_at:
-            told = plan.speed
-            speed = FitSpeed(told.decode_tokens_per_s, told.low, told.high, told.ttft_s, "measured here")
-            return _Run(plan.card, plan.ram, plan.disk_bytes, plan.precision, speed)
+    if installed is not None and (timed := _timed(shape, look, limits, config)) is not None:
+        return timed
     first = shape.precisions[0] if limits.precision == AUTO else limits.precision
     found = _predicted(shape, look, limits, config, first)
     if found.precision != first and look.measurements is not None:  # the rates are those of another precision
         found = _predicted(shape, look, limits, replace(config, precision=found.precision), found.precision)
+    if installed is not None and limits.precision == AUTO:
+        # Tuning may choose a coarser precision than loading does by itself: that one may have answered here.
+        one = found.precision
+        timed = _timed(shape, look, replace(limits, precision=one), replace(config, precision=one))
+        if timed is not None:
+            return timed
     memory = found.memory
     speed = FitSpeed(found.tokens_per_s, found.low, found.high, found.ttft_s, "estimated")
     return _Run(memory.card, memory.ram, memory.disk, found.precision, speed)
+
+
+def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineConfig) -> _Run | None:
+    """What was measured of this model here; None if nothing was, of this device and precision."""
+    plan = plan_here(look, shape, config, limits)
+    if not plan.speed.timed_at:
+        return None
+    told = plan.speed
+    speed = FitSpeed(told.decode_tokens_per_s, told.low, told.high, told.ttft_s, "measured here")
+    return _Run(plan.card, plan.ram, plan.disk_bytes, plan.precision, speed)
 
 
 def _predicted(
@@ -435,7 +464,7 @@ def _best_of(entry: CatalogueEntry, look: MachineLook, limits: Limits) -> tuple[
 
     The smallest of good quality; a better one where that leaves speed to spare.
     """
-    free = look.probe.models_disk_free_bytes
+    free = look.free_for_files
     usual = [file for file in entry.files if QUALITIES.index(file.quality) <= QUALITIES.index("good")]
     taken: tuple[Recommendation, bool] | None = None
     for file in sorted(usual, key=lambda file: file.bytes):

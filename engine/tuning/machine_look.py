@@ -39,6 +39,8 @@ class MachineLook:
         profile: the numbers that plans are made with.
         changed: what is another than when it was last measured or tuned, in sentences.
         others: share of the processor that other programs use now, in tenths.
+        download_free: bytes free where downloads go, if that is another disk than the library's: 0 if unknown, None if
+            it is the library's.
     """
 
     probe: Probe
@@ -47,6 +49,12 @@ class MachineLook:
     profile: HardwareProfile
     changed: tuple[str, ...] = ()
     others: float = 0.0
+    download_free: int | None = None
+
+    @property
+    def free_for_files(self) -> int:
+        """Bytes free on the disk that downloads go to; 0 if unknown."""
+        return (self.probe.models_disk_free_bytes or 0) if self.download_free is None else self.download_free
 
     def is_another_situation(self, other: MachineLook) -> bool:
         """Whether a plan made with `other` may be wrong now: other hardware, numbers, or much other memory in use."""

@@ -434,7 +434,7 @@ def _first_run(stage: Stage) -> None:
     services = stage.services
     found = made.look(made.gpu()), model_parts.RECOMMENDATIONS
     with (
-        patch.object(hub, "recommended_here", lambda _device: found),
+        patch.object(hub, "recommended_here", lambda _device, _free: found),
         patch.object(library, "_look_around", lambda _: Listing(())),
     ):
         services.model_start.starter_missing.emit()
@@ -464,7 +464,7 @@ def _show_downloads(stage: Stage, *found: Download) -> None:
 
 
 def _models_empty(stage: Stage) -> None:
-    with patch.object(hub, "recommended_here", lambda _device: (made.look(made.gpu()), ())):
+    with patch.object(hub, "recommended_here", lambda _device, _free: (made.look(made.gpu()), ())):
         stage.window.show_page(MODELS)
         stage.until(lambda: stage.services.hub.look is not None and stage.services.library.was_listed)
 
@@ -482,7 +482,7 @@ def _models(stage: Stage, downloads: int = 0) -> ModelsPage:
     with (
         patch.object(library, "_look_around", lambda _: Listing(models)),
         patch.object(folder_choice, "_rooms", lambda: parts.rooms() if downloads else parts.rooms()[:1]),
-        patch.object(hub, "recommended_here", lambda _device: (made.look(made.gpu()), parts.RECOMMENDATIONS)),
+        patch.object(hub, "recommended_here", lambda _device, _free: (made.look(made.gpu()), parts.RECOMMENDATIONS)),
         patch.object(services.speeds, "ask"),
     ):
         page = stage.window.page(MODELS)

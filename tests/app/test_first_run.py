@@ -96,7 +96,7 @@ def page(
 ) -> Iterator[FirstRunPage]:
     """Shown on a made-up machine; the three recommendations are there."""
     look = made.look(made.gpu())
-    monkeypatch.setattr(hub_module, "recommended_here", lambda _device: (look, RECOMMENDATIONS))
+    monkeypatch.setattr(hub_module, "recommended_here", lambda _device, _free: (look, RECOMMENDATIONS))
     monkeypatch.setattr(library_module, "_look_around", lambda _cancelled: Listing(FOUND))
     hub, library, starter = Hub(), Library(), StarterDownload(command=["/no/such/program"])
     result = FirstRunPage(engine, hub, downloads, library, starter, settings)  # type: ignore[arg-type]
@@ -238,8 +238,8 @@ def test_the_other_ways(page: FirstRunPage, settings: Settings) -> None:
 
 def test_the_machine_in_plain_words(page: FirstRunPage) -> None:
     with_card, without = made.look(made.gpu()), made.look()
-    assert "NVIDIA GeForce RTX 4060" in parts_words(with_card.probe)
-    assert all(words in parts_words(without.probe) for words in ("32.0 GB", "8 cores", "440 GB"))
+    assert "NVIDIA GeForce RTX 4060" in parts_words(with_card)
+    assert all(words in parts_words(without) for words in ("32.0 GB", "8 cores", "440 GB"))
     said = {meaning_words(look) for look in (with_card, without, replace(with_card, device=""))}
     assert len(said) == 3
     assert "27.9 GB" in meaning_words(with_card)

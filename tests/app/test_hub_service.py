@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from pytestqt.qtbot import QtBot
@@ -11,11 +13,16 @@ from pytestqt.qtbot import QtBot
 import app.services.hub as hub_service
 import engine.checkpoint.hub as engine_hub
 from app.services.hub import Hub, RepositoryAnswer, SearchAnswer
+from engine.checkpoint.connected import Room
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.http import HubError, HubReason
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.planner.plan_parts import Limits
+from engine.tuning.fit import FitCard
+from engine.tuning.machine_look import MachineLook
 from tests.app import model_parts as parts
+from tests.app import tuning_results as made
 
 
 @pytest.fixture
@@ -67,6 +74,36 @@ def test_trouble_says_whether_it_is_the_network(
     for answer in (found.args[0], opened.args[0]):
         trouble = answer.trouble
         assert (trouble.sentence, trouble.is_network, trouble.needs_token) == ("It cannot be.", network, token)
+
+
+def test_what_is_judged_and_recommended_goes_by_the_disk_of_the_downloads(
+    hub: Hub, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+    judged: list[int | None] = []
+
+    def recommended(_device: str, free: int | None) -> tuple[MachineLook, tuple[()]]:
+        asked.append(free)
+        return replace(made.look(made.gpu()), download_free=free), ()
+
+    def judge(_shaped: object, look: MachineLook, _limits: Limits) -> FitCard:
+        judged.append(look.download_free)
+        return FitCard((), None, "")
+
+    monkeypatch.setattr(hub_service, "recommended_here", recommended)
+    monkeypatch.setattr(hub_service, "judge_candidates", judge)
+    with qtbot.waitSignal(hub.looked):
+        hub.look_at_machine()
+    usb = Room(Path("/media/usb"), 900 * parts.GB, is_elsewhere=True)
+    with qtbot.waitSignal(hub.looked):
+        hub.download_to(usb)
+    hub.download_to(replace(usb, free=900 * parts.GB - 1))  # hardly another: no second look
+    with qtbot.waitSignal(hub.judged):
+        hub.judge((), Limits())
+    with qtbot.waitSignal(hub.looked):
+        hub.download_to(Room(Path("/models"), 50 * parts.GB))
+    assert asked == [None, 900 * parts.GB, None]
+    assert judged == [900 * parts.GB - 1]
 
 
 def test_candidates_arrive_one_by_one_and_only_of_the_last_repository(

@@ -22,6 +22,7 @@ from app.services.settings import Settings
 from app.views.models import ModelsPage
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.phrases import ended_words, used_words, work_words
+from app.widgets.fit_words import fit_bars
 from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.connected import Room
 from engine.checkpoint.downloads.queue import Download, DownloadState
@@ -31,7 +32,7 @@ from engine.checkpoint.shelves import model_folders
 from engine.common.config import KvPrecision
 from engine.common.paths import models_dir
 from engine.planner.plan_parts import Limits
-from engine.tuning.fit import FitCard
+from engine.tuning.fit import DiskBytes, FitCard
 from tests.app import model_parts as parts
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine
@@ -670,6 +671,25 @@ def test_of_several_folders_one_is_chosen_and_remembered(scene: Scene, settings:
     choice.combo.setCurrentIndex(0)
     choice.combo.activated.emit(0)
     assert settings.get(FOLDER_KEY, "-") == ""
+
+
+def test_the_fit_card_follows_the_folder_that_is_chosen(scene: Scene) -> None:
+    scene.hub.show()
+    usb = Room(Path("/media/usb/models"), 900 * parts.GB, is_elsewhere=True)
+    choice = scene.page.folder
+    choice.show_rooms((Room(models_dir(), 50 * parts.GB), usb))
+    scene.hub.calls.judge.reset_mock()
+    choice.combo.setCurrentIndex(1)
+    choice.combo.activated.emit(1)
+    scene.hub.calls.download_to.assert_called_with(usb)
+    scene.hub.calls.judge.assert_called_once()
+
+
+def test_a_disk_for_files_and_one_for_prepared_experts_have_a_bar_each() -> None:
+    row = parts.fit_card(parts.shaped(), made.look(made.gpu()), Limits()).rows[0]
+    files, prepared = fit_bars(replace(row, disk=DiskBytes(900, 60, 40, 500)))[-2:]
+    assert (files.used, files.total, prepared.used, prepared.total) == (60, 900, 40, 500)
+    assert fit_bars(replace(row, disk=DiskBytes(900, 60, 40)))[-1].used == 100
 
 
 def test_a_model_in_two_stores_says_so_and_which_copy_goes(scene: Scene) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,7 @@ def test_what_was_timed_is_the_figure_of_its_settings(monkeypatch: pytest.Monkey
     rate = 1.2 * modelled.speed.decode_tokens_per_s
     result = as_timed(modelled, rate, modelled.engine_config("olmoe-1b-7b"))
     monkeypatch.setattr(machine_look, "_mark", lambda _model: "olmoe")
+    monkeypatch.setattr(machine_look, "resolve", Path)  # as if it were here, and had never answered
     monkeypatch.setattr(machine_look, "results_here", lambda *_: (result,))
     timed = planned(monkeypatch)
     assert (timed.precision, timed.policy, timed.threads) == (modelled.precision, modelled.policy, modelled.threads)

@@ -114,6 +114,7 @@ def test_a_disk_that_takes_long_stops_nobody_and_the_last_choice_is_written(
     assert json.loads(settings.path.read_text())["theme"] == "light"
 
 
+@pytest.mark.usefixtures("qapp")
 def test_an_own_path(tmp_path: Path) -> None:
     ours = Settings(tmp_path / "elsewhere.json")
     ours.set("anything", {"a": 1})

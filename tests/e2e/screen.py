@@ -66,6 +66,7 @@ class Screen:
 
     def keep_picture(self, path: Path, width: int, height: int) -> None:
         """Writes the upper left part of the screen as a PNG."""
+        path.parent.mkdir(parents=True, exist_ok=True)  # else nothing is kept, and nothing said
         command = [sys.executable, "-c", SHUTTER, str(path.parent), str(width), str(height)]
         subprocess.run(
             command, env=self.variables, input=path.stem.encode(), check=True, timeout=60, capture_output=True

@@ -17,8 +17,9 @@ from engine.checkpoint.names import resolve
 from engine.checkpoint.usage import note_use
 from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
+from engine.formats import AUTO
 from engine.hardware.measured import machine_profile
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import Limits, Plan
 from engine.tuning import fit
 from engine.tuning.fit import (
     FAST_TOKENS_PER_S,
@@ -206,6 +207,46 @@ def test_what_its_last_answers_took_is_said_of_the_same_files() -> None:
     assert speed(Limits(ram_bytes=2**33))[0] == "estimated"  # what it had then is not known
     note_use(resolve(str(folder)), "cuda:0, int8", 99.0, 100)
     assert speed(Limits()) == ("estimated", pytest.approx(predicted))
+
+
+def test_an_answer_counts_in_the_precision_that_loading_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tuning would choose a coarser one, which nobody has tried."""
+    made = make_synthetic("synthetic:qwen3-moe-tiny?layers=2")
+    shape, asked = find_shape(str(made)), Limits()
+    loaded = fit._run(shape, look(), asked, None).precision
+    coarser = next(one for one in shape.precisions if one != loaded)
+    plans: list[str] = []
+
+    def plan_in(where: MachineLook, of: ModelShape, config: EngineConfig, limits: Limits) -> Plan:
+        plans.append(limits.precision)
+        wanted = coarser if limits.precision == AUTO else limits.precision
+        return plan_here(where, of, replace(config, precision=wanted), replace(limits, precision=wanted))
+
+    monkeypatch.setattr(fit, "plan_here", plan_in)
+    note_use(made, f"cpu, {loaded}", 30.0, 100)
+    run = fit._run(shape, look(), asked, made)
+    assert (run.precision, run.speed.timing, run.speed.decode) == (loaded, "measured here", 30.0)
+    assert plans == [AUTO, loaded]
+
+
+def test_downloads_take_room_where_they_go() -> None:
+    found = quantised(QWEN, "Q4_K_M", 4.85)
+    here = look(ram=64, free=2 * GIB)
+    assert "The disk of the models has" in row(found, here).why
+    other = replace(here, download_free=900 * GIB)
+    fits = row(found, other)
+    assert (fits.disk.free, fits.disk.bank_free) == (900 * GIB, 2 * GIB)
+    assert fits.verdict != "too-large"
+    short = row(found, replace(here, download_free=3 * GIB))
+    assert short.verdict == "too-large"
+    assert short.why.startswith("The disk that downloads go to has 3.2 GB free")
+    unknown = row(found, replace(here, download_free=0))  # it does not answer
+    assert unknown.verdict != "too-large"
+    from_disk = row(found, replace(look(free=2 * GIB), download_free=900 * GIB))
+    assert from_disk.from_disk
+    assert "prepared on the library's disk" in from_disk.why
+    catalogue = read_catalogue()
+    assert len(recommend(catalogue, other, Limits())) > len(recommend(catalogue, here, Limits()))
 
 
 def test_the_models_of_this_pc_are_looked_for_once_per_card(monkeypatch: pytest.MonkeyPatch) -> None:

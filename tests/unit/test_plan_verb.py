@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.checkpoint.usage import note_use
 from engine.cli import main
 from engine.common.config import EngineConfig
 from engine.tuning.messages import StartTuning
@@ -41,6 +42,23 @@ def test_fit_says_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["fits"] is False
     assert "int4" in document["why"]
     assert "GB of RAM" in document["why"]
+
+
+def test_fit_says_where_its_speed_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model()
+
+    def said(*more: str) -> str:
+        assert main(["models", "fit", str(model), "--device", "cpu", *more]) == 0
+        return capsys.readouterr().out
+
+    assert "Estimated: this model has not answered here yet." in said()
+    note_use(model, "cpu, bf16", 30.0, 100)
+    assert "in bf16 on cpu, at 30 tokens/s, measured here" in said("--precision", "int4")
+    measured = said("--precision", "bf16")
+    assert "about 30 tokens/s" in measured
+    assert "Measured here, with real tokens" in measured
+    assert "stimated" not in measured
+    assert "stimated" not in said("--hardware", "desktop-no-gpu-64gb")  # another machine: all of it is
 
 
 @pytest.mark.parametrize("wrong", [["--workload", "nothing"], ["--hardware", "toaster"], ["--ram", "8"]])

@@ -154,6 +154,7 @@ class FirstRunPage(Page):
     def _connect(self) -> None:
         self._client.model_loaded.connect(self._end)
         self._hub.looked.connect(self._show_machine)
+        self.folder.room_changed.connect(self._hub.download_to)
         self._library.listed.connect(self._on_listed)
         self._downloads.changed.connect(self._show_models)
         self._downloads.finished.connect(self._on_finished)
@@ -199,7 +200,7 @@ class FirstRunPage(Page):
     def _show_machine(self) -> None:
         look = self._hub.look
         if look is not None:
-            self._parts.setText(parts_words(look.probe))
+            self._parts.setText(parts_words(look))
             self._meaning.setText(meaning_words(look))
         self._show_models()
 

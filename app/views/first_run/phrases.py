@@ -5,15 +5,14 @@ from __future__ import annotations
 from PySide6.QtCore import QCoreApplication
 
 from app.widgets.quantities import count, file_size, memory
-from engine.hardware.probe import Probe
 from engine.tuning.machine_look import MachineLook
 
 translate = QCoreApplication.translate
 
 
-def parts_words(probe: Probe) -> str:
+def parts_words(look: MachineLook) -> str:
     """The parts that matter, a line each."""
-    lines = []
+    lines, probe = [], look.probe
     gpu = probe.compute_gpu
     if gpu is not None:
         has = translate("FirstRun", "{0} with {1}")
@@ -21,8 +20,8 @@ def parts_words(probe: Probe) -> str:
     cores = probe.physical_cores or probe.usable_cpus
     counted = translate("FirstRun", "1 core") if cores == 1 else translate("FirstRun", "{0} cores").format(count(cores))
     lines.append(translate("FirstRun", "{0} of RAM, {1}").format(memory(probe.ram_bytes), counted))
-    if probe.models_disk_free_bytes is not None:
-        free = file_size(probe.models_disk_free_bytes)
+    if look.free_for_files:
+        free = file_size(look.free_for_files)
         lines.append(translate("FirstRun", "{0} free on the disk for models").format(free))
     return "\n".join(lines)
 

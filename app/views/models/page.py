@@ -44,6 +44,7 @@ from app.widgets.recommendations import RecommendationList
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.toast import Toast
 from app.widgets.token_dialog import TokenDialog, ask_token_of
+from engine.checkpoint.connected import Room
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry
@@ -258,6 +259,10 @@ class ModelsPage(Page):
         if is_first:
             self._scroll_to_search()
 
+    def _on_room(self, room: Room) -> None:
+        self._hub.download_to(room)
+        self._judge()
+
     def _on_looked(self) -> None:
         if self._hub.look is not None:
             self.search.fit.show_machine(self._hub.look)
@@ -393,6 +398,7 @@ class ModelsPage(Page):
         self.downloads.move_wanted.connect(downloads.move)
         self.downloads.limit_wanted.connect(downloads.set_limit)
         self.downloads.token_wanted.connect(lambda download: ask_token_of(download, downloads, self))
+        self.folder.room_changed.connect(self._on_room)
         hub.looked.connect(self._on_looked)
         hub.found.connect(self.search.show_found)
         hub.opened.connect(self._on_opened)

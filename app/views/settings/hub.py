@@ -40,7 +40,7 @@ class HubCard(SettingsCard):
         self.address.setFixedWidth(FIELD_WIDTH_PX)
         self.address.setPlaceholderText("https://huggingface.co")
         self.address.editingFinished.connect(self._set_address)
-        words = self.tr("Asked instead of Hugging Face, by the command line too; empty for none.")
+        words = self.tr("Asked instead of Hugging Face, also on the command line.")
         if theirs := mirror_of_environment():
             self.address.setEnabled(False)
             words = self.tr("HF_ENDPOINT in the environment names {0}, which is used.").format(theirs)

@@ -52,7 +52,8 @@ def _fit(args: argparse.Namespace) -> int:
         document |= {"fits": False, "why": error.message}
         emit(document, as_json=args.json, human=f"No. {error.message}")
         return 2
-    speed = plan.speed
+    speed, answered = plan.speed, None if args.hardware else _last_answers(args.model)
+    origin = "" if args.hardware else _estimate_text(answered)
     document |= {
         "fits": True,
         "why": plan.bottleneck,
@@ -62,6 +63,7 @@ def _fit(args: argparse.Namespace) -> int:
         "low": speed.low,
         "high": speed.high,
         "timing": timing_text(speed),
+        "answered": answered,
         "ttft_s": speed.ttft_s,
         "card_bytes": plan.card.held if plan.card is not None else 0,
         "ram_bytes": plan.ram.held,
@@ -74,11 +76,35 @@ def _fit(args: argparse.Namespace) -> int:
         human=lambda: (
             f"Yes: about {speed.decode_tokens_per_s:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g}), "
             f"{plan.words(plan.precision)}, first token after {speed.ttft_s:.2g} s.\n"
-            + "".join(f"{line}\n" for line in [timing_text(speed)] if line)
+            + "".join(f"{line}\n" for line in [timing_text(speed) or origin] if line)
             + f"{plan.bottleneck}\n{plan.what_helps}"
         ),
     )
     return 0
+
+
+def _last_answers(model: str) -> dict[str, Any] | None:
+    """How a model that is on this machine last answered; None if it did not."""
+    from engine.checkpoint.names import resolve
+    from engine.checkpoint.usage import read_usage
+
+    try:
+        usage = read_usage(resolve(model))
+    except EngineError:  # it is not here, only known
+        return None
+    device, _, precision = usage.how.rpartition(", ")
+    rate = usage.measured_tokens_per_s
+    return None if rate is None else {"device": device, "precision": precision, "tokens_per_s": rate}
+
+
+def _estimate_text(answered: dict[str, Any] | None) -> str:
+    """That a speed is a prediction, and what was measured in another way than the one that it is for."""
+    if answered is None:
+        return "Estimated: this model has not answered here yet."
+    return (
+        f"Estimated: this model has not answered here in this way. Its last answers came in {answered['precision']} on "
+        f"{answered['device']}, at {answered['tokens_per_s']:.3g} tokens/s, measured here."
+    )
 
 
 def _fit_of_hub(args: argparse.Namespace) -> int:
