@@ -68,8 +68,8 @@ class _Anthropic:
         if not isinstance(body.get("max_tokens"), int):
             raise BadRequestError("has no max_tokens")
         if body.get("stream"):
-            return server_sent(await opened(request, self._stream(name, ask, uses)))
-        answer = await while_connected(request, self._whole(name, ask, uses))
+            return server_sent(await opened(request, self._stream(name, ask)))
+        answer = await while_connected(request, self._whole(name, ask))
         return JSONResponse(answer.message())
 
     async def count_tokens(self, request: Request) -> Response:
@@ -102,14 +102,14 @@ class _Anthropic:
         )
         return name, asked
 
-    async def _whole(self, name: str, ask: Ask, uses: ToolUse) -> _Answer:
-        answer = _Answer(name, uses)
+    async def _whole(self, name: str, ask: Ask) -> _Answer:
+        answer = _Answer(name, ask)
         async for event in self._service.events(ask):
             answer.take(event)
         return answer
 
-    async def _stream(self, name: str, ask: Ask, uses: ToolUse) -> Lines:
-        answer, has_begun = _Answer(name, uses), False
+    async def _stream(self, name: str, ask: Ask) -> Lines:
+        answer, has_begun = _Answer(name, ask), False
         try:
             async for event in self._service.events(ask):
                 for line in answer.take(event):
@@ -124,8 +124,8 @@ class _Anthropic:
 class _Answer:
     """One answer: its blocks so far, and what to send for each event."""
 
-    def __init__(self, name: str, uses: ToolUse) -> None:
-        self._uses, self._reader = uses, ReplyReader((), thinks=False, is_call=False)
+    def __init__(self, name: str, ask: Ask) -> None:
+        self._ask, self._reader = ask, ReplyReader((), thinks=False, is_call=False)
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
@@ -140,16 +140,15 @@ class _Answer:
         return {
             **self._head,
             "content": self._blocks,
-            "stop_reason": self._stop,
-            "stop_sequence": None,
+            **self._stop,
             "usage": self._usage(self._ended),
         }
 
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """What a stream says of an event."""
         if isinstance(event, Began):
-            is_call = self._uses.constraint is not None
-            self._reader = ReplyReader(self._uses.tools, thinks=event.thinks, is_call=is_call)
+            is_call = self._ask.constraint is not None
+            self._reader = ReplyReader(self._ask.tools, thinks=event.thinks, is_call=is_call)
             begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
             return [{"type": "message_start", "message": {**begun, "usage": usage}}]
@@ -157,17 +156,21 @@ class _Answer:
             return self._lines(self._reader.feed(event.text))
         self._ended = event
         lines = [*self._lines(self._reader.end()), *self._closed()]
-        delta = {"stop_reason": self._stop, "stop_sequence": None}
         return [
             *lines,
-            {"type": "message_delta", "delta": delta, "usage": {"output_tokens": event.generated_tokens}},
+            {"type": "message_delta", "delta": self._stop, "usage": self._usage(event)},
             {"type": "message_stop"},
         ]
 
     @property
-    def _stop(self) -> str:
-        called = any(block["type"] == "tool_use" for block in self._blocks)
-        return "tool_use" if called else _STOPS[self._ended.reason]
+    def _stop(self) -> dict[str, str | None]:
+        ended = self._ended
+        reason = _STOPS[ended.reason]
+        if ended.reason == "stop_string" and ended.stopped_by not in self._ask.sampling.get("stop", ()):
+            reason = "end_turn"  # what ends every turn of this model
+        if any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": ended.stopped_by if reason == "stop_sequence" else None}
 
     def _usage(self, ended: Ended) -> dict[str, int]:
         return {

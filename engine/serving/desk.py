@@ -79,12 +79,16 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The answer is complete.  `reused_tokens` of the prompt did not have to be read."""
+    """The answer is complete.
+
+    `reused_tokens` of the prompt did not have to be read; `stopped_by` is the stop string that ended it, if one did.
+    """
 
     reason: FinishReason
     prompt_tokens: int
     generated_tokens: int
     reused_tokens: int
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,8 +379,8 @@ class Desk:
         if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
             ticket.tell(_closing())
             return
-        ended = Ended(answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, answer.shared_tokens)
-        ticket.tell(ended)
+        lengths = answer.prompt_tokens, answer.generated_tokens, answer.shared_tokens
+        ticket.tell(Ended(answer.finish_reason, *lengths, answer.stopped_by))
 
 
 def _closing() -> Refused:

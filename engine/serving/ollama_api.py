@@ -230,9 +230,11 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _own_calls(messages: Any) -> Any:
-    """Ollama's results of tools name the tool instead of the call."""
+    """Ollama's results of tools name the tool instead of the call, and its pictures stand beside the text."""
     if not isinstance(messages, list):
         return messages
+    if any(isinstance(entry, Mapping) and entry.get("images") for entry in messages):
+        raise BadRequestError("has a picture; this program answers texts only")
     return [
         {**entry, "tool_call_id": entry.get("tool_call_id") or entry.get("tool_name")}
         if isinstance(entry, Mapping) and entry.get("role") == "tool"

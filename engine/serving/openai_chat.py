@@ -229,6 +229,7 @@ class _Answer:
         self._thought: list[str] = []
         self._calls: list[ToolCall] = []
         self._chances: list[NamedChances] = []
+        self._named_characters = 0
         self.ended = Ended("stop", 0, 0, 0)
 
     def take(self, event: Progress) -> list[dict[str, Any]]:
@@ -240,9 +241,10 @@ class _Answer:
             self._chances += event.chances
             parts: list[Part] = self._reader.feed(event.text) if self._reader else [Spoken(event.text)]
             deltas = self._deltas(parts)
-            if event.chances and self._wanted.is_chat:
-                deltas = deltas or [_delta({"content": ""})]
-                deltas[0]["logprobs"] = {"content": [_logprob(each) for each in event.chances], "refusal": None}
+            if event.chances:
+                deltas = deltas or [_delta({"content": ""}) if self._wanted.is_chat else _text_delta("")]
+                deltas[0]["logprobs"] = self._logprobs(list(event.chances), self._named_characters)
+                self._named_characters += sum(len(each.text) for each in event.chances)
             return deltas
         self.ended = event
         deltas = self._deltas(self._reader.end() if self._reader else [])
@@ -252,13 +254,10 @@ class _Answer:
     def choice(self, index: int) -> dict[str, Any]:
         """The answer, whole."""
         said = "".join(self._said)
-        chosen: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": self._reason}
+        logprobs = self._logprobs(self._chances, 0) if self._chances else None
+        chosen: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": self._reason}
         if not self._wanted.is_chat:
-            if self._chances:
-                chosen["logprobs"] = _completion_logprobs(self._chances)
             return {**chosen, "text": said}
-        if self._chances:
-            chosen["logprobs"] = {"content": [_logprob(each) for each in self._chances], "refusal": None}
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         if self._thought:
             message["reasoning_content"] = "".join(self._thought)
@@ -266,6 +265,11 @@ class _Answer:
             message["content"] = said.strip() or None
             message["tool_calls"] = [_call(call) for call in self._calls]
         return {**chosen, "message": message}
+
+    def _logprobs(self, chances: list[NamedChances], before: int) -> dict[str, Any]:
+        if self._wanted.is_chat:
+            return {"content": [_logprob(each) for each in chances], "refusal": None}
+        return _completion_logprobs(chances, before)
 
     @property
     def _reason(self) -> str:
@@ -307,8 +311,8 @@ def _logprob(chances: NamedChances) -> dict[str, Any]:
     return {**entry(chances.text, chances.logprob), "top_logprobs": likeliest}
 
 
-def _completion_logprobs(chances: list[NamedChances]) -> dict[str, Any]:
-    offsets, at = [], 0
+def _completion_logprobs(chances: list[NamedChances], at: int) -> dict[str, Any]:
+    offsets = []
     for each in chances:
         offsets.append(at)
         at += len(each.text)

@@ -32,6 +32,8 @@ MOST_CONNECTIONS = 512
 SLOWEST_HEAD_S = 15.0
 """A connection that has sent no complete request head for so long is cut."""
 LEAST_KEY_CHARACTERS = 8
+IDLE_S = 20
+"""A connection that sends nothing after an answer is closed then."""
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -129,7 +131,9 @@ class _Guard:
             return
         allowed = {"access-control-allow-origin": origin, "vary": "origin"}
         if scope["method"] == "OPTIONS":
-            allowed |= {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": "*"}
+            # `*` stands for all headers but this one.
+            headers_allowed = "Authorization, *"
+            allowed |= {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": headers_allowed}
             await Response(status_code=204, headers=allowed)(scope, receive, send)
             return
 
@@ -151,8 +155,9 @@ class _Guard:
         if origin is not None and origin not in address.origins and _name_in(origin.split("://")[-1]) != host:
             return _with_status(shape, 403, "Web pages may not use this server: name them with --origin.")
         if address.key and scope["method"] != "OPTIONS":
-            given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ").strip()
-            if not hmac.compare_digest(given.encode("utf-8", "replace"), address.key.encode()):
+            scheme, _, token = headers.get("authorization", "").strip().partition(" ")
+            given = (headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
+            if not any(hmac.compare_digest(each.encode("utf-8", "replace"), address.key.encode()) for each in given):
                 return _with_status(shape, 401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
         return None
 
@@ -171,12 +176,20 @@ def _name_in(host: str) -> str:
 
 
 class _TimelyProtocol(H11Protocol):
-    """Cuts connections whose request does not begin in time."""
+    """Cuts connections whose request does not begin in time, be it the first or a later one."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._has_begun = False
-        self._head_timer = self.loop.call_later(SLOWEST_HEAD_S, self._cut_if_silent)
+        self._await_head(SLOWEST_HEAD_S)
+
+    def on_response_complete(self) -> None:
+        self._head_timer.cancel()
+        self._await_head(IDLE_S + SLOWEST_HEAD_S)
+        super().on_response_complete()
+
+    def _await_head(self, seconds: float) -> None:
+        self._answered = self.cycle
+        self._head_timer = self.loop.call_later(seconds, self._cut_if_silent)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
@@ -184,12 +197,8 @@ class _TimelyProtocol(H11Protocol):
 
     def _cut_if_silent(self) -> None:
         transport: Any = self.transport
-        if not self._has_begun and not transport.is_closing():
+        if self.cycle is self._answered and not transport.is_closing():
             transport.abort()
-
-    def handle_events(self) -> None:
-        super().handle_events()
-        self._has_begun = self._has_begun or bool(self.cycle)
 
 
 class Server:
@@ -216,7 +225,7 @@ class Server:
             log_config=None,
             access_log=False,
             limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=20,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=2,
             server_header=False,
         )

@@ -56,17 +56,35 @@ def tool_use(tools: list[Tool], choice: str, named: str = "") -> ToolUse:
     callable_ones = [tool for tool in tools if choice != "named" or tool.name == named]
     if not callable_ones:
         raise BadRequestError(f"requires a call of {named[:40]!r}, which is not among its tools")
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.name}, "arguments": json.loads(tool.parameters)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in callable_ones
-    ]
-    schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if len(callable_ones) == 1:
+        schema = _call_schema(callable_ones[0], "#")
+    else:
+        schema = {"anyOf": [_call_schema(tool, f"#/anyOf/{place}") for place, tool in enumerate(callable_ones)]}
     return ToolUse(tuple(tools), Constraint(schema=json.dumps(schema)))
+
+
+def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
+    """What a call of the tool looks like; this stands at `place` of the whole schema."""
+    parameters = _moved(json.loads(tool.parameters), f"{place}/properties/arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose references to its own parts are still right once it stands at `place` of another."""
+    if isinstance(schema, list):
+        return [_moved(entry, place) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(entry, place) for name, entry in schema.items()}
+    reference = moved.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
 
 
 def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> ToolUse:

@@ -281,6 +281,52 @@ def test_what_is_refused_before_the_first_token_has_a_status(running: Running) -
     assert running.post("/v1/messages", choice).status_code == 400
 
 
+def test_anthropics_clients_learn_which_sequence_ended_the_answer(running: Running) -> None:
+    asked = {"messages": HELLO, "max_tokens": 40, "temperature": 0}
+    text = running.post("/v1/messages", asked).json()["content"][0]["text"]
+    asked["stop_sequences"] = ["never said", text[5]]
+    whole = running.post("/v1/messages", asked).json()
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", text[5])
+    lines = running.post("/v1/messages", {**asked, "stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert events[-2]["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": text[5]}
+    read = ("input_tokens", "cache_read_input_tokens")
+    assert sum(events[-2]["usage"][name] for name in read) == sum(whole["usage"][name] for name in read)
+
+
+@pytest.mark.parametrize("tools", [1, 2])
+def test_required_tools_may_refer_to_parts_of_their_own_schema(running: Running, tools: int) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"$ref": "#/$defs/City"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+    }
+    offered = [
+        {"type": "function", "function": {"name": f"weather{number}", "parameters": parameters}}
+        for number in range(tools)
+    ]
+    answer = running.chat(max_tokens=200, temperature=0, tools=offered, tool_choice="required")
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
+
+
+def test_streamed_completions_say_how_likely_their_tokens_were(running: Running) -> None:
+    asked = {"prompt": "One", "max_tokens": 6, "temperature": 0, "logprobs": 1}
+    whole = running.post("/v1/completions", asked).json()["choices"][0]["logprobs"]
+    lines = running.post("/v1/completions", {**asked, "stream": True}).text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    for name in ("tokens", "text_offset"):
+        assert [each for part in parts for each in part[name]] == whole[name]
+
+
+def test_pictures_for_ollama_are_refused(running: Running) -> None:
+    answer = running.post("/api/chat", {"messages": [{**HELLO[0], "images": ["aGk="]}], "stream": False})
+    assert (answer.status_code, "picture" in answer.text) == (400, True)
+
+
 def test_unknown_fields_are_ignored_and_unknown_paths_are_named(running: Running) -> None:
     assert running.chat(user="me", service_tier="x", what=1).status_code == 200
     assert httpx2.get(f"{running.url}/v1/nothing").status_code == 404
@@ -347,6 +393,19 @@ def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) 
             assert caller.recv(1) == b""
 
 
+def test_a_later_request_must_arrive_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(server_module, "IDLE_S", 1)
+    with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
+        caller.settimeout(10)
+        caller.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert caller.recv(1000)
+        caller.sendall(b"GET /api/ver")
+        with contextlib.suppress(ConnectionError):
+            while caller.recv(1000):
+                pass
+
+
 def test_who_may_ask() -> None:
     with serving(Address(port=0, key="secret key", origins=("http://page.example",))) as running:
         url, key = f"{running.url}/v1/models", {"authorization": "Bearer secret key"}
@@ -359,6 +418,11 @@ def test_who_may_ask() -> None:
         assert allowed.headers["access-control-allow-origin"] == "http://page.example"
         asked = httpx2.options(url, headers={"origin": "http://page.example"})
         assert asked.status_code == 204
+        # A browser lets scripts send a key only if its header is named.
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        assert httpx2.get(url, headers={"authorization": "bearer  secret key"}).status_code == 200
+        assert httpx2.get(url, headers={**key, "x-api-key": "any"}).status_code == 200
+        assert httpx2.get(url, headers={"authorization": "secret key"}).status_code == 401
 
 
 @pytest.mark.parametrize(

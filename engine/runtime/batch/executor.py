@@ -302,6 +302,7 @@ class OneByOne:
             result.generated_tokens,
             result.token_ids,
             result.reused_tokens,
+            stopped_by=result.stopped_by,
         )
 
 

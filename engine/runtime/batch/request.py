@@ -53,6 +53,7 @@ class BatchAnswer:
         prompt_tokens, generated_tokens: lengths; `token_ids` are the generated ones, including an end token.
         shared_tokens: prompt tokens reused from rows with the same prefix.
         error: why the row could not be answered; `None` if it was.
+        stopped_by: the stop string that ended it; empty if none did.
     """
 
     row: int
@@ -63,6 +64,7 @@ class BatchAnswer:
     token_ids: tuple[int, ...] = ()
     shared_tokens: int = 0
     error: EngineError | None = None
+    stopped_by: str = ""
 
 
 class BatchOutcome(Enum):

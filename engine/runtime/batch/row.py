@@ -222,7 +222,15 @@ class PagedRow:
         """The row's outcome."""
         ids = self.sequence.ids
         return BatchAnswer(
-            self.request.row, self.sequence.text, reason, self._prompt_tokens, len(ids), tuple(ids), self.shared, error
+            self.request.row,
+            self.sequence.text,
+            reason,
+            self._prompt_tokens,
+            len(ids),
+            tuple(ids),
+            self.shared,
+            error,
+            self.sequence.stopped_by,
         )
 
     def close(self) -> None:

@@ -229,6 +229,7 @@ class ChatSession:
             ttft_s=done.first_s - begun,
             tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
+            stopped_by=done.stopped_by,
             guessed_tokens=guesses.guessed if guesses is not None else 0,
             accepted_tokens=guesses.accepted if guesses is not None else 0,
         )
@@ -278,7 +279,7 @@ def decode(
             logits = session.step(token, token_id)
     if RECORDER.on and of_step:
         RECORDER.phase(lanes.DECODE, of_step, seconds_ns(last_s))
-    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids))
+    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
 
 
 def time_decode(

@@ -112,6 +112,7 @@ class GenerationResult:
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
         token_ids: the generated tokens.
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
+        stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
     """
 
     text: str
@@ -124,6 +125,7 @@ class GenerationResult:
     token_ids: tuple[int, ...] = ()
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    stopped_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,7 @@ class Decoded:
     first_s: float
     last_s: float
     timed_tokens: int
+    stopped_by: str = ""
 
 
 def ignore_progress(done: int, total: int) -> None:

@@ -118,6 +118,11 @@ class AnswerSequence:
         """What may be shown of it so far."""
         return "".join(self._parts)
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that ended it; empty if none did."""
+        return self._stops.found
+
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [1, 1] int64 from logits [1, V]."""
         token = self._choose(self._changed(logits))
@@ -213,15 +218,18 @@ class StopStrings:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(text for text in stop if text)
         self._held = ""
+        self.found = ""
+        """The stop string that ended the text, once one has."""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """Adds text; returns what is now certain to belong to the answer, and whether a stop string ended it."""
         if not self._stop or not text:
             return text, False
         self._held += text
-        begin = self._first_match()
-        if begin is not None:
-            answer, self._held = self._held[:begin], ""
+        match = self._first_match()
+        if match is not None:
+            end, begin = match
+            answer, self.found, self._held = self._held[:begin], self._held[begin:end], ""
             return answer, True
         keep = self._possible_beginning()
         certain = self._held[: len(self._held) - keep]
@@ -233,10 +241,10 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    def _first_match(self) -> int | None:
-        """Where the stop string that is completed first begins; of those completed at once, the longest."""
+    def _first_match(self) -> tuple[int, int] | None:
+        """Where the stop string that is completed first ends and begins; of those completed at once, the longest."""
         found = [(begin + len(stop), begin) for stop in self._stop if (begin := self._held.find(stop)) >= 0]
-        return min(found)[1] if found else None
+        return min(found) if found else None
 
     def _possible_beginning(self) -> int:
         """Length of the longest end of the held text with which a stop string begins."""
