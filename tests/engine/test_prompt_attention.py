@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.prompt_attention import attend_prompt
-from engine.runtime.fast_path.prompt_attention import IMPLEMENTATION, speed_up_prompts
+from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = isas()
@@ -127,7 +127,8 @@ def test_a_model_reads_its_prompt_as_before(kernels: NativeKernels, window: int 
         wanted = model(input_ids=ids).logits.float()
         taken = speed_up_prompts(model, kernels)
         assert bool(taken) == (kernels.isa is not Isa.PORTABLE)
-        assert (model.config._attn_implementation == IMPLEMENTATION) == bool(taken)
+        # Families of the library look at this name, and leave the masks of sparse attention out under any other.
+        assert model.config._attn_implementation == "sdpa"
         whole = model(input_ids=ids).logits.float()
         first = model(input_ids=ids[:, :70], use_cache=True)
         second = model(input_ids=ids[:, 70:], past_key_values=first.past_key_values, use_cache=True)

@@ -6,17 +6,13 @@ from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.prompt_attention import FEWEST_TOKENS, attend_prompt, is_faster
-from engine.runtime.kv.window_masks import configs_of
-
-IMPLEMENTATION = "switchyard_prompt"
-"""As the library knows it: masks as for "sdpa", which also computes what the kernels do not."""
 
 _REPLACED = "sdpa"
+"""The name stays: some families of the library look at it, and leave a mask out under any other."""
 _OTHERS = ("position_bias", "cache", "softcap")
 """Options by which the library's own function computes something else; it ignores all that are not its parameters."""
 
@@ -25,9 +21,6 @@ def speed_up_prompts(model: Any, kernels: NativeKernels) -> int:
     """Lets attention modules on the CPU use the kernels for prompts; returns their number."""
     if not is_faster(kernels):
         return 0
-    for config in configs_of(model):
-        if config._attn_implementation_internal == _REPLACED:
-            config._attn_implementation_internal = IMPLEMENTATION
     modules = [module for module in model.modules() if hasattr(module, "config")]
     for module in modules:
         module.__dict__["prompt_kernels"] = kernels
@@ -87,5 +80,4 @@ def _is_plain(
     return tokens == held and bool(getattr(module, "is_causal", True) if causal is None else causal)
 
 
-ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, sdpa_mask)
+ALL_ATTENTION_FUNCTIONS.register(_REPLACED, _attention)
