@@ -15,8 +15,11 @@ from app.views.settings.card import SettingsCard
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
+    from engine.common.config import KvPrecision
 
 COMBO_WIDTH_PX = 240
+_KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "int8")
+"""Those that are offered here."""
 
 
 class ModelCard(SettingsCard):
@@ -60,16 +63,15 @@ class ModelCard(SettingsCard):
         )
         self._kv = QComboBox(self)
         self._kv.setFixedWidth(COMBO_WIDTH_PX)
-        self._kv.addItem(self.tr("As the model has it"), "auto")
-        self._kv.addItem(self.tr("int8: about half the memory"), "int8")
+        for precision, words in zip(_KV_PRECISIONS, (self.tr("As in the model"), self.tr("int8")), strict=True):
+            self._kv.addItem(words, precision)
         self._kv.setCurrentIndex(max(0, self._kv.findData(settings.kv_precision)))
         self._kv.activated.connect(self._set_kv)
         self.add_row(
             self.tr("Keys and values"),
             self.tr(
-                "What the model keeps of a conversation. int8 takes about half the memory, and answers may differ "
-                "slightly: with the starter model, over 768 tokens of Wikipedia, perplexity rose by 0.08%, and the "
-                "likeliest next token was the same 94.4% of the time."
+                "What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly "
+                "(with the starter, perplexity rose by 0.08%)."
             ),
             self._kv,
         )
