@@ -43,7 +43,7 @@ def recorded_experts(
     if recorder.request:  # otherwise a trial run while loading, for which `layer_since_ns` is meaningless
         if queued is None:
             name, layer, count = recorder.named(DENSE, recorder.layer)
-            recorder.dense(name, recorder.layer_since_ns, begun_ns, layer, count)
+            recorder.dense(name, recorder.since_ns, begun_ns, layer, count)
         elif not records_itself or hidden.device != place:
             begun = queued.experts_begin(place)
     try:

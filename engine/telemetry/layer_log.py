@@ -1,14 +1,15 @@
-"""A log of layers during decode, which take tens of microseconds each: converted to spans when collected.
+"""A log of layers during decode, which take tens of microseconds each: native code stamps them, numpy converts them.
 
-On a machine with two cores, recording on any thread takes time from decoding. So a layer adds one tuple; request and
-step are stored once per step; numpy does the rest, many steps at a time.
+On a machine with two cores, recording on any thread takes time from decoding. So a layer costs no Python at all;
+request and step are stored once per step; numpy does the rest, many steps at a time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from dataclasses import dataclass
-from itertools import chain
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,19 +17,42 @@ from numpy.typing import NDArray
 from engine.telemetry.lanes import ATTENTION, CPU_EXPERTS, EXPERTS
 from engine.telemetry.records import SPAN, Records
 
-LOG_STEPS = 2**11
-"""Capacity: some seconds of the fastest decode."""
-
-Layer = tuple[int, int, int, int, bytes]
-"""(layer, start, end of attention, end of experts, chosen experts: int64 [k])."""
-_Step = tuple[list[Layer], int, int, int | None]
+STAMP = np.dtype([("which", "<u8"), ("begun_ns", "<i8"), ("ended_ns", "<i8"), ("count", "<i8")])
+"""When one step of a layer ran, and how many experts it chose; `which` is the address of what describes it."""
 
 Ids = NDArray[np.int64]
+Stamped = NDArray[np.void]
+"""Of `STAMP`."""
+
+
+class StampSource(Protocol):
+    """Where native code stamps its steps.  The counts are for the thread that runs them, and only grow.
+
+    Attributes:
+        written: stamps so far, but for the dropped ones.
+        dropped: of them, those that were not taken in time.
+        chosen: experts that all steps have chosen so far.
+        ended_ns: end of the last step.
+    """
+
+    @property
+    def written(self) -> int: ...
+    @property
+    def dropped(self) -> int: ...
+    @property
+    def chosen(self) -> int: ...
+    @property
+    def ended_ns(self) -> int: ...
+    def switch(self, on: bool) -> None:
+        """Steps are stamped from now on, or no more."""
+
+    def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
+        """The oldest stamps, at most `most`, and the experts that they chose, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoggedLayers:
-    """Collected layers: `spans`, two per layer; and per layer its step, number and experts, concatenated.
+    """Collected layers: `spans`; and per layer with experts its step, number and experts, concatenated.
 
     Attributes:
         counts: number of experts per layer.
@@ -42,55 +66,97 @@ class LoggedLayers:
 
 
 class LayerLog:
-    """A ring of steps with one writer and one reader; when full, the oldest are dropped and counted."""
+    """Whose the stamps of a source are: one thread runs the steps, one collects."""
 
-    def __init__(self, capacity: int = LOG_STEPS) -> None:
-        self._steps: deque[_Step] = deque(maxlen=capacity)
-        self._added = self._taken = 0
+    def __init__(self) -> None:
+        self._source: StampSource | None = None
+        self._layers: dict[int, tuple[int, bool]] = {}
+        self._ends: deque[tuple[int, int, int, int]] = deque()  # no more than there are stamps
+        self._marked = self._chosen = self._taken = self._dropped = 0
+        self._on = False
+        self._taking = threading.Lock()
 
-    def add(self, layers: list[Layer], request: int, step: int, lane: int | None) -> None:
-        """Adds all layers of one step; `lane` is attention's, None if its time is unknown."""
-        self._steps.append((layers, request, step, lane))
-        self._added += len(layers)
+    def follow(self, source: StampSource) -> None:
+        """Collects the stamps of this source from now on."""
+        with self._taking:
+            self._source = source
+            source.switch(self._on)
+        self.reset()
+
+    def name(self, which: int, layer: int, has_experts: bool) -> None:
+        """What is stamped with the address `which`: a layer's experts, or its attention."""
+        self._layers[which] = layer, has_experts
+
+    def switch(self, on: bool) -> None:
+        """Lets the source stamp, or not."""
+        self._on = on
+        if self._source is not None:
+            self._source.switch(on)
+
+    @property
+    def ended_ns(self) -> int:
+        """End of the last stamped step; 0 if there is none."""
+        return 0 if self._source is None else self._source.ended_ns
+
+    def end_step(self, request: int, step: int, lane: int | None) -> int:
+        """What was stamped since the last call is of this step; how many experts it chose.
+
+        Args:
+            lane: attention's, None if its time is unknown.
+        """
+        source = self._source
+        if source is None or (written := source.written) == self._marked:
+            return 0
+        self._marked, before, self._chosen = written, self._chosen, source.chosen
+        self._ends.append((written, request, step, -1 if lane is None else lane))
+        return self._chosen - before
 
     def reset(self) -> None:
-        """Resets the count of dropped steps; call after `take`."""
-        self._added = self._taken = 0
+        """Forgets what there is, and the count of dropped stamps."""
+        source = self._source
+        if source is None:
+            return
+        with self._taking:
+            self._ends.clear()
+            while len(source.take(2**14)[0]):
+                pass
+            self._marked = self._taken = source.written
+            self._chosen, self._dropped = source.chosen, source.dropped
 
     @property
     def dropped(self) -> int:
-        """Spans dropped before they were taken; exact while the writer is idle."""
-        waiting = sum(len(layers) for layers, *_ in list(self._steps))
-        return 2 * max(0, self._added - self._taken - waiting)
+        """Spans dropped because nobody took them in time."""
+        return 0 if self._source is None else self._source.dropped - self._dropped
 
     def take(self) -> LoggedLayers | None:
-        """Takes the layers present at the start of the call; None if there were none."""
-        steps: list[_Step] = []
-        for _ in range(len(self._steps)):
-            try:
-                steps.append(self._steps.popleft())
-            except IndexError:  # recording has started again
-                break
-        rows = list(chain.from_iterable(layers for layers, *_ in steps))
-        self._taken += len(rows)
-        if not rows:
-            return None
-        lengths = [len(layers) for layers, *_ in steps]
-        request, step, lane = (
-            np.repeat(np.array(whose, np.int64), lengths)
-            for whose in zip(*((r, s, -1 if lane is None else lane) for _, r, s, lane in steps), strict=True)
-        )
-        numbers, begun, attended, ended, chosen = zip(*rows, strict=True)
-        number, experts = np.array(numbers, np.int64), np.frombuffer(b"".join(chosen), np.int64)
-        counts = np.fromiter(map(len, chosen), np.int64, len(chosen)) // 8
-        spans = np.zeros((2, len(rows)), SPAN)
-        spans["layer"], spans["request"], spans["step"], spans["expert"] = number, request, step, -1
-        attention, computed = spans
-        attention["start_ns"], attention["lane"], attention["name"], attention["count"] = begun, lane, ATTENTION, 1
-        attention["end_ns"] = computed["start_ns"] = attended
-        computed["end_ns"], computed["count"] = ended, counts
-        computed["lane"], computed["name"] = CPU_EXPERTS, EXPERTS
-        timed = spans.reshape(-1)
-        if (lane < 0).any():
-            timed = timed[timed["lane"] >= 0]
-        return LoggedLayers(timed, step, number, experts, counts)
+        """Takes the steps that have ended; None if there were none."""
+        with self._taking:
+            ends = [self._ends.popleft() for _ in range(len(self._ends))]
+            if not ends or self._source is None:
+                return None
+            until, *of_step = np.array(ends, np.int64).T
+            stamps, chosen = self._source.take(int(until[-1]) - self._taken)
+            which_step = np.searchsorted(until, np.arange(self._taken, self._taken + len(stamps)), side="right")
+            self._taken += len(stamps)
+        request, step, lane = (column[which_step] for column in of_step)
+        layer, is_experts, is_known = self._named(stamps["which"])
+        spans = np.zeros(len(stamps), SPAN)
+        spans["start_ns"], spans["end_ns"] = stamps["begun_ns"], stamps["ended_ns"]
+        spans["layer"], spans["request"], spans["step"], spans["expert"] = layer, request, step, -1
+        spans["lane"] = np.where(is_experts, CPU_EXPERTS, lane)
+        spans["name"] = np.where(is_experts, EXPERTS, ATTENTION)
+        spans["count"] = np.where(is_experts, stamps["count"], 1)
+        counts = stamps["count"]
+        uses = chosen[np.repeat(is_experts, counts)].astype(np.int64)
+        timed = spans[is_known & (spans["lane"] >= 0)]
+        return LoggedLayers(timed, step[is_experts], layer[is_experts], uses, counts[is_experts])
+
+    def _named(self, which: NDArray[np.uint64]) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
+        """(layer, whether these are experts, whether it is known at all), each [n]."""
+        names = dict(self._layers)
+        addresses, place = np.unique(which, return_inverse=True)
+        known = [names.get(int(address)) for address in addresses]
+        layers = np.array([-1 if name is None else name[0] for name in known], np.int64)
+        experts = np.array([name is not None and name[1] for name in known], np.bool_)
+        found = np.array([name is not None for name in known], np.bool_)
+        return layers[place], experts[place], found[place]

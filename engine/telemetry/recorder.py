@@ -20,7 +20,7 @@ import numpy as np
 
 from engine.telemetry.device_work import DeviceWork, QueuedWork
 from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE
-from engine.telemetry.layer_log import Layer, LayerLog
+from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
 RING_SPANS = 2**16
@@ -98,9 +98,8 @@ class Recorder:
         on: whether anything is recorded; recording points check it first.
         request, step: current request and step of the engine thread; 0 and -1 while idle.
         layer: current decoder layer of the engine thread; -1 outside layers.
-        layer_since_ns: end of the previous layer's experts, or start of the phase.
-        layers: code that takes a single token through a layer in two calls on the CPU appends that layer here, as a
-            `Layer`, and sets `layer_since_ns`; anything more would be measurable.
+        layer_since_ns: end of the previous layer's experts, or start of the phase, unless a native step ended since.
+        layers: of single tokens on the CPU, which native code stamps by itself: anything more would be measurable.
         on_cpu: experts of decode steps computed by the CPU where no device cache counts them; many_on_cpu: the same for
             steps with more tokens: prefills, and batches of many rows.
         dense_lane: lane where the caller's thread computes between expert layers; None if it only queues that work, so
@@ -118,7 +117,7 @@ class Recorder:
         self.step = -1
         self.layer = -1
         self.layer_since_ns = 0
-        self.layers: list[Layer] = []
+        self.layers = LayerLog()
         self.on_cpu = self.many_on_cpu = 0
         self.dense_lane: int | None = CPU_ATTENTION
         self.queued: QueuedWork | None = None
@@ -129,7 +128,6 @@ class Recorder:
         self._mine = _Mine(self._rings, capacity)
         self._waiting: list[tuple[Any, ...]] = []
         self._steps = Ring(RING_STEPS)
-        self._layer_log = LayerLog()
         self._gone = 0
         self._requests = 0
         self._next_step = 0
@@ -141,13 +139,14 @@ class Recorder:
 
     def start(self) -> None:
         """Starts recording; earlier records are discarded."""
-        self.layers, self.layer = [], -1
+        self.layer = -1
         self._forget_forward()  # one during which recording was stopped
         self.take_spans()
         self.take_steps()
         self._waiting = []
         with self._taking:
-            self._layer_log.reset()
+            self.layers.switch(True)
+            self.layers.reset()
             for ring in [*self._rings, self._steps]:
                 ring.appended = ring.taken = 0
         self._gone = 0
@@ -158,6 +157,7 @@ class Recorder:
     def stop(self) -> None:
         """Stops recording; existing records can still be taken."""
         self.on = False
+        self.layers.switch(False)
 
     def count_with(self, counters: CounterSource | None, after_phase: Callable[[], None] | None = None) -> None:
         """Sets the source of step counters, if any; `after_phase` is called at the end of each phase."""
@@ -267,7 +267,12 @@ class Recorder:
         name, layer, count = self.named(HEAD, -1)
         if (queued := self.queued) is not None:
             queued.head(name, layer, count)
-        self.dense(name, self.layer_since_ns, time.perf_counter_ns(), layer, count)
+        self.dense(name, self.since_ns, time.perf_counter_ns(), layer, count)
+
+    @property
+    def since_ns(self) -> int:
+        """Since when the caller's thread does dense work: the end of the last experts, or the start of the phase."""
+        return max(self.layer_since_ns, self.layers.ended_ns)
 
     def dense(self, name: int, start_ns: int, end_ns: int, layer: int, count: int = 1) -> None:
         """Records work of the caller's thread outside experts."""
@@ -283,7 +288,7 @@ class Recorder:
         """All spans that have ended since the last call, unsorted."""
         with self._taking:
             entries = [entry for ring in self._rings for entry in ring.take()]
-            logged = self._layer_log.take()
+            logged = self.layers.take()
             self._forget_ended_threads()
             taken = [entry for entry in entries if len(entry) == len(_SPAN_FIELDS)]
             if len(taken) < len(entries):
@@ -314,7 +319,7 @@ class Recorder:
     def dropped_spans(self) -> int:
         """Spans dropped since `start`, because they were not taken in time."""
         rings = sum(ring.dropped for ring in self._rings)
-        return self._gone + self._layer_log.dropped + rings
+        return self._gone + self.layers.dropped + rings
 
     @property
     def dropped_steps(self) -> int:
@@ -322,12 +327,9 @@ class Recorder:
         return self._steps.dropped
 
     def _log_layers(self) -> None:
-        """Logs `layers` at the end of their step."""
-        layers = self.layers
-        if layers:
-            self._layer_log.add(layers, self.request, self.step, self.dense_lane)
-            self.on_cpu += sum([len(chosen) for *_, chosen in layers]) // 8
-            self.layers = []
+        """Logs the stamped layers at the end of their step."""
+        if self.on:
+            self.on_cpu += self.layers.end_step(self.request, self.step, self.dense_lane)
 
     def _forget_forward(self) -> None:
         self.piece = None

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from engine.common.errors import EngineError
 from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
-from engine.telemetry.layer_log import LayerLog
+from engine.telemetry.layer_log import STAMP, LayerLog, Stamped
 from engine.telemetry.recorder import Recorder, Ring
 from engine.telemetry.records import COUNTERS, SPAN, STEP, pack, unpack
 from tests.unit.recorded import spans, steps
@@ -113,12 +114,20 @@ def test_steps_go_on_where_recording_begins_in_the_middle_of_a_request() -> None
 
 
 def test_a_single_token_layer_is_two_spans_and_its_choice() -> None:
-    recorder = Recorder()
+    recorder, stamps = Recorder(), _Stamps()
+    recorder.layers.follow(stamps)
+    for layer in (3, 4):
+        recorder.layers.name(layer, layer, has_experts=False)
+        recorder.layers.name(10 * layer, layer, has_experts=True)
     recorder.uses = deque()
+    stamps.stamp(3, 1, 2)  # before the recording
     recorder.start()
-    chosen = np.array([7, 2], np.int64).tobytes()
+    assert stamps.on
     recorder.begin_request(0)
-    recorder.layers += [(3, 10, 20, 50, chosen), (4, 10, 20, 50, chosen)]
+    for layer in (3, 4):
+        stamps.stamp(layer, 10, 20)
+        stamps.stamp(10 * layer, 20, 50, 7, 2)
+        stamps.stamp(99, 0, 1, 5)  # of nobody that is known
     assert not len(recorder.take_spans())  # whose they are is known when their step has ended
     recorder.phase(DECODE, 1, 60)
     taken = recorder.take_spans()
@@ -129,28 +138,73 @@ def test_a_single_token_layer_is_two_spans_and_its_choice() -> None:
     assert experts[["layer", "start_ns", "end_ns", "count"]].tolist() == [(3, 20, 50, 2), (4, 20, 50, 2)]
     ((_, layers, chosen, counts, _),) = recorder.uses
     assert (layers.tolist(), chosen.tolist(), counts.tolist()) == ([3, 4], [7, 2, 7, 2], [2, 2])
-    assert recorder.on_cpu == 4
+    assert recorder.on_cpu == 6
+    assert recorder.since_ns == 60
+    recorder.stop()
+    assert not stamps.on
 
 
 def test_layers_that_nobody_takes_in_time_are_counted() -> None:
-    log = LayerLog(capacity=4)
+    log, stamps = LayerLog(), _Stamps(capacity=4)
+    log.follow(stamps)
+    log.name(1, 0, has_experts=True)
     for step in range(10):
-        log.add([(layer, 0, 1, 2, b"") for layer in range(step)], 1, step, CPU_ATTENTION)
-    assert log.dropped == 2 * sum(range(6))
+        stamps.stamp(1, step, step + 1, step)
+        assert log.end_step(1, step, CPU_ATTENTION) == (1 if step < 4 else 0)
+    assert log.dropped == 6
     taken = log.take()
     assert taken is not None
-    assert len(taken.spans) == 2 * sum(range(6, 10))
-    assert set(taken.steps.tolist()) == {6, 7, 8, 9}
-    assert log.dropped == 2 * sum(range(6))
+    assert taken.steps.tolist() == taken.spans["step"].tolist() == taken.experts.tolist() == [0, 1, 2, 3]
+    assert log.dropped == 6
     assert log.take() is None
+    stamps.stamp(1, 20, 21, 20)
+    assert log.end_step(1, 20, CPU_ATTENTION) == 7  # also whom the dropped ones chose
+    taken = log.take()
+    assert taken is not None
+    assert taken.steps.tolist() == taken.experts.tolist() == [20]
 
 
 def test_attention_on_a_device_leaves_only_experts() -> None:
-    log = LayerLog()
-    log.add([(0, 0, 1, 2, b"")], 1, 0, None)
+    log, stamps = LayerLog(), _Stamps()
+    log.follow(stamps)
+    log.name(1, 0, has_experts=False)
+    log.name(2, 0, has_experts=True)
+    stamps.stamp(1, 0, 1)
+    stamps.stamp(2, 1, 2, 9)
+    log.end_step(1, 0, None)
     taken = log.take()
     assert taken is not None
     assert taken.spans["lane"].tolist() == [CPU_EXPERTS]
+
+
+class _Stamps:
+    """Native code's stamps."""
+
+    def __init__(self, capacity: int = 100) -> None:
+        self.written = self.dropped = self.chosen = self.ended_ns = 0
+        self.on = False
+        self._capacity = capacity
+        self._stamps: list[tuple[int, int, int, int]] = []
+        self._chosen: list[int] = []
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    def stamp(self, which: int, begun_ns: int, ended_ns: int, *chosen: int) -> None:
+        self.chosen += len(chosen)
+        self.ended_ns = ended_ns
+        if len(self._stamps) == self._capacity:
+            self.dropped += 1
+            return
+        self._stamps.append((which, begun_ns, ended_ns, len(chosen)))
+        self._chosen += chosen
+        self.written += 1
+
+    def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
+        taken, self._stamps = self._stamps[:most], self._stamps[most:]
+        count = sum(stamp[3] for stamp in taken)
+        chosen, self._chosen = self._chosen[:count], self._chosen[count:]
+        return np.array(taken, STAMP), np.array(chosen, np.int32)
 
 
 class _Work:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
+from engine.kernels.native.stamps import NativeStamps
 
 _ABI = 11
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
@@ -105,6 +106,7 @@ class NativeKernels:
         self.prompt_attention = library.switchyard_prompt_attention
         self.read_memory = library.switchyard_read_memory
         self.route_rows = library.switchyard_route_rows
+        self.stamps = NativeStamps(library)
 
     def use(self, isa: Isa) -> None:
         """All later calls, of any pool, use this instruction set."""

@@ -123,6 +123,15 @@ class BlocksStruct(ctypes.Structure):
     )
 
 
+class StampCountsStruct(ctypes.Structure):
+    """`SwitchyardStampCounts`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("written", "dropped", "chosen")),
+        ("ended_ns", ctypes.c_int64),
+    )
+
+
 class RepackStruct(ctypes.Structure):
     """`SwitchyardRepack`."""
 

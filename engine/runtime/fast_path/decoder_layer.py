@@ -37,6 +37,8 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
                 layer, kind(layer, kernels), SparseBlock.of(layer, kernels), lanes.layer_number(name)
             )
             count += 1
+    if count:
+        RECORDER.layers.follow(kernels.stamps)
     return count
 
 
@@ -73,6 +75,9 @@ class SingleTokenLayer:
         self._sparse = sparse
         self._number = number
         self._dense_rows = DenseRows.of(layer)
+        RECORDER.layers.name(attention.address, number, has_experts=False)
+        if sparse is not None:
+            RECORDER.layers.name(sparse.address, number, has_experts=True)
 
     def leave_routing(self) -> None:
         """From now on only attention goes the fast path."""
@@ -102,25 +107,17 @@ class SingleTokenLayer:
         Returns:
             `None`, and nothing was done, if these are not for the fast path.
         """
-        begun_ns = perf_counter_ns() if RECORDER.on else 0
         out = self._attention.step(hidden_states, cache, positions)
         if out is None:
             return None
-        if begun_ns:
-            return self._recorded_mlp(out, begun_ns)
-        return self._sparse.step(out) if self._sparse is not None else self._library_mlp(out)
-
-    def _recorded_mlp(self, out: torch.Tensor, begun_ns: int) -> torch.Tensor:
-        """What follows attention, which has begun then, and the spans of both."""
-        recorder = RECORDER
-        attended_ns = perf_counter_ns()
         if self._sparse is not None:
-            out = self._sparse.step(out)
-            ended_ns = recorder.layer_since_ns = perf_counter_ns()
-            recorder.layers.append((self._number, begun_ns, attended_ns, ended_ns, self._sparse.chosen(out.shape[1])))
-            return out
-        recorder.dense(lanes.ATTENTION, begun_ns, attended_ns, self._number)
-        recorder.layer_since_ns = attended_ns
+            return self._sparse.step(out)
+        return self._recorded_mlp(out) if RECORDER.on else self._library_mlp(out)
+
+    def _recorded_mlp(self, out: torch.Tensor) -> torch.Tensor:
+        """The library's MLP, and its span; the native steps are stamped by themselves."""
+        recorder = RECORDER
+        attended_ns = recorder.layer_since_ns = perf_counter_ns()
         out = self._library_mlp(out)
         if recorder.layer_since_ns == attended_ns:  # no experts, which would have recorded their own span
             recorder.layer_since_ns = ended_ns = perf_counter_ns()

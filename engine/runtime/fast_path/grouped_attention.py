@@ -27,7 +27,7 @@ class GroupedAttention:
         attention = layer.self_attn
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
         self._kernels = kernels
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
@@ -73,7 +73,7 @@ class GroupedAttention:
         kernels = self._kernels
         failed = kernels.attention_step(
             kernels.pool,
-            self._address,
+            self.address,
             tokens,
             hidden_states.data_ptr(),
             cos.data_ptr(),

@@ -25,7 +25,7 @@ class LatentAttention:
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         self._struct = _struct(layer)
-        self._address = ctypes.addressof(self._struct)
+        self.address = ctypes.addressof(self._struct)
         self._kernels = kernels
         self._index: int = layer.self_attn.layer_idx
         self._rope: int = layer.self_attn.qk_rope_head_dim
@@ -64,7 +64,7 @@ class LatentAttention:
         kernels = self._kernels
         failed = kernels.latent_step(
             kernels.pool,
-            self._address,
+            self.address,
             tokens,
             hidden_states.data_ptr(),
             *self._arguments,

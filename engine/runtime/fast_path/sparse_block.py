@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.experts.dispatch import BANK_LAYER
@@ -22,15 +20,18 @@ _SCORING = {"softmax": 0, "sigmoid": 1}
 
 
 class SparseBlock:
-    """The sparse block of one decoder layer."""
+    """The sparse block of one decoder layer.
+
+    Attributes:
+        address: of what describes it to the kernels, which stamp its steps with it.
+    """
 
     def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels) -> None:
         self.struct = struct
-        self._address = ctypes.addressof(struct)
+        self.address = ctypes.addressof(struct)
         self._kernels = kernels
         self._chosen = torch.zeros(MAX_TOKENS, struct.router.top_k, dtype=torch.int64)
         self._shares = torch.zeros(MAX_TOKENS, struct.router.top_k)
-        self._of_one: Callable[[], bytes] = self._chosen[0].numpy().tobytes
         self._routing = (self._chosen.data_ptr(), self._shares.data_ptr())
 
     @classmethod
@@ -67,10 +68,6 @@ class SparseBlock:
         )
         return cls(struct, kernels)
 
-    def chosen(self, tokens: int) -> bytes:
-        """Whom the last step of so many tokens chose, each expert once: int64."""
-        return self._of_one() if tokens == 1 else np.unique(self._chosen[:tokens].numpy()).tobytes()
-
     def step(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states [1, q, hidden], contiguous, q up to `MAX_TOKENS`, with the block's result added.
 
@@ -80,7 +77,7 @@ class SparseBlock:
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         tokens, start = hidden_states.shape[1], hidden_states.data_ptr()
-        if kernels.sparse_step(kernels.pool, self._address, tokens, start, *self._routing, out.data_ptr()):
+        if kernels.sparse_step(kernels.pool, self.address, tokens, start, *self._routing, out.data_ptr()):
             raise out_of_memory()
         return out
 

@@ -11,6 +11,7 @@
 #include "held_rows.h"
 #include "matrix.h"
 #include "rows.h"
+#include "stamps.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
 
@@ -205,6 +206,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
                                                  const uint16_t *sin, int64_t angle_step, int32_t type, void *keys,
                                                  void *values, float *key_scales, float *value_scales, int64_t capacity,
                                                  int64_t length, uint16_t *out) try {
+    const Stamp stamp(attention);
     static thread_local AttentionStep step;
     const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
     step.layer = attention;

@@ -12,6 +12,7 @@
 #include "dispatch.h"
 #include "matrix.h"
 #include "rows.h"
+#include "stamps.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
 
@@ -240,6 +241,7 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               const float *sin, int32_t angle_step, int64_t token_step,
                                               uint16_t *latents, uint16_t *rotary_keys, int64_t length,
                                               uint16_t *out) try {
+    const Stamp stamp(attention);
     static thread_local LatentStep step;
     const auto &layer = *attention;
     const int64_t heads = layer.heads, half = layer.rope / 2;

@@ -10,6 +10,7 @@
 #include "routing.h"
 #include "rows.h"
 #include "shared_expert.h"
+#include "stamps.h"
 
 namespace {
 
@@ -95,6 +96,7 @@ void sparse_work(void *argument) {
 SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
                                               const uint16_t *hidden, int64_t *chosen, float *shares,
                                               uint16_t *out) try {
+    const Stamp stamp(block, chosen, tokens * int64_t{block->router.top_k});
     static thread_local SparseStep step;
     const auto &layer = block->experts;
     step.block = block;

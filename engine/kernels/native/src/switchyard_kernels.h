@@ -235,6 +235,29 @@ typedef struct {
 SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardRepack *matrices, int64_t count,
                                          int32_t rounds);
 
+// When a step of few tokens ran, by the clock of Python's time.perf_counter_ns, and how many experts its tokens chose,
+// each once.
+// which: the structure that describes it.
+typedef struct {
+    const void *which;
+    int64_t begun_ns, ended_ns, count;
+} SwitchyardStamp;
+
+// Since the library was loaded: stamps, those dropped because they were not taken in time, experts chosen, dropped ones
+// included; and the end of the last step.  For the thread that runs the steps.
+typedef struct {
+    uint64_t written, dropped, chosen;
+    int64_t ended_ns;
+} SwitchyardStampCounts;
+
+// From now on every switchyard_sparse_step, _attention_step and _latent_step is stamped, or none; null: out of memory.
+SWITCHYARD_API const SwitchyardStampCounts *switchyard_stamps(int32_t on);
+
+// Moves the oldest stamps into `stamps`, at most `most`, and the experts that they chose into `chosen`, one after the
+// other; how many stamps.  On any one thread, while steps run on another.
+SWITCHYARD_API int64_t switchyard_take_stamps(int64_t most, SwitchyardStamp *stamps, int64_t most_chosen,
+                                              int32_t *chosen);
+
 // Blocks as numbers, out: [rows, columns] of floats, or of bf16.  2 as above.
 SWITCHYARD_API int32_t switchyard_unpack(SwitchyardPool *pool, const SwitchyardBlocks *source, int64_t rows,
                                          int64_t columns, int32_t floats, void *out);
