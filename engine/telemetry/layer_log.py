@@ -30,9 +30,10 @@ class StampSource(Protocol):
 
     Attributes:
         written: stamps so far, but for the dropped ones.
-        dropped: of them, those that were not taken in time.
+        dropped: those that were not taken in time.
         chosen: experts that all steps have chosen so far.
         ended_ns: end of the last step.
+        taken: stamps taken so far; for whoever takes them.
     """
 
     @property
@@ -43,6 +44,8 @@ class StampSource(Protocol):
     def chosen(self) -> int: ...
     @property
     def ended_ns(self) -> int: ...
+    @property
+    def taken(self) -> int: ...
     def switch(self, on: bool) -> None:
         """Steps are stamped from now on, or no more."""
 
@@ -72,7 +75,7 @@ class LayerLog:
         self._source: StampSource | None = None
         self._layers: dict[int, tuple[int, bool]] = {}
         self._ends: deque[tuple[int, int, int, int]] = deque()  # no more than there are stamps
-        self._marked = self._chosen = self._taken = self._dropped = 0
+        self._marked = self._chosen = self._dropped = 0
         self._on = False
         self._taking = threading.Lock()
 
@@ -112,7 +115,7 @@ class LayerLog:
         return self._chosen - before
 
     def reset(self) -> None:
-        """Forgets what there is, and the count of dropped stamps."""
+        """Forgets what there is, and the count of dropped stamps; steps may run on another thread meanwhile."""
         source = self._source
         if source is None:
             return
@@ -120,7 +123,7 @@ class LayerLog:
             self._ends.clear()
             while len(source.take(2**14)[0]):
                 pass
-            self._marked = self._taken = source.written
+            self._marked = source.written
             self._chosen, self._dropped = source.chosen, source.dropped
 
     @property
@@ -135,9 +138,9 @@ class LayerLog:
             if not ends or self._source is None:
                 return None
             until, *of_step = np.array(ends, np.int64).T
-            stamps, chosen = self._source.take(int(until[-1]) - self._taken)
-            which_step = np.searchsorted(until, np.arange(self._taken, self._taken + len(stamps)), side="right")
-            self._taken += len(stamps)
+            begin = self._source.taken
+            stamps, chosen = self._source.take(int(until[-1]) - begin)
+            which_step = np.searchsorted(until, np.arange(begin, begin + len(stamps)), side="right")
         request, step, lane = (column[which_step] for column in of_step)
         layer, is_experts, is_known = self._named(stamps["which"])
         spans = np.zeros(len(stamps), SPAN)

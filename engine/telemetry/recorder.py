@@ -99,7 +99,7 @@ class Recorder:
         request, step: current request and step of the engine thread; 0 and -1 while idle.
         layer: current decoder layer of the engine thread; -1 outside layers.
         layer_since_ns: end of the previous layer's experts, or start of the phase, unless a native step ended since.
-        layers: of single tokens on the CPU, which native code stamps by itself: anything more would be measurable.
+        layers: of few tokens on the CPU, which native code stamps by itself: anything more would be measurable.
         on_cpu: experts of decode steps computed by the CPU where no device cache counts them; many_on_cpu: the same for
             steps with more tokens: prefills, and batches of many rows.
         dense_lane: lane where the caller's thread computes between expert layers; None if it only queues that work, so
@@ -306,7 +306,7 @@ class Recorder:
         spans = as_records(taken, _SPAN_FIELDS, SPAN) if taken else no_spans()
         if logged is None:
             return spans
-        if self.uses is not None:
+        if self.uses is not None and len(logged.steps):
             self.uses.append((logged.steps, logged.layers, logged.experts, logged.counts, None))
         return np.concatenate([spans, logged.spans])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -177,12 +178,43 @@ def test_attention_on_a_device_leaves_only_experts() -> None:
     assert taken.spans["lane"].tolist() == [CPU_EXPERTS]
 
 
+def test_a_step_that_runs_while_recording_starts_keeps_its_layers_to_itself() -> None:
+    recorder, stamps = Recorder(), _Stamps()
+    recorder.layers.follow(stamps)
+    recorder.layers.name(1, 0, has_experts=True)
+    recorder.begin_request(0)
+    stamps.when_empty = lambda: stamps.stamp(1, 10, 20, 0)  # after the last look, on the engine's thread
+    recorder.start()
+    for step in range(3):
+        stamps.stamp(1, 30, 40, step)
+        recorder.phase(DECODE, 1, 50)
+        taken = recorder.take_spans()
+        layers = taken[taken["lane"] == CPU_EXPERTS]
+        assert set(layers["step"].tolist()) == {step}
+        assert layers["end_ns"].tolist() == [20, 40] if not step else [40]
+    assert not stamps.take(9)[0].tolist()
+
+
+def test_layers_without_experts_use_none() -> None:
+    recorder, stamps = Recorder(), _Stamps()
+    recorder.layers.follow(stamps)
+    recorder.layers.name(1, 0, has_experts=False)
+    recorder.uses = deque()
+    recorder.start()
+    recorder.begin_request(0)
+    stamps.stamp(1, 10, 20)
+    recorder.phase(DECODE, 1, 50)
+    assert CPU_ATTENTION in recorder.take_spans()["lane"].tolist()
+    assert not recorder.uses
+
+
 class _Stamps:
     """Native code's stamps."""
 
     def __init__(self, capacity: int = 100) -> None:
-        self.written = self.dropped = self.chosen = self.ended_ns = 0
+        self.written = self.dropped = self.chosen = self.ended_ns = self.taken = 0
         self.on = False
+        self.when_empty: Callable[[], None] | None = None  # what another thread does just then
         self._capacity = capacity
         self._stamps: list[tuple[int, int, int, int]] = []
         self._chosen: list[int] = []
@@ -201,7 +233,12 @@ class _Stamps:
         self.written += 1
 
     def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
-        taken, self._stamps = self._stamps[:most], self._stamps[most:]
+        if not self._stamps and self.when_empty is not None:
+            now, self.when_empty = self.when_empty, None
+            now()
+            return np.empty(0, STAMP), np.empty(0, np.int32)
+        taken, self._stamps = self._stamps[: max(0, most)], self._stamps[max(0, most) :]
+        self.taken += len(taken)
         count = sum(stamp[3] for stamp in taken)
         chosen, self._chosen = self._chosen[:count], self._chosen[count:]
         return np.array(taken, STAMP), np.array(chosen, np.int32)

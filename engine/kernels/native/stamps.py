@@ -1,4 +1,4 @@
-"""The stamps of the native single-token steps: when each ran, and whom it chose."""
+"""The stamps of native steps of few tokens: when each ran, and whom it chose."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ class NativeStamps:
     def ended_ns(self) -> int:
         """End of the last step."""
         return int(self._counts.ended_ns)
+
+    @property
+    def taken(self) -> int:
+        """Stamps that have been taken."""
+        return int(self._counts.taken)
 
     def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
         """The oldest stamps, at most `most`, and the experts that they chose, one after the other."""

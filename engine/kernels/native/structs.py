@@ -129,6 +129,7 @@ class StampCountsStruct(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("written", "dropped", "chosen")),
         ("ended_ns", ctypes.c_int64),
+        ("taken", ctypes.c_uint64),
     )
 
 

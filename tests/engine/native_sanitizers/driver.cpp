@@ -1,7 +1,9 @@
 // Goes through all cases with several threads at once: for sanitizers to watch.
 //
 // Usage: driver SEED ROUNDS ISA...
+#include <atomic>
 #include <chrono>
+#include <functional>
 #include <thread>
 
 #include "own_memory.h"
@@ -11,6 +13,30 @@ void record(const char *, const std::vector<uint16_t> &) {}
 }  // namespace
 
 #include "cases.h"
+
+namespace {
+
+// Takes the stamps of steps that run meanwhile, and switches them off and on.
+void take_stamps(const std::atomic<bool> &ending) {
+    constexpr int64_t most = 16, most_chosen = 1 << 12;
+    SwitchyardStamp stamps[most];
+    std::vector<int32_t> chosen(most_chosen);
+    int64_t last_ns = 0;
+    for (int round = 0; !ending.load(); ++round) {
+        require(switchyard_stamps(round % 8 != 0) != nullptr, "no memory for stamps");
+        const int64_t taken = switchyard_take_stamps(most, stamps, most_chosen, chosen.data());
+        const int32_t *expert = chosen.data();
+        for (int64_t i = 0; i < taken; ++i) {
+            require(stamps[i].begun_ns <= stamps[i].ended_ns && last_ns <= stamps[i].ended_ns, "a stamp out of order");
+            last_ns = stamps[i].ended_ns;
+            for (int64_t end = stamps[i].count; end; --end) require(*expert++ >= 0, "a stamp of nobody");
+        }
+        if (taken < most) std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    switchyard_stamps(0);
+}
+
+}  // namespace
 
 int main(int argc, char **argv) {
     const auto seed = static_cast<uint32_t>(std::atoi(argv[1]));
@@ -22,12 +48,16 @@ int main(int argc, char **argv) {
         switchyard_use_isa(isa);
         {
             const OwnPool shared(3), own(2);
+            std::atomic<bool> ending{false};
+            std::thread reader(take_stamps, std::cref(ending));
             std::thread first(go_through, shared.pool, seed, rounds);
             std::thread second(go_through, shared.pool, seed + 1, rounds);  // two callers of one pool take turns
             std::thread third(go_through, own.pool, seed + 2, rounds);
             first.join(), second.join(), third.join();
             std::this_thread::sleep_for(std::chrono::milliseconds(5));  // the workers fall asleep, and wake again
             go_through(shared.pool, seed + 3, 1);
+            ending = true;
+            reader.join();
         }
         for (int32_t threads = 0; threads < 5; ++threads) const OwnPool unused(threads);
     }

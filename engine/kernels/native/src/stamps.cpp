@@ -24,7 +24,7 @@ std::atomic_flag writing = ATOMIC_FLAG_INIT;
 
 // The ring is never freed: a step that is under way may still write into it.
 Ring *the_ring() {
-    static Ring *ring = new (std::nothrow) Ring();
+    static Ring *ring = new (std::nothrow) Ring;  // its pages are touched when they are written
     return ring;
 }
 
@@ -98,6 +98,7 @@ SWITCHYARD_API int64_t switchyard_take_stamps(int64_t most, SwitchyardStamp *sta
         stamps[taken++] = stamp;
     }
     ring->chosen_read.store(first, std::memory_order_release);
+    ring->counts.taken = begin + static_cast<uint64_t>(taken);
     ring->read.store(begin + static_cast<uint64_t>(taken), std::memory_order_release);
     return taken;
 }

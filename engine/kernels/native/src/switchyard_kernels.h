@@ -236,18 +236,19 @@ SWITCHYARD_API int32_t switchyard_repack(SwitchyardPool *pool, const SwitchyardR
                                          int32_t rounds);
 
 // When a step of few tokens ran, by the clock of Python's time.perf_counter_ns, and how many experts its tokens chose,
-// each once.
-// which: the structure that describes it.
+// each counted once.  which: the structure that describes the step.
 typedef struct {
     const void *which;
     int64_t begun_ns, ended_ns, count;
 } SwitchyardStamp;
 
 // Since the library was loaded: stamps, those dropped because they were not taken in time, experts chosen, dropped ones
-// included; and the end of the last step.  For the thread that runs the steps.
+// included; and the end of the last step.  Written by the thread that runs the steps; `taken`, the stamps that have been
+// taken, by the one that takes them.
 typedef struct {
     uint64_t written, dropped, chosen;
     int64_t ended_ns;
+    uint64_t taken;
 } SwitchyardStampCounts;
 
 // From now on every switchyard_sparse_step, _attention_step and _latent_step is stamped, or none; null: out of memory.
