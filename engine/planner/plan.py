@@ -61,7 +61,7 @@ def make_plan(
         EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
     """
     limits = limits or Limits()
-    model = limits.held(model)
+    model = limits.held(model, machine)
     question = Question(machine, model, workload, limits, model.precisions[-1])
     precision = choose_precision(question) if limits.precision == "auto" else model.run_as(limits.precision)
     question = replace(question, precision=precision)

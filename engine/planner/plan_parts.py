@@ -8,6 +8,7 @@ from typing import cast
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import CachePolicy, EngineConfig, KvPrecision, Misses, Prefetch
 from engine.formats import STORED
+from engine.hardware.machine import HardwareProfile
 from engine.planner.workload import Workload
 
 
@@ -37,9 +38,9 @@ class Limits:
     ram_of_others: int = 0
     cpu_of_others: float = 0.0
 
-    def held(self, model: ModelShape) -> ModelShape:
-        """The model with its keys and values as they are held."""
-        return model if self.use_card else model.holding(self.kv_precision)
+    def held(self, model: ModelShape, machine: HardwareProfile) -> ModelShape:
+        """The model with its keys and values as this machine holds them."""
+        return model if self.use_card and machine.gpu is not None else model.holding(self.kv_precision)
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ def predict_decode(
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits or limits_of(config)
-    costs, memory = _placed(machine, limits.held(model), config, limits)
+    costs, memory = _placed(machine, limits.held(model, machine), config, limits)
     work = Workload("decode", prompt_tokens, tokens)
     found = _simulated(costs, memory, config, work, limits, routing=routing)
     slow, quick = (
@@ -111,7 +111,7 @@ def simulate_decode(
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
     limits = limits or limits_of(config)
-    costs, memory = _placed(machine, limits.held(model), config, limits)
+    costs, memory = _placed(machine, limits.held(model, machine), config, limits)
     work = Workload("decode", prompt_tokens, tokens)
     return _simulated(costs, memory, config, work, limits, routing=routing, record=record), memory, costs.precision
 

@@ -198,7 +198,7 @@ def _row(
     if shape is None:
         why = candidate.problem or "What it is could not be read."
         return replace(row, why=why, load_anyway="It cannot be loaded.", fits_alone=False)
-    per_token = round(limits.held(shape).kv_bytes_per_token())
+    per_token = round(limits.held(shape, look.profile).kv_bytes_per_token())
     row = replace(row, kv_at_context=per_token * context_tokens(shape, limits))
     try:
         run = _run(shape, look, limits, _installed(candidate, here))

@@ -78,6 +78,16 @@ def device_name(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or emulated:NAME")
 
 
+def add_kv_precision(parser: argparse._ActionsContainer) -> None:
+    """Add `--kv-precision`."""
+    parser.add_argument(
+        "--kv-precision",
+        choices=KV_PRECISIONS,
+        default="auto",
+        help="of keys and values: int8 takes about half the memory, so that longer contexts and more rows fit",
+    )
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add `--device`, `--vram`, `--ram`, `--threads`, `--precision` and those of the expert cache."""
     group = parser.add_argument_group("where and how the model runs")
@@ -93,12 +103,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
     kinds = "; ".join(f"{name} is {FORMATS[name].words}" for name in PRECISIONS if name in FORMATS)
     group.add_argument("--precision", choices=PRECISIONS, default=AUTO, help=f"of the weights in memory: {kinds}")
-    group.add_argument(
-        "--kv-precision",
-        choices=KV_PRECISIONS,
-        default="auto",
-        help="of keys and values: int8 takes about half the memory, so that longer contexts and more rows fit",
-    )
+    add_kv_precision(group)
     group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card replays decode steps as graphs")
     group.add_argument(
         "--speculation",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO, LADDER, STORED
-from engine.verbs.options import parse_size, positive_int
+from engine.verbs.options import add_kv_precision, parse_size, positive_int
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def add_limit_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 16GB")
     parser.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
     parser.add_argument("--context", type=positive_int, metavar="N", help="longest supported context")
+    add_kv_precision(parser)
 
 
 def asked_limits(args: argparse.Namespace) -> Limits:
@@ -66,6 +67,7 @@ def asked_limits(args: argparse.Namespace) -> Limits:
         context_tokens=args.context,
         precision=args.precision,
         use_card=args.device != "cpu",
+        kv_precision=args.kv_precision,
     )
 
 
@@ -117,7 +119,14 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     if workload != CHAT:  # only chats are timed
         plan = make_plan(look.profile, model, workload, limits, measured=look.measurements is not None)
         return corrected_plan(plan, corrections_here(look, args.model))
-    asked = EngineConfig(args.model, args.device, vram_bytes=args.vram, ram_bytes=args.ram, context_tokens=args.context)
+    asked = EngineConfig(
+        args.model,
+        args.device,
+        vram_bytes=args.vram,
+        ram_bytes=args.ram,
+        context_tokens=args.context,
+        kv_precision=args.kv_precision,
+    )
     return plan_here(look, model, asked, limits)
 
 

@@ -208,10 +208,8 @@ def test_the_range_of_speeds_holds_the_timed_one(models: tuple[Made, ...], tmp_p
     draw = random.Random(18)
     made = {False: models, True: tuple(_made(make_synthetic(name)) for name in REAL_SHAPES)}
     os.sync()  # what was just written is on its way to the disk
-    looks = {device: _measured_look(device, tmp_path) for device in CARDS}
-    looks["cpu"] = _without_card(looks[CARD])
     found = [
-        _timed_case(made[number % 4 >= 2], looks, ("cpu", CARDS[number // 4 % 2])[number % 2], draw)
+        _timed_case(made[number % 4 >= 2], ("cpu", CARDS[number // 4 % 2])[number % 2], tmp_path, draw)
         for number in range(cases)
     ]
     lines = "\n".join(f"{'inside' if inside else 'OUTSIDE'}: {said}" for inside, said in found)
@@ -236,11 +234,13 @@ def _without_card(look: MachineLook) -> MachineLook:
     return MachineLook(look.probe, "", found, machine_profile(look.probe, found))
 
 
-def _timed_case(
-    models: tuple[Made, ...], looks: dict[str, MachineLook], device: str, draw: random.Random
-) -> tuple[bool, str]:
-    """(whether the speed of a real decode is in the range that was said before, what was said and timed)."""
-    made, look, is_cpu, row = draw.choice(models), looks[device], device == "cpu", None
+def _timed_case(models: tuple[Made, ...], device: str, folder: Path, draw: random.Random) -> tuple[bool, str]:
+    """(whether the speed of a real decode is in the range that was said before, what was said and timed).
+
+    The machine is measured anew each time: the memory of a virtual one is now and then twice as fast as a minute ago.
+    """
+    made, is_cpu, row = draw.choice(models), device == "cpu", None
+    look = _without_card(_measured_look(CARD, folder)) if is_cpu else _measured_look(device, folder)
     threads = draw.choice((1, 2)) if is_cpu else 1
     while row is None or row.speed is None:
         vram = None if is_cpu else round(2 * made.shape.total_weights * draw.uniform(0.2, 3.0)) + 4 * MIB

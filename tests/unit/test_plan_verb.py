@@ -33,6 +33,17 @@ def test_a_plan_for_people_names_bytes_and_what_limits(capsys: pytest.CaptureFix
     assert "other ways" in text
 
 
+def test_keys_and_values_in_bytes_take_half_without_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    def kv(hardware: str, precision: str) -> int:
+        where = ["--hardware", hardware, "--kv-precision", precision, "--json"]
+        assert main(["plan", "--model", "qwen3-30b-a3b", *where]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        return int(plan["ram"]["kv"] + (plan["card"] or {"kv": 0})["kv"])
+
+    assert kv("desktop-no-gpu-64gb", "int8") < 0.55 * kv("desktop-no-gpu-64gb", "auto")
+    assert kv("desktop-rtx-4090-24gb", "int8") == kv("desktop-rtx-4090-24gb", "auto")
+
+
 def test_fit_says_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
     where = ["--hardware", "desktop-no-gpu-64gb", "--workload", "64x8", "--json"]
     assert main(["models", "fit", "qwen3-30b-a3b", *where]) == 0
