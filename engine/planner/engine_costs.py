@@ -38,7 +38,7 @@ on the card: 48 to 480 microseconds more than an expert takes in a group.  Where
 decides."""
 
 
-CACHED_GAIN = 1.65
+CACHED_GAIN = 1.6
 """How much faster than from RAM weights are read that lie in the processor's cache: hardly, where something else pushes
 them out, and more than twice where nothing else runs
 (experts of 512 x 256 in 16 bits on an EPYC: 25 and 58 GB/s; one thread with 13 MB of int8: 2.3 times)."""

@@ -7,7 +7,7 @@ The slow end has it all against it, the quick end for it:
   data sheets by 40%.
 - calls: the fixed cost of calls, by 40% where calls were timed (a step finds caches and threads colder than a loop of
   calls does); where not, from a fifth (a newer processor) to half as much again.
-- the cache of the processor: what fits into it is read up to 2.4 times as fast as RAM, or hardly faster where something
+- the cache of the processor: what fits into it is read up to 2.3 times as fast as RAM, or hardly faster where something
   else lies in it; that counts for the share of the model that fits, and what others do to the RAM for the rest.
 - hits of the expert cache: from routing as even as published of Mixtral to favourites as strong as recorded of
   gpt-oss-20b and Qwen3-30B-A3B.
@@ -30,7 +30,7 @@ from engine.planner.simulator.routing import PUBLISHED_STATISTICS, STRONGEST_STA
 _MEASURED, _UNSTEADY, _LOOKED_UP, _IN_CACHE = 0.2, 0.35, 0.4, 0.1
 _EMULATED_THREADS = 3
 _CALLS, _UNTIMED_CALLS, _EMULATED_CALLS = (1.4, 0.65), (1.5, 0.2), (2.0, 0.5)
-_CACHED_GAIN = (1.07, 2.4)
+_CACHED_GAIN = (1.08, 2.3)
 _LEAST_LEFT = 0.25
 """Of the processor, however much others use: the system's scheduler gives each its turn."""
 
