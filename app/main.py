@@ -99,6 +99,8 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     reached("window")
     window.show()
     QTimer.singleShot(0, window, window.begin)
+    if settings.serves_others:
+        QTimer.singleShot(0, window, lambda: services.api_server.begin())
     gc.freeze()  # what is there by now is there for good: collections need not look through it
     code = app.exec()
     services.client.close_now()
@@ -210,7 +212,7 @@ def _settings(services: Services) -> Page:
     from app.views.settings import SettingsPage
     from app.widgets.asking import before_loading
 
-    page = SettingsPage(services.settings, services.theme)
+    page = SettingsPage(services.settings, services.theme, services.api_server)
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))

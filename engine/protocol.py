@@ -9,7 +9,6 @@ synthesises that event.  `Token`, `Progress` and terminal events are lossless an
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import typing
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from engine.common.chat import FinishReason as FinishReason
 from engine.common.chat import Role as Role
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.json_fields import from_fields
+from engine.common.message_lines import MessageLines
 from engine.common.model_info import ModelInfo
 from engine.telemetry.messages import (
     CacheReport,
@@ -88,6 +87,17 @@ class Shutdown:
     """Cancel everything and exit 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServeOthers:
+    """From now on answer what other programs ask at the server behind this link; an empty address ends that.
+
+    Has no terminal event.
+    """
+
+    address: str
+    secret: str = ""
+
+
 Command = (
     LoadModel
     | UnloadModel
@@ -99,6 +109,7 @@ Command = (
     | Shutdown
     | WatchTelemetry
     | ResizeCache
+    | ServeOthers
 )
 
 
@@ -229,7 +240,7 @@ SAMPLES: tuple[type, ...] = get_args(Sample)
 DROPPABLE: tuple[type, ...] = get_args(Droppable)
 
 Message = Command | Event
-_BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (*get_args(Command), *get_args(Event))}
+_LINES = MessageLines((*get_args(Command), *get_args(Event)))
 
 
 # --- the codec ------------------------------------------------------------------------------------
@@ -237,10 +248,7 @@ _BY_NAME: dict[str, type] = {cls.__name__: cls for cls in (*get_args(Command), *
 
 def encode(message: Message) -> bytes:
     """One message as one line of JSON, newline included."""
-    fields = dataclasses.asdict(message)
-    text = json.dumps({"type": type(message).__name__, **fields}, ensure_ascii=False, separators=(",", ":"))
-    # A lone surrogate (half an emoji, say) is not valid UTF-8: replace it instead of breaking the stream.
-    return text.encode("utf-8", errors="replace") + b"\n"
+    return _LINES.encode(message)
 
 
 def decode(line: bytes) -> Message:
@@ -249,16 +257,7 @@ def decode(line: bytes) -> Message:
     Raises:
         EngineError: `PROTOCOL`, if the line is not a message of this version.
     """
-    try:
-        raw = json.loads(line)
-        cls = _BY_NAME[raw.pop("type")]
-        return typing.cast(Message, from_fields(cls, raw))
-    except EngineError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        # Neither the line nor the error's text is quoted: both can contain user text.
-        message = f"A line of {len(line)} bytes is not a message of this version ({type(error).__name__})."
-        raise EngineError(ErrorCode.PROTOCOL, message) from None
+    return typing.cast(Message, _LINES.decode(line))
 
 
 def request_id_of(line: bytes) -> str | None:

@@ -16,7 +16,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
@@ -30,7 +31,7 @@ from engine.process.batch import BatchService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
-from engine.process.requests import Request, RequestQueue, cancelled_event
+from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource
 from engine.protocol import (
@@ -48,6 +49,7 @@ from engine.protocol import (
     Phase,
     Progress,
     Ready,
+    ServeOthers,
     Shutdown,
     TerminalEvent,
     Token,
@@ -55,9 +57,13 @@ from engine.protocol import (
     decode,
     request_id_of,
 )
+from engine.serving.other_programs import OtherPrograms
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
 from engine.tuning.messages import StartTuning
 from engine.tuning.result import DecodeRate
+
+if TYPE_CHECKING:
+    from engine.runtime.batch.live import LiveRows
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
@@ -102,6 +108,8 @@ class WorkerEngine(Protocol):
     def device_memory(self) -> tuple[int, int, int]: ...
     @property
     def telemetry(self) -> TelemetrySource | None: ...
+    def default_sampling(self) -> SamplingParams: ...
+    def live_rows(self) -> LiveRows: ...
 
     def load(
         self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
@@ -135,10 +143,17 @@ class WorkerEngine(Protocol):
 class Worker:
     """Performs requests with one engine and reports what happens."""
 
-    def __init__(self, requests: RequestQueue, writer: EventWriter, telemetry: TelemetryService) -> None:
+    def __init__(
+        self,
+        requests: RequestQueue,
+        writer: EventWriter,
+        telemetry: TelemetryService,
+        others: OtherPrograms | None = None,
+    ) -> None:
         self._requests = requests
         self._writer = writer
         self._telemetry = telemetry
+        self._others = OtherPrograms(requests) if others is None else others
         self._process = psutil.Process()
         self._sampled_s = time.monotonic()
         self._sampled_tokens = 0
@@ -152,7 +167,8 @@ class Worker:
             log_failure(error, "starting")
             message = as_engine_error(error, "starting").message
             while (request := self._requests.take()) is not None:
-                self._requests.end(Failed(request.request_id, ErrorCode.INTERNAL, message))
+                if not isinstance(request, AnswerOthers):
+                    self._requests.end(Failed(request.request_id, ErrorCode.INTERNAL, message))
             return
         self._batches = BatchService(self._requests, self._writer.send, lambda: self._answer_next(engine))
         while self._answer_next(engine):
@@ -163,7 +179,10 @@ class Worker:
         request = self._requests.take()
         if request is None:
             return False
-        self._requests.end(self._perform(engine, request))
+        if isinstance(request, AnswerOthers):
+            self._others.answer(engine, lambda: self._answer_next(engine))
+        else:
+            self._requests.end(self._perform(engine, request))
         try:
             self._sample(engine, idle=True)
         except Exception as error:  # a missing figure is no reason to stop
@@ -177,13 +196,15 @@ class Worker:
                 return self._load(engine, request)
             if isinstance(request, Generate):
                 return self._generate(engine, request)
+            if isinstance(request, StartBatch | SampleBatch):
+                self._others.make_room()
             if isinstance(request, StartBatch):
                 return self._batches.run(engine, request)
             if isinstance(request, SampleBatch):
                 return self._batches.sample(engine, request)
             if isinstance(request, StartTuning):
                 return self._tune(engine, request)
-            self._telemetry.model_is(None)
+            self._model_is(engine, is_leaving=True)
             engine.unload()
             return ModelUnloaded(request.request_id)
         except RequestCancelled:
@@ -195,24 +216,30 @@ class Worker:
 
     def _load(self, engine: WorkerEngine, request: LoadModel) -> TerminalEvent:
         started = time.monotonic()
-        self._telemetry.model_is(None)
+        self._model_is(engine, is_leaving=True)
         self._writer.send(Progress(request.request_id, "loading", 0, 0))  # of what is not known yet
         info = engine.load(
             request.config,
             on_progress=lambda done, total: self._progress(request.request_id, "loading", done, total),
             cancelled=lambda: self._requests.is_cancelled(request.request_id),
         )
-        self._telemetry.model_is(engine.telemetry)
+        self._model_is(engine)
         return ModelLoaded(request.request_id, info, time.monotonic() - started)
 
     def _tune(self, engine: WorkerEngine, request: StartTuning) -> TerminalEvent:
         from engine.process.tuning import run_tuning  # imports the planner, which few sessions need
 
-        self._telemetry.model_is(None)
+        self._model_is(engine, is_leaving=True)
         try:
             return run_tuning(engine, request, self._requests, self._writer.send)
         finally:
-            self._telemetry.model_is(engine.telemetry)
+            self._model_is(engine)
+
+    def _model_is(self, engine: WorkerEngine, *, is_leaving: bool = False) -> None:
+        """Tells who uses the loaded model that it is another, or about to be freed."""
+        info = None if is_leaving else engine.info
+        self._telemetry.model_is(None if is_leaving else engine.telemetry)
+        self._others.model_is(Path(info.path) if info is not None else None)
 
     def _generate(self, engine: WorkerEngine, request: Generate) -> TerminalEvent:
         self._sampled_s, self._sampled_tokens = time.monotonic(), 0
@@ -273,7 +300,13 @@ class Worker:
         trim_stderr()
 
 
-def read_commands(fd: int, requests: RequestQueue, writer: EventWriter, telemetry: TelemetryService) -> bool:
+def read_commands(
+    fd: int,
+    requests: RequestQueue,
+    writer: EventWriter,
+    telemetry: TelemetryService,
+    others: OtherPrograms | None = None,
+) -> bool:
     """Handles commands until the stream ends; returns whether it ended with a `Shutdown`."""
     lines = LineReader()
     while True:
@@ -302,6 +335,8 @@ def read_commands(fd: int, requests: RequestQueue, writer: EventWriter, telemetr
                 telemetry.watch(command)
             elif isinstance(command, ResizeCache):
                 telemetry.resize(command)
+            elif isinstance(command, ServeOthers) and others is not None:
+                others.serve(command)
 
 
 def serve(make_engine: Callable[[], WorkerEngine]) -> None:
@@ -312,9 +347,10 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
     writer.send(Ready(PROTOCOL_VERSION, os.getpid()))
     requests = RequestQueue(writer.send)
     telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
+    others = OtherPrograms(requests)
 
     def read() -> None:
-        asked = read_commands(commands_fd, requests, writer, telemetry)
+        asked = read_commands(commands_fd, requests, writer, telemetry, others)
         requests.close()
         # The engine thread may end the process sooner; if it is computing, its result is no longer wanted.
         time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)
@@ -322,7 +358,7 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
 
     threading.Thread(target=read, name="command-reader", daemon=True).start()
     set_up_process()
-    Worker(requests, writer, telemetry).run(make_engine)
+    Worker(requests, writer, telemetry, others).run(make_engine)
     writer.flush(SHUTDOWN_GRACE_S)
     end_process(0)
 

@@ -36,6 +36,7 @@ from engine.protocol import (
     ModelLoaded,
     Progress,
     Ready,
+    ServeOthers,
     TerminalEvent,
     UnloadModel,
 )
@@ -113,6 +114,7 @@ class EngineClient(QObject):
         self._last_config: EngineConfig | None = None
         self._last_error = ""
         self._watched = WatchTelemetry(on=False)
+        self._others = ServeOthers("")
         application = QCoreApplication.instance()
         if application is not None:
             application.aboutToQuit.connect(self.close_now)
@@ -241,6 +243,12 @@ class EngineClient(QObject):
         if self._ready:
             self._send(ResizeCache(tier, slots))
 
+    def serve_others(self, address: str, secret: str) -> None:
+        """Have the engine, and later ones, answer other programs at the server behind this link; empty: none."""
+        self._others = ServeOthers(address, secret)
+        if self._ready:
+            self._send(self._others)
+
     # --- requests, internally ---------------------------------------------------------------------
 
     def _begin_batch(self, command: StartBatch | SampleBatch) -> BatchRun:
@@ -300,6 +308,8 @@ class EngineClient(QObject):
         self._ready = True
         if self._watched.on:
             self._send(self._watched)
+        if self._others.address:
+            self._send(self._others)
         while self._outbox:
             self._send(self._outbox.popleft())
         self._update_state()

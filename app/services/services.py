@@ -20,6 +20,7 @@ from app.services.tuning_outrun import TuningOutrun
 from app.theme import ThemeController
 
 if TYPE_CHECKING:
+    from app.services.api_server import ApiServer
     from app.services.batch_jobs import BatchJobs
     from app.services.batch_sample import BatchSample
     from app.services.downloads import Downloads
@@ -121,6 +122,13 @@ class Services:
 
         return ModelSpeeds(self.settings)
 
+    @cached_property
+    def api_server(self) -> ApiServer:
+        """Other programs' way to the model."""
+        from app.services.api_server import ApiServer
+
+        return ApiServer(self.client, self.settings)
+
     def close(self) -> None:
         """Stops background work, before the engine ends; the engine and the store are closed by their owner."""
         made = vars(self)
@@ -128,7 +136,7 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        for name in ("downloads", "library", "hub", "speeds"):
+        for name in ("downloads", "library", "hub", "speeds", "api_server"):
             if name in made:
                 made[name].close()
         self.telemetry.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from PySide6.QtCore import QCoreApplication, QObject, Signal
 
@@ -17,12 +17,14 @@ from engine.common.paths import config_dir
 translate = QCoreApplication.translate
 
 ThemeChoice = Literal["system", "light", "dark"]
+ServedTo = Literal["pc", "key", "network"]
 
 T = TypeVar("T", bool, int, float, str)
 
 STARTER = "starter"
 DEFAULT_FONT_PX = 14
 SAVE_DELAY_MS = 400
+DEFAULT_SERVER_PORT = 8490
 
 
 class Settings(QObject):
@@ -109,6 +111,35 @@ class Settings(QObject):
     @kv_precision.setter
     def kv_precision(self, value: KvPrecision) -> None:
         self.set("kv_precision", value)
+
+    @property
+    def serves_others(self) -> bool:
+        """Whether other programs may use the model."""
+        return self.get("serve_others", default=False)
+
+    @serves_others.setter
+    def serves_others(self, value: bool) -> None:
+        self.set("serve_others", value)
+
+    @property
+    def serves(self) -> ServedTo:
+        """Which programs may: those of this PC, those that know the key, or those of other PCs that know it."""
+        value = self.get("serve_to", "")
+        return cast(ServedTo, value) if value in get_args(ServedTo) else "pc"
+
+    @serves.setter
+    def serves(self, value: ServedTo) -> None:
+        self.set("serve_to", value)
+
+    @property
+    def server_port(self) -> int:
+        """Where they find it."""
+        value = self.get("serve_port", DEFAULT_SERVER_PORT)
+        return value if 1024 <= value < 65536 else DEFAULT_SERVER_PORT
+
+    @server_port.setter
+    def server_port(self, value: int) -> None:
+        self.set("serve_port", value)
 
     @property
     def device(self) -> str:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 import types
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from engine.common.errors import ErrorCode
@@ -30,6 +32,16 @@ def from_fields(cls: type, raw: dict[str, Any]) -> Any:
     return cls(
         **{name: value if type(value) is hints[name] else _convert(hints[name], value) for name, value in raw.items()}
     )
+
+
+def fields_of(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Some of a dataclass's fields, read as `from_fields` reads them.
+
+    Raises:
+        EngineError, LookupError, TypeError, ValueError: the fields do not match.
+    """
+    hints = _field_types(cls)
+    return {name: _convert(hints[name], value) for name, value in raw.items()}
 
 
 def _convert(hint: Any, value: Any) -> Any:
@@ -61,6 +73,10 @@ def _convert(hint: Any, value: Any) -> Any:
         return float(value)
     if hint is ErrorCode:
         return ErrorCode(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is Any:
+        return value
     if type(value) is not hint:
         raise TypeError(f"expected {hint.__name__}, got {value!r}")
     return value

@@ -5,8 +5,10 @@ from __future__ import annotations
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import SIGMOID, Gguf, Key
 from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
+from engine.families.reply_form import DEEPSEEK
 
 FAMILY = Family(
+    replies=DEEPSEEK,
     packs_rows=True,
     fast_path=FastPath(
         model="DeepseekV3ForCausalLM",

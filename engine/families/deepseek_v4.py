@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from engine.families.family import ClampedGate, Family, KvNumbers
+from engine.families.reply_form import DEEPSEEK
 
 FAMILY = Family(
+    replies=DEEPSEEK,
     gate=ClampedGate("halves", "limit"),
     kv=KvNumbers(keys_are_values=True),
 )

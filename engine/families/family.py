@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.families.gguf import Gguf
+from engine.families.reply_form import ReplyForm
 
 READS_PICTURES = "reads text out of pictures, and Switchyard gives models text only"
 
@@ -119,6 +120,7 @@ class Family:
         gate: the experts' custom gate, if any.
         fast_path: for single tokens, if the native kernels implement it.
         gguf: how its models are written in GGUF files, if those are read.
+        replies: how its answers hold reasoning and calls of tools; `None` for what fine-tuned models commonly write.
         mlx_experts: how checkpoints name the matrices that MLX calls `gate_proj`, `up_proj` and `down_proj`, where it
             differs; `None` if its models are not read as MLX stores them.
     """
@@ -134,4 +136,5 @@ class Family:
     gate: ClampedGate | None = None
     fast_path: FastPath | None = None
     gguf: Gguf | None = None
+    replies: ReplyForm | None = None
     mlx_experts: Mapping[str, str] | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.families.family import Family
 from engine.families.gguf import ATTENTION, ENDS, FEED_FORWARD, LAYER, File, Gguf, Key, Made, by_layer
+from engine.families.reply_form import GEMMA
 
 _LARGEST = 62
 """Layers of the 27B model, the only one whose queries are not scaled by the width of a head."""
@@ -36,6 +37,7 @@ def _norm(theirs: str, ours: str) -> dict[str, Made]:
 
 
 FAMILY = Family(
+    replies=GEMMA,
     gguf=Gguf(
         architecture="gemma3",
         own_rope=True,
@@ -54,5 +56,5 @@ FAMILY = Family(
             **_norm(f"{LAYER}.self_attn.q_norm", "blk.{n}.attn_q_norm"),
             **_norm(f"{LAYER}.self_attn.k_norm", "blk.{n}.attn_k_norm"),
         },
-    )
+    ),
 )

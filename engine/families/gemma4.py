@@ -20,6 +20,7 @@ from engine.families.gguf import (
     of_one_value,
     per_layer,
 )
+from engine.families.reply_form import GEMMA
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +78,7 @@ def _is_double_wide(file: File, config: Mapping[str, Any], shared: int) -> bool:
 
 
 FAMILY = Family(
+    replies=GEMMA,
     gguf=Gguf(
         architecture="gemma4",
         head_dim="attention.key_length_swa",
@@ -123,5 +125,5 @@ FAMILY = Family(
                 Made("joined", "blk.{n}.ffn_gate_exps.weight", "blk.{n}.ffn_up_exps.weight"),
             ),
         },
-    )
+    ),
 )

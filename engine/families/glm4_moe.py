@@ -21,6 +21,7 @@ from engine.families.gguf import (
     scale_of_weights,
     shared_expert,
 )
+from engine.families.reply_form import HERMES
 
 
 def _computed(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def _computed(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    replies=HERMES,
     packs_rows=True,
     gguf=Gguf(
         architecture="glm4moe",

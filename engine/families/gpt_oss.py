@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.families.family import ClampedGate, Family, FastPath, Router
 from engine.families.gguf import ATTENTION, ENDS, LAYER, NORMS, SOFTMAX_OF_CHOSEN, File, Gguf, Made, both, by_layer
+from engine.families.reply_form import HARMONY
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,6 +23,7 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    replies=HARMONY,
     packs_rows=True,
     fast_path=FastPath(
         model="GptOssForCausalLM",

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import Family
+from engine.families.reply_form import GRANITE
 
-FAMILY = Family(packs_rows=True)
+FAMILY = Family(replies=GRANITE, packs_rows=True)

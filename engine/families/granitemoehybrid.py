@@ -8,6 +8,7 @@ from typing import Any
 from engine.families.family import Family
 from engine.families.gguf import LAYER, File, Gguf, Key, Made, of_one_value, per_layer
 from engine.families.gguf.granite import CONFIG, FIXED, SHARED, TENSORS, multipliers
+from engine.families.reply_form import GRANITE
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    replies=GRANITE,
     gguf=Gguf(
         architecture="granitehybrid",
         layered=True,
@@ -57,5 +59,5 @@ FAMILY = Family(
             f"{LAYER}.mamba.norm.weight": Made("flat", "blk.{n}.ssm_norm.weight"),
             f"{LAYER}.mamba.out_proj.weight": "blk.{n}.ssm_out.weight",
         },
-    )
+    ),
 )

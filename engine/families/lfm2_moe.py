@@ -19,6 +19,7 @@ from engine.families.gguf import (
     per_layer,
     routing,
 )
+from engine.families.reply_form import LFM
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,6 +32,7 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    replies=LFM,
     gguf=Gguf(
         architecture="lfm2moe",
         layered=True,
@@ -65,5 +67,5 @@ FAMILY = Family(
             **experts("feed_forward", gate="w1", up="w3", down="w2"),
             f"{LAYER}.feed_forward.expert_bias": "blk.{n}.exp_probs_b.bias",
         },
-    )
+    ),
 )

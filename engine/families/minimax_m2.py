@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.families.family import Family
 from engine.families.gguf import ATTENTION, ENDS, LAYER, NORMS, SIGMOID, Gguf, experts, routing
+from engine.families.reply_form import MINIMAX
 
 FAMILY = Family(
+    replies=MINIMAX,
     packs_rows=True,
     gguf=Gguf(
         architecture="minimax-m2",

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import Family
+from engine.families.reply_form import MISTRAL
 
-FAMILY = Family(mlx_experts={})
+FAMILY = Family(replies=MISTRAL, mlx_experts={})

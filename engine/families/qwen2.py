@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.families.family import Family
 from engine.families.gguf import DENSE, Gguf
+from engine.families.reply_form import HERMES
 
 FAMILY = Family(
+    replies=HERMES,
     gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE),
     mlx_experts={},
 )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import ATTENTION, ENDS, NORMS, Gguf, Made, experts, routing
+from engine.families.reply_form import HERMES
 
 FAMILY = Family(
+    replies=HERMES,
     packs_rows=True,
     fast_path=FastPath(
         model="Qwen2MoeForCausalLM",

@@ -8,6 +8,7 @@ from typing import Any
 from engine.families.family import Family
 from engine.families.gguf import LAYER, File, Gguf, Key, Made, routing
 from engine.families.gguf.delta import CONFIG, TENSORS, delta
+from engine.families.reply_form import HERMES
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    replies=HERMES,
     gguf=Gguf(
         architecture="qwen35moe",
         partial_rotary=True,
@@ -37,5 +39,5 @@ FAMILY = Family(
             f"{LAYER}.linear_attn.A_log": Made("delta_logarithm", "blk.{n}.ssm_a"),
             f"{LAYER}.linear_attn.out_proj.weight": Made("delta_columns", "blk.{n}.ssm_out.weight"),
         },
-    )
+    ),
 )

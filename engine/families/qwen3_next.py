@@ -5,8 +5,10 @@ from __future__ import annotations
 from engine.families.family import Family
 from engine.families.gguf import LAYER, Gguf, Made, routing
 from engine.families.gguf.delta import CONFIG, TENSORS, delta
+from engine.families.reply_form import HERMES
 
 FAMILY = Family(
+    replies=HERMES,
     gguf=Gguf(
         architecture="qwen3next",
         partial_rotary=True,
@@ -26,5 +28,5 @@ FAMILY = Family(
             f"{LAYER}.linear_attn.A_log": Made("logarithm", "blk.{n}.ssm_a"),
             f"{LAYER}.linear_attn.out_proj.weight": "blk.{n}.ssm_out.weight",
         },
-    )
+    ),
 )

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import Family
+from engine.families.reply_form import HERMES
 
-FAMILY = Family(adapter="qwen3_omni_moe")
+FAMILY = Family(replies=HERMES, adapter="qwen3_omni_moe")

@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.families.family import Family
 from engine.families.gguf import ENDS, FEED_FORWARD, NORMS, ROTATED_ATTENTION, File, Gguf
+from engine.families.reply_form import HERMES
 
 
 def _computed(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -19,10 +20,11 @@ def _computed(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 FAMILY = Family(
+    replies=HERMES,
     gguf=Gguf(
         architecture="smollm3",
         constants={"use_sliding_window": False},
         computed=_computed,
         tensors={**ENDS, **NORMS, **ROTATED_ATTENTION, **FEED_FORWARD},
-    )
+    ),
 )

@@ -20,7 +20,7 @@ from engine.batch_files.messages import (
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
-from engine.process.requests import RequestQueue
+from engine.process.requests import AnswerOthers, RequestQueue
 from engine.protocol import Event, Generate
 
 _ROWS_S = 0.25
@@ -40,7 +40,7 @@ class BatchService:
     """Runs jobs on the engine thread.
 
     Args:
-        answer_next: performs the next waiting request, a chat; called between two steps of a job.
+        answer_next: performs the next waiting request, a chat or those of other programs; called between two steps.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class BatchService:
             # A request to load or unload a model: the job can be resumed later, so let the request go first.
             waiting = self._requests.waiting()
             return self._requests.is_cancelled(request.request_id) or not (
-                waiting is None or isinstance(waiting, Generate | StartBatch)
+                waiting is None or isinstance(waiting, Generate | StartBatch | AnswerOthers)
             )
 
         watcher = JobWatcher(events.pace, events.answer, self._chat_waits, self._give_way, cancelled, events.plan)
@@ -121,7 +121,7 @@ class BatchService:
         return BatchFinished(request.request_id, finished, done, failed, 0, tokens, clock.now(), "")
 
     def _chat_waits(self) -> bool:
-        return isinstance(self._requests.waiting(), Generate)
+        return isinstance(self._requests.waiting(), Generate | AnswerOthers)
 
     def _give_way(self) -> None:
         while self._chat_waits():

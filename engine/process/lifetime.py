@@ -73,7 +73,7 @@ STDERR_BYTES = 4 * 2**20
 _PR_SET_PDEATHSIG = 1
 
 
-def set_up_process() -> None:
+def set_up_process(*, also_stderr: bool = True) -> None:
     """Does all of the below; a failure of any of it does not stop the worker."""
     # Ctrl-C in the terminal that started the window reaches us too, but the window decides when we end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -81,7 +81,7 @@ def set_up_process() -> None:
     _be_killed_first()
     faulthandler.enable()
     logging.captureWarnings(True)
-    log_to_file("engine.log", also_stderr=True)
+    log_to_file("engine.log", also_stderr=also_stderr)
 
 
 def trim_stderr() -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from engine.batch_files.messages import BatchFinished, SampleBatch, StartBatch
 from engine.protocol import (
@@ -21,7 +22,16 @@ from engine.tuning.messages import StartTuning, TuningFinished
 
 _log = logging.getLogger(__name__)
 
+
+@dataclass(frozen=True, slots=True)
+class AnswerOthers:
+    """Other programs may be waiting for answers: the engine's thread should look.  It has no terminal event."""
+
+    request_id: str = ""
+
+
 Request = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
+_OTHERS = AnswerOthers()
 
 
 def cancelled_event(request: Request) -> TerminalEvent | None:
@@ -42,7 +52,7 @@ class RequestQueue:
     def __init__(self, send: Callable[[TerminalEvent], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[Request | AnswerOthers] = deque()
         self._open: set[str] = set()
         self._cancelled: set[str] = set()
         self._closed = False
@@ -59,13 +69,20 @@ class RequestQueue:
                 self._drop_waiting()
             self._changed.notify_all()
 
-    def take(self) -> Request | None:
+    def look_after_others(self) -> None:
+        """Queues `AnswerOthers`, unless it is queued already."""
+        with self._changed:
+            if _OTHERS not in self._waiting and not self._closed:
+                self._waiting.append(_OTHERS)
+                self._changed.notify_all()
+
+    def take(self) -> Request | AnswerOthers | None:
         """The next request, waiting for one; None once the queue is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None
 
-    def waiting(self) -> Request | None:
+    def waiting(self) -> Request | AnswerOthers | None:
         """The request that `take` would return immediately; None if it would wait."""
         # Called for every layer of a batch; peeking at a deque needs no lock.
         try:
@@ -80,7 +97,9 @@ class RequestQueue:
                 return
             self._cancelled.add(request_id)
             for request in self._waiting:
-                if request.request_id == request_id and (event := cancelled_event(request)) is not None:
+                if isinstance(request, AnswerOthers) or request.request_id != request_id:
+                    continue
+                if (event := cancelled_event(request)) is not None:
                     self._waiting.remove(request)
                     self._end(event)
                     return
@@ -104,6 +123,9 @@ class RequestQueue:
 
     def _drop_waiting(self) -> None:
         for request in list(self._waiting):
+            if isinstance(request, AnswerOthers):
+                self._waiting.remove(request)
+                continue
             event = cancelled_event(request)
             if event is not None:
                 self._waiting.remove(request)

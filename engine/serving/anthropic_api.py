@@ -14,8 +14,8 @@ from starlette.routing import Route
 from engine.batch_files.openai_requests import BadRequestError, read_call, read_sampling, read_text
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
-from engine.serving.desk import Ask, Began, Ended, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought
+from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, status_of, while_connected
 from engine.serving.tools import ToolUse, read_tool, tool_use
 
@@ -125,7 +125,8 @@ class _Answer:
     """One answer: its blocks so far, and what to send for each event."""
 
     def __init__(self, name: str, ask: Ask) -> None:
-        self._ask, self._reader = ask, ReplyReader((), thinks=False, is_call=False)
+        self._ask = ask
+        self._reader: ReplyReader | None = None
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
@@ -148,14 +149,14 @@ class _Answer:
         """What a stream says of an event."""
         if isinstance(event, Began):
             is_call = self._ask.constraint is not None
-            self._reader = ReplyReader(self._ask.tools, thinks=event.thinks, is_call=is_call)
+            self._reader = reply_reader(event.family, self._ask.tools, thinks=event.thinks, is_call=is_call)
             begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
             return [{"type": "message_start", "message": {**begun, "usage": usage}}]
         if isinstance(event, Said):
-            return self._lines(self._reader.feed(event.text))
+            return self._lines(self._reader.feed(event.text) if self._reader else [])
         self._ended = event
-        lines = [*self._lines(self._reader.end()), *self._closed()]
+        lines = [*self._lines(self._reader.end() if self._reader else []), *self._closed()]
         return [
             *lines,
             {"type": "message_delta", "delta": self._stop, "usage": self._usage(event)},

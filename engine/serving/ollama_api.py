@@ -16,8 +16,8 @@ from engine.batch_files.openai_requests import BadRequestError, read_constraint,
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError, ErrorCode
-from engine.serving.desk import Ask, Began, Ended, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought
+from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import Lines, Service, Streamed, body_of, opened, status_of, while_connected
 from engine.serving.tools import ToolUse, openai_tools
 
@@ -91,7 +91,8 @@ class _Ollama:
     async def chat(self, request: Request) -> Response:
         body = await body_of(request)
         if body.get("messages") == []:
-            return JSONResponse(self._nothing(body) | {"message": {"role": "assistant", "content": ""}})
+            answer = await self._come_or_go(request, body)
+            return JSONResponse(answer | {"message": {"role": "assistant", "content": ""}})
         uses = openai_tools({"tools": body.get("tools")})
         return await self._answer(request, body, uses, read_messages(_own_calls(body.get("messages"))))
 
@@ -100,16 +101,29 @@ class _Ollama:
         prompt = body.get("prompt") or ""
         if not isinstance(prompt, str) or body.get("images") or body.get("suffix"):
             raise BadRequestError("has a prompt that is not text alone")
-        if not prompt:  # clients load and unload models with it
-            return JSONResponse(self._nothing(body) | {"response": ""})
+        if not prompt:
+            return JSONResponse(await self._come_or_go(request, body) | {"response": ""})
         if body.get("raw"):
             return await self._answer(request, body, ToolUse(), (), prompt)
         system = body.get("system")
         messages = (ChatMessage("system", str(system)),) if system else ()
         return await self._answer(request, body, ToolUse(), (*messages, ChatMessage("user", prompt)))
 
-    def _nothing(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"model": body.get("model"), "created_at": _now(), "done": True, "done_reason": "load"}
+    async def _come_or_go(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
+        name, path = await self._service.path_of(body.get("model"))
+        goes = _is_nothing(body.get("keep_alive"))
+        if goes:
+            self._service.desk.release(path)
+        else:
+            only_loads = Ask(path, (ChatMessage("user", "Hello"),), counts_only=True)
+
+            async def loaded() -> None:
+                async for _event in self._service.events(only_loads):
+                    pass
+
+            await while_connected(request, loaded())
+        return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
 
     async def _answer(
         self,
@@ -160,7 +174,7 @@ class _Answer:
 
     def __init__(self, name: str, uses: ToolUse, *, is_chat: bool) -> None:
         self._name, self._uses, self._is_chat = name, uses, is_chat
-        self._reader = ReplyReader((), thinks=False, is_call=False)
+        self._reader: ReplyReader | None = None
         self._said, self._thought, self._calls = "", "", list[ToolCall]()
         self._last: dict[str, Any] = {}
         self._asked_ns = time.monotonic_ns()
@@ -169,12 +183,12 @@ class _Answer:
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """The lines of a stream that an event makes."""
         if isinstance(event, Began):
-            self._reader = ReplyReader(self._uses.tools, thinks=event.thinks, is_call=False)
+            self._reader = reply_reader(event.family, self._uses.tools, thinks=event.thinks, is_call=False)
             return []
         if isinstance(event, Said):
             self._first_ns = self._first_ns or time.monotonic_ns()
-            return self._lines(self._reader.feed(event.text))
-        lines = self._lines(self._reader.end())
+            return self._lines(self._reader.feed(event.text) if self._reader else [])
+        lines = self._lines(self._reader.end() if self._reader else [])
         self._last = self._ending(event)
         return [*lines, {**self._line(Spoken("")), **self._last}]
 
@@ -223,6 +237,12 @@ class _Answer:
             "eval_count": ended.generated_tokens,
             "eval_duration": now - first,
         }
+
+
+def _is_nothing(keep_alive: Any) -> bool:
+    """Whether a duration is 0: a number of seconds, or text such as `0s`."""
+    text = str(keep_alive).strip().rstrip("hms")
+    return not isinstance(keep_alive, bool) and text.replace(".", "0").strip("0") == "" and text != ""
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
-from engine.serving.desk import Ask, Began, Ended, NamedChances, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought
+from engine.serving.asking import Ask, Began, Ended, NamedChances, Progress, Said
+from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import (
     Lines,
     Service,
@@ -96,7 +96,8 @@ class _Wanted:
 
     def reader(self, began: Began) -> ReplyReader:
         """What takes one of its answers apart."""
-        return ReplyReader(self.uses.tools, thinks=began.thinks, is_call=self.uses.constraint is not None)
+        is_call = self.uses.constraint is not None
+        return reply_reader(began.family, self.uses.tools, thinks=began.thinks, is_call=is_call)
 
 
 class _OpenAi:

@@ -24,8 +24,8 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
-from engine.serving.desk import Ask, Began, Ended, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Thought
+from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.serving.replies import Part, ReplyReader, Thought, reply_reader
 from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, while_connected
 from engine.serving.tools import ToolUse, openai_tools
 
@@ -90,7 +90,8 @@ class _Answer:
     """One response: its items so far, and what to send for each event."""
 
     def __init__(self, name: str, body: Mapping[str, Any], uses: ToolUse) -> None:
-        self._uses, self._reader = uses, ReplyReader((), thinks=False, is_call=False)
+        self._uses = uses
+        self._reader: ReplyReader | None = None
         self._number = 0
         self._open: dict[str, Any] | None = None
         self.response: dict[str, Any] = {
@@ -116,12 +117,12 @@ class _Answer:
         """What a stream says of an event."""
         if isinstance(event, Began):
             is_call = self._uses.constraint is not None
-            self._reader = ReplyReader(self._uses.tools, thinks=event.thinks, is_call=is_call)
+            self._reader = reply_reader(event.family, self._uses.tools, thinks=event.thinks, is_call=is_call)
             kinds = ("response.created", "response.in_progress")
             return [self._line(kind, response=dict(self.response)) for kind in kinds]
         if isinstance(event, Said):
-            return self._lines(self._reader.feed(event.text))
-        lines = [*self._lines(self._reader.end()), *self._closed()]
+            return self._lines(self._reader.feed(event.text) if self._reader else [])
+        lines = [*self._lines(self._reader.end() if self._reader else []), *self._closed()]
         is_cut = event.reason in ("length", "context")
         self.response["status"] = "incomplete" if is_cut else "completed"
         if is_cut:

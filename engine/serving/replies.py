@@ -1,7 +1,7 @@
 """An answer's text as its parts: reasoning, what is said, and calls of tools; while it arrives, or whole.
 
-Models write their reasoning and their calls into the text, in a form of their own.  Each form is one entry in `FORMS`;
-what is in none of them is said as it stands.
+Models write their reasoning and their calls into the text, in the form of their family (`engine.families.reply_form`);
+what is not in it is said as it stands.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from engine.common.chat import Tool, ToolCall
+from engine.families import family_of
+from engine.families.call_texts import json_calls
+from engine.families.reply_form import COMMON, CallForm, ReadCalls, ReplyForm
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,102 +36,82 @@ class Spoken:
 Part = Thought | Spoken | ToolCall
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """How calls stand in a text: between two marks, where `read` finds (name, arguments as JSON text)."""
+class ReplyReader(Protocol):
+    """Takes an answer's text as it comes and returns its parts as soon as they are certain."""
 
-    opens: str
-    closes: str
-    read: Callable[[str], list[tuple[str, str]]]
+    def feed(self, text: str) -> list[Part]:
+        """More text."""
+        ...
 
-
-def _json_calls(text: str) -> list[tuple[str, str]]:
-    """`{"name": ..., "arguments": {...}}`, or a list of such: Qwen, Hermes, Granite, Mistral, LFM and many others."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    calls = []
-    for entry in value if isinstance(value, list) else [value]:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            return []
-        arguments = entry.get("arguments", entry.get("parameters", {}))
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                return []
-        if not isinstance(arguments, dict):
-            return []
-        calls.append((entry["name"], json.dumps(arguments, ensure_ascii=False)))
-    return calls
+    def end(self) -> list[Part]:
+        """Nothing comes any more: what was held back."""
+        ...
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_KEY_VALUE = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
-
-def _tagged_calls(text: str) -> list[tuple[str, str]]:
-    """`<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder and Qwen3.5."""
-    found = _FUNCTION.fullmatch(text)
-    if found is None:
-        return []
-    return [(found[1].strip(), _arguments(_PARAMETER.findall(found[2])))]
-
-
-def _key_value_calls(text: str) -> list[tuple[str, str]]:
-    """`name<arg_key>key</arg_key><arg_value>value</arg_value>`: GLM-4.5 and later."""
-    name = text.split("<arg_key>", 1)[0].strip()
-    if not re.fullmatch(r"[\w.-]{1,100}", name):
-        return []
-    return [(name, _arguments(_KEY_VALUE.findall(text)))]
-
-
-def _arguments(pairs: list[tuple[str, str]]) -> str:
-    """Values are JSON where they can be read as such, else texts."""
-    arguments = {}
-    for key, value in pairs:
-        try:
-            arguments[key.strip()] = json.loads(value)
-        except (ValueError, RecursionError):
-            arguments[key.strip()] = value
-    return json.dumps(arguments, ensure_ascii=False)
-
-
-def _tool_call(text: str) -> list[tuple[str, str]]:
-    """What stands between `<tool_call>` marks in any of the families that use these."""
-    return _json_calls(text) or _tagged_calls(text) or _key_value_calls(text)
-
-
-FORMS = (
-    _Form("<tool_call>", "</tool_call>", _tool_call),
-    _Form("<|tool_call_start|>", "<|tool_call_end|>", _json_calls),
-    _Form("[TOOL_CALLS]", "\n", _json_calls),
-)
-_THINKS, _THOUGHT = "<think>", "</think>"
-
-
-class ReplyReader:
-    """Takes an answer's text as it comes and returns its parts as soon as they are certain.
+def reply_reader(family: str, tools: tuple[Tool, ...], *, thinks: bool, is_call: bool) -> ReplyReader:
+    """What takes apart an answer.
 
     Args:
+        family: the `model_type` of who gives it.
         tools: those that may be called; without any, marks of calls are text.
         thinks: whether the prompt has already opened the reasoning.
         is_call: the whole text is one call as JSON, because a call was required.
     """
+    callable_ones = _Callable(tools)
+    if is_call:
+        return _OneCall(callable_ones)
+    form = form_of(family)
+    return _Channels(callable_ones) if form.has_channels else _Marked(form, callable_ones, thinks=thinks)
 
-    def __init__(self, tools: tuple[Tool, ...], *, thinks: bool, is_call: bool) -> None:
-        self._names = {tool.name for tool in tools}
-        self._thinks, self._is_call = thinks, is_call
-        self._form: _Form | None = None
-        self._held = ""
-        self._has_spoken = self._has_thought = False
+
+def form_of(family: str) -> ReplyForm:
+    """The form in which this `model_type` answers."""
+    return family_of(family).replies or COMMON
+
+
+class _Callable:
+    """The tools that may be called."""
+
+    def __init__(self, tools: tuple[Tool, ...]) -> None:
+        self._schemas = {tool.name: json.loads(tool.parameters) for tool in tools}
+        self.any = bool(tools)
+
+    def calls(self, text: str, read: ReadCalls) -> list[Part]:
+        """The calls in a text; none, if it is no call of these."""
+        calls = read(text.strip(), self._schemas)
+        if not calls or not {name for name, _ in calls} <= self._schemas.keys():
+            return []
+        return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments) for name, arguments in calls]
+
+
+class _OneCall:
+    def __init__(self, tools: _Callable) -> None:
+        self._tools, self._text = tools, ""
 
     def feed(self, text: str) -> list[Part]:
-        """More text."""
+        self._text += text
+        return []
+
+    def end(self) -> list[Part]:
+        rest, self._text = self._text, ""
+        return self._tools.calls(rest, json_calls) or ([Spoken(rest)] if rest else [])
+
+
+class _Marked:
+    """Everything but harmony: marks around reasoning and calls."""
+
+    def __init__(self, form: ReplyForm, tools: _Callable, *, thinks: bool) -> None:
+        self._form, self._tools = form, tools
+        self._until = form.thoughts[0][1] if thinks else ""
+        """What ends the reasoning; empty outside of it."""
+        self._call: CallForm | None = None
+        self._held = ""
+        self._has_spoken = self._has_thought = False
+        self._may_be_bare = form.bare is not None and tools.any
+
+    def feed(self, text: str) -> list[Part]:
         self._held += text
-        if self._is_call:
+        if self._is_bare():
             return []
         parts: list[Part] = []
         while (part := self._step()) is not None:
@@ -135,52 +119,76 @@ class ReplyReader:
         return parts
 
     def end(self) -> list[Part]:
-        """Nothing comes any more: what was held back."""
         rest, self._held = self._held, ""
-        if self._is_call:
-            return self._calls(rest, _json_calls) or ([Spoken(rest)] if rest else [])
-        if self._form is not None:
-            form, self._form = self._form, None
-            return self._calls(rest, form.read) or [Spoken(form.opens + rest)]
-        return self._plain(rest)
+        if self._is_bare() or (self._may_be_bare and _may_be_calls(rest)):
+            assert self._form.bare is not None
+            self._may_be_bare = False
+            if calls := self._tools.calls(rest, self._form.bare):
+                return calls
+        parts: list[Part] = []
+        self._held, self._may_be_bare = rest, False
+        while (part := self._step()) is not None:
+            parts += part
+        rest, self._held = self._held, ""
+        if self._call is not None:
+            form, self._call = self._call, None
+            return parts + self._calls_or_text(form, rest, "")
+        return parts + self._plain(rest)
+
+    def _is_bare(self) -> bool:
+        """Whether the whole answer may be calls without a mark."""
+        self._may_be_bare = self._may_be_bare and not self._has_spoken and _may_be_calls(self._held)
+        return self._may_be_bare
 
     def _step(self) -> list[Part] | None:
         """One part out of what is held; None if more text is needed."""
-        if self._form is not None:
-            end = self._held.find(self._form.closes)
-            if end < 0:
-                return None
-            inside, self._held = self._held[:end], self._held[end + len(self._form.closes) :]
-            form, self._form = self._form, None
-            return self._calls(inside, form.read) or [Spoken(form.opens + inside + form.closes)]
-        marks = [_THOUGHT] if self._thinks else self._marks()
-        at, mark = min(((self._held.find(each), each) for each in marks if each in self._held), default=(-1, ""))
+        if self._call is not None:
+            return self._step_in_call(self._call)
+        marks = [self._until] if self._until else self._marks()
+        at, _longest, mark = min(
+            ((self._held.find(each), -len(each), each) for each in marks if each in self._held), default=(-1, 0, "")
+        )
         if at < 0:
             return self._certain(marks)
         before, self._held = self._held[:at], self._held[at + len(mark) :]
         parts = self._plain(before)
-        if mark in (_THINKS, _THOUGHT):
-            self._thinks = mark == _THINKS
-        else:
-            self._form = next(form for form in FORMS if form.opens == mark)
+        if self._until:
+            self._until = ""
+        elif mark in (thoughts := dict(self._form.thoughts)):
+            self._until = thoughts[mark]
+        elif mark not in self._form.left_out:
+            self._call = next(form for form in self._form.calls if form.opens == mark)
         return parts
 
-    def _marks(self) -> list[str]:
-        calls = [form.opens for form in FORMS] if self._names else []
-        # Reasoning comes first; later such a mark is something that the answer is about.
-        return calls if self._has_spoken else [_THINKS, *calls]
+    def _step_in_call(self, form: CallForm) -> list[Part] | None:
+        closes = form.closes or form.opens
+        end = self._held.find(closes)
+        if end < 0:
+            return None
+        inside, self._held = self._held[:end], self._held[end + len(closes) :]
+        if form.closes:
+            self._call = None
+        return self._calls_or_text(form, inside, form.closes)
 
-    def _certain(self, marks: list[str]) -> list[Part] | None:
+    def _calls_or_text(self, form: CallForm, inside: str, closes: str) -> list[Part]:
+        calls = self._tools.calls(inside, form.read)
+        self._has_spoken = True
+        return calls or [Spoken(form.opens + inside + closes)]
+
+    def _marks(self) -> list[str]:
+        marks = [form.opens for form in self._form.calls] if self._tools.any else []
+        marks += self._form.left_out
+        # Reasoning comes first; later such a mark is something that the answer is about.
+        return marks if self._has_spoken else [*marks, *(opens for opens, _closes in self._form.thoughts)]
+
+    def _certain(self, marks: Sequence[str]) -> list[Part] | None:
         """All but an end that may be the beginning of a mark."""
-        keep = max(
-            (n for mark in marks for n in range(1, min(len(mark), len(self._held) + 1)) if self._held[-n:] == mark[:n]),
-            default=0,
-        )
+        keep = _beginning_of(marks, self._held)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return self._plain(text) or None
 
     def _plain(self, text: str) -> list[Part]:
-        if self._thinks:
+        if self._until:
             text = text if self._has_thought else text.lstrip()
             self._has_thought = self._has_thought or bool(text)
             return [Thought(text)] if text else []
@@ -188,9 +196,93 @@ class ReplyReader:
         self._has_spoken = self._has_spoken or bool(text.strip())
         return [Spoken(text)] if text else []
 
-    def _calls(self, text: str, read: Callable[[str], list[tuple[str, str]]]) -> list[Part]:
-        calls = read(text.strip())
-        if not calls or not {name for name, _ in calls} <= self._names:
+
+_BODY, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_HEADS = ("<|start|>", "<|channel|>", "<|constrain|>", _BODY, "to=", "assistant")
+_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class _Channels:
+    """Harmony (OpenAI, "harmony response format", 2025): messages with a head that names channel and recipient."""
+
+    def __init__(self, tools: _Callable) -> None:
+        self._tools = tools
+        self._held = ""
+        self._is_head = self._is_first = True
+        self._kind = "final"
+        self._callee = ""
+
+    def feed(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while (part := self._step()) is not None:
+            parts += part
+        return parts
+
+    def end(self) -> list[Part]:
+        rest, self._held = self._held, ""
+        if self._is_head:
+            return [Spoken(rest)] if rest.strip() and self._is_first and "<|" not in rest else []
+        return self._message(rest, is_whole=True)
+
+    def _step(self) -> list[Part] | None:
+        return self._step_in_head() if self._is_head else self._step_in_body()
+
+    def _step_in_head(self) -> list[Part] | None:
+        if self._is_first and not _begins_like(self._held.lstrip(), _HEADS):
+            self._is_head, self._is_first = False, False  # it does without heads
             return []
-        self._has_spoken = True
-        return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments) for name, arguments in calls]
+        head, mark, rest = self._held.partition(_BODY)
+        if not mark:
+            return None
+        self._held, self._is_head, self._is_first = rest, False, False
+        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
+        self._kind = channel[1] if channel else "final"
+        self._callee = recipient[1] if recipient and self._tools.any else ""
+        return []
+
+    def _step_in_body(self) -> list[Part] | None:
+        at, mark = min(((self._held.find(each), each) for each in _ENDS if each in self._held), default=(-1, ""))
+        if at < 0:
+            if self._callee:
+                return None
+            keep = _beginning_of(_ENDS, self._held)
+            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            return self._message(text) or None
+        text, self._held = self._held[:at], self._held[at + len(mark) :]
+        if mark == "<|channel|>":
+            self._held = mark + self._held
+        parts = self._message(text, is_whole=True)
+        self._is_head, self._callee = True, ""
+        return parts
+
+    def _message(self, text: str, *, is_whole: bool = False) -> list[Part]:
+        if self._callee and is_whole:
+            name = self._callee
+            as_json = f'{{"name": {json.dumps(name)}, "arguments": {text.strip() or "{}"}}}'
+            return self._tools.calls(as_json, json_calls) or [Spoken(text)]
+        if not text:
+            return []
+        return [Thought(text)] if self._kind == "analysis" else [Spoken(text)]
+
+
+_CALLS_BEGIN = re.compile(r'\s*(?:\[\s*(?:[\w.]+\(|[\w.]*$|\{)|\{\s*(?:"(?:name|type|function)"|"\w*$|$)|$)')
+
+
+def _may_be_calls(text: str) -> bool:
+    """Whether a text begins as calls without a mark do."""
+    return _CALLS_BEGIN.match(text) is not None
+
+
+def _beginning_of(marks: Sequence[str], text: str) -> int:
+    """The length of the longest end of a text with which one of the marks begins."""
+    return max(
+        (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text[-n:] == mark[:n]),
+        default=0,
+    )
+
+
+def _begins_like(text: str, heads: Sequence[str]) -> bool:
+    """Whether a text begins with one of these, or may once there is more of it."""
+    return any(text.startswith(head) or head.startswith(text) for head in heads)

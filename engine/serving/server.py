@@ -25,6 +25,8 @@ from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
 from engine.serving import anthropic_api, ollama_api, openai_chat, openai_responses
+from engine.serving.exchange import Noted
+from engine.serving.front_messages import Served
 from engine.serving.service import ClientGoneError, Service
 
 DEFAULT_PORT = 8490
@@ -75,8 +77,8 @@ class Address:
             )
 
 
-def make_app(service: Service, address: Address) -> ASGIApp:
-    """The application behind the address."""
+def make_app(service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> ASGIApp:
+    """The application behind the address; `on_served` is told of each request that is over."""
     routes = [
         *openai_chat.routes(service),
         *openai_responses.routes(service),
@@ -86,7 +88,8 @@ def make_app(service: Service, address: Address) -> ASGIApp:
     handlers = {EngineError: _failed, BadRequestError: _failed, HTTPException: _failed, Exception: _failed}
     handlers[ClientGoneError] = _failed
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return _Guard(app, address)
+    guarded = _Guard(app, address)
+    return Noted(guarded, on_served) if on_served is not None else guarded
 
 
 def _shape_for(scope: Scope) -> Callable[[EngineError | BadRequestError], Response]:
@@ -204,8 +207,8 @@ class _TimelyProtocol(H11Protocol):
 class Server:
     """Listens from `start` to `stop`, on a thread of its own."""
 
-    def __init__(self, service: Service, address: Address) -> None:
-        self._service, self._address = service, address
+    def __init__(self, service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> None:
+        self._service, self._address, self._on_served = service, address, on_served
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -218,7 +221,7 @@ class Server:
         self._address.check()
         listener = _listen(self._address)
         config = uvicorn.Config(
-            make_app(self._service, self._address),
+            make_app(self._service, self._address, self._on_served),
             http=_TimelyProtocol,
             loop="asyncio",
             lifespan="off",

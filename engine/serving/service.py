@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import StreamingResponse
@@ -20,7 +20,8 @@ from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
-from engine.serving.desk import Ask, Desk, Ended, Event, Progress, Refused
+from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Refused
+from engine.serving.exchange import current_exchange
 
 MOST_BODY_BYTES = 32 * 2**20
 SLOWEST_BODY_S = 60.0
@@ -38,6 +39,7 @@ STATUS = {
     ErrorCode.MODEL_UNSUPPORTED: 400,
     ErrorCode.BUSY: 429,
     ErrorCode.NOT_ENOUGH_MEMORY: 503,
+    ErrorCode.ENGINE_DIED: 503,
 }
 """Of the engine's errors; the others are 500."""
 
@@ -51,53 +53,81 @@ class ClientGoneError(Exception):
     """The client closed the connection."""
 
 
-class Service:
-    """The models and the desk, as the interfaces use them.
+class Models(Protocol):
+    """Which models clients may ask for.  The methods may read files: they are called off the event loop."""
 
-    Args:
-        default: the model for requests that name none, or the name that this server was started with.
-    """
+    def listed(self) -> list[LibraryEntry]:
+        """All of them."""
+        ...
 
-    def __init__(self, desk: Desk, default: Path, default_name: str) -> None:
-        self.desk, self._default, self.default_name = desk, default, default_name
+    def find(self, name: str) -> tuple[str, Path]:
+        """The name and place of the one of this name; an empty name asks for whichever is meant without one.
+
+        Raises:
+            EngineError: there is none.
+        """
+        ...
+
+
+class LibraryModels:
+    """All models of the library, and the one that the server was started with."""
+
+    def __init__(self, default: Path, default_name: str) -> None:
+        self._default, self._name = default, default_name
         self._listed: list[LibraryEntry] = []
         self._listed_s = float("-inf")
+
+    def listed(self) -> list[LibraryEntry]:
+        """See `Models`."""
+        if time.monotonic() - self._listed_s > _LISTING_S:
+            listed = [entry for entry in list_models() if not entry.problem]
+            if all(entry.path != self._default for entry in listed):
+                listed.insert(0, describe(self._default, self._name))
+            self._listed, self._listed_s = listed, time.monotonic()
+        return self._listed
+
+    def find(self, name: str) -> tuple[str, Path]:
+        """See `Models`; clients may not name paths of their own."""
+        if name in ("", self._name, "default"):
+            return self._name, self._default
+        for entry in self.listed():
+            if entry.name == name:
+                return entry.name, entry.path
+        raise no_such_model(name)
+
+
+def no_such_model(name: str) -> EngineError:
+    """What a client is told that asks for a model which is not here."""
+    return EngineError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"There is no model named {name[:80]!r} here: ask for one of the models that this server lists.",
+    )
+
+
+class Service:
+    """The models and the engine, as the interfaces use them."""
+
+    def __init__(self, desk: Answerer, models: Models) -> None:
+        self.desk, self._models = desk, models
         self.started_s = int(time.time())
 
     async def models(self) -> list[LibraryEntry]:
         """The models that can be asked for by name."""
-        if time.monotonic() - self._listed_s > _LISTING_S:
-            self._listed = await _on_a_thread(self._look)
-            self._listed_s = time.monotonic()
-        return self._listed
-
-    def _look(self) -> list[LibraryEntry]:
-        listed = [entry for entry in list_models() if not entry.problem]
-        if all(entry.path != self._default for entry in listed):
-            listed.insert(0, describe(self._default, self.default_name))
-        return listed
+        return await on_a_thread(self._models.listed)
 
     async def path_of(self, name: Any) -> tuple[str, Path]:
         """A model's name and place.
 
         Raises:
-            EngineError: `MODEL_NOT_FOUND`; clients may not name paths of their own.
+            EngineError: `MODEL_NOT_FOUND`.
             BadRequestError: it is not a name.
         """
-        if name is None or name == "":
-            return self.default_name, self._default
-        if not isinstance(name, str):
+        if name is not None and not isinstance(name, str):
             raise BadRequestError("has a model that is not a name")
-        short = name.removesuffix(":latest")
-        if short in (self.default_name, "default"):
-            return self.default_name, self._default
-        for entry in await self.models():
-            if entry.name == short:
-                return entry.name, entry.path
-        raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"There is no model named {name[:80]!r} here: ask for one of the models that this server lists.",
-        )
+        short = (name or "").removesuffix(":latest")
+        found = await on_a_thread(lambda: self._models.find(short))
+        current_exchange().model = found[0]
+        return found
 
     async def events(self, ask: Ask) -> AsyncIterator[Progress]:
         """What happens to a request; if nobody listens any more it is cancelled.
@@ -111,20 +141,31 @@ class Service:
             with contextlib.suppress(RuntimeError):  # the server has stopped
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
+        exchange, written = current_exchange(), 0
         ticket = self.desk.ask(ask, on_event)
         try:
             while True:
                 event = await queue.get()
                 if isinstance(event, Refused):
+                    exchange.breaks = "failed"
                     raise event.error
+                if isinstance(event, Began):
+                    exchange.read_tokens += event.prompt_tokens
+                else:
+                    exchange.written_tokens += event.generated_tokens - written
+                    written = event.generated_tokens
+                is_last = isinstance(event, Ended)
                 yield event
-                if isinstance(event, Ended):
+                if is_last:
                     return
+        except GeneratorExit:
+            exchange.breaks = exchange.breaks or "left"
+            raise
         finally:
             ticket.cancel()
 
 
-async def _on_a_thread(work: Callable[[], Whole]) -> Whole:
+async def on_a_thread(work: Callable[[], Whole]) -> Whole:
     """The result of `work`, which reads files; the thread ends with it, so that none is left when the server stops."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Whole] = loop.create_future()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _KEY_VARIABLE = "SWITCHYARD_KEY"
 DEFAULT_PORT = 8490
+_ENGINE_ENDED = "switchyard: The engine stopped unexpectedly. The next request starts it again."
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,35 +57,24 @@ def run(args: argparse.Namespace) -> int:
     path = resolve(args.model)  # before importing torch: report a mistyped name immediately
     address = _address(args)
     address.check()
-    from engine.process.lifetime import quiet_libraries
-
-    quiet_libraries()
-    from engine.foreign_text.process import FOREIGN_TEXT
-
-    FOREIGN_TEXT.start()  # ready by the time torch is imported
-    from engine.runtime.engine import Engine
-    from engine.serving.desk import Desk
+    from engine.serving.engine_process import EngineProcess
+    from engine.serving.link import EngineLink
     from engine.serving.server import Server
-    from engine.serving.service import Service
+    from engine.serving.service import LibraryModels, Service
 
-    engine = Engine()
-
-    def load(model: Path, cancelled: CancelCheck) -> None:
-        config = engine_config(args, str(model))
-        try:
-            info = engine.load(config, on_progress=lambda _done, _total: None, cancelled=cancelled)
-        except EngineError as error:
-            note(f"switchyard: {error.message}")  # who asks is told too; but perhaps nobody does
-            raise
-        for remark in (info.device_note, info.template_note):
-            if remark:
-                note(f"switchyard: {remark}")
-
-    desk = Desk(engine, load, args.unload_after * 60 if args.unload_after else None)
-    server = Server(Service(desk, path, path.name if args.model == str(path) else args.model), address)
-    port = server.start()
-    desk.start()
-    desk.prepare(path)
+    link = EngineLink()
+    link.on_remark = lambda text: note(f"switchyard: {text}")
+    idle_s = args.unload_after * 60.0 if args.unload_after else None
+    engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED))
+    models = LibraryModels(path, path.name if args.model == str(path) else args.model)
+    server = Server(Service(link, models), address)
+    try:
+        port = server.start()
+    except EngineError:
+        link.close()
+        raise
+    link.start()
+    link.prepare(path)
     host = f"[{address.host}]" if ":" in address.host else address.host
     url = f"http://{host}:{port}"
     human = (
@@ -99,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         _until_stopped()
     finally:
         server.stop()
-        desk.close()
+        link.close()
+        engine.stop()
     return 0
 
 

@@ -70,8 +70,12 @@ class ScriptedEngine(QObject):
         self.tunings: list[TuningRun] = []
         self.answering: tuple[ChatAnswer, ...] = ()
         self._tokens = 0
+        self.served_at = ""
 
     # --- what the page calls ---
+
+    def serve_others(self, address: str, _secret: str) -> None:
+        self.served_at = address
 
     def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> ChatAnswer:
         answer = ChatAnswer(Generate(f"r{len(self.requests)}", tuple(messages), sampling), self._cancel, self)

@@ -12,6 +12,7 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QAbstractButton, QCheckBox, QComboBox, QLabel, QPushButton, QSlider, QSpinBox, QWidget
 from pytestqt.qtbot import QtBot
 
+from app.services.api_server import ApiServer
 from app.services.data_folder import planned_change
 from app.services.model_start import wanted_config
 from app.services.settings import Settings
@@ -23,11 +24,19 @@ from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.common.paths import data_dir, models_dir
+from tests.app.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
-def page(qtbot: QtBot, settings: Settings, theme: ThemeController) -> Iterator[SettingsPage]:
-    result = SettingsPage(settings, theme)
+def server(settings: Settings) -> Iterator[ApiServer]:
+    result = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
+    yield result
+    result.close()
+
+
+@pytest.fixture
+def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiServer) -> Iterator[SettingsPage]:
+    result = SettingsPage(settings, theme, server)
     qtbot.addWidget(result)
     result.resize(1000, 800)
     result.show()
@@ -71,9 +80,11 @@ def test_the_default_model_is_chosen_from_the_library(page: SettingsPage, settin
     assert [page.findChild(QComboBox).itemText(i) for i in range(page.findChild(QComboBox).count())] == ["Starter"]
 
 
-def test_a_default_model_that_is_gone_is_still_shown(settings: Settings, theme: ThemeController, qtbot: QtBot) -> None:
+def test_a_default_model_that_is_gone_is_still_shown(
+    settings: Settings, theme: ThemeController, server: ApiServer, qtbot: QtBot
+) -> None:
     settings.default_model = "gone"
-    page = SettingsPage(settings, theme)
+    page = SettingsPage(settings, theme, server)
     qtbot.addWidget(page)
     combo = page.findChild(QComboBox)
     assert combo is not None
@@ -168,12 +179,17 @@ def test_the_keyboard_reaches_every_control_from_top_to_bottom(page: SettingsPag
 
 
 def test_a_long_folder_is_shortened_in_its_middle_and_the_tooltip_says_it(
-    settings: Settings, theme: ThemeController, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    settings: Settings,
+    theme: ThemeController,
+    server: ApiServer,
+    qtbot: QtBot,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     folder = tmp_path / ("a-" + "very" * 30 + "-long-name")
     monkeypatch.setenv("SWITCHYARD_HOME", str(folder))
     theme.set_font_px(20)
-    page = SettingsPage(settings, theme)
+    page = SettingsPage(settings, theme, server)
     qtbot.addWidget(page)
     page.resize(640, 450)
     page.show()
@@ -217,7 +233,12 @@ def test_a_newer_catalogue_is_loaded_from_a_file(page: SettingsPage, qtbot: QtBo
 
 
 def test_a_mirror_is_asked_unless_the_environment_names_another(
-    page: SettingsPage, settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot, theme: ThemeController
+    page: SettingsPage,
+    settings: Settings,
+    server: ApiServer,
+    monkeypatch: pytest.MonkeyPatch,
+    qtbot: QtBot,
+    theme: ThemeController,
 ) -> None:
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
 
@@ -235,7 +256,7 @@ def test_a_mirror_is_asked_unless_the_environment_names_another(
     assert page.hub.address.text() == endpoint_of(HUGGINGFACE) == "https://mirror.example/hf"
     monkeypatch.setenv("HF_ENDPOINT", "https://other.example")
     assert endpoint_of(HUGGINGFACE) == "https://other.example"
-    again = SettingsPage(settings, theme)
+    again = SettingsPage(settings, theme, server)
     qtbot.addWidget(again)
     assert not again.hub.address.isEnabled()
     monkeypatch.delenv("HF_ENDPOINT")

@@ -16,10 +16,12 @@ from PySide6.QtCore import QLocale
 from PySide6.QtWidgets import QApplication, QPushButton
 from pytestqt.qtbot import QtBot
 
+from app.services.api_server import ApiServer
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.settings import SettingsPage
+from tests.app.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = Path(PySide6.__file__).parent
@@ -118,7 +120,7 @@ def test_a_translation_is_shown(
     subprocess.run([_tool("lrelease"), str(source)], check=True, capture_output=True)
     installed = install_translations(qapp, QLocale("de_CH"), source.parent)
     try:
-        page = SettingsPage(settings, theme)
+        page = SettingsPage(settings, theme, ApiServer(ScriptedEngine(), settings))  # type: ignore[arg-type]
         qtbot.addWidget(page)
         texts = {button.text() for button in page.findChildren(QPushButton)}
         assert {"«System»", "«Light»", "«Dark»", "«Licences»"} <= texts

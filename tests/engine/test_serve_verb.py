@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 
 from engine.cli import main
@@ -33,6 +34,15 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
         url = json.loads(text)["url"]
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        (engine,) = psutil.Process(process.pid).children()
+        engine.kill()
+        engine.wait(10)
+        for _ in range(100):  # the server goes on, with another engine
+            answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+            if answer.status_code == 200:
+                break
+            assert answer.status_code == 503
         assert answer.json()["usage"]["completion_tokens"] == 3
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0

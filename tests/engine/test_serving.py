@@ -24,11 +24,14 @@ from engine.runtime.batch.live import LiveRows
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
 from engine.serving import server as server_module
-from engine.serving.desk import Ask, Desk, Ended, Refused
+from engine.serving.asking import Ask, Ended, Refused
+from engine.serving.by_name import DeskByName
+from engine.serving.link import DeskLink, EngineLink
 from engine.serving.server import Address, Server
-from engine.serving.service import Service, together
+from engine.serving.service import LibraryModels, Service, together
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
+from tests.scripted_desk import ScriptedDesk
 
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOL = {
@@ -84,7 +87,7 @@ class Running:
     url: str
     port: int
     engine: TinyEngine
-    desk: Desk
+    desk: DeskByName
 
     def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
         return httpx2.post(self.url + path, json=body, timeout=60, **options)
@@ -104,10 +107,8 @@ class serving:  # noqa: N801 - read as a verb
 
     def __init__(self, address: Address | None = None, idle_s: float | None = None) -> None:
         self._address, self._engine = address or Address(port=0), TinyEngine()
-        self._desk = Desk(self._engine, self._engine.load, idle_s)
-        service = Service(self._desk, Path("mixtral"), "mixtral")
-        service._look = lambda: [_Entry(name) for name in ("mixtral", "qwen3_moe", "broken")]  # type: ignore[method-assign]
-        self._server = Server(service, self._address)
+        self._desk = DeskByName(self._engine, self._engine.load, idle_s)
+        self._server = Server(Service(self._desk, made_up_models()), self._address)
 
     def __enter__(self) -> Running:
         port = self._server.start()
@@ -117,6 +118,13 @@ class serving:  # noqa: N801 - read as a verb
     def __exit__(self, *_: object) -> None:
         self._server.stop()
         self._desk.close()
+
+
+def made_up_models() -> LibraryModels:
+    """Three models, as if they were in the library."""
+    models = LibraryModels(Path("mixtral"), "mixtral")
+    models.listed = lambda: [_Entry(name) for name in ("mixtral", "qwen3_moe", "broken")]  # type: ignore[method-assign,misc]
+    return models
 
 
 class _Entry:
@@ -266,7 +274,7 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
         ("/v1/completions", r'{"prompt": "a \ud800", "max_tokens": 2}'),
         ("/v1/responses", r'{"input": "a", "instructions": "\udc00", "max_output_tokens": 2}'),
         ("/v1/responses", r'{"input": "a", "metadata": {"\udc00": "\ud800"}, "max_output_tokens": 2}'),
-        ("/api/chat", r'{"model": "\ud800", "messages": []}'),
+        ("/api/chat", r'{"messages": [{"role": "user", "content": "\ud800"}], "options": {"num_predict": 2}}'),
     ],
 )
 def test_half_a_surrogate_pair_harms_nothing(running: Running, path: str, body: str) -> None:
@@ -325,6 +333,19 @@ def test_streamed_completions_say_how_likely_their_tokens_were(running: Running)
 def test_pictures_for_ollama_are_refused(running: Running) -> None:
     answer = running.post("/api/chat", {"messages": [{**HELLO[0], "images": ["aGk="]}], "stream": False})
     assert (answer.status_code, "picture" in answer.text) == (400, True)
+
+
+def test_ollamas_clients_load_and_free_models_by_asking_nothing() -> None:
+    with serving() as running:
+        loaded = running.post("/api/generate", {"model": "qwen3_moe"}).json()
+        assert (loaded["done_reason"], running.desk.state.model) == ("load", Path("qwen3_moe"))
+        for nothing in (0, "0s"):
+            assert running.post("/api/chat", {"messages": [], "keep_alive": "5m"}).json()["done_reason"] == "load"
+            gone = {"messages": [], "keep_alive": nothing}
+            assert running.post("/api/chat", gone).json()["done_reason"] == "unload"
+            _until(lambda: running.desk.state.model is None)
+        assert running.post("/api/chat", {"model": "nothing", "messages": []}).status_code == 404
+        assert running.post("/api/generate", {"model": "broken"}).status_code == 503
 
 
 def test_unknown_fields_are_ignored_and_unknown_paths_are_named(running: Running) -> None:
@@ -436,7 +457,7 @@ def test_others_cannot_reach_it_without_a_key(address: Address) -> None:
 
 def test_a_port_in_use_is_said() -> None:
     with serving() as running:
-        other = Server(Service(running.desk, Path("mixtral"), "mixtral"), Address(port=running.port))
+        other = Server(Service(running.desk, made_up_models()), Address(port=running.port))
         with pytest.raises(EngineError, match=f"cannot listen on 127.0.0.1:{running.port}"):
             other.start()
 
@@ -451,7 +472,7 @@ def test_an_unused_model_is_freed_and_comes_back() -> None:
 
 def test_closing_ends_everybody() -> None:
     engine, endings = TinyEngine(), list[Any]()
-    desk, begun = Desk(engine, engine.load), threading.Event()
+    desk, begun = DeskByName(engine, engine.load), threading.Event()
     desk.start()
 
     def on_event(event: Any) -> None:
@@ -467,6 +488,39 @@ def test_closing_ends_everybody() -> None:
     assert len(endings) == 3
     with pytest.raises(EngineError, match="closing"):
         desk.ask(Ask(Path("mixtral"), hello), on_event)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, '{"error": {"message": "The engine stopped'),
+        ("/v1/completions", {"prompt": "x"}, '{"error": {"message": "The engine stopped'),
+        ("/v1/responses", {"input": "x"}, '"type": "response.failed"'),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 5}, 'event: error\ndata: {"type": "error"'),
+        ("/api/chat", {"messages": HELLO}, '{"error": "The engine stopped'),
+    ],
+)
+def test_an_engine_that_dies_ends_each_stream_in_its_own_form(path: str, fields: dict[str, Any], said: str) -> None:
+    link = EngineLink()
+    link.start()
+    server = Server(Service(link, made_up_models()), Address(port=0))
+    url = f"http://127.0.0.1:{server.start()}"
+    try:
+        for ends in (False, True):  # the server goes on with the next engine
+            engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=ends))
+            with httpx2.stream("POST", url + path, json={**fields, "stream": True}, timeout=20) as answer:
+                assert answer.status_code == 200
+                text = ""
+                for part in answer.iter_text():
+                    text += part
+                    if "Hello" in text and not ends:
+                        engine.close()
+            assert (said in text) is not ends
+            engine.close()
+            _until(lambda: not link.is_connected)
+    finally:
+        server.stop()
+        link.close()
 
 
 HI = (ChatMessage("user", "Hello"),)
@@ -485,12 +539,12 @@ class Watched(list[Any]):
 
 def test_closing_ends_what_is_just_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, watched = TinyEngine(), Watched()
-    desk = Desk(engine, engine.load)
+    desk = DeskByName(engine, engine.load)
     closing, prompt = threading.Thread(target=desk.close), LiveRows.prompt
 
     def read(*given: Any) -> list[int]:
         closing.start()
-        _until(lambda: desk._is_closed)
+        _until(lambda: desk.desk.is_closed)
         return prompt(*given[:3], lambda: False)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
@@ -510,7 +564,7 @@ def test_closing_ends_a_model_being_loaded() -> None:
         _until(cancelled)
         raise RequestCancelled
 
-    desk = Desk(TinyEngine(), load)
+    desk = DeskByName(TinyEngine(), load)
     desk.start()
     desk.ask(Ask(Path("mixtral"), HI), watched)
     assert began.wait(30)
@@ -518,9 +572,31 @@ def test_closing_ends_a_model_being_loaded() -> None:
     assert watched.ending.error.code is ErrorCode.BUSY
 
 
+def test_loading_ends_when_all_who_asked_have_gone() -> None:
+    ended, engine, gone, here = threading.Event(), TinyEngine(), Watched(), Watched()
+
+    def load(path: Path, cancelled: CancelCheck) -> None:
+        if path.name == "qwen3_moe":
+            assert not cancelled()
+            ticket.cancel()
+            _until(cancelled)
+            ended.set()
+            raise RequestCancelled
+        engine.load(path, cancelled)
+
+    desk = DeskByName(engine, load)
+    ticket = desk.ask(Ask(Path("qwen3_moe"), HI), gone)
+    desk.start()
+    assert ended.wait(30)
+    desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
+    _until(lambda: here.ending)
+    desk.close()
+    assert isinstance(here.ending, Ended)
+
+
 def test_nothing_is_loaded_for_who_has_gone() -> None:
     engine, gone, here = TinyEngine(), Watched(), Watched()
-    desk = Desk(engine, engine.load)
+    desk = DeskByName(engine, engine.load)
     desk.ask(Ask(Path("qwen3_moe"), HI), gone).cancel()
     desk.ask(Ask(Path("mixtral"), HI, sampling={"max_tokens": 3}), here)
     desk.start()
@@ -532,7 +608,7 @@ def test_nothing_is_loaded_for_who_has_gone() -> None:
 
 def test_one_request_that_cannot_be_read_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
-    desk, prompt = Desk(engine, engine.load), LiveRows.prompt
+    desk, prompt = DeskByName(engine, engine.load), LiveRows.prompt
 
     def read(rows: LiveRows, messages: Any, *more: Any) -> list[int]:
         if messages[0].content == "bad":
@@ -553,8 +629,8 @@ def test_one_request_that_cannot_be_read_harms_no_other(monkeypatch: pytest.Monk
     [("/v1/completions", {"prompt": "x", "stream": True}), ("/v1/messages/count_tokens", {"messages": HELLO})],
 )
 def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) -> None:
-    desk = Desk(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
-    server = Server(Service(desk, Path("mixtral"), "mixtral"), Address(port=0))
+    desk = DeskByName(TinyEngine(), lambda _path, _cancelled: None)  # it is never started
+    server = Server(Service(desk, made_up_models()), Address(port=0))
     port = server.start()
     try:
         with socket.create_connection(("127.0.0.1", port)) as caller:
@@ -562,7 +638,7 @@ def test_who_goes_while_waiting_is_noticed(path: str, fields: dict[str, Any]) ->
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
             _until(lambda: desk.state.waiting)
-        _until(lambda: desk._waiting[0].is_cancelled())
+        _until(lambda: desk.desk._waiting[0].is_cancelled())
     finally:
         server.stop()
 

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.chat import Tool, ToolCall
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought
+from engine.serving.replies import Part, Spoken, Thought, reply_reader
 
-WEATHER = Tool("weather", "", '{"type": "object"}')
+WEATHER = Tool(
+    "weather", "", '{"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}'
+)
 TEXTS = [
     "Just text with < and <tool and [TOOL.",
     "<think>Hm, <tool_call> is a mark.</think>\n\nParis.",
@@ -31,8 +33,160 @@ TEXTS = [
 ]
 
 
-def _parts(pieces: list[str], *, thinks: bool = False, is_call: bool = False, tools: bool = True) -> list[Part]:
-    reader = ReplyReader((WEATHER,) if tools else (), thinks=thinks, is_call=is_call)
+CALL = ToolCall("", "weather", '{"city": "Rome", "days": 3}')
+TWICE = [CALL, ToolCall("", "weather", '{"city": "007"}')]
+"""Two calls; the second one's argument is a text that would also be a number."""
+D = "\uff5c"  # the bar in DeepSeek's marks
+FORMS = {
+    "qwen3": (
+        "qwen3_moe",
+        "<think>\nHm.\n</think>\n\nLet me see.\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "007"}}\n</tool_call>',
+    ),
+    "qwen3.5": (
+        "qwen3_5_moe_text",
+        "<think>\nHm.\n</think>\n\nLet me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n"
+        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n</function>\n</tool_call>",
+    ),
+    "glm": (
+        "glm4_moe",
+        "<think>Hm.</think>\nLet me see.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>007</arg_value>\n</tool_call>",
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
+        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Rome", "days": 3}<|call|><|start|>assistant to=functions.weather<|channel|>commentary json'
+        "<|message|>"
+        '{"city": "007"}',
+    ),
+    "deepseek v3.1": (
+        "deepseek_v3",
+        f"<think>Hm.</think>Let me see.<{D}tool▁calls▁begin{D}>"
+        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "Rome", "days": 3}}<{D}tool▁call▁end{D}>'
+        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "007"}}<{D}tool▁call▁end{D}><{D}tool▁calls▁end{D}>',
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        f"<think>Hm.</think>Let me see.<{D}tool▁calls▁begin{D}><{D}tool▁call▁begin{D}>function<{D}tool▁sep{D}>weather\n"
+        f'```json\n{{"city": "Rome", "days": 3}}\n```<{D}tool▁call▁end{D}>\n<{D}tool▁call▁begin{D}>function'
+        f'<{D}tool▁sep{D}>weather\n```json\n{{"city": "007"}}\n```<{D}tool▁call▁end{D}><{D}tool▁calls▁end{D}>',
+    ),
+    "deepseek v3.2": (
+        "deepseek_v3",
+        f"<think>Hm.</think>Let me see.\n\n<{D}DSML{D}function_calls>\n"
+        f'<{D}DSML{D}invoke name="weather">\n<{D}DSML{D}parameter name="city" string="true">Rome'
+        f"</{D}DSML{D}parameter>\n"
+        f'<{D}DSML{D}parameter name="days" string="false">3</{D}DSML{D}parameter>\n</{D}DSML{D}invoke>\n'
+        f'<{D}DSML{D}invoke name="weather">\n<{D}DSML{D}parameter name="city" string="true">007'
+        f"</{D}DSML{D}parameter>\n"
+        f"</{D}DSML{D}invoke>\n</{D}DSML{D}function_calls>",
+    ),
+    "minimax": (
+        "minimax_m2",
+        "<think>\nHm.\n</think>\n\nLet me see.\n<minimax:tool_call>\n"
+        '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="weather">\n<parameter name="city">007</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    "llama 4": ("llama4", '[weather(city="Rome", days=3), weather(city="007")]'),
+    "llama 4, marked": ("llama4", 'Let me see.<|python_start|>[weather(city="Rome", days=3), weather(city="007")]'),
+    "gemma 4": (
+        "gemma4_text",
+        "<|channel>thought\nHm.\n<channel|>Let me see."
+        '<|tool_call>call:weather{city:<|"|>Rome<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:weather{city:<|"|>007<|"|>}<tool_call|>',
+    ),
+    "granite 3": (
+        "granitemoe",
+        "<think>Hm.</think><response>Let me see.</response><|tool_call|>"
+        '[{"name": "weather", "arguments": {"city": "Rome", "days": 3}}, '
+        '{"name": "weather", "arguments": {"city": "007"}}]',
+    ),
+    "granite 4": (
+        "granitemoehybrid",
+        'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "007"}}\n</tool_call>',
+    ),
+    "mistral nemo": (
+        "mistral",
+        '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome", "days": 3}, "id": "abcdefghi"}, '
+        '{"name": "weather", "arguments": {"city": "007"}, "id": "abcdefghj"}]',
+    ),
+    "mistral small": (
+        "mistral",
+        'Let me see.[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Rome", "days": 3}'
+        '[TOOL_CALLS]weather[CALL_ID]abcdefghj[ARGS]{"city": "007"}',
+    ),
+    "ministral": (
+        "mistral4",
+        '[THINK]Hm.[/THINK]Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Rome", "days": 3}[TOOL_CALLS]weather[ARGS]'
+        '{"city": "007"}',
+    ),
+    "lfm": (
+        "lfm2_moe",
+        "<think>Hm.</think>Let me see.<|tool_call_start|>[weather(city='Rome', days=3), weather(city='007')]"
+        "<|tool_call_end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_each_family_is_read_in_its_own_form(name: str) -> None:
+    family, text = FORMS[name]
+    parts = _parts([text], family=family)
+    spoken = "".join(part.text for part in parts if isinstance(part, Spoken)).strip()
+    thought = "".join(part.text for part in parts if isinstance(part, Thought)).strip()
+    assert [part for part in parts if isinstance(part, ToolCall)] == TWICE
+    assert (spoken, thought) == ("Let me see." * ("Let me see" in text), "Hm." * ("Hm." in text))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(st.data())
+def test_however_it_is_cut_each_form_reads_the_same(name: str, data: st.DataObject) -> None:
+    family, text = FORMS[name]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert _parts(pieces, family=family) == _parts([text], family=family)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("llama4", "[1] is a footnote."),
+        ("llama4", '{"name": "Rome", "is": "a city"}'),
+        ("llama4", "[weather] is what you ask about."),
+        ("gpt_oss", "Plain words."),
+        ("gpt_oss", '{"json": true}'),
+        ("mistral", "[TOOL_CALLS]nothing of the kind"),
+        ("gemma4_text", "<|tool_call>call:weather{broken<tool_call|>"),
+        ("lfm2_moe", "<|tool_call_start|>[weather(__import__('os'))]<|tool_call_end|>"),
+        ("lfm2_moe", "<|tool_call_start|>[weather(city=1+1j)]<|tool_call_end|>"),
+    ],
+)
+def test_what_only_looks_like_a_call_is_said(family: str, text: str) -> None:
+    assert _parts([text], family=family) == [Spoken(text)]
+    assert _parts(list(text), family=family) == [Spoken(text)]
+
+
+def test_harmony_without_tools_says_what_is_final() -> None:
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Paris."
+    assert _parts([text], family="gpt_oss", tools=False) == [Thought("Hm."), Spoken("Paris.")]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "gemma4_text", "mistral", "deepseek_v3", "granitemoe"])
+@given(text=st.text(alphabet='<>|[]{}(="tool_call:endsra\uff5c\n', max_size=80))
+def test_no_rubbish_breaks_a_reader(family: str, text: str) -> None:
+    assert _parts([text], family=family) == _parts(list(text), family=family)
+
+
+def _parts(
+    pieces: list[str], *, thinks: bool = False, is_call: bool = False, tools: bool = True, family: str = ""
+) -> list[Part]:
+    reader = reply_reader(family, (WEATHER,) if tools else (), thinks=thinks, is_call=is_call)
     found = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
     joined: list[Part] = []
     for part in found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QScrollArea, QVBoxLayout, QWidget
 
+from app.services.api_server import ApiServer
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.settings.about import AboutCard
@@ -13,6 +14,7 @@ from app.views.settings.data import DataCard
 from app.views.settings.hub import HubCard
 from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
+from app.views.settings.other_programs import OtherProgramsCard
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 
@@ -26,12 +28,15 @@ class SettingsPage(Page):
     catalogue_changed = Signal()
     token_forgotten = Signal()
 
-    def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
+    def __init__(
+        self, settings: Settings, theme: ThemeController, server: ApiServer, parent: QWidget | None = None
+    ) -> None:
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
         self.hub = HubCard(self)
+        self.others = OtherProgramsCard(settings, server, self)
         self.monitor = MonitorCard(settings, self)
         self.data = DataCard(self)
         self.about = AboutCard(self)
@@ -44,7 +49,7 @@ class SettingsPage(Page):
         column = QVBoxLayout(cards)
         column.setContentsMargins(0, 20, 0, 20)
         column.setSpacing(16)
-        for card in (self.appearance, self.model, self.hub, self.monitor, self.data, self.about):
+        for card in (self.appearance, self.model, self.others, self.hub, self.monitor, self.data, self.about):
             column.addWidget(card)
         column.addStretch(1)
         holder = QWidget(self)

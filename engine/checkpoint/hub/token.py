@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import private_folder, write_private
 from engine.common.foreign import parse_json, read_foreign
+from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
 from engine.common.paths import config_dir
 from engine.common.plain_text import plain_line
 
-_SERVICE = "Switchyard"
 _VARIABLE = "SWITCHYARD_HUB_TOKENS"
 _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 _MOST_BYTES = 2**16
@@ -64,10 +64,7 @@ def save_token(host: str, token: str) -> bool:
             ErrorCode.INVALID_REQUEST, "This is not a token: copy it again from the hub's settings page, in one piece."
         )
     _this_run[host] = token
-    with contextlib.suppress(Exception):  # a keyring is the system's: what its backends raise is not documented
-        import keyring
-
-        keyring.set_password(_SERVICE, host, token)
+    tell_keyring(host, token)
     _refused.discard((host, token))
     with _asking:
         _of_keyring.pop(host, None)
@@ -81,10 +78,7 @@ def forget_token(host: str) -> None:
     """Removes what `save_token` kept."""
     host = host.lower()
     _this_run.pop(host, None)
-    with contextlib.suppress(Exception):  # there may be none, or no keyring
-        import keyring
-
-        keyring.delete_password(_SERVICE, host)
+    forget_in_keyring(host)
     with _asking:
         _of_keyring.pop(host, None)
     if host in (noted := _noted_hosts()):
@@ -129,16 +123,8 @@ def _inherited() -> dict[str, str]:
 def _in_keyring(host: str) -> str:
     with _asking:  # many connections begin at once
         if host not in _of_keyring:
-            _of_keyring[host] = _ask_keyring(host)
+            _of_keyring[host] = ask_keyring(host)
         return _of_keyring[host]
-
-
-def _ask_keyring(host: str) -> str:
-    with contextlib.suppress(Exception):  # as above: none, locked, or without a session to ask in
-        import keyring
-
-        return keyring.get_password(_SERVICE, host) or ""
-    return ""
 
 
 def _of_other_programs(host: str) -> str:

@@ -11,7 +11,7 @@ from engine.common.chat import ChatMessage, Tool
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import policy_for
-from engine.runtime.batch.request import AnswerCallback, BatchRequest
+from engine.runtime.batch.request import AnswerCallback, BatchOutcome, BatchRequest, Check, never
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
@@ -79,6 +79,11 @@ class LiveRows:
         """What a token stands for."""
         return str(self._loaded.tokenizer.decode([token]))
 
+    def control_tokens_in(self, marks: tuple[str, ...]) -> tuple[int, ...]:
+        """The special tokens of the vocabulary of which these marks are made."""
+        added = self._loaded.tokenizer.added_tokens_decoder.items()
+        return tuple(index for index, token in added if token.special and any(token.content in mark for mark in marks))
+
     def has_token(self, text: str) -> bool:
         """Whether the vocabulary has a token for this text."""
         return token_id(self._loaded.tokenizer, text) is not None
@@ -93,13 +98,16 @@ class LiveRows:
             self._constrained = ConstrainedAnswers.of(self._loaded)
         return self._constrained.begin(constraint)
 
-    def run(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
+    def run(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback, pauses: Check = never) -> bool:
         """Answers requests until none is left; `requests` may end now and go on while others are under way.
+
+        Returns:
+            Whether none is left; else `pauses` came true, and the next call goes on.
 
         Raises:
             EngineError: the model cannot be run.
         """
-        self._executor.run(requests, on_answer)
+        return self._executor.run(requests, on_answer, pauses) is not BatchOutcome.YIELDED
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""

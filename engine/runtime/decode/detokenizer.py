@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from engine.runtime.load.tokenizer import token_id
@@ -25,10 +26,14 @@ class IncrementalDetokenizer:
 
     The one exception to equality: with byte-fallback vocabularies, a run of over 16 byte tokens that is not UTF-8
     decodes as a whole to replacement characters, and by then its beginning has been shown.
+
+    Args:
+        shown: special tokens that are shown as they are written in the vocabulary.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, shown: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._marks = {index: str(tokenizer.convert_ids_to_tokens(index)) for index in shown}
         self._skipped = _special_ids(tokenizer)
         self._byte_ids = _byte_ids(tokenizer)
         self._window: list[int] = []
@@ -38,6 +43,8 @@ class IncrementalDetokenizer:
 
     def feed(self, token_id: int) -> str:
         """Text that this token completes; empty if it completes none."""
+        if token_id in self._marks:
+            return self.flush() + self._marks[token_id]
         if token_id in self._skipped:
             return ""
         self._window.append(token_id)

@@ -108,7 +108,7 @@ class AnswerSequence:
         changes = bool(sampling.logit_bias) or self._penalises_presence
         is_plain = not changes and all(part is None for part in (self._seen, self._dry, constraint, chances))
         self.is_greedy = self._choose is greedy_token and is_plain
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.shown)
         self._stops = StopStrings(limits.stop)
         self._parts: list[str] = []
         self.ids: list[int] = []

@@ -1,0 +1,271 @@
+"""The switch by which other programs use the model: the server's process, its key, and what it was asked."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtNetwork import QAbstractSocket, QNetworkInterface
+
+from app.services.background import LatestTask
+from app.services.engine_client import EngineClient
+from app.services.settings import ServedTo, Settings
+from engine.common.errors import EngineError
+from engine.common.keyring_store import ask_keyring, tell_keyring
+from engine.common.paths import python_module
+from engine.protocol import LineReader
+from engine.serving.front_messages import FRONT_LINES, Listen, Listening, NotListening, Served, forget_link
+
+MOST_SERVED = 200
+"""How many requests the window remembers."""
+READ_BYTES = 16 * 1024
+STOP_MS = 4000
+_KEY_NAME = "key for other programs"
+_KEY_BYTES = 24
+LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"
+
+
+class ServerState(Enum):
+    """What the switch has brought about so far."""
+
+    OFF = "off"
+    STARTING = "starting"
+    ON = "on"
+    FAILED = "failed"
+
+
+class ApiServer(QObject):
+    """The server's process while the switch is on.  It ends with the window, and outlives the engine.
+
+    Signals:
+        changed: the state, the address or the key.
+        served(Served): a request is over.
+    """
+
+    changed = Signal()
+    served = Signal(object)
+
+    def __init__(
+        self,
+        client: EngineClient,
+        settings: Settings,
+        parent: QObject | None = None,
+        *,
+        command: Sequence[str] | None = None,
+    ) -> None:
+        """`command` starts a server other than the installed one."""
+        super().__init__(parent)
+        own, self._variables = python_module("engine.serving.front")
+        self._command = list(command or own)
+        self._client, self._settings = client, settings
+        self._process: QProcess | None = None
+        self._lines = LineReader()
+        self._asked_for: Listen | None = None
+        self._state, self._problem = ServerState.OFF, ""
+        self._is_ending = False
+        self._key = ""
+        self._key_stays = False
+        self._port, self._link = 0, ""
+        self._keys = LatestTask(self)
+        self.requests: deque[Served] = deque(maxlen=MOST_SERVED)
+
+    # --- what there is ----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ServerState:
+        return self._state
+
+    @property
+    def problem(self) -> str:
+        """Why it failed, in one sentence; empty otherwise."""
+        return self._problem
+
+    @property
+    def key(self) -> str:
+        """What programs must send; empty while it is not known yet, or not needed."""
+        return self._key if self._settings.serves != "pc" else ""
+
+    @property
+    def key_stays(self) -> bool:
+        """Whether the key is kept after this run."""
+        return self._key_stays
+
+    @property
+    def url(self) -> str:
+        """Where programs find it, as far as the settings say."""
+        host = _network_address() if self._settings.serves == "network" else LOCAL
+        return f"http://{host}:{self._port or self._settings.server_port}"
+
+    # --- what people do ---------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """At the start of the window: goes on with what the settings say."""
+        if self._settings.serves_others:
+            self._apply()
+
+    def set_on(self, on: bool) -> None:
+        """Turns it on or off."""
+        self._settings.serves_others = on
+        self._apply()
+
+    def set_served(self, to: ServedTo) -> None:
+        """Which programs may ask."""
+        self._settings.serves = to
+        self._apply()
+
+    def set_port(self, port: int) -> None:
+        """Where it listens."""
+        self._settings.server_port = port
+        self._apply()
+
+    def make_key(self) -> None:
+        """A new key; the one before is good for nothing any more."""
+        self._keys.ask(_new_key, self._on_key)
+
+    def look_for_key(self) -> None:
+        """Finds the key, or makes the first one, if one is needed and it is not known yet."""
+        if self._settings.serves != "pc" and not self._key and not self._keys.is_busy:
+            self._keys.ask(_kept_key, self._on_key)
+
+    def close(self) -> None:
+        """Ends the server, and waits for it."""
+        self._keys.close()
+        process, self._process, self._asked_for = self._process, None, None
+        if process is not None:
+            process.closeWriteChannel()
+            if not process.waitForFinished(STOP_MS):
+                process.kill()
+                process.waitForFinished(STOP_MS)
+
+    # --- the process ------------------------------------------------------------------------------
+
+    def _on_key(self, found: tuple[str, bool]) -> None:
+        self._key, self._key_stays = found
+        self._apply()
+
+    def _apply(self) -> None:
+        """Has a server as the settings want it: one with other settings ends first."""
+        settings = self._settings
+        wanted: Listen | None = None
+        if settings.serves_others:
+            self.look_for_key()
+            if settings.serves == "pc" or self._key:
+                host = ANYWHERE if settings.serves == "network" else LOCAL
+                wanted = Listen(host, settings.server_port, self.key)
+        if wanted != self._asked_for or (self._state is ServerState.FAILED and self._process is None):
+            self._asked_for = wanted
+            self._client.serve_others("", "")
+            if self._process is not None:
+                self._end(self._process)
+            elif wanted is not None:
+                self._start(wanted)
+        if not settings.serves_others:
+            self._become(ServerState.OFF)
+        elif self._state is ServerState.OFF or wanted is None:
+            self._become(ServerState.STARTING)
+        else:
+            self.changed.emit()
+
+    def _start(self, wanted: Listen) -> None:
+        self._lines = LineReader()
+        process = QProcess(self)
+        environment = QProcessEnvironment.systemEnvironment()
+        for name, value in self._variables.items():
+            environment.insert(name, value)
+        process.setProcessEnvironment(environment)
+        process.setStandardErrorFile(QProcess.nullDevice())
+        process.readyReadStandardOutput.connect(lambda: self._read(process))
+        process.finished.connect(lambda: self._on_finished(process))
+        process.errorOccurred.connect(lambda error: self._on_error(process, error))
+        self._process, self._is_ending = process, False
+        self._become(ServerState.STARTING)
+        process.start(self._command[0], self._command[1:])
+        process.write(FRONT_LINES.encode(wanted))
+
+    def _end(self, process: QProcess) -> None:
+        self._is_ending = True
+        self._become(ServerState.STARTING)
+        process.closeWriteChannel()
+        QTimer.singleShot(STOP_MS, process, process.kill)
+
+    def _read(self, process: QProcess) -> None:
+        if process is not self._process or self._is_ending:
+            return
+        try:
+            lines = self._lines.feed(bytes(process.read(READ_BYTES).data()))
+            messages = [FRONT_LINES.decode(line) for line in lines]
+        except EngineError as error:
+            self._fail(error.message)
+            process.kill()
+            return
+        for message in messages:
+            self._on_message(message)
+        if process.bytesAvailable():
+            QTimer.singleShot(0, process, lambda: self._read(process))
+
+    def _on_message(self, message: object) -> None:
+        if isinstance(message, Served):
+            self.requests.appendleft(message)
+            self.served.emit(message)
+        elif isinstance(message, Listening):
+            self._port, self._link = message.port, message.link
+            self._client.serve_others(message.link, message.secret)
+            self._become(ServerState.ON)
+        elif isinstance(message, NotListening):
+            self._fail(
+                self.tr("Port {0} is in use by another program, or not allowed. Choose another one.").format(
+                    self._settings.server_port
+                )
+            )
+
+    def _on_finished(self, process: QProcess) -> None:
+        process.deleteLater()
+        if process is not self._process:
+            return
+        self._read(process)
+        self._process, self._port = None, 0
+        forget_link(self._link)  # a server that was killed could not do so
+        self._client.serve_others("", "")
+        if self._asked_for is None:
+            return
+        if self._is_ending:
+            self._start(self._asked_for)  # the one before it had other settings
+        elif self._state is not ServerState.FAILED:
+            self._fail(self.tr("The server stopped unexpectedly. Turn it off and on again."))
+
+    def _on_error(self, process: QProcess, error: QProcess.ProcessError) -> None:
+        if error == QProcess.ProcessError.FailedToStart and process is self._process:
+            self._process = None
+            self._fail(self.tr("The server could not be started. Reinstall Switchyard."))
+            process.deleteLater()
+
+    def _fail(self, problem: str) -> None:
+        self._become(ServerState.FAILED, problem)
+
+    def _become(self, state: ServerState, problem: str = "") -> None:
+        self._state, self._problem = state, problem
+        self.changed.emit()
+
+
+def _kept_key() -> tuple[str, bool]:
+    key = ask_keyring(_KEY_NAME)
+    return (key, True) if key else _new_key()
+
+
+def _new_key() -> tuple[str, bool]:
+    """A key, and whether the system's keyring keeps it."""
+    key = secrets.token_urlsafe(_KEY_BYTES)
+    tell_keyring(_KEY_NAME, key)
+    return key, ask_keyring(_KEY_NAME) == key
+
+
+def _network_address() -> str:
+    """By which other PCs most likely find this one."""
+    for address in QNetworkInterface.allAddresses():
+        is_v4 = address.protocol() == QAbstractSocket.NetworkLayerProtocol.IPv4Protocol
+        if is_v4 and not address.isLoopback() and not address.isLinkLocal():
+            return address.toString()
+    return LOCAL

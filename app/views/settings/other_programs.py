@@ -1,0 +1,209 @@
+"""Other programs: whether they may use the model, where they find it, and what they asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from PySide6.QtGui import QFontDatabase, QGuiApplication, QShowEvent
+from PySide6.QtWidgets import (
+    QCheckBox,
+    QComboBox,
+    QHBoxLayout,
+    QLabel,
+    QLineEdit,
+    QPlainTextEdit,
+    QPushButton,
+    QSpinBox,
+    QWidget,
+)
+
+from app.models.served_requests import OUTCOME, READ, SECONDS, TIME, WRITTEN, ServedRequests
+from app.services.api_server import ApiServer, ServerState
+from app.services.settings import ServedTo, Settings
+from app.theme import use_tabular_figures
+from app.views.settings.card import SettingsCard
+from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.text_table import TextTable
+
+COMBO_WIDTH_PX = 300
+PORT_WIDTH_PX = 120
+KEY_WIDTH_PX = 240
+ROWS_SHOWN = 6
+_WIDTHS = {TIME: 9, READ: 7, WRITTEN: 7, SECONDS: 8, OUTCOME: 15}
+_SERVED: tuple[ServedTo, ...] = ("pc", "key", "network")
+_CURL = """curl {url}/v1/chat/completions \\
+  -H "Content-Type: application/json" \\
+  -H "Authorization: Bearer {key}" \\
+  -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'"""
+_PYTHON = """from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="{key}")
+answer = client.chat.completions.create(
+    model="default",
+    messages=[{{"role": "user", "content": "Hello"}}],
+)
+print(answer.choices[0].message.content)"""
+_EXAMPLES = {"curl": _CURL, "Python (openai)": _PYTHON}
+
+
+class _Details(SettingsCard):
+    """Rows within another card, shown and hidden together."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "false")
+        self._column.setContentsMargins(0, 0, 0, 0)
+
+
+class OtherProgramsCard(SettingsCard):
+    """The switch, and what follows from it."""
+
+    def __init__(self, settings: Settings, server: ApiServer, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.set_heading(self.tr("Other programs"))
+        self._settings, self._server = settings, server
+        self.switch = QCheckBox(self)
+        self.switch.setChecked(settings.serves_others)
+        self.switch.toggled.connect(server.set_on)
+        self._words = self.add_row(self.tr("Let other programs use the model"), " ", self.switch)
+        self.trouble = warning_label(self)
+        self.add_wide(self.trouble)
+        self.who = QComboBox(self)
+        self.who.setFixedWidth(COMBO_WIDTH_PX)
+        names = (
+            self.tr("Programs on this PC"),
+            self.tr("Programs on this PC, with the key"),
+            self.tr("This PC and its network, with the key"),
+        )
+        for to, name in zip(_SERVED, names, strict=True):
+            self.who.addItem(name, to)
+        self.who.setCurrentIndex(_SERVED.index(settings.serves))
+        self.who.activated.connect(lambda: server.set_served(self.who.currentData()))
+        self._who_words = self.add_row(self.tr("Who may use it"), " ", self.who)
+        self.port = QSpinBox(self)
+        self.port.setRange(1024, 65535)
+        self.port.setGroupSeparatorShown(False)
+        self.port.setKeyboardTracking(False)
+        self.port.setFixedWidth(PORT_WIDTH_PX)
+        self.port.lineEdit().setTextMargins(8, 0, 0, 0)
+        self.port.setValue(settings.server_port)
+        self.port.valueChanged.connect(server.set_port)
+        self.add_row(self.tr("Port"), self.tr("Another one, if a program here uses it already."), self.port)
+        self.details = _Details(self)
+        self.details.setAccessibleName(self.tr("How programs reach it"))
+        self.add_wide(self.details)
+        self.copy_address = self._copies(self.tr("Copy address"), lambda: server.url)
+        self._address = self.details.add_row(self.tr("Address"), " ", self.copy_address)
+        self.key = QLineEdit(self.details)
+        self.key.setReadOnly(True)
+        self.key.setFixedWidth(KEY_WIDTH_PX)
+        self.key.setEchoMode(QLineEdit.EchoMode.Password)
+        self.show_key = QPushButton(self.tr("Show"), self.details)
+        self.show_key.setAccessibleName(self.tr("Show the key"))
+        self.show_key.setCheckable(True)
+        self.show_key.toggled.connect(self._show_key)
+        self.copy_key = self._copies(self.tr("Copy"), lambda: server.key)
+        self.copy_key.setAccessibleName(self.tr("Copy the key"))
+        self.new_key = QPushButton(self.tr("New key"), self.details)
+        self.new_key.clicked.connect(server.make_key)
+        self._key_row = QWidget(self.details)
+        self._key_words = muted_label(self._key_row)
+        self._lay_out_key()
+        self.details.add_wide(self._key_row)
+        self.language = QComboBox(self.details)
+        for name, text in _EXAMPLES.items():
+            self.language.addItem(name, text)
+        self.language.currentIndexChanged.connect(self._show)
+        self.copy_example = self._copies(self.tr("Copy example"), lambda: self.example.toPlainText())
+        words = self.tr("OpenAI's interface is at /v1; programs for Anthropic or Ollama take the address alone.")
+        self.details.add_row(self.tr("Example"), words, self.language, self.copy_example)
+        self.example = QPlainTextEdit(self.details)
+        self.example.setReadOnly(True)
+        self.example.setTabChangesFocus(True)
+        self.example.setAccessibleName(self.tr("Example"))
+        self.example.setLineWrapMode(QPlainTextEdit.LineWrapMode.NoWrap)
+        self.example.setFont(QFontDatabase.systemFont(QFontDatabase.SystemFont.FixedFont))
+        self.details.add_wide(self.example)
+        self.model = ServedRequests(self)
+        self.model.show_all(server.requests)
+        self._requests_words = self.details.add_row(self.tr("Requests"), " ")
+        self.table = TextTable(self.model, self.tr("Requests"), self.details)
+        use_tabular_figures(self.table)
+        self.table.share_width(_WIDTHS)
+        self.table.show_rows(ROWS_SHOWN)
+        self.details.add_wide(self.table)
+        server.changed.connect(self._show)
+        server.served.connect(self._on_served)
+        self._show()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self._server.look_for_key()
+
+    def _lay_out_key(self) -> None:
+        row = QHBoxLayout(self._key_row)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(8)
+        name = QLabel(self.tr("Key"), self._key_row)
+        name.setBuddy(self.key)
+        self.key.setAccessibleName(self.tr("Key"))
+        row.addWidget(name)
+        row.addWidget(self._key_words, 1)
+        for control in (self.key, self.show_key, self.copy_key, self.new_key):
+            row.addWidget(control)
+
+    def _copies(self, name: str, text: Callable[[], str]) -> QPushButton:
+        button = QPushButton(name, self.details)
+        button.clicked.connect(lambda: QGuiApplication.clipboard().setText(text()))
+        return button
+
+    def _show_key(self, shown: bool) -> None:
+        self.key.setEchoMode(QLineEdit.EchoMode.Normal if shown else QLineEdit.EchoMode.Password)
+
+    def _on_served(self, request: object) -> None:
+        self.model.add(request)  # type: ignore[arg-type]
+        self._show_requests()
+
+    def _show(self) -> None:
+        server, to = self._server, self._settings.serves
+        state = server.state
+        words = {
+            ServerState.OFF: self.tr("Off. Nothing listens, and no program can ask."),
+            ServerState.STARTING: self.tr("Starting…"),
+            ServerState.ON: self.tr("On, with the model that is loaded here. Chats in this window come first."),
+            ServerState.FAILED: self.tr("Off, because of a problem."),
+        }[state]
+        self._words.setText(words)
+        self.switch.setAccessibleDescription(words)
+        self.details.setVisible(self._settings.serves_others)
+        set_message(self.trouble, server.problem)
+        who = {
+            "pc": self.tr("No other PC can reach it. Any program here can."),
+            "key": self.tr("No other PC can reach it. Programs here need the key."),
+            "network": self.tr("What is asked and answered crosses your network unencrypted: use it only at home."),
+        }[to]
+        self._who_words.setText(who)
+        self.who.setAccessibleDescription(who)
+        self._address.setText(server.url)
+        self.copy_address.setAccessibleDescription(server.url)
+        self._key_row.setVisible(to != "pc")
+        self.key.setText(server.key)
+        self._key_words.setText(
+            self.tr("In the system's keyring.")
+            if server.key_stays
+            else self.tr("For this run only: this system has no keyring.")
+            if server.key
+            else ""
+        )
+        text = str(self.language.currentData()).format(url=server.url, key=server.key or "none")
+        if text != self.example.toPlainText():
+            self.example.setPlainText(text)
+        lines = text.count("\n") + 2
+        self.example.setFixedHeight(lines * self.example.fontMetrics().lineSpacing() + 24)
+        self._show_requests()
+
+    def _show_requests(self) -> None:
+        has_any = self.model.rowCount() > 0
+        self.table.setVisible(has_any)
+        words = self.tr("Since the window opened; what was asked and answered is not kept.")
+        self._requests_words.setText(words if has_any else self.tr("None yet."))

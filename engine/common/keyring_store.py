@@ -1,0 +1,32 @@
+"""Secrets in the system's keyring, where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+
+_SERVICE = "Switchyard"
+
+
+def ask_keyring(name: str) -> str:
+    """What is kept under this name, or an empty string.  May wait for people who unlock it."""
+    with contextlib.suppress(Exception):  # there is none, it is locked, or there is no session to ask in
+        import keyring
+
+        return keyring.get_password(_SERVICE, name) or ""
+    return ""
+
+
+def tell_keyring(name: str, secret: str) -> None:
+    """Keeps a secret, if there is a keyring: ask to know."""
+    with contextlib.suppress(Exception):  # a keyring is the system's: what its backends raise is not documented
+        import keyring
+
+        keyring.set_password(_SERVICE, name, secret)
+
+
+def forget_in_keyring(name: str) -> None:
+    """Removes it, if it is there."""
+    with contextlib.suppress(Exception):
+        import keyring
+
+        keyring.delete_password(_SERVICE, name)

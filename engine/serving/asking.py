@@ -1,0 +1,166 @@
+"""What clients ask for, and what they are told: between the HTTP server and the engine, wherever these two run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.batch_files.rows import Constraint
+from engine.common.chat import ChatMessage, FinishReason, Tool
+from engine.common.errors import EngineError, ErrorCode
+
+MOST_WAITING = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer that a client wants.
+
+    Attributes:
+        model: its path.
+        messages, tools: a conversation; or `text`, to be continued as it stands.
+        sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
+        top_chances: how many likely tokens to name for each token; `None` logs nothing.
+        counts_only: nothing is generated; the prompt's length is the answer.
+    """
+
+    model: Path
+    messages: tuple[ChatMessage, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    text: str | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
+    constraint: Constraint | None = None
+    top_chances: int | None = None
+    counts_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`."""
+
+    prompt_tokens: int
+    thinks: bool
+    family: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChances:
+    """`Chances` with the tokens' texts."""
+
+    text: str
+    logprob: float
+    likeliest: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """More text of the answer; it may be empty."""
+
+    text: str
+    generated_tokens: int
+    chances: tuple[NamedChances, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The answer is complete.
+
+    `reused_tokens` of the prompt did not have to be read; `stopped_by` is the stop string that ended it, if one did.
+    """
+
+    reason: FinishReason
+    prompt_tokens: int
+    generated_tokens: int
+    reused_tokens: int
+    stopped_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """There is no answer, or no more of it."""
+
+    error: EngineError
+
+
+Progress = Began | Said | Ended
+Event = Progress | Refused
+
+
+class Ticket:
+    """A request that was handed in.
+
+    Args:
+        on_cancel: called once when nobody waits for the answer any more, unless it has ended.
+    """
+
+    def __init__(
+        self, ask: Ask, on_event: Callable[[Event], None], on_cancel: Callable[[], None] | None = None
+    ) -> None:
+        self.ask, self._on_event, self._on_cancel = ask, on_event, on_cancel
+        self._is_cancelled = threading.Event()
+        self._is_over = False
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer any more."""
+        if not self._is_cancelled.is_set():
+            self._is_cancelled.set()
+            if self._on_cancel is not None and not self._is_over:
+                self._on_cancel()
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody does."""
+        return self._is_cancelled.is_set()
+
+    def tell(self, event: Event) -> None:
+        """Reports to the client, unless it has been told how it ended."""
+        if self._is_over:
+            return
+        self._is_over = isinstance(event, Ended | Refused)
+        self._on_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is going on now: the loaded model's path, requests being answered, and requests waiting."""
+
+    model: Path | None
+    under_way: int
+    waiting: int
+
+
+class Answerer(Protocol):
+    """Takes requests and reports to who asked: a desk in this process, or the line to one in another."""
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """Hands in a request.  `on_event` is called on another thread, last with `Ended` or `Refused`, exactly once.
+
+        Raises:
+            EngineError: `BUSY`, if too many wait.
+        """
+        ...
+
+    def prepare(self, model: Path) -> None:
+        """Has a model loaded before anybody asks for it; a failure is reported to who asks first."""
+        ...
+
+    def release(self, model: Path) -> None:
+        """Frees the model, if it is this one, once nobody waits for it."""
+        ...
+
+    @property
+    def state(self) -> State: ...
+
+
+def too_many() -> EngineError:
+    """Why a request is not taken."""
+    return EngineError(
+        ErrorCode.BUSY, f"The server takes no request now: {MOST_WAITING:,} requests are waiting; try again later."
+    )
+
+
+def closing() -> Refused:
+    """What who still waits is told at the end."""
+    return Refused(EngineError(ErrorCode.BUSY, "The server is closing: try again later."))

@@ -1,0 +1,138 @@
+"""A desk with an engine of its own: one thread loads models by name and answers whoever asks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from engine.common.errors import CancelCheck, RequestCancelled
+from engine.process.failures import as_engine_error, log_failure
+from engine.serving.asking import Ask, Event, State, Ticket, closing
+from engine.serving.desk import Desk, DeskEngine
+
+
+class LoadingEngine(DeskEngine, Protocol):
+    """An engine whose models come and go."""
+
+    def unload(self) -> None: ...
+
+
+class DeskByName:
+    """Answers requests for any model, by loading it once those for the model before have ended.
+
+    Args:
+        load: loads a model into `engine`, unless the check that it is given comes true; raises EngineError, or
+            RequestCancelled then.
+        idle_s: a model that nobody has asked for so long is unloaded; `None` keeps it.
+        on_model: told on the engine's thread which model is loaded now.
+    """
+
+    def __init__(
+        self,
+        engine: LoadingEngine,
+        load: Callable[[Path, CancelCheck], None],
+        idle_s: float | None = None,
+        on_model: Callable[[Path | None], None] = lambda _model: None,
+    ) -> None:
+        self._engine, self._load_model, self.idle_s, self._on_model = engine, load, idle_s, on_model
+        self.desk = Desk(engine)
+        self._wanted: Path | None = None
+        self._released: Path | None = None
+        self._thread = threading.Thread(target=self._work, name="serving-engine", daemon=True)
+
+    def start(self) -> None:
+        """Begins to answer."""
+        self._thread.start()
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """See `Answerer`."""
+        return self.desk.ask(ask, on_event)
+
+    @property
+    def state(self) -> State:
+        """See `Answerer`."""
+        return self.desk.state
+
+    def prepare(self, model: Path) -> None:
+        """See `Answerer`."""
+        with self.desk.changed:
+            self._wanted, self._released = model, None
+            self.desk.changed.notify_all()
+
+    def release(self, model: Path) -> None:
+        """See `Answerer`."""
+        with self.desk.changed:
+            self._released = model
+            self.desk.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends all answers, frees the model and waits for the thread."""
+        self.desk.shut()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- the engine's thread ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            while (wanted := self._awaited()) is not None:
+                model, is_prepared = wanted
+                try:
+                    self._make_ready(model, is_prepared=is_prepared)
+                    self.desk.answer()
+                except BaseException as error:
+                    self._failed(model, error)
+        finally:
+            self.desk.shut()  # nobody is answered without this thread, however it ended
+            self.desk.refuse(closing().error)
+            self._free()
+
+    def _awaited(self) -> tuple[Path, bool] | None:
+        """The model that is wanted next, and whether it is to be loaded even if nobody asks for it any more.
+
+        Frees an unused one meanwhile.  None once the desk is closed.
+        """
+        desk = self.desk
+        while True:
+            with desk.changed:
+                loaded = desk.state.model
+                is_unused = False
+                while not (desk.state.waiting or self._wanted or desk.is_closed or is_unused):
+                    is_unused = loaded is not None and loaded == self._released
+                    is_unused = is_unused or not desk.changed.wait(self.idle_s if loaded is not None else None)
+                wanted, self._wanted, self._released = self._wanted, None, None
+            first = desk.next_model or wanted
+            if desk.is_closed:
+                return None
+            if first is not None:
+                return first, first == wanted
+            if is_unused:
+                self._free()
+
+    def _make_ready(self, model: Path, *, is_prepared: bool) -> None:
+        if self.desk.state.model != model or self._engine.info is None:
+            self._free()
+            self._load_model(model, lambda: self.desk.is_closed or not (is_prepared or self.desk.is_wanted(model)))
+            self.desk.model_is(model)
+            self._on_model(model)
+
+    def _free(self) -> None:
+        self.desk.free()
+        self.desk.model_is(None)
+        self._on_model(None)
+        self._engine.unload()
+
+    def _failed(self, model: Path, error: BaseException) -> None:
+        """Nobody who waits for this model gets an answer; the next request may."""
+        if isinstance(error, RequestCancelled):  # closed, or all have gone, while the model was loaded
+            failure = closing().error
+        else:
+            log_failure(error, "answering a request")
+            failure = as_engine_error(error, "answering a request")
+        self.desk.refuse(failure, model)
+        try:
+            self._free()
+        except BaseException as again:
+            log_failure(again, "freeing the model")

@@ -1,0 +1,142 @@
+"""The engine's process behind `switchyard serve`: `python -m engine.serving.engine_process`, told what to do on stdin.
+
+It ends when the line to the server is lost.  The window's server has the window's engine process instead.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.common.config import EngineConfig
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.message_lines import MessageLines
+from engine.common.paths import python_module
+from engine.process.lifetime import end_process, quiet_libraries, set_up_process
+from engine.serving.link import DeskLink, EngineLink
+
+ENDING_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeModels:
+    """What the process is to do: how models are run, and where the server is."""
+
+    address: str
+    secret: str
+    config: EngineConfig
+    idle_s: float | None
+
+
+_LINES = MessageLines((ServeModels,))
+
+
+class EngineProcess:
+    """Starts the process, and again when it has ended and somebody asks.
+
+    Args:
+        on_end: told when it ended although nobody stopped it.
+    """
+
+    def __init__(
+        self, link: EngineLink, config: EngineConfig, idle_s: float | None, on_end: Callable[[], None]
+    ) -> None:
+        self._link, self._order = link, ServeModels(link.address, link.secret, config, idle_s)
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._watching: threading.Thread | None = None
+        self._is_stopped = False
+        link.wake = self.start
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs or ran last; 0 before the first."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self) -> None:
+        """Starts it, unless it runs.
+
+        Raises:
+            EngineError: it cannot be started.
+        """
+        import os
+
+        with self._lock:
+            if self._is_stopped or (self._watching is not None and self._watching.is_alive()):
+                return
+            command, variables = python_module("engine.serving.engine_process")
+            try:
+                self._process = process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={**os.environ, **variables}
+                )
+                assert process.stdin is not None
+                process.stdin.write(_LINES.encode(self._order))
+                process.stdin.close()
+            except OSError as error:
+                raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
+            self._watching = threading.Thread(target=self._watch, args=(process,), name="engine-process", daemon=True)
+            self._watching.start()
+
+    def stop(self) -> None:
+        """Waits for its end, which losing the link brings about."""
+        with self._lock:
+            self._is_stopped = True
+        if self._process is not None and self._watching is not None:
+            try:
+                self._process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+            self._watching.join()
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        process.wait()
+        if not self._is_stopped:
+            # What waited for an engine that never connected is refused too.
+            self._link.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped: try again in a moment."))
+            self._on_end()
+
+
+def main() -> None:
+    """Entry of `python -m engine.serving.engine_process`."""
+    order: ServeModels = _LINES.decode(sys.stdin.buffer.readline())
+    quiet_libraries()
+    set_up_process(also_stderr=False)
+    from engine.foreign_text.process import FOREIGN_TEXT
+
+    FOREIGN_TEXT.start()  # ready by the time torch is imported
+    from engine.runtime.engine import Engine
+    from engine.serving.by_name import DeskByName
+
+    engine, over = Engine(), threading.Event()
+
+    def load(model: Path, cancelled: CancelCheck) -> None:
+        try:
+            info = engine.load(
+                replace(order.config, model=str(model)),
+                on_progress=lambda _done, _total: None,
+                cancelled=lambda: cancelled() or over.is_set(),
+            )
+        except EngineError as error:
+            link.remark(error.message)  # who asks is told too; but perhaps nobody does
+            raise
+        for remark in filter(None, (info.device_note, info.template_note)):
+            link.remark(remark)
+
+    desk = DeskByName(engine, load, order.idle_s, lambda model: link.model_is(model))
+    try:
+        link = DeskLink(order.address, order.secret, desk, over.set)
+    except EngineError:
+        return  # the server has gone meanwhile
+    desk.start()
+    over.wait()
+    desk.close()
+    end_process(0)
+
+
+if __name__ == "__main__":
+    main()

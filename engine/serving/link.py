@@ -1,0 +1,360 @@
+"""The line between the HTTP server's process and the engine's: questions one way, what happens to them the other.
+
+The HTTP server outlives the engine.  If the engine ends, however it does, each request under way is refused, and later
+ones wait for the next engine.  Only a process that was given the secret can connect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.json_fields import fields_of
+from engine.common.message_lines import MessageLines
+from engine.serving.asking import (
+    MOST_WAITING,
+    Answerer,
+    Ask,
+    Began,
+    Ended,
+    Event,
+    Refused,
+    Said,
+    State,
+    Ticket,
+    closing,
+    too_many,
+)
+from engine.serving.front_messages import forget_link
+
+_NOTICES_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    number: int
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancelled:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepare:
+    model: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Release:
+    model: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Happened:
+    """Exactly one of the others is set; a refusal is its code and its sentence."""
+
+    number: int
+    began: Began | None = None
+    said: Said | None = None
+    ended: Ended | None = None
+    code: ErrorCode | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelIs:
+    model: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Remark:
+    text: str
+
+
+_LINES = MessageLines((_Asked, _Cancelled, _Prepare, _Release, _Happened, _ModelIs, _Remark))
+
+
+class _Line:
+    """Messages both ways, without ever waiting for the other side."""
+
+    def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
+        self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
+        self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
+
+    def start(self) -> None:
+        for thread in reversed(self._threads):  # the reader waits for the writer in the end
+            thread.start()
+
+    def send(self, message: Any) -> None:
+        """Has it sent soon; without effect once the line is lost."""
+        self._unsent.put(message)
+
+    def close(self) -> None:
+        """Sends what is left, and ends; waits for both threads, but not for its own."""
+        self._unsent.put(None)
+        for thread in reversed(self._threads):
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError, EOFError, EngineError):
+            while self._has_come():
+                self._on_message(_LINES.decode(self._connection.recv_bytes()))
+        self._hang_up()
+        self._unsent.put(None)
+        self._threads[1].join()
+        self._connection.close()
+        self._on_lost()
+
+    def _has_come(self) -> bool:
+        """Waits; a pipe of Windows does not notice that this side wants to end."""
+        while os.name == "nt" and not self._connection.poll(_NOTICES_S):
+            if not self._threads[1].is_alive():
+                return False
+        return True
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while (message := self._unsent.get()) is not None:
+                self._connection.send_bytes(_LINES.encode(message))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Both threads notice."""
+        if os.name != "nt":
+            with contextlib.suppress(OSError, ValueError), socket.socket(fileno=self._connection.fileno()) as end:
+                try:
+                    end.shutdown(socket.SHUT_RDWR)
+                finally:
+                    end.detach()  # it is still the connection's
+
+
+class EngineLink:
+    """The HTTP server's end: an `Answerer` whose engine may come and go.
+
+    Attributes:
+        address, secret: what the engine's process needs to connect.
+        wake: called when somebody asks and no engine is connected; raises EngineError if none can be expected.
+        on_remark: told what the engine has to say for people.
+    """
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_hex(32)
+        # A folder of its own, which nobody else may enter; pipes of Windows have no file.
+        place = os.path.join(tempfile.mkdtemp(prefix="switchyard-"), "engine") if os.name == "posix" else None
+        self._listener = Listener(place, authkey=self.secret.encode())
+        self.address = str(self._listener.address)
+        self.wake: Callable[[], None] = lambda: None
+        self.on_remark: Callable[[str], None] = lambda _text: None
+        self._lock = threading.RLock()
+        self._line: _Line | None = None
+        self._open: dict[int, Ticket] = {}
+        self._unsent: list[Any] = []
+        self._model: Path | None = None
+        self._numbers = 0
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._take_engines, name="engine-link", daemon=True)
+
+    def start(self) -> None:
+        """Lets engines connect."""
+        self._thread.start()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether an engine is there."""
+        return self._line is not None
+
+    @property
+    def state(self) -> State:
+        """See `Answerer`; all that have not ended count as under way."""
+        with self._lock:
+            return State(self._model, len(self._open), 0)
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """See `Answerer`."""
+        if not self.is_connected:
+            self.wake()
+        with self._lock:
+            if self._is_closed:
+                raise closing().error
+            if len(self._open) >= MOST_WAITING:
+                raise too_many()
+            self._numbers += 1
+            number = self._numbers
+            ticket = Ticket(ask, on_event, lambda: self._send(_Cancelled(number)))
+            self._open[number] = ticket
+            self._send(_Asked(number, ask))
+        return ticket
+
+    def prepare(self, model: Path) -> None:
+        """See `Answerer`."""
+        if not self.is_connected:
+            self.wake()
+        self._send(_Prepare(model))
+
+    def release(self, model: Path) -> None:
+        """See `Answerer`."""
+        if self.is_connected:
+            self._send(_Release(model))
+
+    def refuse_all(self, error: EngineError) -> None:
+        """No engine will answer what has been asked."""
+        with self._lock:
+            self._model = None
+            self._unsent.clear()
+            refused = list(self._open.values())
+            self._open.clear()
+        for ticket in refused:
+            ticket.tell(Refused(error))
+
+    def close(self) -> None:
+        """Ends all answers and lets the engine go."""
+        with self._lock:
+            self._is_closed = True
+        if self._thread.is_alive():
+            with contextlib.suppress(Exception):  # wakes the thread that waits for engines
+                Client(self.address, authkey=self.secret.encode()).close()
+            self._thread.join()
+        self._listener.close()
+        forget_link(self.address)
+        if (line := self._line) is not None:
+            line.close()
+        self.refuse_all(closing().error)
+
+    def _send(self, message: Any) -> None:
+        with self._lock:
+            if self._line is not None:
+                self._line.send(message)
+            elif not self._is_closed:
+                self._unsent.append(message)
+
+    def _take_engines(self) -> None:
+        while not self._is_closed:
+            try:
+                connection = self._listener.accept()
+            except Exception:  # whoever it was did not know the secret, or is gone already
+                continue
+            self._connected(connection)
+
+    def _connected(self, connection: Connection) -> None:
+        if self._line is not None:
+            self._line.close()  # an engine that was left behind
+        line = _Line(connection, self._on_message, lambda: self._on_lost(line))
+        with self._lock:
+            self._line = line
+            for message in self._unsent:
+                line.send(message)
+            self._unsent.clear()
+        line.start()
+
+    def _on_lost(self, line: _Line) -> None:
+        with self._lock:
+            if self._line is not line:
+                return
+            self._line = None
+        self.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped in the middle: try again in a moment."))
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, _ModelIs):
+            self._model = message.model
+        elif isinstance(message, _Remark):
+            self.on_remark(message.text)
+        elif isinstance(message, _Happened):
+            event: Event | None = message.began or message.said or message.ended
+            if event is None:
+                event = Refused(EngineError(message.code or ErrorCode.INTERNAL, message.message))
+            with self._lock:
+                is_over = isinstance(event, Ended | Refused)
+                ticket = self._open.pop(message.number, None) if is_over else self._open.get(message.number)
+            if ticket is not None:
+                ticket.tell(event)
+
+
+class DeskLink:
+    """The engine's end: hands in at the desk what clients ask, and reports back.
+
+    Args:
+        on_lost: called once when the server has gone.
+
+    Raises:
+        EngineError: there is no server at this address.
+    """
+
+    def __init__(self, address: str, secret: str, desk: Answerer, on_lost: Callable[[], None] = lambda: None) -> None:
+        self._desk, self._tickets = desk, dict[int, Ticket]()
+        self._on_lost = on_lost
+        try:
+            connection = Client(address, authkey=secret.encode())
+        except Exception as error:
+            raise EngineError(ErrorCode.PROTOCOL, "The server for other programs cannot be reached.") from error
+        self._line = _Line(connection, self._on_message, self._lost)
+        self._line.start()
+
+    def model_is(self, model: Path | None) -> None:
+        """Tells the server what is loaded."""
+        self._line.send(_ModelIs(model))
+
+    def remark(self, text: str) -> None:
+        """Tells the server's user something."""
+        self._line.send(_Remark(text))
+
+    def close(self) -> None:
+        """Hangs up."""
+        self._line.close()
+
+    def _lost(self) -> None:
+        for ticket in list(self._tickets.values()):
+            ticket.cancel()
+        self._on_lost()
+
+    def _on_message(self, message: Any) -> None:
+        if isinstance(message, _Asked):
+            self._ask(message.number, message.ask)
+        elif isinstance(message, _Cancelled):
+            if (ticket := self._tickets.get(message.number)) is not None:
+                ticket.cancel()
+        elif isinstance(message, _Prepare):
+            self._desk.prepare(message.model)
+        elif isinstance(message, _Release):
+            self._desk.release(message.model)
+
+    def _ask(self, number: int, ask: Ask) -> None:
+        def on_event(event: Event) -> None:
+            if isinstance(event, Refused):
+                self._line.send(_Happened(number, code=event.error.code, message=event.error.message))
+            elif isinstance(event, Began):
+                self._line.send(_Happened(number, began=event))
+            elif isinstance(event, Said):
+                self._line.send(_Happened(number, said=event))
+            else:
+                self._line.send(_Happened(number, ended=event))
+            if isinstance(event, Ended | Refused):
+                over.set()
+                self._tickets.pop(number, None)
+
+        over = threading.Event()
+        try:
+            # What JSON made of the fields becomes what they are declared as.
+            ask = replace(ask, sampling=fields_of(SamplingParams, ask.sampling))
+            self._tickets[number] = self._desk.ask(ask, on_event)
+        except EngineError as error:
+            on_event(Refused(error))
+        except (TypeError, LookupError, ValueError):
+            on_event(Refused(EngineError(ErrorCode.INVALID_REQUEST, "The request cannot be read.")))
+        if over.is_set():
+            self._tickets.pop(number, None)

@@ -1,0 +1,171 @@
+"""The switch that lets other programs use the model: the real server's process, without an engine's."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from PySide6.QtCore import Qt
+from PySide6.QtGui import QGuiApplication
+from pytestqt.qtbot import QtBot
+
+from app.models.served_requests import OUTCOME, PROGRAM, ServedRequests
+from app.services.api_server import ApiServer, ServerState
+from app.services.settings import Settings
+from app.views.settings.other_programs import OtherProgramsCard
+from engine.serving.front_messages import Served
+from engine.serving.link import DeskLink
+from tests.app.scripted_engine import ScriptedEngine
+from tests.scripted_desk import ScriptedDesk
+
+
+class Engine(ScriptedEngine):
+    """Connects to the server as the engine process does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[DeskLink] = []
+
+    def serve_others(self, address: str, secret: str) -> None:
+        if address:
+            self.links.append(DeskLink(address, secret, ScriptedDesk(ends=True)))
+            self.links[-1].model_is(Path("models/small"))
+
+
+@pytest.fixture
+def server(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    kept = dict[str, str]()
+    monkeypatch.setattr("app.services.api_server.ask_keyring", lambda name: kept.get(name, ""))
+    monkeypatch.setattr("app.services.api_server.tell_keyring", kept.__setitem__)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        settings.server_port = free.getsockname()[1]
+    engine = Engine()
+    found = ApiServer(engine, settings)  # type: ignore[arg-type]
+    yield found
+    found.close()
+    for link in engine.links:
+        link.close()
+
+
+def ask(server: ApiServer, **headers: str) -> httpx2.Response:
+    body = {"messages": [{"role": "user", "content": "secret words"}]}
+    return httpx2.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=20)
+
+
+def on(server: ApiServer) -> bool:
+    return server.state is ServerState.ON
+
+
+def test_other_programs_ask_and_the_window_learns_of_it_without_their_texts(server: ApiServer, qtbot: QtBot) -> None:
+    assert server.state is ServerState.OFF
+    server.set_on(True)
+    qtbot.waitUntil(lambda: on(server), timeout=20_000)
+
+    def answered() -> bool:  # the engine connects in its own time
+        return ask(server, **{"user-agent": "Editor/1"}).status_code == 200
+
+    qtbot.waitUntil(answered, timeout=20_000)
+    qtbot.waitUntil(lambda: any(each.outcome == "answered" for each in server.requests))
+    served = server.requests[0]
+    assert (served.program, served.model, served.path) == ("Editor/1", "small", "/v1/chat/completions")
+    assert (served.read_tokens, served.written_tokens, served.status) == (3, 1, 200)
+    assert "secret words" not in repr(served)
+    other = httpx2.post(f"{server.url}/api/chat", json={"model": "other", "messages": []}, timeout=20)
+    assert (other.status_code, "'small'" in other.text) == (404, True)
+    assert [each["id"] for each in httpx2.get(f"{server.url}/v1/models").json()["data"]] == ["small"]
+    server.set_on(False)
+    assert server.state is ServerState.OFF
+    qtbot.waitUntil(lambda: _is_free(server))
+
+
+def test_a_key_is_made_asked_for_and_replaced(server: ApiServer, settings: Settings, qtbot: QtBot) -> None:
+    server.set_served("key")
+    server.set_on(True)
+    qtbot.waitUntil(lambda: on(server), timeout=20_000)
+    first = server.key
+    assert len(first) > 20
+    assert server.key_stays
+    settings.save()
+    assert first not in settings.path.read_text(encoding="utf-8")
+    assert ask(server).status_code == 401
+    qtbot.waitUntil(lambda: ask(server, authorization=f"Bearer {first}").status_code == 200, timeout=20_000)
+    server.make_key()
+    qtbot.waitUntil(lambda: server.key != first and on(server), timeout=20_000)
+    assert ask(server, authorization=f"Bearer {first}").status_code == 401
+    qtbot.waitUntil(lambda: any(each.status == 401 for each in server.requests))
+
+
+def test_a_port_in_use_is_said_calmly_and_another_one_helps(
+    server: ApiServer, settings: Settings, qtbot: QtBot
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free, settings.server_port = settings.server_port, taken.getsockname()[1]
+        server.set_on(True)
+        qtbot.waitUntil(lambda: server.state is ServerState.FAILED, timeout=20_000)
+        assert str(taken.getsockname()[1]) in server.problem
+        server.set_port(free)
+        qtbot.waitUntil(lambda: on(server), timeout=20_000)
+        assert not server.problem
+
+
+def test_a_server_that_dies_is_said_and_comes_back(server: ApiServer, qtbot: QtBot) -> None:
+    server.set_on(True)
+    qtbot.waitUntil(lambda: on(server), timeout=20_000)
+    server._process.kill()  # type: ignore[union-attr]
+    qtbot.waitUntil(lambda: server.state is ServerState.FAILED)
+    server.set_on(True)
+    qtbot.waitUntil(lambda: on(server), timeout=20_000)
+
+
+def test_the_card_shows_what_a_program_needs(server: ApiServer, settings: Settings, qtbot: QtBot) -> None:
+    card = OtherProgramsCard(settings, server)
+    qtbot.addWidget(card)
+    card.show()
+    assert not card.details.isVisible()
+    qtbot.mouseClick(card.switch, Qt.MouseButton.LeftButton)
+    assert settings.serves_others
+    assert card.details.isVisible()
+    assert not card.key.isVisible()
+    card.who.setCurrentIndex(1)
+    card.who.activated.emit(1)
+    qtbot.waitUntil(lambda: bool(card.key.text()), timeout=20_000)
+    assert card.key.echoMode() is card.key.EchoMode.Password
+    card.show_key.click()
+    assert card.key.echoMode() is card.key.EchoMode.Normal
+    for button, text in (
+        (card.copy_key, server.key),
+        (card.copy_address, server.url),
+        (card.copy_example, card.example.toPlainText()),
+    ):
+        button.click()
+        assert QGuiApplication.clipboard().text() == text
+    curl = card.example.toPlainText()
+    assert server.url in curl
+    assert json.loads(curl.partition("-d '")[2].rstrip("'"))["messages"]
+    card.language.setCurrentIndex(1)
+    compile(card.example.toPlainText(), "example", "exec")
+    server.served.emit(Served(0.0, "Editor/1", "/v1/messages", "small", 12, 3, 0.5, 200, "answered"))
+    assert card.table.isVisible()
+
+
+def test_requests_in_words(qtbot: QtBot) -> None:
+    model = ServedRequests()
+    outcomes: list[Any] = [("answered", 200), ("left", 200), ("refused", 401), ("refused", 400), ("failed", 500)]
+    for outcome, status in outcomes:
+        model.add(Served(0.0, "", "/api/chat", "small", 1, 2, 0.1, status, outcome))
+    words = [model.index(row, OUTCOME).data() for row in range(model.rowCount())]
+    assert words == ["failed", "refused (400)", "wrong key", "client left", "answered"]
+    assert model.index(0, PROGRAM).data() == "–"
+    for _ in range(300):
+        model.add(Served(0.0, "", "/api/chat", "small", 1, 2, 0.1, 200, "answered"))
+    assert model.rowCount() == 200
+
+
+def _is_free(server: ApiServer) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0

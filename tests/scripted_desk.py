@@ -1,0 +1,37 @@
+"""What answers requests in place of an engine: as the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from engine.serving.asking import Ask, Began, Ended, Event, Said, State, Ticket
+
+
+class ScriptedDesk:
+    """Begins each answer with `Hello`; ends it if told to."""
+
+    def __init__(self, *, ends: bool) -> None:
+        self._ends = ends
+        self.tickets: list[Ticket] = []
+        self.prepared: list[Path] = []
+        self.released: list[Path] = []
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        ticket = Ticket(ask, on_event)
+        self.tickets.append(ticket)
+        ticket.tell(Began(3, thinks=False))
+        ticket.tell(Said("Hello", 1))
+        if self._ends:
+            ticket.tell(Ended("stop", 3, 1, 0))
+        return ticket
+
+    def prepare(self, model: Path) -> None:
+        self.prepared.append(model)
+
+    def release(self, model: Path) -> None:
+        self.released.append(model)
+
+    @property
+    def state(self) -> State:
+        return State(None, 0, 0)

@@ -1,0 +1,108 @@
+"""The line between the HTTP server and the engine: what is asked arrives whole, and a lost engine ends every answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.batch_files.rows import Constraint
+from engine.common.chat import ChatMessage, Tool, ToolCall
+from engine.common.errors import EngineError, ErrorCode
+from engine.serving.asking import Ask, Began, Ended, Refused, Said
+from engine.serving.link import DeskLink, EngineLink
+from tests.scripted_desk import ScriptedDesk
+
+ASK = Ask(
+    Path("models/m"),
+    (ChatMessage("user", "Grüezi \U0001f600"), ChatMessage("assistant", "", "hm", (ToolCall("1", "f", "{}"),))),
+    (Tool("f", "does", '{"type": "object"}'),),
+    sampling={"stop": ("a", "b"), "logit_bias": ((3, 1.5),), "temperature": 1},
+    constraint=Constraint(choices=("x", "y")),
+    top_chances=2,
+)
+
+
+@pytest.fixture
+def link() -> Iterator[EngineLink]:
+    found = EngineLink()
+    found.start()
+    yield found
+    found.close()
+
+
+def until(holds: Callable[[], Any]) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        time.sleep(0.005)
+    pytest.fail("it did not happen")
+
+
+def test_what_is_asked_and_what_happens_arrive_as_they_were(link: EngineLink) -> None:
+    desk, events = ScriptedDesk(ends=True), list[Any]()
+    link.ask(ASK, events.append)  # before there is an engine
+    engine = DeskLink(link.address, link.secret, desk)
+    until(lambda: len(events) == 3)
+    assert events == [Began(3, thinks=False), Said("Hello", 1), Ended("stop", 3, 1, 0)]
+    assert desk.tickets[0].ask == ASK
+    engine.model_is(Path("models/m"))
+    until(lambda: link.state.model == Path("models/m"))
+    link.prepare(Path("p"))
+    link.release(Path("r"))
+    until(lambda: desk.released == [Path("r")])
+    assert desk.prepared == [Path("p")]
+    engine.close()
+
+
+def test_who_goes_away_is_cancelled_in_the_engine(link: EngineLink) -> None:
+    desk, events = ScriptedDesk(ends=False), list[Any]()
+    engine = DeskLink(link.address, link.secret, desk)
+    ticket = link.ask(ASK, events.append)
+    until(lambda: len(events) == 2)
+    ticket.cancel()
+    until(lambda: desk.tickets[0].is_cancelled())
+    engine.close()
+
+
+def test_a_lost_engine_refuses_all_and_the_next_one_answers(link: EngineLink) -> None:
+    events, woken = list[Any](), list[str]()
+    link.wake = lambda: woken.append("woken")
+    first = DeskLink(link.address, link.secret, ScriptedDesk(ends=False))
+    for _ in range(3):
+        link.ask(ASK, events.append)
+    until(lambda: len(events) == 6)
+    first.close()
+    until(lambda: len(events) == 9)
+    refused = [event for event in events if isinstance(event, Refused)]
+    assert [each.error.code for each in refused] == [ErrorCode.ENGINE_DIED] * 3
+    until(lambda: not link.is_connected)
+    woken.clear()
+    link.ask(ASK, events.append)
+    assert woken == ["woken"]
+    second = DeskLink(link.address, link.secret, ScriptedDesk(ends=True))
+    until(lambda: isinstance(events[-1], Ended))
+    second.close()
+
+
+def test_a_lost_server_cancels_what_it_asked() -> None:
+    link, desk, lost = EngineLink(), ScriptedDesk(ends=False), list[str]()
+    link.start()
+    engine = DeskLink(link.address, link.secret, desk, lambda: lost.append("lost"))
+    link.ask(ASK, lambda _event: None)
+    until(lambda: desk.tickets)
+    link.close()
+    until(lambda: lost)
+    assert desk.tickets[0].is_cancelled()
+    engine.close()
+
+
+def test_nobody_connects_without_the_secret(link: EngineLink) -> None:
+    with pytest.raises(EngineError):
+        DeskLink(link.address, "wrong", ScriptedDesk(ends=True))
+    engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=True))
+    until(lambda: link.is_connected)
+    engine.close()
