@@ -8,7 +8,7 @@ from typing import Any
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import SOFTMAX, File, Gguf
 from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
-from engine.families.reply_form import DEEPSEEK
+from engine.families.replies import DEEPSEEK
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import SIGMOID, Gguf, Key
 from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
-from engine.families.reply_form import DEEPSEEK
+from engine.families.replies import DEEPSEEK
 
 FAMILY = Family(
     replies=DEEPSEEK,

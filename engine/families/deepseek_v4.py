@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.families.family import ClampedGate, Family, KvNumbers
-from engine.families.reply_form import DEEPSEEK
+from engine.families.replies import DEEPSEEK
 
 FAMILY = Family(
     replies=DEEPSEEK,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from engine.families.gguf import Gguf
-from engine.families.reply_form import ReplyForm
+from engine.families.replies import ReplyForm
 
 READS_PICTURES = "reads text out of pictures, and Switchyard gives models text only"
 

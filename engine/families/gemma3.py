@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.families.family import Family
 from engine.families.gguf import ATTENTION, ENDS, FEED_FORWARD, LAYER, File, Gguf, Key, Made, by_layer
-from engine.families.reply_form import GEMMA
+from engine.families.replies import GEMMA
 
 _LARGEST = 62
 """Layers of the 27B model, the only one whose queries are not scaled by the width of a head."""

@@ -20,7 +20,7 @@ from engine.families.gguf import (
     of_one_value,
     per_layer,
 )
-from engine.families.reply_form import GEMMA
+from engine.families.replies import GEMMA
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from engine.families.gguf import (
     scale_of_weights,
     shared_expert,
 )
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 
 def _computed(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.families.family import ClampedGate, Family, FastPath, Router
 from engine.families.gguf import ATTENTION, ENDS, LAYER, NORMS, SOFTMAX_OF_CHOSEN, File, Gguf, Made, both, by_layer
-from engine.families.reply_form import HARMONY
+from engine.families.replies import HARMONY
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:

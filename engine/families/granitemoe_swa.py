@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import Family
-from engine.families.reply_form import GRANITE
+from engine.families.replies import GRANITE
 
 FAMILY = Family(replies=GRANITE, packs_rows=True)

@@ -8,7 +8,7 @@ from typing import Any
 from engine.families.family import Family
 from engine.families.gguf import LAYER, File, Gguf, Key, Made, of_one_value, per_layer
 from engine.families.gguf.granite import CONFIG, FIXED, SHARED, TENSORS, multipliers
-from engine.families.reply_form import GRANITE
+from engine.families.replies import GRANITE
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:

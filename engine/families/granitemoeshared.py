@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.families.family import Family
 from engine.families.gguf import Gguf
 from engine.families.gguf.granite import CONFIG, FIXED, SHARED, TENSORS, multipliers
-from engine.families.reply_form import GRANITE
+from engine.families.replies import GRANITE
 
 FAMILY = Family(
     replies=GRANITE,

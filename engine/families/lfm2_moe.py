@@ -19,7 +19,7 @@ from engine.families.gguf import (
     per_layer,
     routing,
 )
-from engine.families.reply_form import LFM
+from engine.families.replies import LFM
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:

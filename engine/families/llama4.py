@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.families.family import Family
 from engine.families.gguf import ATTENTION, ENDS, LAYER, NORMS, SIGMOID, File, Gguf, Key, Made, shared_expert
-from engine.families.reply_form import LLAMA
+from engine.families.replies import LLAMA
 
 _MAVERICK = 128
 """Experts of the one model whose queries and keys have no norm: llama.cpp tells it by them."""

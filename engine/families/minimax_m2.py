@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.families.family import Family
 from engine.families.gguf import ATTENTION, ENDS, LAYER, NORMS, SIGMOID, Gguf, experts, routing
-from engine.families.reply_form import MINIMAX
+from engine.families.replies import MINIMAX
 
 FAMILY = Family(
     replies=MINIMAX,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import ENDS, NORMS, ROTATED_ATTENTION, Gguf, Key, experts, routing
-from engine.families.reply_form import MISTRAL
+from engine.families.replies import MISTRAL
 
 FAMILY = Family(
     replies=MISTRAL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.families.family import Family
 from engine.families.gguf import DENSE, Gguf
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 FAMILY = Family(
     replies=HERMES,

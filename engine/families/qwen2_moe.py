@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import ATTENTION, ENDS, NORMS, Gguf, Made, experts, routing
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 FAMILY = Family(
     replies=HERMES,

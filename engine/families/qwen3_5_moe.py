@@ -8,7 +8,7 @@ from typing import Any
 from engine.families.family import Family
 from engine.families.gguf import LAYER, File, Gguf, Key, Made, routing
 from engine.families.gguf.delta import CONFIG, TENSORS, delta
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 
 def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.families.family import Family
 from engine.families.gguf import LAYER, Gguf, Made, routing
 from engine.families.gguf.delta import CONFIG, TENSORS, delta
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 FAMILY = Family(
     replies=HERMES,

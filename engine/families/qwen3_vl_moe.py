@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import Family
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 FAMILY = Family(replies=HERMES, packs_rows=True)

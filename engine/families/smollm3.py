@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.families.family import Family
 from engine.families.gguf import ENDS, FEED_FORWARD, NORMS, ROTATED_ATTENTION, File, Gguf
-from engine.families.reply_form import HERMES
+from engine.families.replies import HERMES
 
 
 def _computed(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """An answer's text as its parts: reasoning, what is said, and calls of tools; while it arrives, or whole.
 
-Models write their reasoning and their calls into the text, in the form of their family (`engine.families.reply_form`);
+Models write their reasoning and their calls into the text, in the form of their family (`engine.families.replies`);
 what is not in it is said as it stands.
 """
 
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from engine.common.chat import Tool, ToolCall
 from engine.families import family_of
-from engine.families.call_texts import json_calls
-from engine.families.reply_form import COMMON, CallForm, ReadCalls, ReplyForm
+from engine.families.replies import COMMON, CallForm, ReadCalls, ReplyForm
+from engine.families.replies.call_texts import json_calls
 
 
 @dataclass(frozen=True, slots=True)

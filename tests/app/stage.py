@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from PySide6.QtCore import QEventLoop, QSize, QTimer, Signal
-from PySide6.QtWidgets import QApplication, QWidget
+from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
 
 import app.services.downloads as downloading
 import app.services.hub as hub
@@ -22,6 +22,7 @@ import app.services.planning as planning
 import app.services.tuning as tuning
 import app.widgets.folder_choice as folder_choice
 from app.main import first_run_entry, page_entries
+from app.services.api_server import ServerState
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
 from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
@@ -47,6 +48,7 @@ from engine.checkpoint.library import Listing
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
+from engine.serving.front_messages import Outcome, Served
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import pack
 from engine.tuning.messages import TuningFinished
@@ -400,6 +402,32 @@ def _settings_hub(stage: Stage) -> None:
     page.hub._show_tokens(("huggingface.co", "mirror.example"))
 
 
+def _settings_others(stage: Stage) -> None:
+    """Other programs use the model, with a key; one came without it."""
+    stage.settings.serves, stage.settings.serves_others = "key", True
+    server = stage.services.api_server
+    server._key, server._key_stays = "dGhpcyBpcyBub3QgYSBzZWNyZXQ", True
+    stage.window.show_page(SETTINGS)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    at_s = 1_790_000_000.0
+    asked: list[tuple[str, str, int, int, float, int, Outcome]] = [
+        ("curl/8.5.0", "/v1/messages", 0, 0, 0.0, 401, "refused"),
+        ("OpenAI/Python 3.54.1", "/v1/chat/completions", 1834, 212, 9.4, 200, "answered"),
+        ("Aider", "/v1/chat/completions", 6120, 95, 11.8, 200, "left"),
+        ("ollama-python/0.6.3", "/api/chat", 41, 380, 14.2, 200, "answered"),
+    ]
+    for number, (program, path, read, written, seconds, status, outcome) in enumerate(asked):
+        model = "" if status == 401 else "Starter"
+        row = Served(at_s + 40 * number, program, path, model, read, written, seconds, status, outcome)
+        page.others._on_served(row)
+    server._become(ServerState.ON)
+    stage.breathe(50)
+    scroll = page.findChild(QScrollArea)
+    assert scroll is not None
+    scroll.verticalScrollBar().setValue(page.others.y() - 12)
+
+
 def _licences(stage: Stage) -> None:
     stage.window.show_page(SETTINGS)
     stage.dialog = LicencesDialog(stage.window)
@@ -598,6 +626,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "models-folders": _models_folders,
     "settings": _settings,
     "settings-hub": _settings_hub,
+    "settings-others": _settings_others,
     "licences": _licences,
     "shortcuts": _shortcuts,
 }

@@ -135,6 +135,7 @@ def test_the_card_shows_what_a_program_needs(server: ApiServer, settings: Settin
     card.who.activated.emit(1)
     qtbot.waitUntil(lambda: bool(card.key.text()), timeout=20_000)
     assert card.key.echoMode() is card.key.EchoMode.Password
+    assert server.key not in card.example.toPlainText()
     card.show_key.click()
     assert card.key.echoMode() is card.key.EchoMode.Normal
     for button, text in (

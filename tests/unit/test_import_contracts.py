@@ -21,6 +21,7 @@ APP_MAY_USE = (
     "engine.batch_files",
     "engine.telemetry",
     "engine.tuning",
+    "engine.serving.front_messages",
 )
 
 

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtGui import QFontDatabase, QGuiApplication, QShowEvent
+from PySide6.QtGui import QGuiApplication, QShowEvent
 from PySide6.QtWidgets import (
     QCheckBox,
     QComboBox,
-    QHBoxLayout,
     QLabel,
     QLineEdit,
     QPlainTextEdit,
     QPushButton,
     QSpinBox,
+    QVBoxLayout,
     QWidget,
 )
 
-from app.models.served_requests import OUTCOME, READ, SECONDS, TIME, WRITTEN, ServedRequests
+from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WRITTEN, ServedRequests
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import ServedTo, Settings
 from app.theme import use_tabular_figures
 from app.views.settings.card import SettingsCard
 from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.flow_layout import FlowLayout
 from app.widgets.text_table import TextTable
 
-COMBO_WIDTH_PX = 300
+COMBO_WIDTH_PX = 240
 PORT_WIDTH_PX = 120
 KEY_WIDTH_PX = 240
 ROWS_SHOWN = 6
-_WIDTHS = {TIME: 9, READ: 7, WRITTEN: 7, SECONDS: 8, OUTCOME: 15}
+_WIDTHS = {TIME: 8, PROGRAM: 16, READ: 6, WRITTEN: 7, SECONDS: 8, OUTCOME: 12}
+_HIDDEN = "…"
+"""In place of the key, until it is shown."""
 _SERVED: tuple[ServedTo, ...] = ("pc", "key", "network")
 _CURL = """curl {url}/v1/chat/completions \\
   -H "Content-Type: application/json" \\
@@ -71,9 +74,9 @@ class OtherProgramsCard(SettingsCard):
         self.who = QComboBox(self)
         self.who.setFixedWidth(COMBO_WIDTH_PX)
         names = (
-            self.tr("Programs on this PC"),
-            self.tr("Programs on this PC, with the key"),
-            self.tr("This PC and its network, with the key"),
+            self.tr("This PC"),
+            self.tr("This PC, with key"),
+            self.tr("Network, with key"),
         )
         for to, name in zip(_SERVED, names, strict=True):
             self.who.addItem(name, to)
@@ -114,7 +117,7 @@ class OtherProgramsCard(SettingsCard):
         for name, text in _EXAMPLES.items():
             self.language.addItem(name, text)
         self.language.currentIndexChanged.connect(self._show)
-        self.copy_example = self._copies(self.tr("Copy example"), lambda: self.example.toPlainText())
+        self.copy_example = self._copies(self.tr("Copy example"), lambda: self._example(server.key))
         words = self.tr("OpenAI's interface is at /v1; programs for Anthropic or Ollama take the address alone.")
         self.details.add_row(self.tr("Example"), words, self.language, self.copy_example)
         self.example = QPlainTextEdit(self.details)
@@ -122,7 +125,6 @@ class OtherProgramsCard(SettingsCard):
         self.example.setTabChangesFocus(True)
         self.example.setAccessibleName(self.tr("Example"))
         self.example.setLineWrapMode(QPlainTextEdit.LineWrapMode.NoWrap)
-        self.example.setFont(QFontDatabase.systemFont(QFontDatabase.SystemFont.FixedFont))
         self.details.add_wide(self.example)
         self.model = ServedRequests(self)
         self.model.show_all(server.requests)
@@ -141,16 +143,19 @@ class OtherProgramsCard(SettingsCard):
         self._server.look_for_key()
 
     def _lay_out_key(self) -> None:
-        row = QHBoxLayout(self._key_row)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
         name = QLabel(self.tr("Key"), self._key_row)
         name.setBuddy(self.key)
         self.key.setAccessibleName(self.tr("Key"))
-        row.addWidget(name)
-        row.addWidget(self._key_words, 1)
+        column = QVBoxLayout(self._key_row)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(2)
+        column.addWidget(name)
+        column.addWidget(self._key_words)
+        column.addSpacing(6)
+        controls = FlowLayout(spacing=8)
         for control in (self.key, self.show_key, self.copy_key, self.new_key):
-            row.addWidget(control)
+            controls.addWidget(control)
+        column.addLayout(controls)
 
     def _copies(self, name: str, text: Callable[[], str]) -> QPushButton:
         button = QPushButton(name, self.details)
@@ -159,6 +164,10 @@ class OtherProgramsCard(SettingsCard):
 
     def _show_key(self, shown: bool) -> None:
         self.key.setEchoMode(QLineEdit.EchoMode.Normal if shown else QLineEdit.EchoMode.Password)
+        self._show()
+
+    def _example(self, key: str) -> str:
+        return str(self.language.currentData()).format(url=self._server.url, key=key or "none")
 
     def _on_served(self, request: object) -> None:
         self.model.add(request)  # type: ignore[arg-type]
@@ -195,10 +204,10 @@ class OtherProgramsCard(SettingsCard):
             if server.key
             else ""
         )
-        text = str(self.language.currentData()).format(url=server.url, key=server.key or "none")
+        text = self._example(server.key if self.show_key.isChecked() or not server.key else _HIDDEN)
         if text != self.example.toPlainText():
             self.example.setPlainText(text)
-        lines = text.count("\n") + 2
+        lines = text.count("\n") + 1
         self.example.setFixedHeight(lines * self.example.fontMetrics().lineSpacing() + 24)
         self._show_requests()
 

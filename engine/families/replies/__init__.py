@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.families.call_texts import (
+from engine.families.replies.call_texts import (
     Calls,
     Schemas,
     braced_calls,
