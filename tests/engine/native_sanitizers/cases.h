@@ -3,6 +3,8 @@
 #pragma once
 #include "own_memory.h"
 #include "paged_attention.h"
+#include "prompt_attention.h"
+#include "read_memory.h"
 #include "rows_kernels.h"
 #include "thread_pool.h"
 
@@ -301,6 +303,59 @@ void try_paged(SwitchyardPool *pool, Random &random) {
     }
 }
 
+// Queries and values that lie token by token or head by head; every token sees what comes before it, or any range.
+void try_prompt(SwitchyardPool *pool, Random &random) {
+    SwitchyardPrompt prompt{};
+    prompt.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
+    prompt.heads = prompt.kv_heads * static_cast<int32_t>(draw(random, 1, 4));
+    prompt.key_dim = static_cast<int32_t>(draw(random, 1, 70));
+    prompt.value_dim = static_cast<int32_t>(draw(random, 1, 70));
+    prompt.scale = 0.2f;
+    prompt.tokens = draw(random, 1, draw(random, 0, 3) ? 40 : 150);
+    prompt.held = prompt.tokens + draw(random, 0, 90);
+    const int64_t heads = prompt.heads, kv_heads = prompt.kv_heads, tokens = prompt.tokens, held = prompt.held;
+    const auto finite_row = [&](int64_t count) {
+        std::vector<uint16_t> row(static_cast<size_t>(count));
+        for (auto &value : row) {
+            const float number = static_cast<float>(draw(random, -1000, 1000)) * 1e-3f;
+            uint32_t bits;
+            std::memcpy(&bits, &number, sizeof bits);
+            value = static_cast<uint16_t>(bits >> 16);
+        }
+        return row;
+    };
+    const auto queries = finite_row(tokens * heads * prompt.key_dim), keys = finite_row(held * kv_heads * prompt.key_dim);
+    const auto values = finite_row(held * kv_heads * prompt.value_dim);
+    prompt.queries = queries.data(), prompt.keys = keys.data(), prompt.values = values.data();
+    const bool by_token = coin(random) != 0;
+    prompt.query_token = by_token ? heads * prompt.key_dim : prompt.key_dim;
+    prompt.query_head = by_token ? prompt.key_dim : tokens * prompt.key_dim;
+    prompt.key_head = held * prompt.key_dim;
+    prompt.value_token = by_token ? kv_heads * prompt.value_dim : prompt.value_dim;
+    prompt.value_head = by_token ? prompt.value_dim : held * prompt.value_dim;
+    std::vector<uint8_t> sees(static_cast<size_t>(tokens * held));
+    for (int64_t token = 0; token < tokens; ++token) {
+        const int64_t from = draw(random, 0, held - 1), to = draw(random, from + 1, held);
+        std::fill(sees.begin() + token * held + from, sees.begin() + token * held + to, uint8_t{1});
+    }
+    if (coin(random)) prompt.sees = sees.data(), prompt.sees_token = held;
+    std::vector<uint16_t> out(static_cast<size_t>(tokens * heads * prompt.value_dim)), again(out);
+    require(switchyard_prompt_attention(pool, &prompt, out.data()) == 0, "no attention of a prompt");
+    const OwnPool alone(1);
+    require(switchyard_prompt_attention(alone.pool, &prompt, again.data()) == 0, "no attention of a prompt");
+    require(out == again, "a prompt's attention depends on the number of threads");
+    record("prompt", out);
+    if (!prompt.sees) return;
+    std::fill(sees.begin(), sees.begin() + held, uint8_t{0});  // a token that sees nothing
+    require(switchyard_prompt_attention(pool, &prompt, out.data()) == 2, "attention of nothing");
+}
+
+void try_reading(SwitchyardPool *pool, Random &random) {
+    std::vector<uint8_t> bytes(static_cast<size_t>(draw(random, 0, 300000)), 1);
+    const uint64_t sum = switchyard_read_memory(pool, bytes.data(), static_cast<int64_t>(bytes.size()));
+    require(bytes.size() < 64 || sum != 0, "nothing was read");
+}
+
 // Any bytes are blocks; gate and up rows lie apart, one of them in another order.
 void try_repack(SwitchyardPool *pool, Random &random, int32_t format) {
     static const struct { int32_t number; int64_t elements, bytes; } types[] = {
@@ -371,6 +426,8 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_attention(pool, random, format);
             try_latent(pool, random, format);
             try_paged(pool, random);
+            try_prompt(pool, random);
+            try_reading(pool, random);
         }
     try_large(pool, random);
 }

@@ -12,6 +12,10 @@ void dot_rows(const TileRow &row, const QuantisedVector *x, int count, float *ou
     if (count == 1) return tile_rows<Codes, Math, 1, small>(row, x, out);
     if (count == 2) return tile_rows<Codes, Math, 2, small>(row, x, out);
     if (count == 3) return tile_rows<Codes, Math, 3, small>(row, x, out);
+    if constexpr (Math::most_vectors > 4) {
+        if (count == 5) return tile_rows<Codes, Math, 5, small>(row, x, out);
+        if (count == 6) return tile_rows<Codes, Math, 6, small>(row, x, out);
+    }
     tile_rows<Codes, Math, 4, small>(row, x, out);
 }
 
@@ -38,7 +42,8 @@ template <class Codes, class Math> constexpr FormatKernels kernels_of_format() {
 template <class Math> constexpr TileKernels tile_kernels() {
     return {quantise_floats,
             quantise_bf16,
-            {{}, kernels_of_format<Int8, Math>(), kernels_of_format<Int4, Math>(), kernels_of_format<Lut4, Math>()}};
+            {{}, kernels_of_format<Int8, Math>(), kernels_of_format<Int4, Math>(), kernels_of_format<Lut4, Math>()},
+            Math::most_vectors};
 }
 
 }  // namespace

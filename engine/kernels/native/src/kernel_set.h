@@ -16,9 +16,10 @@ struct KernelSet {
 };
 
 constexpr int64_t kTileRows = 32, kHalfRows = 16, kGroup = 32;
-constexpr int kMostVectors = 4;  // that a tile kernel takes at once
+constexpr int kMostVectors = 6;  // that any tile kernel takes at once
 
-// A vector in groups of 32: a value is scales[group] * q.
+// A vector in groups of 32: a value is scales[group] * q.  Those that are multiplied together have their scales as far from
+// their q, and their sums.
 struct QuantisedVector {
     int8_t *q;       // [groups * 32], -127 to 127, padded with zeros
     float *scales;   // [groups]
@@ -90,7 +91,7 @@ static inline void put_codes(uint8_t *weights, bool nibbles, const uint8_t *q) {
 
 // Each weight format in tiles: one file format_*.h.
 struct FormatKernels {
-    // out: [count, 32] of the 32 rows with each of `count` <= kMostVectors vectors.
+    // out: [count, 32] of the 32 rows with each of `count` <= `most` vectors.
     void (*dot)(const TileRow &row, const QuantisedVector *x, int count, float *out);
     // Half a tile as bf16, [16, 32].
     void (*expand)(const HalfTile &half, uint16_t *out);
@@ -104,6 +105,7 @@ struct TileKernels {
     void (*quantise_floats)(const float *x, int64_t n, const QuantisedVector &out);
     void (*quantise_bf16)(const uint16_t *x, int64_t n, const QuantisedVector &out);
     FormatKernels formats[kFormatCount];
+    int most;  // vectors that `dot` takes at once, up to kMostVectors
 };
 
 struct ManyKernels;   // many_kernels.h

@@ -30,11 +30,13 @@ inline void store_by_vector(__m512 a, __m512 b, __m512 c, __m512 d, float *out) 
 
 // 8 rows with the vectors of some tiles.
 template <int tiles>
-void multiply_rows(const uint8_t *weights, int64_t stride, int64_t groups, const uint8_t *x, float *out) {
+void multiply_rows(const uint8_t *weights, int64_t stride, int64_t groups, const uint8_t *x, const Ahead &ahead,
+                   float *out) {
     __m512 sums[kRows][tiles];
     for (auto &of_row : sums)
         for (auto &sum : of_row) sum = _mm512_setzero_ps();
     for (int64_t pair = 0; pair < groups * 16; ++pair) {
+        if (pair % 16 == 0) ahead.fetch(pair * 2);
         __m512bh values[tiles];
         for (int t = 0; t < tiles; ++t)
             values[t] = (__m512bh)_mm512_load_si512(x + t * groups * kTileBytes + pair * 64);
@@ -52,18 +54,19 @@ void multiply_rows(const uint8_t *weights, int64_t stride, int64_t groups, const
 }
 
 void multiply(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
-    const int64_t groups = groups_of(columns);
-    while (tiles > 0) {
+    const int64_t groups = groups_of(columns), parts = (tiles + 2) / 3;
+    for (int64_t part = 0; part < parts; ++part) {
         const int64_t now = std::min<int64_t>(tiles, 3);
         for (int row = 0; row < kTileRows; row += kRows) {
             const uint8_t *weights =
                 (row < kHalfRows ? panel.upper : panel.lower) + row % kHalfRows * panel.stride;
+            const Ahead ahead(panel, columns, row, kRows, part, parts);
             if (now == 3)
-                multiply_rows<3>(weights, panel.stride, groups, x, out + row);
+                multiply_rows<3>(weights, panel.stride, groups, x, ahead, out + row);
             else if (now == 2)
-                multiply_rows<2>(weights, panel.stride, groups, x, out + row);
+                multiply_rows<2>(weights, panel.stride, groups, x, ahead, out + row);
             else
-                multiply_rows<1>(weights, panel.stride, groups, x, out + row);
+                multiply_rows<1>(weights, panel.stride, groups, x, ahead, out + row);
         }
         tiles -= now;
         x += now * groups * kTileBytes;

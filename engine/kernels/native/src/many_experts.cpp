@@ -148,13 +148,13 @@ class ManyExperts {
         }
     }
 
-    // Calls take(first, some, dots) for a block's products with an expert's vectors.
+    // Calls take(first, some, dots) for a block's products with an expert's vectors; `next` is fetched meanwhile.
     template <class Take>
     void products(int32_t which, const SwitchyardMatrix &matrix, int64_t block, const uint8_t *packed,
-                  const Vectors &few, const int32_t *which_few, Take take) {
+                  const Vectors &few, const int32_t *which_few, const BlockAt *next, Take take) {
         if (is_many(which)) {
             const int64_t tile = many_.packed_bytes(matrix.format, matrix.columns);
-            multiply_block(many_, matrix, block, packed + own_.tile[which] * tile, count(which), take);
+            multiply_block(many_, matrix, block, packed + own_.tile[which] * tile, count(which), next, take);
             return;
         }
         static thread_local std::vector<float> dots;
@@ -170,6 +170,13 @@ class ManyExperts {
             const int64_t row = first + i / kHalfRows * order.partner;
             out[i] = bias && first < order.first_limit && row < rows ? from_bf16(bias[row]) : 0.0f;
         }
+    }
+
+    // The first block of an item of first matrices, -1 beyond the last item.
+    BlockAt begin_of(const Wave &wave, int64_t item) const {
+        const int64_t which = wave.begin + item / first_items_;
+        if (which >= wave.end) return {{}, -1};
+        return {call_.first_matrix(visits_.active[which]), item % first_items_ * first_together_};
     }
 
     void first(const Wave &wave, int64_t begin, int64_t end) {
@@ -197,7 +204,9 @@ class ManyExperts {
                             std::memcpy(&call_.inner[at], dots + v * kTileRows, static_cast<size_t>(columns) * 4);
                     }
                 };
-                products(which, matrix, block, packed_x_, call_.x, &visits_.token[visits_.first[which]], take);
+                const BlockAt next = block + 1 < to ? BlockAt{matrix, block + 1} : begin_of(wave, wave.first.coming());
+                products(which, matrix, block, packed_x_, call_.x, &visits_.token[visits_.first[which]],
+                         next.block < 0 ? nullptr : &next, take);
             }
         }
     }
@@ -208,7 +217,12 @@ class ManyExperts {
             const int64_t from = item * down_together_, to = std::min(from + down_together_, blocks);
             if (wave.begin == 0) clear(from, to);
             for (int32_t which = wave.begin; which < wave.end; ++which)
-                for (int64_t block = from; block < to; ++block) down_block(wave, which, block);
+                for (int64_t block = from; block < to; ++block) {
+                    const bool is_last = block + 1 == to;
+                    const BlockAt next = {call_.down_matrix(visits_.active[std::min(which + is_last, wave.end - 1)]),
+                                          is_last ? from : block + 1};
+                    down_block(wave, which, block, is_last && which + 1 == wave.end ? nullptr : &next);
+                }
         }
     }
 
@@ -218,7 +232,7 @@ class ManyExperts {
             std::memset(&own_.sums[token * hidden + row], 0, static_cast<size_t>(rows) * 4);
     }
 
-    void down_block(const Wave &wave, int32_t which, int64_t block) {
+    void down_block(const Wave &wave, int32_t which, int64_t block, const BlockAt *next) {
         const int64_t hidden = layer_.hidden, row = block * kTileRows, rows = std::min(kTileRows, hidden - row);
         const SwitchyardMatrix matrix = call_.down_matrix(visits_.active[which]);
         const int64_t start = visits_.first[which];
@@ -232,7 +246,7 @@ class ManyExperts {
             }
         };
         const int32_t *one_by_one = call_.one_by_one.data() + (start - visits_before(wave));
-        products(which, matrix, block, packed_inner_, call_.activated, one_by_one, take);
+        products(which, matrix, block, packed_inner_, call_.activated, one_by_one, next, take);
     }
 
     Buffers &own_;

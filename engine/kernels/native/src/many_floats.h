@@ -49,7 +49,7 @@ Panel prepare_floats(const SwitchyardMatrix &matrix, int64_t block, uint8_t *roo
 }
 
 template <class Math, int tiles>
-void multiply_rows(const float *weights, int64_t columns, const float *x, float *out, int64_t row) {
+void multiply_rows(const float *weights, int64_t columns, const float *x, const Ahead &ahead, float *out, int64_t row) {
     constexpr int rows = Math::rows, lanes = Math::lanes;
     typename Math::V sums[rows][tiles];
     for (auto &of_row : sums)
@@ -57,6 +57,7 @@ void multiply_rows(const float *weights, int64_t columns, const float *x, float 
     const int64_t stride = row_floats(columns);
     const float *w = weights + row * stride;
     for (int64_t k = 0; k < columns; ++k) {
+        if (k % kGroup == 0) ahead.fetch(k);
         typename Math::V values[tiles];
         for (int t = 0; t < tiles; ++t) values[t] = Math::load(x + (t * columns + k) * lanes);
         for (int r = 0; r < rows; ++r) {
@@ -78,14 +79,16 @@ void multiply_floats(int32_t, int64_t columns, const Panel &panel, const uint8_t
     const auto *values = reinterpret_cast<const float *>(x);
     const int64_t tile = columns * Math::lanes;
     static_assert(kTileRows % Math::rows == 0, "a block is made of whole groups of rows");
-    for (; tiles > 0; tiles -= Math::tiles) {
+    const int64_t parts = (tiles + Math::tiles - 1) / Math::tiles;
+    for (int64_t part = 0; part < parts; ++part, tiles -= Math::tiles) {
         for (int64_t row = 0; row < kTileRows; row += Math::rows) {
+            const Ahead ahead(panel, columns, row, Math::rows, part, parts);
             if (tiles >= Math::tiles)
-                multiply_rows<Math, Math::tiles>(weights, columns, values, out, row);
+                multiply_rows<Math, Math::tiles>(weights, columns, values, ahead, out, row);
             else if (tiles == 1)
-                multiply_rows<Math, 1>(weights, columns, values, out, row);
+                multiply_rows<Math, 1>(weights, columns, values, ahead, out, row);
             else
-                multiply_rows<Math, 2>(weights, columns, values, out, row);
+                multiply_rows<Math, 2>(weights, columns, values, ahead, out, row);
         }
         values += tile * Math::tiles;
         out += Math::tiles * Math::lanes * kTileRows;

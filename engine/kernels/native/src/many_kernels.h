@@ -11,6 +11,25 @@
 struct Panel {
     const uint8_t *upper, *lower;
     int64_t stride;
+    // Of a bf16 matrix, what is multiplied next, 16 rows each as they are stored, to be fetched meanwhile; or null.
+    const uint8_t *next_upper = nullptr, *next_lower = nullptr;
+};
+
+// What of the next block is fetched while `rows` rows from `row` on are multiplied with one of `parts` parts of the
+// vectors.
+class Ahead {
+  public:
+    Ahead(const Panel &panel, int64_t columns, int64_t row, int64_t rows, int64_t part, int64_t parts)
+        : from_(row < kHalfRows ? panel.next_upper : panel.next_lower), stride_(columns * 2),
+          begin_(row % kHalfRows + rows * part / parts), end_(from_ ? row % kHalfRows + rows * (part + 1) / parts : 0) {}
+    // Of each of its rows, the 32 columns from here.
+    void fetch(int64_t column) const {
+        for (int64_t row = begin_; row < end_; ++row) __builtin_prefetch(from_ + row * stride_ + column * 2, 0, 2);
+    }
+
+  private:
+    const uint8_t *from_;
+    int64_t stride_, begin_, end_;
 };
 
 struct ManyKernels {

@@ -7,6 +7,7 @@
 
 #include "kernel_set.h"
 #include "many_kernels.h"
+#include "matrix.h"
 
 // Memory aligned to cache lines that is kept between calls and grows; its contents are lost when it does.
 class AlignedMemory {
@@ -29,14 +30,20 @@ class AlignedMemory {
 };
 
 // Multiplies a block of 32 rows with `count` packed vectors; `take(first, some, dots)` gets [some, 32] at a time, small
-// enough to stay in the cache.
+// enough to stay in the cache.  `next`, a block of a matrix as wide, is fetched meanwhile; or it is null.
 template <class Take>
 void multiply_block(const ManyKernels &many, const SwitchyardMatrix &matrix, int64_t block, const uint8_t *x,
-                    int64_t count, Take take) {
+                    int64_t count, const BlockAt *next, Take take) {
     static thread_local AlignedMemory room, sums;
     const int64_t tiles = (count + many.lanes - 1) / many.lanes;
     const int64_t at_once = std::min<int64_t>(tiles, 96 / many.lanes);
-    const Panel panel = many.prepare(matrix, block, room.room(many.panel_bytes(matrix.format, matrix.columns)));
+    Panel panel = many.prepare(matrix, block, room.room(many.panel_bytes(matrix.format, matrix.columns)));
+    if (next && matrix.format == SWITCHYARD_BF16) {
+        const RowOrder order(next->matrix);
+        const int64_t row = matrix.columns * 2, other = order.step == 1 ? order.partner : kHalfRows;
+        panel.next_upper = static_cast<const uint8_t *>(next->matrix.weights) + next->block * order.block * row;
+        panel.next_lower = panel.next_upper + other * row;
+    }
     auto *dots = reinterpret_cast<float *>(sums.room(at_once * many.lanes * kTileRows * 4));
     const int64_t tile_bytes = many.packed_bytes(matrix.format, matrix.columns);
     for (int64_t tile = 0; tile < tiles; tile += at_once) {

@@ -68,11 +68,12 @@ void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
         return;
     }
     const TileRow row = tile_row(matrix, block);
-    const auto dot = kernels.tiles[matrix.format]->formats[matrix.format].dot;
-    for (int64_t begin = 0; begin < count; begin += kMostVectors) {
+    const TileKernels &tiles = *kernels.tiles[matrix.format];
+    const int64_t parts = (count + tiles.most - 1) / tiles.most;
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t begin = count * part / parts, end = count * (part + 1) / parts;
         QuantisedVector vectors[kMostVectors];
-        const int many = static_cast<int>(std::min<int64_t>(count - begin, kMostVectors));
-        for (int v = 0; v < many; ++v) vectors[v] = x.quantised(which[begin + v]);
-        dot(row, vectors, many, out + begin * kTileRows);
+        for (int64_t v = begin; v < end; ++v) vectors[v - begin] = x.quantised(which[v]);
+        tiles.formats[matrix.format].dot(row, vectors, static_cast<int>(end - begin), out + begin * kTileRows);
     }
 }

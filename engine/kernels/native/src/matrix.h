@@ -37,6 +37,12 @@ inline int64_t source_row(const SwitchyardMatrix &matrix, int64_t block, int64_t
     return first < order.first_limit && row < matrix.rows ? row : -1;
 }
 
+// A block of a matrix.
+struct BlockAt {
+    SwitchyardMatrix matrix;
+    int64_t block;
+};
+
 // Bytes of a matrix's weights, scales and zeros.
 int64_t bytes_of(const SwitchyardMatrix &matrix);
 

@@ -46,7 +46,8 @@ class RowProducts {
     // Calls take(first, some, dots) with [some, 32] of a block's rows with vectors first, first + 1, ...
     template <class Take> void block(const SwitchyardMatrix &matrix, int64_t block, Take take) const {
         if (is_many_) {
-            multiply_block(many(), matrix, block, packed_, count_, take);
+            const BlockAt next = {matrix, block + 1};
+            multiply_block(many(), matrix, block, packed_, count_, next.block < blocks_of(matrix) ? &next : nullptr, take);
             return;
         }
         static thread_local std::vector<float> dots;

@@ -30,7 +30,7 @@ int32_t test_product(const ManyKernels &kernels, int64_t count, int64_t columns,
     const RowOrder order(matrix);
     int32_t wrong = 0;
     for (int64_t block = 0; block * order.block < order.first_limit; ++block)
-        multiply_block(kernels, matrix, block, packed, count, [&](int64_t first, int64_t some, const float *dots) {
+        multiply_block(kernels, matrix, block, packed, count, nullptr, [&](int64_t first, int64_t some, const float *dots) {
             for (int64_t at = 0; at < some * kTileRows; ++at) {
                 const int64_t i = at % kTileRows, upper = block * order.block + i % kHalfRows * order.step;
                 const int64_t row = upper + i / kHalfRows * order.partner;
@@ -60,7 +60,7 @@ int32_t test_widened(const ManyKernels &kernels, int32_t format) {
         kernels.pack(format, rows, some, kColumns, packed + first / kernels.lanes * tile);
     }
     int32_t wrong = 0;
-    multiply_block(kernels, matrix, 1, packed, kCount, [&](int64_t first, int64_t some, const float *dots) {
+    multiply_block(kernels, matrix, 1, packed, kCount, nullptr, [&](int64_t first, int64_t some, const float *dots) {
         for (int64_t at = 0; at < some * kTileRows; ++at) {
             double wanted = 0;
             for (int64_t c = 0; c < kColumns; ++c)  // the second block's tiles come after the first one's

@@ -41,6 +41,9 @@ class Phase {
         spin_until([this] { return done_.load(std::memory_order_acquire) == items_; });
     }
 
+    // The item that a thread takes next, if no other comes before it.
+    int64_t coming() const { return next_.load(std::memory_order_relaxed); }
+
   private:
     const int64_t items_, chunk_;
     alignas(64) std::atomic<int64_t> next_{0};

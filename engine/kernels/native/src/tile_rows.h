@@ -1,4 +1,4 @@
-// The loops of a product of 32 rows in tiles with up to four vectors, written once for every format and for vectors of 512
+// The loops of a product of 32 rows in tiles with one vector or some, written once for every format and for vectors of 512
 // and 256 bits and plain ones.  The including file defines
 //   Bytes     weights of some of a half's 16 rows, 4 columns each; Products, Floats: a number for each of these rows
 //   load, low_nibbles, high_nibbles, look_up, load_table, columns: what makes Bytes
@@ -7,6 +7,8 @@
 // and the Math of an instruction set how bytes are multiplied:
 //   none(sum of x), prepared(weights), add<count of vectors>(Products, prepared weights, x)  for signed bytes
 //   Nibbles, add_unsigned(Nibbles, nibbles, x), whole_sums(Nibbles)                        for numbers from 0 to 15
+//   most_vectors                           that are multiplied together
+//   joins_halves                           whether several are by tile_vectors.h
 //   whole_sums(Nibbles, Nibbles, start)  for numbers from 0 to 32, half of them in each, if has_small_sums
 #pragma once
 #include "kernel_set.h"
@@ -32,8 +34,15 @@ template <class Math, bool nibbles, bool small> static inline auto no_products(i
         return Math::none(sum_of_x);
 }
 
+}  // namespace
+
+#include "tile_vectors.h"
+
+namespace {
+
 template <class Codes, class Math, int count, bool small>
 void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
+    if constexpr (count > 1 && Math::joins_halves) return tile_vectors<Codes, Math, count, small>(row, x, out);
     constexpr Format format = kFormats[Codes::kFormat];
     constexpr int parts = 128 / sizeof(Bytes), part_rows = static_cast<int>(kTileRows) / parts;
     const Bytes codes_mean = format.has_table ? load_table(row.table) : Bytes{};

@@ -4,6 +4,8 @@
 namespace {
 
 struct Avx2Math {
+    static constexpr int most_vectors = 4;
+    static constexpr bool joins_halves = false;
     using Nibbles = Products;
     static Products none(int32_t) { return _mm256_setzero_si256(); }
     static __m256i prepared(__m256i weights) { return weights; }

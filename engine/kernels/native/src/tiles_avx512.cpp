@@ -4,6 +4,8 @@
 namespace {
 
 struct Avx512Math {
+    static constexpr int most_vectors = 4;
+    static constexpr bool joins_halves = false;
     using Nibbles = Products;
     static __m512i none(int32_t) { return _mm512_setzero_si512(); }
     static __m512i prepared(__m512i weights) { return weights; }

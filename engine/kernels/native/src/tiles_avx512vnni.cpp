@@ -4,6 +4,8 @@
 namespace {
 
 struct VnniMath {
+    static constexpr int most_vectors = 6;
+    static constexpr bool joins_halves = true;
     using Nibbles = Products;
     // Weights are multiplied as unsigned bytes, 128 too large: the surplus is subtracted beforehand.
     static __m512i none(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }

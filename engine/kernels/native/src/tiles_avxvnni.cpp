@@ -5,6 +5,8 @@
 namespace {
 
 struct AvxVnniMath {
+    static constexpr int most_vectors = 4;
+    static constexpr bool joins_halves = false;
     using Nibbles = Products;
     // Weights are multiplied as unsigned bytes, 128 too large: the surplus is subtracted beforehand.
     static Products none(int32_t sum) { return _mm256_set1_epi32(-128 * sum); }

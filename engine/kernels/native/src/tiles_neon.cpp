@@ -4,6 +4,7 @@
 namespace {
 
 struct NeonMath {
+    static constexpr int most_vectors = 4;
     static constexpr int parts(int count) { return count < 3 ? 4 : 2; }
 
     static Bytes prepared(Bytes weights) { return weights; }

@@ -4,6 +4,7 @@
 namespace {
 
 struct NeonDotMath {
+    static constexpr int most_vectors = 4;
     using Nibbles = int32x4_t;
     static constexpr bool has_small_sums = false;
     static constexpr int parts(int) { return 4; }

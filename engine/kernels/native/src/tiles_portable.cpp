@@ -71,6 +71,8 @@ constexpr int64_t kAhead = 0;
 static inline void fetch(const void *, int64_t, int64_t) {}
 
 struct PlainMath {
+    static constexpr int most_vectors = 4;
+    static constexpr bool joins_halves = false;
     // Of each column: 8 products of 15 * 127 fit 16 bits.
     struct Nibbles {
         int16_t at[4 * kHalfRows];
