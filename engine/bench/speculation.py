@@ -1,9 +1,10 @@
 """`switchyard bench speculation`: answers with guessed tokens against the same answers one token at a time.
 
-What a model says depends on the model, and those with random weights say nothing, so the answers are given: every
-token is chosen as always, with all others forbidden.  One answer edits the text of its prompt, a Python file of which
-one name changes; the other is prose on other things.  Acceptance is thus that of real texts, and what a step costs is
-measured; only the routing of random weights is more spread than that of trained ones.
+What a model says depends on the model, and those with random weights say nothing, so the answers are given: real
+texts, token by token.  Acceptance is thus that of real texts, and what a step costs is measured; only the routing of
+random weights is more spread than that of trained ones.
+
+Both ways take turns every few tokens of one answer: how fast a shared machine is changes within seconds.
 """
 
 from __future__ import annotations
@@ -11,18 +12,25 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 
 from engine.batch_files import rows as edited_module
 from engine.bench.report import Report, row
-from engine.common.config import EngineConfig, SamplingParams
-from engine.planner import placement as told_module
-from engine.runtime.decode.chat_session import ChatSession
+from engine.common.config import EngineConfig
+from engine.devices import device as written_module
+from engine.families import family as told_module
+from engine.planner import placement as summed_module
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
 
 _SPACE = " "
+_TURN = 24
+"""Tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,51 +47,58 @@ class SpeculationPlan:
     repeats: int
 
 
-class Given:
-    """A constraint that one answer satisfies."""
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids, self._at = ids, 0
-
-    def restrict(self, logits: torch.Tensor) -> torch.Tensor:
-        """All but the next token of the answer forbidden."""
-        only = torch.full_like(logits, float("-inf"))
-        only[self._ids[self._at]] = 0.0
-        return only
-
-    def accept(self, token_id: int) -> bool:
-        """The answer is complete with its last token."""
-        assert token_id == self._ids[self._at]
-        self._at += 1
-        return self._at == len(self._ids)
-
-    def reset(self) -> None:
-        """Begins again."""
-        self._at = 0
-
-
 def bench_speculation(config: EngineConfig, plan: SpeculationPlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds a row per kind of answer: tokens per second, against single tokens, in turn."""
     say("loading the model")
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    loaded = load_model(replace(config, speculation="auto"), on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
-        sessions = {guesses: ChatSession(loaded, speculates=guesses) for guesses in (True, False)}
+        prices = StepPrices()
         for name, prompt, answer in _answers(loaded.tokenizer, plan):
-            rates: dict[bool, list[float]] = {True: [], False: []}
+            both = Both(loaded, prices, prompt, answer)
+            guessed: list[float] = []
+            single: list[float] = []
             for repeat in range(plan.repeats + 1):
                 say(f"{name}, repeat {repeat} of {plan.repeats}" if repeat else f"{name}, warm-up")
-                for guesses in (True, False) if repeat % 2 else (False, True):
-                    result = sessions[guesses].generate_from_ids(
-                        prompt, SamplingParams(max_tokens=len(answer)), constraint=Given(answer), end_ids=frozenset()
-                    )
-                    assert list(result.token_ids) == answer
-                    if repeat:
-                        rates[guesses].append(result.tokens_per_s)
-                    if guesses and repeat == plan.repeats:
-                        say(f"{result.guessed_tokens} tokens guessed, {result.accepted_tokens} of them accepted")
-            report.rows.append(row(name, rates[True], "tokens/s", peer="single tokens", peer_values=rates[False]))
+                rates = both.run(guesses_first=bool(repeat % 2))
+                if repeat:
+                    guessed.append(rates[0])
+                    single.append(rates[1])
+            say(f"{both.guessed} tokens guessed, {both.accepted} of them accepted")
+            report.rows.append(row(name, guessed, "tokens/s", peer="single tokens", peer_values=single))
     finally:
         loaded.close()
+
+
+class Both:
+    """One answer, both ways in turn.
+
+    Attributes:
+        guessed, accepted: tokens of the last run.
+    """
+
+    def __init__(self, loaded: LoadedModel, prices: StepPrices, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        self._loaded, self._prices, self._prompt, self._answer = loaded, prices, prompt, answer
+        self._sessions = KvSession(loaded), KvSession(loaded, guesses=False)
+        self.guessed = self.accepted = 0
+
+    def run(self, *, guesses_first: bool) -> tuple[float, float]:
+        """Tokens per second with guesses, and without."""
+        seconds = [0.0, 0.0]
+        with torch.inference_mode():
+            for session in self._sessions:
+                session.prefill(self._prompt, lambda _done, _total: None, lambda: False)
+            guessing = Speculation(self._sessions[0], self._prices, self._prompt, len(self._answer))
+            ways: list[Speculation | KvSession] = [guessing, self._sessions[1]]
+            with self._loaded.token_by_token():
+                for begin in range(0, len(self._answer), _TURN):
+                    for way in (0, 1) if guesses_first else (1, 0):
+                        begun_s = perf_counter()
+                        for token in self._answer[begin : begin + _TURN]:
+                            ways[way].step(torch.tensor([[token]], device=self._loaded.device), token).argmax().item()
+                        seconds[way] += perf_counter() - begun_s
+                guessing.settle()
+        self.guessed, self.accepted = guessing.guessed, guessing.accepted
+        return len(self._answer) / seconds[0], len(self._answer) / seconds[1]
 
 
 def _answers(tokenizer: object, plan: SpeculationPlan) -> list[tuple[str, list[int], list[int]]]:
@@ -92,15 +107,27 @@ def _answers(tokenizer: object, plan: SpeculationPlan) -> list[tuple[str, list[i
     def ids(text: str, most: int) -> list[int]:
         return list(tokenizer(text)["input_ids"])[:most]  # type: ignore[operator]
 
-    source = inspect.getsource(edited_module)
-    asked = ids(f"Rename the class Constraint to Condition in this file.\n\n{source}", plan.prompt_tokens)
-    edited = ids(source.replace("Constraint", "Condition"), plan.tokens)
-    prose = _SPACE.join(_prose(inspect.getsource(told_module)).split())
+    source, written = inspect.getsource(edited_module), inspect.getsource(written_module)
+    summed, told = _prose(inspect.getsource(summed_module)), _prose(inspect.getsource(told_module))
+    asked_to_edit = f"Rename the class Constraint to Condition in this file.\n\n{source}"
+    asked_to_sum = f"Which of these sentences matter most?\n\n{summed}"
     return [
-        ("an answer that edits its prompt", asked, edited),
-        ("an answer that quotes nothing", asked, ids(prose, plan.tokens)),
+        (name, ids(prompt, plan.prompt_tokens), ids(answer, plan.tokens))
+        for name, prompt, answer in (
+            ("an answer that edits code", asked_to_edit, source.replace("Constraint", "Condition")),
+            ("an answer that quotes sentences", asked_to_sum, _quoted(summed)),
+            ("an answer in prose that quotes nothing", asked_to_edit, told),
+            ("an answer in code that quotes nothing", asked_to_sum, written),
+        )
     ]
 
 
 def _prose(source: str) -> str:
-    return "\n".join(re.findall(r'"""(.*?)"""', source, re.DOTALL))
+    return _SPACE.join(_SPACE.join(re.findall(r'"""(.*?)"""', source, re.DOTALL)).split())
+
+
+def _quoted(text: str) -> str:
+    """Every third sentence, each with words of another between."""
+    sentences = re.split(r"(?<=\.) ", text)[::3]
+    begins = ("First of all, it says: ", "It goes on to say that ", "Another point is this: ", "And it notes that ")
+    return _SPACE.join(begins[number % len(begins)] + sentence for number, sentence in enumerate(sentences))

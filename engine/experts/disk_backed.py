@@ -45,8 +45,11 @@ class DiskBackedBank:
 
 
 def can_be_disk_backed(site: ExpertsSite) -> bool:
-    """Whether kernels compute these experts; a module with its own forward needs all its records in RAM."""
-    return hasattr(site.module, "has_gate")
+    """Whether kernels compute these experts; a module with its own forward needs all its records in RAM.
+
+    So do those that guess tokens, which a bank of the same model has or has not, as it is asked to guess or not.
+    """
+    return hasattr(site.module, "has_gate") and not site.is_beside
 
 
 def bind_disk_backed(sites: list[ExpertsSite], bank: DiskBackedBank, kernels: NativeKernels | None) -> None:

@@ -22,6 +22,10 @@ _INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
 
 
+DRAFT_HEAD = "draft_head"
+"""Name of the module beside a decoder's layers that guesses tokens, where there is one."""
+
+
 @dataclass(frozen=True)
 class ExpertsSite:
     """An experts module, before its weights are loaded.
@@ -36,6 +40,11 @@ class ExpertsSite:
     module: Any
     num_experts: int
     layout: RecordLayout
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is no layer of the model but guesses its tokens."""
+        return DRAFT_HEAD in self.name.split(".")
 
     @property
     def targets(self) -> dict[str, str]:

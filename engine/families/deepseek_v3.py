@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family, FastPath, Router
+from engine.families.family import DraftHead, Family, FastPath, Router
 from engine.families.gguf import SIGMOID, Gguf, Key
 from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
 from engine.families.replies import DEEPSEEK
@@ -25,6 +25,7 @@ FAMILY = Family(
             scale="routed_scaling_factor",
         ),
     ),
+    draft_head=DraftHead(),
     gguf=Gguf(
         architecture="deepseek2",
         when=lambda metadata: gating(metadata) == SIGMOID,

@@ -99,6 +99,40 @@ class FastPath:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftHead:
+    """Names in a checkpoint of one more decoder layer, which guesses the token after the next.
+
+    Multi-token prediction (DeepSeek-AI 2024, "DeepSeek-V3", section 2.2): embedding and hidden state, each with a norm,
+    are projected together, go through the layer and a norm, and the model's own head makes logits of them.
+
+    Attributes:
+        prefix: of all of them; `{layers}` is the number of the model's layers.
+        layer: further prefix of the decoder layer's tensors.
+        embedding_norm, hidden_norm, projection, norm: what else there is.
+        shared: what is in it once more although the model has it.
+    """
+
+    prefix: str = "model.layers.{layers}."
+    layer: str = ""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    shared: tuple[str, ...] = ("embed_tokens", "shared_head.head")
+
+
+BESIDE_THE_LAYERS = DraftHead(
+    prefix="mtp.",
+    layer="layers.0.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    norm="norm",
+)
+"""As Qwen names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A model family; the defaults hold for families without special needs.
 
@@ -119,6 +153,7 @@ class Family:
             are computed together, for a reason specific to this family; `None` if there is no limit.
         gate: the experts' custom gate, if any.
         fast_path: for single tokens, if the native kernels implement it.
+        draft_head: of its models, where they have one.
         gguf: how its models are written in GGUF files, if those are read.
         replies: how its answers hold reasoning and calls of tools; `None` for what fine-tuned models commonly write.
         mlx_experts: how checkpoints name the matrices that MLX calls `gate_proj`, `up_proj` and `down_proj`, where it
@@ -135,6 +170,7 @@ class Family:
     exact_tokens: Callable[[Mapping[str, Any]], int | None] | None = None
     gate: ClampedGate | None = None
     fast_path: FastPath | None = None
+    draft_head: DraftHead | None = None
     gguf: Gguf | None = None
     replies: ReplyForm | None = None
     mlx_experts: Mapping[str, str] | None = None

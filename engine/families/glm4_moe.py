@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.families.family import Family
+from engine.families.family import DraftHead, Family
 from engine.families.gguf import (
     ATTENTION,
     ENDS,
@@ -34,6 +34,7 @@ def _computed(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     replies=HERMES,
     packs_rows=True,
+    draft_head=DraftHead(),
     gguf=Gguf(
         architecture="glm4moe",
         partial_rotary=True,

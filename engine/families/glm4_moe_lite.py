@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family
+from engine.families.family import DraftHead, Family
 from engine.families.replies import HERMES
 
-FAMILY = Family(replies=HERMES, packs_rows=True)
+FAMILY = Family(replies=HERMES, packs_rows=True, draft_head=DraftHead())

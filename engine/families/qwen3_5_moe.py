@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.families.family import Family
+from engine.families.family import BESIDE_THE_LAYERS, Family
 from engine.families.gguf import LAYER, File, Gguf, Key, Made, routing
 from engine.families.gguf.delta import CONFIG, TENSORS, delta
 from engine.families.replies import HERMES
@@ -22,6 +22,7 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     replies=HERMES,
+    draft_head=BESIDE_THE_LAYERS,
     gguf=Gguf(
         architecture="qwen35moe",
         partial_rotary=True,

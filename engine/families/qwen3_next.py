@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family
+from engine.families.family import BESIDE_THE_LAYERS, Family
 from engine.families.gguf import LAYER, Gguf, Made, routing
 from engine.families.gguf.delta import CONFIG, TENSORS, delta
 from engine.families.replies import HERMES
 
 FAMILY = Family(
     replies=HERMES,
+    draft_head=BESIDE_THE_LAYERS,
     gguf=Gguf(
         architecture="qwen3next",
         partial_rotary=True,

@@ -209,7 +209,8 @@ def test_answers_that_quote_and_others_with_guesses_and_without(capsys: pytest.C
     lengths = ("--tokens", "40", "--prompt-tokens", "200")
     document = bench(capsys, "speculation", "--model", f"{TINY}?layers=3", "--device", "cpu", *lengths)
     assert [row["name"] for row in document["rows"]] == [
-        "an answer that edits its prompt", "an answer that quotes nothing",
+        "an answer that edits code", "an answer that quotes sentences",
+        "an answer in prose that quotes nothing", "an answer in code that quotes nothing",
     ]  # fmt: skip
     assert all(row["peer"] == "single tokens" and row["ratio"] > 0 for row in document["rows"])
 

@@ -17,6 +17,7 @@ from engine.kernels.native.build import library_path
 from engine.runtime.decode import speculation
 from engine.runtime.decode.chat_session import ChatSession, decode
 from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ChanceLog, GenerationResult, ignore_text
 from engine.runtime.decode.sequence import AnswerLimits
 from engine.runtime.decode.speculation import Speculation, StepPrices
@@ -56,6 +57,9 @@ class ScriptedSession:
         """After the first `held` tokens [V]; they depend on the last two."""
         generator = torch.Generator().manual_seed(7 * self.ids[held - 1] + self.ids[held - 2])
         return 2 * torch.randn(WORDS, generator=generator)
+
+    def drafters(self) -> list[Any]:
+        return []
 
     def takes(self, tokens: int) -> bool:
         return tokens <= 8
@@ -167,7 +171,8 @@ def test_an_answer_that_does_not_quote_loses_next_to_nothing(
     for length in (60, 400):
         prompt, answer = ([draw.randrange(words) for _ in range(n)] for n in (300, length))
         took, _ = _time(answer, prompt, prices, monkeypatch)
-        assert took < 1 / (1 - 0.02) + 1 / length + 0.001
+        first = max(0.5, prices[1] - 1)  # what it costs to find out
+        assert took < 1 / (1 - 0.015) + first / length + 0.001
 
 
 def test_an_answer_that_quotes_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,15 +193,87 @@ def test_nothing_is_guessed_where_it_cannot_pay(monkeypatch: pytest.MonkeyPatch)
 
 def test_prices_between_measured_ones() -> None:
     prices = StepPrices()
-    assert prices.ratio(3) == 2.0
-    prices.took(1, 1.0)
-    prices.took(4, 2.5)
-    assert prices.ratio(4) == 2.5
-    assert prices.ratio(3) == 2.0
-    assert prices.ratio(7) == 4.0
-    for _ in range(30):
-        prices.took(4, 100.0)  # busy for a while: averaged, not believed at once
     assert prices.ratio(1) == 1.0
+    assert prices.ratio(3) == pytest.approx(1.8)
+    prices.took(4, 2.5)
+    assert prices.ratio(4) == pytest.approx(2.2)  # of single steps nothing is known to compare with
+    for _ in range(60):
+        prices.took(1, 1.0)
+        prices.took(4, 2.5)
+    assert prices.ratio(4) == pytest.approx(2.5, rel=0.01)
+    assert prices.ratio(3) == pytest.approx(2.0, rel=0.01)
+    assert prices.ratio(7) == pytest.approx(4.0, rel=0.01)
+    prices.took(4, 100.0)  # busy for a while: averaged, not believed at once
+    assert prices.ratio(4) < 3.5
+    assert prices.ratio(1) == 1.0
+    assert prices.back == 0.0
+    for _ in range(60):
+        prices.took_back(0.5)
+    assert prices.back == pytest.approx(0.5, rel=0.01)
+
+
+class Costly:
+    """A drafter whose guesses take as long as half a step, and never come true."""
+
+    takes_s = 0.5
+
+    def __init__(self, clock: Clock, *, hopes: float) -> None:
+        self._clock, self._hopes = clock, hopes
+        self.asked = 0
+
+    def append(self, token_id: int) -> None:
+        pass
+
+    def hopes(self) -> float:
+        return self._hopes
+
+    def guess(self, most: int) -> Guess:
+        self.asked += 1
+        self._clock.now_s += self.takes_s
+        return Guess((WORDS + 1,), (self._hopes,), (0,))
+
+    def learn(self, guess: Guess, came_true: int) -> None:
+        assert came_true == 0
+
+
+@pytest.mark.parametrize("hopes", [0.3, 0.6, 0.95])
+def test_a_drafter_that_takes_time_is_asked_only_as_far_as_that_may_be_lost(
+    hopes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    session = ScriptedSession([1, 2], EXPERTS, clock)
+    costly = Costly(clock, hopes=hopes)
+    monkeypatch.setattr(session, "drafters", lambda: [costly])
+    tries = Speculation(session, StepPrices(), [1, 2], 1001)
+    for number in range(1000):
+        tries.step(torch.tensor([[number % WORDS]]), number % WORDS)
+    tries.settle()
+    assert clock.now_s < 1000 / (1 - 0.015) + 1.5
+    assert costly.asked < 20
+
+
+def test_prices_that_seemed_too_high_are_tried_again_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that was busy when steps were timed is not always so."""
+    clock = Clock(monkeypatch)
+    prices = StepPrices()
+    prices.took(1, 1.0)
+    for _ in range(40):
+        for tokens in range(2, 9):
+            prices.took(tokens, 2.0 * tokens)
+    text = [*range(60)] * 12
+    tries = Speculation(ScriptedSession([*range(60)], EXPERTS, clock), prices, [*range(60)], len(text) + 1)
+    for token in text:
+        tries.step(torch.tensor([[token]]), token)
+    tries.settle()
+    assert clock.now_s < len(text) / 1.1
+    dear = ScriptedSession([*range(60)], tuple(2.0 * n for n in range(1, 9)), clock)
+    before_s = clock.now_s
+    tries = Speculation(dear, StepPrices(), [*range(60)], len(text) + 1)
+    for token in text:
+        tries.step(torch.tensor([[token]]), token)
+    tries.settle()
+    assert tries.guessed < 12
+    assert clock.now_s - before_s < 2.0 * len(text) * 1.02
 
 
 @pytest.fixture(scope="module", params=["auto", "int8"])

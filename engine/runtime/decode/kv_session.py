@@ -6,14 +6,17 @@ import copy
 from collections.abc import Iterator, Sequence
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.graphs import GraphedSteps
-from engine.runtime.decode.step_model import StepModel, watched_layers
+from engine.runtime.decode.head_drafter import HeadDrafter
+from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
+from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.growing import grown_capacity
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
@@ -41,9 +44,12 @@ class KvSession:
 
     Tokens are the same with and without reuse: what cannot be taken back exactly is computed again.  A forward that
     fails or is interrupted leaves a cache that is never used again.
+
+    Args:
+        guesses: whether its tokens are going to be guessed, if the model was loaded for that.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, guesses: bool = True) -> None:
         self._model = loaded.model
         self._context_tokens = loaded.context_tokens
         self._kv_type = loaded.kv_type
@@ -54,6 +60,9 @@ class KvSession:
         self.graphs = GraphedSteps(self._step, captures) if captures is not None else None
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
+        head = draft_head_of(loaded.model) if guesses and loaded.speculates else None
+        self._drafter = HeadDrafter(loaded.model, head, loaded.context_tokens) if head is not None else None
+        self._before: KvSnapshot | None = None
         self._chunk_tokens = loaded.chunk_tokens
         self._in_chunks = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
@@ -79,9 +88,11 @@ class KvSession:
         """Frees the cache."""
         if self.graphs is not None:
             self.graphs.forget()
+        if self._drafter is not None:
+            self._drafter.clear()
         self._cache = None
         self._ids = []
-        self._snapshot = None
+        self._snapshot = self._before = None
         self._whole = False
         self._beam_room.release()
         self._room.release()
@@ -142,38 +153,83 @@ class KvSession:
         """Not by itself."""
         return False
 
+    def drafters(self) -> list[Drafter]:
+        """What guesses its next tokens besides their text."""
+        return [self._drafter] if self._drafter is not None else []
+
     def takes(self, tokens: int) -> bool:
-        """Whether `several` computes so many tokens now, each as `step` would, and `take_back` forgets them exactly."""
+        """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
+
+        Each comes out as from `step`, bit by bit where the native kernels compute the step; the library, which does so
+        for models with a draft head, may sum in another order.
+        """
         after = len(self._ids) + tokens
         return (
             self.graphs is None
             and after <= min(self._context_tokens, self._exact)
             and not self._crosses(len(self._ids), after)
-            and self._step.takes(tokens, self._cache)
+            and (self._step.takes(tokens, self._cache) or self._sweeps(tokens))
         )
 
     def several(self, ids: Sequence[int]) -> torch.Tensor:
         """Appends tokens that it `takes`; logits [q, V] after each of them."""
-        assert self._cache is not None
+        cache = self._cache
+        assert cache is not None
+        in_steps = self._step.takes(len(ids), cache)
+        self._before = KvSnapshot(cache, len(self._ids)) if not in_steps and KvSnapshot.worth_taking(cache) else None
         self._whole = False
         held = len(self._ids)
-        self._room.make(self._cache, held + len(ids))
-        if RECORDER.on:
-            RECORDER.forward()
-        logits = self._step.several(torch.tensor([list(ids)], device=self._device), self._cache, held)
-        self._room.count(self._cache)
-        self._ids.extend(ids)
-        self._whole = True
-        if RECORDER.on:
-            RECORDER.head()
+        self._room.make(cache, held + len(ids))
+        self._listen()
+        compute = self._step.several if in_steps else self._step.sweep
+        logits = compute(torch.tensor([list(ids)], device=self._device), cache, held)
+        self._room.count(cache)
+        self._computed(ids)
         return logits
 
     def take_back(self, tokens: int) -> None:
         """Forgets the last tokens, which `several` appended."""
         if not self._whole or self._cache is None:
             return  # after a failure, of no use in any case
-        self._cache.crop(-tokens)
-        del self._ids[-tokens:]
+        before, self._before = self._before, None
+        if before is None:
+            self._cache.crop(-tokens)
+            del self._ids[-tokens:]
+            if self._drafter is not None:
+                self._drafter.take_back(tokens)
+            return
+        # States that have taken the tokens in do not let go of them: those that stay are computed again.
+        kept = self._ids[before.length : -tokens]
+        before.restore(self._cache, len(self._ids))
+        del self._ids[before.length :]
+        self._forward(torch.tensor([kept], device=self._device), kept)
+
+    def _sweeps(self, tokens: int) -> bool:
+        """Whether the library computes so many tokens at once."""
+        return (
+            self._drafter is not None
+            and 0 < tokens <= MOST_ROWS
+            and self._in_chunks
+            and type(self._cache) is DynamicCache
+            and bool(self._ids)
+        )
+
+    def _listen(self) -> None:
+        """Before a forward."""
+        if self._drafter is not None:
+            self._drafter.listen()
+        if RECORDER.on:
+            RECORDER.forward()
+
+    def _computed(self, ids: Sequence[int]) -> None:
+        """After a forward over these tokens."""
+        held = len(self._ids)
+        self._ids.extend(ids)
+        self._whole = True
+        if self._drafter is not None:
+            self._drafter.heard(held, ids)
+        if RECORDER.on:
+            RECORDER.head()
 
     def beams(self, width: int) -> BeamCache:
         """A copy of the cache for `width` sequences that start with what is held; this one stays as it is."""
@@ -186,8 +242,7 @@ class KvSession:
         self._whole = False
         held = len(self._ids)
         self._room.make(self._cache, held + len(ids))
-        if RECORDER.on:
-            RECORDER.forward()
+        self._listen()
         try:
             again = self.graphs.step(tokens, self._cache, held) if self.graphs is not None and len(ids) == 1 else None
             if again is not None:
@@ -201,10 +256,7 @@ class KvSession:
                 raise
         else:
             self._room.count(self._cache)
-            self._ids.extend(ids)
-            self._whole = True
-            if RECORDER.on:
-                RECORDER.head()
+            self._computed(ids)
             return logits
         # Not in the handler, which keeps the tensors of the forward alive.
         return self._compute_again([*self._ids, *ids])

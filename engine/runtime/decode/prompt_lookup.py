@@ -7,7 +7,8 @@ runs of tokens, and after the last few of one of them the run most likely goes o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from engine.runtime.decode.drafter import Experience, Guess
 
 _FEWEST = 2
 """Tokens that must agree."""
@@ -20,29 +21,6 @@ _KINDS = (3, 4, 6, 10, 16)
 """Lengths of agreement from which a guess is more likely than with fewer."""
 _PRIORS = (0.25, 0.45, 0.6, 0.75, 0.85, 0.9)
 """How likely a token is to come true after fewer than 3 that agree, 3, 4 or 5, and so on."""
-_WEIGHT = 4.0
-"""How many guesses a prior counts for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """Tokens that may come next.
-
-    Attributes:
-        ids: those.
-        chances: [i] how likely the first i + 1 of them are to come true.
-        agreed: how many tokens before them were found together with them.
-    """
-
-    ids: tuple[int, ...]
-    chances: tuple[float, ...]
-    agreed: int
-
-    def shortened(self, tokens: int) -> Guess:
-        """Only the first of them."""
-        return Guess(self.ids[:tokens], self.chances[:tokens], self.agreed)
-
-
 class PromptLookup:
     """Guesses for one answer.
 
@@ -50,12 +28,13 @@ class PromptLookup:
         ids: tokens that it continues.
     """
 
+    takes_s = 0.0
+
     def __init__(self, ids: Sequence[int]) -> None:
         self._ids: list[int] = []
         self._after: dict[tuple[int, int], list[int]] = {}
         """Two tokens -> where what followed them is, the latest last."""
-        self._true = [_WEIGHT * prior for prior in _PRIORS]
-        self._tried = [_WEIGHT] * len(_PRIORS)
+        self._experience = Experience(_PRIORS)
         for token in ids:
             self.append(token)
 
@@ -71,8 +50,12 @@ class PromptLookup:
                 del found[0]
         ids.append(token_id)
 
+    def hopes(self) -> float:
+        """Looking costs nothing."""
+        return 1.0
+
     def guess(self, most: int) -> Guess | None:
-        """Up to `most` tokens, or `None` if nothing like the end of the text came before."""
+        """See `Drafter.guess`."""
         ids = self._ids
         found = self._after.get((ids[-2], ids[-1])) if len(ids) >= _FEWEST else None
         if not found:
@@ -82,19 +65,16 @@ class PromptLookup:
         for at in range(place, place + most):
             # Beyond the end of the text the guess itself goes on: what repeats does so with the same period.
             guessed.append(ids[at] if at < len(ids) else guessed[at - len(ids)])
+        kinds = tuple(_kind(agreed + number) for number in range(most))
         chances, chance = [], 1.0
-        for number in range(most):
-            kind = _kind(agreed + number)
-            chance *= self._true[kind] / self._tried[kind]
+        for kind in kinds:
+            chance *= self._experience.chance(kind)
             chances.append(chance)
-        return Guess(tuple(guessed), tuple(chances), agreed)
+        return Guess(tuple(guessed), tuple(chances), kinds)
 
     def learn(self, guess: Guess, came_true: int) -> None:
-        """So many of a guess's tokens, from the first on, came true."""
-        for number in range(min(came_true + 1, len(guess.ids))):
-            kind = _kind(guess.agreed + number)
-            self._tried[kind] += 1
-            self._true[kind] += number < came_true
+        """See `Drafter.learn`."""
+        self._experience.learn(guess.kinds, came_true)
 
     def _agreed(self, place: int) -> int:
         """How many tokens before `place` are those at the end."""

@@ -19,25 +19,35 @@ from typing import Protocol
 
 import torch
 
-from engine.runtime.decode.prompt_lookup import Guess, PromptLookup
+from engine.runtime.decode.drafter import Drafter, Guess
+from engine.runtime.decode.prompt_lookup import PromptLookup
 from engine.runtime.decode.step_model import MOST_ROWS
 
-_PRIOR_PRICE = 0.5
+_PRIOR_PRICE = 0.4
 """What each further token of a step is taken to cost, in single steps, before it was measured: on the high side."""
 _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 _OUTLIER = 2.0
 """A time this much above or below the average counts as if it were only so much: the machine was busy."""
+_OF_ITS_OWN = 4.0
+"""Steps of a length that were timed count half as much, when so many were, as what steps of all lengths say of it."""
 _WORTH = 1.05
 """How much faster than single steps a guess must be expected to be."""
-_MOST_LOST = 0.02
+_MOST_LOST = 0.015
 """Share of an answer's time that guesses may have lost, over what they have gained."""
-_FIRST_LOST = 1.0
+_FIRST_LOST = 0.5
 """What they may lose besides, in single steps: otherwise none would ever be tried."""
+_PROBABLE = 0.5
+"""A guess that is this likely is tried now and then although it does not seem to pay: prices may have changed."""
+_NEAREST_PROBE, _FARTHEST_PROBE = 16, 1024
+"""Tokens from one such try to the next: twice as many after each that lost."""
 
 
 class SeveralSteps(Protocol):
     """A session whose cache takes several tokens at once, and lets go of them again."""
+
+    def drafters(self) -> Sequence[Drafter]:
+        """What guesses its next tokens besides their text."""
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
         """Appends one token [1, 1]; logits [1, V] after it."""
@@ -58,24 +68,38 @@ class StepPrices:
     def __init__(self) -> None:
         self.single_s = 0.0
         """Seconds of a step of one token, lately."""
-        self._ratios: dict[int, float] = {}
+        self._each, self._timed = _PRIOR_PRICE, 0
+        self._ratios: dict[int, tuple[float, int]] = {}
+        self._back = 0.0
 
     def took(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens has taken so long."""
         if tokens == 1:
             self.single_s = _averaged(self.single_s, seconds)
         elif self.single_s:
-            self._ratios[tokens] = _averaged(self._ratios.get(tokens, 0.0), seconds / self.single_s)
+            usual, times = self._ratios.get(tokens, (self.ratio(tokens), 0))
+            measured = min(max(seconds / self.single_s, usual / _OUTLIER), usual * _OUTLIER)
+            self._timed += 1
+            self._each += max(_NEWEST, 1 / self._timed) * ((measured - 1) / (tokens - 1) - self._each)
+            self._ratios[tokens] = usual + max(_NEWEST, 1 / (times + 1)) * (measured - usual), times + 1
+
+    def took_back(self, seconds: float) -> None:
+        """Forgetting the end of a step has taken so long, whatever its length."""
+        if self.single_s:
+            self._back += _NEWEST * (min(seconds / self.single_s, _OUTLIER) - self._back)
 
     def ratio(self, tokens: int) -> float:
         """Time of a step of so many tokens over that of one."""
-        known = self._ratios.get(tokens)
-        if known is not None or tokens == 1:
-            return known or 1.0
-        # From the nearest that was measured, the larger one of two: further tokens cost less and less.
-        nearest = min(self._ratios, key=lambda other: (abs(other - tokens), -other), default=None)
-        each = _PRIOR_PRICE if nearest is None else max(0.0, self._ratios[nearest] - 1) / (nearest - 1)
-        return 1 + each * (tokens - 1)
+        if tokens == 1:
+            return 1.0
+        from_all = 1 + max(0.0, self._each) * (tokens - 1)
+        own, times = self._ratios.get(tokens, (from_all, 0))
+        return (times * own + _OF_ITS_OWN * from_all) / (times + _OF_ITS_OWN)
+
+    @property
+    def back(self) -> float:
+        """Time of forgetting what did not come true over that of a step of one token."""
+        return self._back
 
 
 class Speculation:
@@ -92,7 +116,8 @@ class Speculation:
 
     def __init__(self, session: SeveralSteps, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
         self._session, self._prices = session, prices
-        self._lookup = PromptLookup(prefix)
+        self._drafters: list[Drafter] = [PromptLookup(prefix), *session.drafters()]
+        self._drafter = self._drafters[0]
         self._left = most_tokens
         self._guess: Guess | None = None
         self._rows = torch.empty(0)
@@ -100,6 +125,7 @@ class Speculation:
         self._begun_s = perf_counter()
         self._step_s = 0.0
         self._lost_s = 0.0
+        self._since_probe, self._to_probe = 0, _NEAREST_PROBE
         self.guessed = self.accepted = 0
 
     def foresaw(self, token_id: int) -> bool:
@@ -110,20 +136,25 @@ class Speculation:
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
         """The answer's next token; logits [1, V] after it."""
         self._left -= 1
-        self._lookup.append(token_id)
+        self._since_probe += 1
+        for drafter in self._drafters:
+            drafter.append(token_id)
         if self.foresaw(token_id):
             self._at += 1
             return self._rows[self._at : self._at + 1]
         self.settle()
-        guess = self._worthwhile()
         begun_s = perf_counter()
+        guess = self._worthwhile()
+        guessed_s = perf_counter()
         if guess is None:
+            self._lost_s += guessed_s - begun_s
             logits = self._session.step(token, token_id)
-            self._prices.took(1, perf_counter() - begun_s)
+            self._prices.took(1, perf_counter() - guessed_s)
             return logits
         self._rows = self._session.several([token_id, *guess.ids])
-        self._step_s = perf_counter() - begun_s
-        self._prices.took(1 + len(guess.ids), self._step_s)
+        now_s = perf_counter()
+        self._step_s = now_s - begun_s
+        self._prices.took(1 + len(guess.ids), now_s - guessed_s)
         self._guess, self._at = guess, 0
         self.guessed += len(guess.ids)
         return self._rows[:1]
@@ -135,30 +166,61 @@ class Speculation:
             return
         tried, came_true = len(guess.ids), self._at
         if came_true < tried:
+            begun_s = perf_counter()
             self._session.take_back(tried - came_true)
+            back_s = perf_counter() - begun_s
+            self._step_s += back_s
+            self._prices.took_back(back_s)
         self.accepted += came_true
-        self._lookup.learn(guess, came_true)
-        self._lost_s += self._step_s - (1 + came_true) * self._prices.single_s
+        self._drafter.learn(guess, came_true)
+        lost_s = self._step_s - (1 + came_true) * self._prices.single_s
+        self._lost_s += lost_s
+        self._to_probe = _NEAREST_PROBE if lost_s < 0 else min(2 * self._to_probe, _FARTHEST_PROBE)
+        self._since_probe = 0
 
     def _worthwhile(self) -> Guess | None:
         """The guess that promises most for its price, if any promises enough and may still be lost."""
-        prices, single_s = self._prices, self._prices.single_s
+        single_s = self._prices.single_s
         most = min(MOST_ROWS, self._left) - 1
         if most < 1 or not single_s:
             return None
-        guess = self._lookup.guess(most)
-        if guess is None:
-            return None
-        may_lose_s = _FIRST_LOST * single_s + _MOST_LOST * (perf_counter() - self._begun_s) - self._lost_s
-        best, best_rate, gained = 0, _WORTH, 1.0
+        may_lose = _FIRST_LOST + (_MOST_LOST * (perf_counter() - self._begun_s) - self._lost_s) / single_s
+        best: Guess | None = None
+        best_rate = _WORTH
+        for drafter in self._drafters:
+            takes = drafter.takes_s / single_s
+            hopes = drafter.hopes()
+            if takes and (takes > may_lose or (best is not None and best.chances[0] >= hopes)):
+                continue
+            is_due = self._since_probe >= self._to_probe
+            if takes and not is_due and 1 + hopes < _WORTH * (self._prices.ratio(2) + takes):
+                continue
+            guess = drafter.guess(most)
+            tried, rate = self._tried(guess, takes, may_lose) if guess is not None else (0, 0.0)
+            if guess is None or not tried:
+                continue
+            if rate <= best_rate and not (best is None and is_due and guess.chances[0] >= _PROBABLE):
+                continue
+            best, best_rate, self._drafter = guess.shortened(tried), rate, drafter
+        return best
+
+    def _tried(self, guess: Guess, takes: float, may_lose: float) -> tuple[int, float]:
+        """How many of a guess's tokens to try, and how much faster than single steps that should be.
+
+        Args:
+            takes: what the guess took, in single steps.
+            may_lose: most single steps that trying may lose.
+        """
+        prices = self._prices
+        best, best_rate, gained = 0, 0.0, 1.0
         for tried, chance in enumerate(guess.chances, start=1):
             gained += chance
-            price = prices.ratio(1 + tried)
-            if (price - 1) * single_s <= may_lose_s and gained / price > best_rate:
+            price = prices.ratio(1 + tried) + takes + (1 - chance) * prices.back
+            if price - 1 <= may_lose and gained / price > best_rate:
                 best, best_rate = tried, gained / price
         while best and not self._session.takes(1 + best):
             best -= 1
-        return guess.shortened(best) if best else None
+        return best, best_rate
 
 
 def _averaged(average: float, value: float) -> float:

@@ -118,6 +118,19 @@ class StepModel:
         assert logits is not None
         return logits
 
+    def sweep(self, tokens: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
+        """As `several`, through the library's model: logits that may be rounded otherwise than one by one."""
+        count = tokens.shape[1]
+        end = start + count
+        if end > self._positions.shape[1]:
+            self._positions = self._lay_out(2 * end)
+        extra: dict[str, Any] = {"logits_to_keep": count} if self._last_only else {}
+        if self._wants_positions:
+            extra["position_ids"] = self._positions[:, start:end]
+        output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
 

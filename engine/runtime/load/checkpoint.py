@@ -18,8 +18,10 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
+from engine.runtime.draft_head import add_draft_head
 from engine.runtime.load.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.load.library_models import (
+    build_beside,
     build_skeleton,
     count_weights,
     finish_generation_config,
@@ -71,8 +73,10 @@ class OpenedCheckpoint:
         return min(own, config.context_tokens or own)
 
 
-def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
+def open_checkpoint(config: EngineConfig, *, guesses: bool = False) -> OpenedCheckpoint:
     """Reads headers of `config.model`, but not its tokenizer, and builds the model on the meta device.
+
+    `guesses`: with the layer that guesses tokens, if the checkpoint has one.
 
     Raises:
         EngineError: the checkpoint is damaged, or not one that runs here.
@@ -83,12 +87,12 @@ def open_checkpoint(config: EngineConfig) -> OpenedCheckpoint:
             f"There is no precision '{config.precision}': choose from {', '.join(PRECISIONS)}.",
         )
     directory = Path(config.model)
-    opened = read_headers(directory, config.precision)
+    opened = read_headers(directory, config.precision, guesses=guesses)
     finish_generation_config(opened.model, directory)
     return opened
 
 
-def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
+def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> OpenedCheckpoint:
     """The same without what the model says about sampling.
 
     Raises:
@@ -104,6 +108,8 @@ def read_headers(directory: Path, precision: str) -> OpenedCheckpoint:
     profile = profile_of(raw, tensors.values())
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
+    if guesses:
+        tensors = add_draft_head(model, tensors, lambda make: build_beside(model, dtype, make))
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)

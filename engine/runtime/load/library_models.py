@@ -223,6 +223,12 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
     return model
 
 
+def build_beside(model: Any, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
+    """A module made as `build_skeleton` makes a model's: on the meta device, in the type it will have."""
+    with ContextManagers([*type(model).get_init_context(dtype, False, False, False), _without_first_values()]):
+        return make()
+
+
 def finish_generation_config(model: Any, directory: Path) -> None:
     """Reads `generation_config.json` (stop tokens), or makes one from the configuration.
 

@@ -130,7 +130,7 @@ def _load_parts(
     cancelled: Callable[[], bool],
     note: str,
 ) -> LoadedModel:
-    opened = open_checkpoint(config)
+    opened = open_checkpoint(config, guesses=config.speculation == "auto" and not parts.devices.devices)
     with tokenizer_meanwhile(opened.directory) as tokenizer:
 
         def stops() -> bool:

@@ -1,0 +1,145 @@
+"""A model's own draft head guesses what the library's does, and answers stay what they are."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.common.config import EngineConfig, SamplingParams
+from engine.kernels.native.build import library_path
+from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.draft_head import draft_head_of
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
+from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.test_speculation import Eager
+
+
+def loaded_from(path: Path, precision: str = "fp32", speculation: Any = "auto") -> LoadedModel:
+    config = EngineConfig(str(path), device="cpu", precision=precision, threads=2, speculation=speculation)
+    return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+class Oracle:
+    """Knows the answer, and is wrong now and then."""
+
+    takes_s = 0.0
+
+    def __init__(self, answer: Sequence[int], held: int) -> None:
+        self._answer, self._at, self._draw = answer, -1, random.Random(4)
+        self.came_true: list[int] = []
+
+    def append(self, token_id: int) -> None:
+        self._at += 1
+        assert self._answer[self._at] == token_id
+
+    def hopes(self) -> float:
+        return 1.0
+
+    def guess(self, most: int) -> Guess | None:
+        ids = list(self._answer[self._at + 1 : self._at + 1 + min(most, self._draw.randrange(1, 5))])
+        if not ids:
+            return None
+        if self._draw.random() < 0.5:
+            wrong = self._draw.randrange(len(ids))
+            ids[wrong] = (ids[wrong] + 1) % 300
+        return Guess(tuple(ids), (1.0,) * len(ids), (0,) * len(ids))
+
+    def learn(self, guess: Guess, came_true: int) -> None:
+        self.came_true.append(came_true - len(guess.ids))
+
+
+def _read(session: KvSession, ids: Sequence[int]) -> None:
+    session.prefill(ids, lambda _done, _total: None, lambda: False)
+
+
+@pytest.mark.parametrize("family", [*LAYERED, *BESIDE, "qwen3_5_moe fused"])
+def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_path: Path) -> None:
+    name, _, fused = family.partition(" ")
+    path, model, head = checkpoint_with_head(name, tmp_path / "model", fused=bool(fused))
+    ids = random_prompt(60)
+    expected = library_guesses(model, head, ids)
+    loaded = loaded_from(path)
+    try:
+        assert draft_head_of(loaded.model) is not None
+        session = KvSession(loaded)
+        (drafter,) = session.drafters()
+        with torch.inference_mode():
+            _read(session, ids[:40])
+            for at in range(40, 60):
+                drafter.append(ids[at])
+                if at % 3:  # else it is given two at once
+                    guess = drafter.guess(4)
+                    assert guess is not None
+                    assert guess.ids == (int(expected[at - 1].argmax()),)
+                if at == 50:  # tried, and taken back
+                    if session.takes(3):
+                        session.several([ids[at], 7, 8])
+                        session.take_back(2)
+                    continue
+                session.step(torch.tensor([[ids[at]]]), ids[at])
+        _answers_stay_the_same(loaded)
+    finally:
+        loaded.close()
+
+
+def _answers_stay_the_same(loaded: LoadedModel) -> None:
+    prompt, sampling = random_prompt(30, seed=3), SamplingParams(max_tokens=48)
+    whole = ChatSession(loaded, speculates=False).generate_from_ids(prompt, sampling, end_ids=NO_END)
+    session = ChatSession(loaded, speculates=True)
+    session._prices = Eager()
+    kv: Any = session._session
+    own = kv.drafters()
+    told = Oracle(whole.token_ids, len(prompt))
+    kv.drafters = lambda: [told]
+    result = session.generate_from_ids(prompt, sampling, end_ids=NO_END)
+    assert result.token_ids == whole.token_ids
+    assert result.accepted_tokens > 10
+    assert min(told.came_true) < 0  # some were taken back
+    kv.drafters = lambda: own
+    more = [*prompt, *whole.token_ids, 9]
+    by_head = session.generate_from_ids(more, sampling, end_ids=NO_END)
+    alone = ChatSession(loaded, speculates=False).generate_from_ids(more, sampling, end_ids=NO_END)
+    assert by_head.token_ids == alone.token_ids
+    assert by_head.guessed_tokens > 0
+
+
+def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:
+    path, _, _ = checkpoint_with_head("glm4_moe", tmp_path / "model")
+    without_head(path)
+    loaded = loaded_from(path)
+    try:
+        assert draft_head_of(loaded.model) is None
+        assert KvSession(loaded).drafters() == []
+    finally:
+        loaded.close()
+
+
+def test_what_does_not_guess_holds_no_head(tmp_path: Path) -> None:
+    path, _, _ = checkpoint_with_head("deepseek_v3", tmp_path / "model")
+    sizes = {}
+    for speculation in ("auto", "off"):
+        loaded = loaded_from(path, speculation=speculation)
+        sizes[speculation] = loaded.info.experts_bytes
+        assert (draft_head_of(loaded.model) is None) == (speculation == "off")
+        loaded.close()
+    assert sizes["auto"] > sizes["off"]
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_experts_of_a_head_are_quantised_like_the_others(family: str, tmp_path: Path) -> None:
+    path, _, _ = checkpoint_with_head(family, tmp_path / "model")
+    loaded = loaded_from(path, "int8")
+    try:
+        _answers_stay_the_same(loaded)
+    finally:
+        loaded.close()
