@@ -96,7 +96,7 @@ class Settings(QObject):
     @property
     def speculation(self) -> bool:
         """Whether the engine may guess coming tokens; answers stay the same."""
-        return self.get("speculation", default=False)
+        return self.get("speculation", default=True)
 
     @speculation.setter
     def speculation(self, value: bool) -> None:

@@ -25,6 +25,7 @@ from engine.families import family as told_module
 from engine.planner import placement as summed_module
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 
@@ -50,7 +51,9 @@ class SpeculationPlan:
 def bench_speculation(config: EngineConfig, plan: SpeculationPlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds a row per kind of answer: tokens per second, against single tokens, in turn."""
     say("loading the model")
-    loaded = load_model(replace(config, speculation="auto"), on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    if config.speculation == "off":
+        config = replace(config, speculation="auto")
+    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
         prices = StepPrices()
         for name, prompt, answer in _answers(loaded.tokenizer, plan):
@@ -64,6 +67,8 @@ def bench_speculation(config: EngineConfig, plan: SpeculationPlan, report: Repor
                     guessed.append(rates[0])
                     single.append(rates[1])
             say(f"{both.guessed} tokens guessed, {both.accepted} of them accepted")
+            ratios = ", ".join(f"{prices.ratio(tokens):.2f}" for tokens in range(2, MOST_ROWS + 1))
+            say(f"steps of 2, 3, ... tokens took {ratios} times as long as those of one")
             report.rows.append(row(name, guessed, "tokens/s", peer="single tokens", peer_values=single))
     finally:
         loaded.close()

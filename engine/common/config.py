@@ -17,8 +17,8 @@ Prefetch = Literal["auto", "off", "previous", "gate", "correlation", "mlp"]
 PREFETCHES: tuple[Prefetch, ...] = ("auto", "off", "previous", "gate", "correlation", "mlp")
 CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
 CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
-Guesses = Literal["auto", "off"]
-GUESSES: tuple[Guesses, ...] = ("auto", "off")
+Guesses = Literal["auto", "heads", "off"]
+GUESSES: tuple[Guesses, ...] = ("auto", "heads", "off")
 KvPrecision = Literal["auto", "bf16", "fp16", "int8"]
 KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "bf16", "fp16", "int8")
 Graphs = Literal["auto", "on", "off"]
@@ -46,7 +46,8 @@ class EngineConfig:
         graphs: whether decode steps are captured and replayed as graphs; `auto` captures on graphics cards, not on
             emulated ones, where it gains nothing.
         speculation: `auto` guesses the next tokens of an answer that quotes, and tries them together where that is
-            measured to pay; answers are the same.
+            measured to pay; answers are the same.  `heads` also loads the layer that guesses tokens, where a checkpoint
+            has one and the CPU computes the model.
         kv_precision: how keys and values are held: `auto` is the model's own type; `int8` takes half of that, with a
             scale for each head and token.  A model that cannot use it keeps its own, and its note says so.
     """
@@ -64,7 +65,7 @@ class EngineConfig:
     misses: Misses = "mixed"
     prefetch: Prefetch = "auto"
     graphs: Graphs = "auto"
-    speculation: Guesses = "off"
+    speculation: Guesses = "auto"
     kv_precision: KvPrecision = "auto"
 
 

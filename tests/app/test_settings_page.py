@@ -106,13 +106,13 @@ def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settin
     assert settings.threads is None
 
 
-def test_guessing_ahead_is_off_until_it_is_turned_on(page: SettingsPage, settings: Settings) -> None:
+def test_guessing_ahead_is_on_until_it_is_turned_off(page: SettingsPage, settings: Settings) -> None:
     box = next(box for box in page.findChildren(QCheckBox) if box.accessibleName() == "Guess ahead")
-    assert not box.isChecked()
-    assert wanted_config(settings, "starter").speculation == "off"
-    box.setChecked(True)
-    assert settings.speculation
+    assert box.isChecked()
     assert wanted_config(settings, "starter").speculation == "auto"
+    box.setChecked(False)
+    assert not settings.speculation
+    assert wanted_config(settings, "starter").speculation == "off"
     assert _button(page, "Reload model").isEnabled()
 
 

@@ -23,7 +23,7 @@ from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_speculation import Eager
 
 
-def loaded_from(path: Path, precision: str = "fp32", speculation: Any = "auto") -> LoadedModel:
+def loaded_from(path: Path, precision: str = "fp32", speculation: Any = "heads") -> LoadedModel:
     config = EngineConfig(str(path), device="cpu", precision=precision, threads=2, speculation=speculation)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
@@ -126,12 +126,12 @@ def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:
 def test_what_does_not_guess_holds_no_head(tmp_path: Path) -> None:
     path, _, _ = checkpoint_with_head("deepseek_v3", tmp_path / "model")
     sizes = {}
-    for speculation in ("auto", "off"):
+    for speculation in ("heads", "auto", "off"):
         loaded = loaded_from(path, speculation=speculation)
         sizes[speculation] = loaded.info.experts_bytes
-        assert (draft_head_of(loaded.model) is None) == (speculation == "off")
+        assert (draft_head_of(loaded.model) is None) == (speculation != "heads")
         loaded.close()
-    assert sizes["auto"] > sizes["off"]
+    assert sizes["heads"] > sizes["auto"] == sizes["off"]
 
 
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

@@ -130,7 +130,7 @@ def _load_parts(
     cancelled: Callable[[], bool],
     note: str,
 ) -> LoadedModel:
-    opened = open_checkpoint(config, guesses=config.speculation == "auto" and not parts.devices.devices)
+    opened = open_checkpoint(config, guesses=config.speculation == "heads" and not parts.devices.devices)
     with tokenizer_meanwhile(opened.directory) as tokenizer:
 
         def stops() -> bool:
@@ -262,7 +262,7 @@ def _hand_over(
         context_tokens=context,
         chunk_tokens=_chunk_tokens(opened, decision, parts),
         ram_bytes=config.ram_bytes,
-        speculates=config.speculation == "auto",
+        speculates=config.speculation != "off",
         kv_type=kv_type,
     )
 
