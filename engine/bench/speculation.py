@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ from engine.runtime.loaded_model import LoadedModel
 _SPACE = " "
 _TURN = 24
 """Tokens."""
+_PIECES = re.compile(r" ?[A-Za-z]+|_+|\d|\s+|[^\w\s]|\w")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,8 @@ def bench_speculation(config: EngineConfig, plan: SpeculationPlan, report: Repor
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
         prices = StepPrices()
-        for name, prompt, answer in _answers(loaded.tokenizer, plan):
+        vocabulary = loaded.model.config.get_text_config(decoder=True).vocab_size
+        for name, prompt, answer in answers(tokens_of(loaded.tokenizer, vocabulary), plan):
             both = Both(loaded, prices, prompt, answer)
             guessed: list[float] = []
             single: list[float] = []
@@ -106,18 +109,27 @@ class Both:
         return len(self._answer) / seconds[0], len(self._answer) / seconds[1]
 
 
-def _answers(tokenizer: object, plan: SpeculationPlan) -> list[tuple[str, list[int], list[int]]]:
-    """Name, prompt and answer of each kind."""
+def tokens_of(tokenizer: Any, vocabulary: int) -> Callable[[str], list[int]]:
+    """What turns text into tokens.
 
-    def ids(text: str, most: int) -> list[int]:
-        return list(tokenizer(text)["input_ids"])[:most]  # type: ignore[operator]
+    A tokenizer that knows single letters only, as synthetic models have it, would make texts repeat themselves in
+    other ways than they do: of these models, to which all tokens mean the same, words and signs are tokens.
+    """
+    if len(tokenizer(_PIECES.pattern)["input_ids"]) < len(_PIECES.pattern):
+        return lambda text: list(tokenizer(text)["input_ids"])
+    known: dict[str, int] = {}
+    return lambda text: [known.setdefault(piece, len(known)) % vocabulary for piece in _PIECES.findall(text)]
+
+
+def answers(tokens: Callable[[str], list[int]], plan: SpeculationPlan) -> list[tuple[str, list[int], list[int]]]:
+    """Name, prompt and answer of each kind."""
 
     source, written = inspect.getsource(edited_module), inspect.getsource(written_module)
     summed, told = _prose(inspect.getsource(summed_module)), _prose(inspect.getsource(told_module))
     asked_to_edit = f"Rename the class Constraint to Condition in this file.\n\n{source}"
     asked_to_sum = f"Which of these sentences matter most?\n\n{summed}"
     return [
-        (name, ids(prompt, plan.prompt_tokens), ids(answer, plan.tokens))
+        (name, tokens(prompt)[: plan.prompt_tokens], tokens(answer)[: plan.tokens])
         for name, prompt, answer in (
             ("an answer that edits code", asked_to_edit, source.replace("Constraint", "Condition")),
             ("an answer that quotes sentences", asked_to_sum, _quoted(summed)),

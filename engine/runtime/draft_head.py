@@ -74,7 +74,8 @@ class DraftHead(torch.nn.Module):
         out = self.block(
             joined, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles
         )
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+        normed: torch.Tensor = self.norm(out[0] if isinstance(out, tuple) else out)
+        return normed
 
     def _hear(self, _module: Any, _args: Any, output: torch.Tensor) -> None:
         if self.heard is not None:
@@ -103,7 +104,7 @@ def add_draft_head(
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     config = model.config.get_text_config(decoder=True)
     names = family_of(config.model_type).draft_head
-    if names is None or not hasattr(decoder, "norm"):
+    if names is None or decoder is None or not hasattr(decoder, "norm"):
         return dict(tensors)
     found = _renamed(names, names.prefix.format(layers=config.num_hidden_layers), tensors)
     if not found:

@@ -257,8 +257,8 @@ def test_explicit_settings_overrule(model: Path) -> None:
     assert (kept.config.precision, kept.config.threads) == ("int8", 3)
 
 
-def test_what_was_turned_on_for_tuning_is_not_turned_on_by_it(model: Path) -> None:
-    on = EngineConfig(str(model), speculation="auto", kv_precision="int8")
+def test_what_was_chosen_for_tuning_is_not_chosen_by_it(model: Path) -> None:
+    on = EngineConfig(str(model), speculation="off", kv_precision="int8")
     result = run(MadeUpEngine(speeds), on).result
     assert result is not None
     assert all(one.contestant.config.kv_precision == "int8" for one in result.timed)

@@ -55,7 +55,9 @@ class ChatSession:
         self._prices = StepPrices()
         self._tokenizer = loaded.tokenizer
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
-        self._session: Session = EncoderDecoderSession(loaded) if self._encodes else KvSession(loaded, guesses=self._speculates)
+        self._session: Session = (
+            EncoderDecoderSession(loaded) if self._encodes else KvSession(loaded, guesses=self._speculates)
+        )
         self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
         self._implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
 

@@ -21,6 +21,8 @@ _KINDS = (3, 4, 6, 10, 16)
 """Lengths of agreement from which a guess is more likely than with fewer."""
 _PRIORS = (0.25, 0.45, 0.6, 0.75, 0.85, 0.9)
 """How likely a token is to come true after fewer than 3 that agree, 3, 4 or 5, and so on."""
+
+
 class PromptLookup:
     """Guesses for one answer.
 
