@@ -12,7 +12,7 @@ from engine.runtime.decode.drafter import Experience, Guess
 
 _FEWEST = 2
 """Tokens that must agree."""
-_PLACES = 4
+_PLACES = 8
 """Places that are compared, the latest first."""
 _LONGEST = 16
 """More tokens that agree say nothing more."""
