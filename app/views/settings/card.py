@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QCheckBox, QFrame, QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
 from app.widgets.card import muted_label
 
@@ -46,6 +46,8 @@ class SettingsCard(QFrame):
             row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
             control.setAccessibleName(control.accessibleName() or name)
             control.setAccessibleDescription(explanation)
+            if isinstance(control, QCheckBox) and not control.text():  # the room for its text goes to the left
+                control.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
         if controls:
             label.setBuddy(controls[0])
         self._column.addLayout(row)
