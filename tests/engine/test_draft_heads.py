@@ -119,6 +119,7 @@ def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:
     try:
         assert draft_head_of(loaded.model) is None
         assert KvSession(loaded).drafters() == []
+        assert "No layer for guessing tokens is used: this checkpoint has none" in loaded.info.device_note
     finally:
         loaded.close()
 
@@ -130,6 +131,7 @@ def test_what_does_not_guess_holds_no_head(tmp_path: Path) -> None:
         loaded = loaded_from(path, speculation=speculation)
         sizes[speculation] = loaded.info.experts_bytes
         assert (draft_head_of(loaded.model) is None) == (speculation != "heads")
+        assert "guessing" not in loaded.info.device_note
         loaded.close()
     assert sizes["heads"] > sizes["auto"] == sizes["off"]
 

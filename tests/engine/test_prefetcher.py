@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.prediction.predictors import Correlation, PreviousToken, Ranked
+from engine.experts.prediction.predictors import Correlation, NextGate, PreviousToken, Ranked
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import PrefetchTimes
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
@@ -242,3 +243,47 @@ def test_room_is_for_those_that_save_something(
     if room:
         assert times.saved_s(0, left_s, backlog * 1000) > -1e-12
     assert times.saved_s(room, left_s, backlog * 1000) <= 1e-9
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 6])
+def test_steps_of_several_tokens_wait_less_when_experts_of_all_of_them_are_prefetched(tokens: int) -> None:
+    """As steps do that try guessed tokens."""
+    waited, experts = {}, 64
+    for who in ("nobody", "as for one token", "for all tokens"):
+        dice = torch.Generator().manual_seed(5)
+        weights = [torch.randn(experts, 16, generator=dice) for _ in range(LAYERS)]
+
+        def gate(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = hidden @ weight.T
+            return logits, logits.topk(WIDTH).indices
+
+        gates = [partial(gate, weight=weight) for weight in weights]
+        kind = NextGate if who == "for all tokens" else _OfOneToken
+        tier = SlotsInTime(200, experts, arrival_s=FAST / 3, miss_s=1e-3)
+        prefetcher = Prefetcher(
+            tier,
+            [kind(gates, 2 * WIDTH)],
+            lambda tier=tier: tier.times,
+            layers=LAYERS,
+            experts=experts,
+            per_token=WIDTH,
+            choice="gate",
+            clock=tier.clock,
+        )
+        for _ in range(200):
+            hidden = torch.randn(tokens, 16, generator=dice)
+            for layer in range(LAYERS):
+                hidden = hidden + 0.1 * torch.randn(tokens, 16, generator=dice)
+                chosen = gates[layer](hidden)[1].flatten().unique().tolist()
+                tier.want(layer, chosen)
+                if who != "nobody":
+                    prefetcher.observe(layer, chosen, hidden)
+        waited[who] = tier.misses
+    assert waited["for all tokens"] < waited["as for one token"] < waited["nobody"]
+
+
+class _OfOneToken(NextGate):
+    """No more experts for several tokens than for one."""
+
+    def predict(self, layer: int) -> Ranked:
+        return super().predict(layer)[: self._limit]

@@ -93,7 +93,8 @@ class NextGate:
 
     Args:
         gates: of each layer; None where the router cannot be called separately.
-        limit: experts to predict.
+        limit: experts to predict for a token; for a step of several, which tries guessed tokens or serves rows, as many
+            more as they choose more than one token does.
     """
 
     name = "gate"
@@ -115,12 +116,12 @@ class NextGate:
         if self._hidden is None or layer <= self._layer or (gate := self._gates[layer]) is None:
             return []
         logits, index = gate(self._hidden)
-        width = index.shape[-1]
-        limit = min(self._limit, logits.shape[-1])
+        chosen = set(index.reshape(-1).tolist())
+        limit = min(self._limit + max(0, len(chosen) - index.shape[-1]), logits.shape[-1])
         if logits.shape[0] > 1:
             logits = logits.amax(0, keepdim=True)  # needed if any of the tokens needs it
         values, order = logits.reshape(-1).topk(limit)
-        chosen = set(index.reshape(-1).tolist())
+        width = min(len(chosen), limit)
         score = dict(zip(order.tolist(), values.tolist(), strict=True))
         highest = next(iter(score.values()))
         levels = list(score.values())
@@ -131,7 +132,7 @@ class NextGate:
         for expert, level in score.items():
             if expert not in chosen:
                 ranked[expert] = _sigmoid((level - edge) / scale) / 2
-        return sorted(ranked.items(), key=_by_probability)[: self._limit]
+        return sorted(ranked.items(), key=_by_probability)[:limit]
 
 
 def _sigmoid(value: float) -> float:

@@ -30,6 +30,7 @@ from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import move_between
+from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts
@@ -228,6 +229,7 @@ def _hand_over(
         _card_note(decision),
         kv_note,
         stored_note(opened.plan) if decision.precision == STORED else "",
+        head_note(config, opened.model, on_card=bool(decision.devices)),
     ]
     held = (parts.bank, parts.disk_backed)
     info = ModelInfo(
@@ -292,6 +294,14 @@ def _graph_device(parts: LoadingParts, config: EngineConfig) -> Device | None:
         return None
     on_host = opened[0].torch_device.type == "cpu" and parts.kernels is not None
     return opened[0] if (wanted == "on" or opened[0].compute_follows_caller) and not on_host else None
+
+
+def head_note(config: EngineConfig, model: Any, *, on_card: bool) -> str:
+    """Says so where a layer for guessing tokens was asked for and none is used."""
+    if config.speculation != "heads" or draft_head_of(model) is not None:
+        return ""
+    why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
+    return f"No layer for guessing tokens is used: {why}."
 
 
 def threads_note(asked: int | None, used: int) -> str:
