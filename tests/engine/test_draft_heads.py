@@ -91,6 +91,49 @@ def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_pat
         loaded.close()
 
 
+@pytest.mark.parametrize(("family", "seed"), [("glm4_moe", 1), ("qwen3_next", 2), ("deepseek_v3", 3)])
+def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, seed: int, tmp_path: Path) -> None:
+    path, model, head = checkpoint_with_head(family, tmp_path / "model")
+    loaded, draw = loaded_from(path), random.Random(seed)
+    try:
+        session = KvSession(loaded)
+        drafter: Any = session.drafters()[0]
+        ids = [draw.randrange(3, 300) for _ in range(50)]
+        compared = 0
+        with torch.inference_mode():
+            _read(session, ids)
+            for _ in range(40):
+                token = draw.randrange(3, 300)
+                drafter.append(token)
+                guess = drafter.guess(1) if draw.random() < 0.7 else None
+                if guess is not None and drafter._given == list(range(len(ids))):
+                    expected = library_guesses(model, head, [*ids, token])
+                    assert guess.ids == (int(expected[-1].argmax()),)
+                    compared += 1
+                kind = draw.random()
+                if kind < 0.4:
+                    session.step(torch.tensor([[token]]), token)
+                    ids.append(token)
+                elif kind < 0.9:
+                    tried = [token, *(draw.randrange(3, 300) for _ in range(draw.randrange(1, 6)))]
+                    stay = draw.randrange(1, len(tried) + 1)
+                    assert session.takes(len(tried))
+                    session.several(tried)
+                    if stay < len(tried):
+                        session.take_back(len(tried) - stay)
+                    ids += tried[:stay]
+                else:  # another prompt that begins alike
+                    ids = [*ids[: draw.randrange(10, len(ids))], *(draw.randrange(3, 300) for _ in range(5))]
+                    _read(session, ids)
+                    if len(drafter._given) < len(ids) - 6:
+                        session.clear()
+                        _read(session, ids)
+                assert session.tokens == len(ids)
+        assert compared > 5
+    finally:
+        loaded.close()
+
+
 def _answers_stay_the_same(loaded: LoadedModel) -> None:
     prompt, sampling = random_prompt(30, seed=3), SamplingParams(max_tokens=48)
     whole = ChatSession(loaded, speculates=False).generate_from_ids(prompt, sampling, end_ids=NO_END)
