@@ -22,6 +22,12 @@ from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head,
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_speculation import Eager
 
+_ALWAYS = ("deepseek_v3", "glm4_moe", "qwen3_5_moe fused")
+_WALKS = [
+    ("qwen3_next", 2),
+    *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("glm4_moe", 1), ("deepseek_v3", 3))),
+]
+
 
 def loaded_from(path: Path, precision: str = "fp32", speculation: Any = "heads") -> LoadedModel:
     config = EngineConfig(str(path), device="cpu", precision=precision, threads=2, speculation=speculation)
@@ -61,7 +67,13 @@ def _read(session: KvSession, ids: Sequence[int]) -> None:
     session.prefill(ids, lambda _done, _total: None, lambda: False)
 
 
-@pytest.mark.parametrize("family", [*LAYERED, *BESIDE, "qwen3_5_moe fused"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in _ALWAYS else pytest.param(family, marks=pytest.mark.exhaustive)
+        for family in (*LAYERED, *BESIDE, "qwen3_5_moe fused")
+    ],
+)
 def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_path: Path) -> None:
     name, _, fused = family.partition(" ")
     path, model, head = checkpoint_with_head(name, tmp_path / "model", fused=bool(fused))
@@ -91,7 +103,7 @@ def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_pat
         loaded.close()
 
 
-@pytest.mark.parametrize(("family", "seed"), [("glm4_moe", 1), ("qwen3_next", 2), ("deepseek_v3", 3)])
+@pytest.mark.parametrize(("family", "seed"), _WALKS)
 def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, seed: int, tmp_path: Path) -> None:
     path, model, head = checkpoint_with_head(family, tmp_path / "model")
     loaded, draw = loaded_from(path), random.Random(seed)
