@@ -59,6 +59,7 @@ from engine.protocol import (
 )
 from engine.serving.other_programs import OtherPrograms
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
+from engine.telemetry.request_log import RequestLog
 from engine.tuning.messages import StartTuning
 from engine.tuning.result import DecodeRate
 
@@ -244,8 +245,11 @@ class Worker:
     def _generate(self, engine: WorkerEngine, request: Generate) -> TerminalEvent:
         self._sampled_s, self._sampled_tokens = time.monotonic(), 0
         self._telemetry.request_begins(request.request_id)
+        log = RequestLog()
+        log.reads(0)
 
         def on_text(text: str, generated_tokens: int) -> None:
+            log.has_written(generated_tokens)
             self._writer.send(Token(request.request_id, text, generated_tokens))
             self._sample(engine, generated_tokens)
 
@@ -256,6 +260,7 @@ class Worker:
             on_text=on_text,
             cancelled=lambda: self._requests.is_cancelled(request.request_id),
         )
+        log.ends()
         return Finished(
             request.request_id,
             result.finish_reason,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
@@ -35,6 +36,7 @@ from engine.serving.asking import (
     too_many,
 )
 from engine.serving.replies import form_of
+from engine.telemetry.request_log import RequestLog
 
 LONGEST_ANSWER = 2**31
 """Where a request names no limit: the context ends it."""
@@ -67,6 +69,7 @@ class Desk:
         self._rows: LiveRows | None = None
         self._model: Path | None = None
         self._sampling = SamplingParams()
+        self._logs: WeakKeyDictionary[Ticket, RequestLog] = WeakKeyDictionary()
         self._numbers = 0
         self._stops = never_cancelled
         self.is_closed = False
@@ -74,12 +77,14 @@ class Desk:
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         """See `Answerer`."""
         ticket = Ticket(ask, on_event)
+        log = RequestLog()
         with self.changed:
             if self.is_closed:
                 raise closing().error
             if len(self._waiting) >= MOST_WAITING:
                 raise too_many()
             self._waiting.append(ticket)
+            self._logs[ticket] = log
             self.changed.notify_all()
         self._on_waiting()
         return ticket
@@ -228,9 +233,12 @@ class Desk:
             if log is not None:
                 chances = tuple(self._named(each) for each in log.tokens[told:generated_tokens])
                 told = generated_tokens
+            following.has_written(generated_tokens)
             ticket.tell(Said(text, generated_tokens, chances))
 
         ticket.tell(Began(len(prompt), thinks, family))
+        following = self._logs[ticket]
+        following.reads(len(prompt))
         with self.changed:
             self._under_way[number] = ticket
         return BatchRequest(
@@ -252,6 +260,7 @@ class Desk:
     def _ended(self, answer: BatchAnswer) -> None:
         with self.changed:
             ticket = self._under_way.pop(answer.row)
+        self._logs[ticket].ends()
         if answer.error is not None:
             ticket.tell(Refused(answer.error))
             return

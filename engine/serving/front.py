@@ -16,6 +16,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.serving.front_messages import FRONT_LINES, Listen, Listening, NotListening
 from engine.serving.link import EngineLink
 
+_PATIENCE_S = 20.0
+"""The engine comes once it has done what it is doing."""
+
 
 class WindowModels:
     """The model that is loaded in the window; see `Models`."""
@@ -36,6 +39,8 @@ class WindowModels:
 
     def find(self, name: str) -> tuple[str, Path]:
         """See `Models`."""
+        if not self._link.wait_for_engine(_PATIENCE_S):
+            raise EngineError(ErrorCode.ENGINE_DIED, "Switchyard's engine is busy or not running: look at its window.")
         loaded = next(iter(self.listed()), None)
         if loaded is None:
             raise EngineError(

@@ -166,6 +166,7 @@ class EngineLink:
         self._open: dict[int, Ticket] = {}
         self._unsent: list[Any] = []
         self._model: Path | None = None
+        self._knows_model = threading.Event()
         self._numbers = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._take_engines, name="engine-link", daemon=True)
@@ -178,6 +179,10 @@ class EngineLink:
     def is_connected(self) -> bool:
         """Whether an engine is there."""
         return self._line is not None
+
+    def wait_for_engine(self, seconds: float) -> bool:
+        """Waits until an engine is there and has said which model is loaded; returns whether it has."""
+        return self._knows_model.wait(seconds)
 
     @property
     def state(self) -> State:
@@ -267,11 +272,13 @@ class EngineLink:
             if self._line is not line:
                 return
             self._line = None
+            self._knows_model.clear()
         self.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped in the middle: try again in a moment."))
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, _ModelIs):
             self._model = message.model
+            self._knows_model.set()
         elif isinstance(message, _Remark):
             self.on_remark(message.text)
         elif isinstance(message, _Happened):

@@ -10,6 +10,9 @@ import re
 from engine.planner.simulator.timeline import LANES
 
 PHASE, GPU, H2D, D2H, CPU_EXPERTS, CPU_ATTENTION, DISK, SMALL_COPY = range(len(LANES))
+REQUESTS = len(LANES)
+"""What requests are doing: no work, so that nothing waits for it, and the simulator has none."""
+ALL_LANES = (*LANES, "requests")
 
 NAMES = (
     "prefill",  # phase: a chunk of a prompt
@@ -34,6 +37,9 @@ NAMES = (
     "finish",  # final sum of a layer's experts
     "keys and values",  # of a batch, between RAM and a device
     "graph",  # a captured segment of a step: `count` layers, maybe with experts and head; opaque inside
+    "queued",  # a request that waits
+    "reading",  # its prompt of `count` tokens is read
+    "writing",  # its answer: `count` tokens
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 
@@ -60,6 +66,9 @@ NAMES = (
     FINISH,
     KEYS_VALUES,
     GRAPH,
+    QUEUED,
+    READING,
+    WRITING,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))
@@ -77,7 +86,7 @@ def layer_number(module: str) -> int:
 
 def lane_name(lane: int) -> str:
     """Display name; an unknown number is shown as such."""
-    return LANES[lane] if 0 <= lane < len(LANES) else f"lane {lane}"
+    return ALL_LANES[lane] if 0 <= lane < len(ALL_LANES) else f"lane {lane}"
 
 
 def span_name(name: int) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engine.telemetry.device_work import DeviceWork, QueuedWork
-from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE
+from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE, REQUESTS
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
@@ -235,6 +235,10 @@ class Recorder:
             )
         )
         ring.appended += 1
+
+    def request_did(self, name: int, start_ns: int, end_ns: int, request: int, tokens: int) -> None:
+        """Records what a request did; `request` is of the requests' own numbers."""
+        self._mine.ring.append((REQUESTS, name, start_ns, end_ns, -1, -1, 0, tokens, 0, request, -1))
 
     def event(
         self,

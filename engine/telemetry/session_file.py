@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import private_folder
 from engine.common.foreign import open_foreign, parse_json
-from engine.planner.simulator.timeline import LANES
-from engine.telemetry.lanes import NAMES
+from engine.telemetry.lanes import ALL_LANES, NAMES
 from engine.telemetry.records import SPAN, STEP, Records
 
 SUFFIX = ".swytrace"
@@ -73,7 +72,7 @@ class SessionWriter:
         started_s: float | None = None,
     ) -> None:
         self._folder, self._ring_bytes, self._file_bytes = folder, ring_bytes, min(file_bytes, max(ring_bytes // 2, 1))
-        self._about = {**about, "names": NAMES, "lanes": LANES, "span": _fields(SPAN), "step": _fields(STEP)}
+        self._about = {**about, "names": NAMES, "lanes": ALL_LANES, "span": _fields(SPAN), "step": _fields(STEP)}
         moment = time.time() if started_s is None else started_s
         # Another session may have started in the same millisecond.
         self._name = time.strftime("%Y%m%d-%H%M%S", time.gmtime(moment)) + f"-{int(moment * 1000) % 1000:03d}"
@@ -270,10 +269,10 @@ def _read_records(payload: bytes, fields: list[list[str]], dtype: np.dtype[Any])
 
 def _renamed(spans: NDArray[Any], about: dict[str, Any]) -> NDArray[Any]:
     """Spans with this version's numbers for lanes and names."""
-    if tuple(about["names"]) == NAMES and tuple(about["lanes"]) == LANES:
+    if tuple(about["names"]) == NAMES and tuple(about["lanes"]) == ALL_LANES:
         return spans
     spans = spans.copy()
-    for column, theirs, ours in (("name", about["names"], NAMES), ("lane", about["lanes"], LANES)):
+    for column, theirs, ours in (("name", about["names"], NAMES), ("lane", about["lanes"], ALL_LANES)):
         numbers = [ours.index(name) if name in ours else np.iinfo(spans.dtype[column]).max for name in theirs]
         spans[column] = np.array(numbers, spans.dtype[column])[spans[column].clip(0, len(numbers) - 1)]
     return spans

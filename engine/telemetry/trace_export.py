@@ -19,8 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from engine.common.files import NewFile
-from engine.planner.simulator.timeline import LANES
-from engine.telemetry.lanes import GRAPH, PHASE, lane_name, span_name
+from engine.telemetry.lanes import ALL_LANES, GRAPH, PHASE, REQUESTS, lane_name, span_name
 from engine.telemetry.recorder import RECORDER, Recorder
 from engine.telemetry.records import COUNTERS, Records, no_spans, no_steps
 
@@ -96,7 +95,7 @@ def write_steps(steps: Records, file: TextIO) -> None:
 
 
 def _tid(lane: int, device: int) -> int:
-    return 1 + device * len(LANES) + lane
+    return 1 + device * len(ALL_LANES) + lane
 
 
 def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[str, Any]]:
@@ -121,7 +120,7 @@ def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[
 def _args(span: np.void) -> dict[str, int]:
     fields = ("request", "step", "layer", "expert")
     shown = {field: int(span[field]) for field in fields if span[field] >= 0}
-    amount = "tokens" if span["lane"] == PHASE else "layers" if span["name"] == GRAPH else "experts"
+    amount = "tokens" if span["lane"] in (PHASE, REQUESTS) else "layers" if span["name"] == GRAPH else "experts"
     shown |= {amount: int(span["count"])} if span["count"] > 1 else {}
     return shown | ({"bytes": int(span["nbytes"])} if span["nbytes"] else {})
 

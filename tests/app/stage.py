@@ -42,6 +42,7 @@ from app.views.tune.step_bar import TIMED
 from app.widgets.asking import ask
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
+from app.widgets.timeline.view import TimelineView
 from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.library import Listing
@@ -49,7 +50,9 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.serving.front_messages import Outcome, Served
+from engine.telemetry.lanes import QUEUED, READING, WRITING
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
+from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
 from engine.tuning.messages import TuningFinished
 from tests.app import model_parts
@@ -368,6 +371,24 @@ def _monitor(stage: Stage) -> None:
     stage.decode()
 
 
+def _monitor_requests(stage: Stage) -> None:
+    """Five programs ask at about the same time."""
+    _monitor(stage)
+    history = stage.services.telemetry.history
+    assert history is not None
+    assert history.end_ns is not None
+    recorder, second = Recorder(), 10**9
+    for number in range(5):
+        begins = history.end_ns - (40 - 3 * number) * second
+        reads, writes = begins + (1 + number) * second, begins + (3 + 2 * number) * second
+        ends = min(writes + 14 * second, history.end_ns)
+        recorder.request_did(QUEUED, begins, reads, number, 0)
+        recorder.request_did(READING, reads, writes, number, 400 + 700 * number)
+        recorder.request_did(WRITING, writes, ends, number, 180)
+    history.add_spans(recorder.take_spans())
+    stage.monitor.findChild(TimelineView).refresh()
+
+
 def _tune_start(stage: Stage) -> None:
     stage.window.show_page(TUNE)
     stage.until(lambda: stage.tune._plan is not None)
@@ -614,6 +635,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "batch-question": _question,
     "monitor-empty": lambda stage: stage.window.show_page(MONITOR),
     "monitor": _monitor,
+    "monitor-requests": _monitor_requests,
     "tune-start": _tune_start,
     "tune-plan": _tune_plan,
     "tune-what-if": _tune_what_if,

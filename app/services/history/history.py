@@ -13,13 +13,15 @@ from app.services.history.gauges import GaugeHistory, gauges_of
 from app.services.history.records import RecordHistory
 from app.services.history.runs import PhaseRun, RunHistory
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.lanes import BATCH_STEP, D2H, DECODE, DISK, GPU, H2D, PHASE
+from engine.telemetry.lanes import BATCH_STEP, D2H, DECODE, DISK, GPU, H2D, PHASE, QUEUED, READING, REQUESTS, WRITING
 from engine.telemetry.records import Records, no_spans, no_steps
 
 MOST_SPANS = 2**19
 """27 MB: some 40 seconds of the fastest decode."""
 MOST_STEPS = 2**15
 MOST_MARKS = 500
+MOST_REQUESTS = 2**14
+"""Pieces of what requests did."""
 _PER_DEVICE = frozenset((GPU, H2D, D2H))
 _WITH_BYTES = frozenset((H2D, D2H, DISK))
 MOST_DEVICES = 16
@@ -57,6 +59,7 @@ class History:
     def __init__(self, most_spans: int = MOST_SPANS, most_steps: int = MOST_STEPS) -> None:
         self._spans = RecordHistory(most_spans, no_spans())
         self._steps = RecordHistory(most_steps, no_steps())
+        self._requests = RecordHistory(MOST_REQUESTS, no_spans())
         self._runs = RunHistory()
         self._gauges = GaugeHistory()
         self._busy: dict[tuple[int, int], BusyTime] = {}
@@ -84,6 +87,11 @@ class History:
                 part = mine[mine["device"] == device] if lane in _PER_DEVICE else mine
                 starts, ends = part["start_ns"].astype(np.int64), part["end_ns"].astype(np.int64)
                 self._busy.setdefault((lane, device), BusyTime()).add(starts, ends)
+            if lane == REQUESTS:
+                self._requests.add(mine)
+                for name in np.unique(mine["name"]).tolist():
+                    part = mine[mine["name"] == name]
+                    self._add_sum(f"requests {name}", part, (part["end_ns"] - part["start_ns"]).astype(np.float64))
             if lane in _WITH_BYTES:
                 self._add_sum(f"bytes {lane}", mine, mine["nbytes"].astype(np.float64))
         self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
@@ -154,6 +162,20 @@ class History:
         total = counted.sum(axis=0)
         return np.asarray(counted / np.where(total > 1e-6, total, np.inf))
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request's doings are known."""
+        return (REQUESTS, 0) in self._busy
+
+    def requests_between(self, start_ns: int, end_ns: int) -> Records:
+        """What requests did in a range, as far as it is still kept singly: long after other spans."""
+        return self._requests.between(start_ns, end_ns)
+
+    def requests(self, edges_ns: Floats) -> Floats:
+        """How many requests were being written, read, and waiting, on average between neighbouring edges, [3, n]."""
+        spent = [self._read_sum(f"requests {name}", edges_ns) for name in (WRITING, READING, QUEUED)]
+        return np.asarray(np.stack(spent) / np.diff(edges_ns))
+
     def gauge(self, name: str, edges_ns: Floats) -> Floats:
         """A gauge between neighbouring edges, [n]; NaN where it is unknown."""
         return self._gauges.read(name, edges_ns)
@@ -204,6 +226,7 @@ class History:
         other = History(self._spans.most, self._steps.most)
         other._spans, other._steps = self._spans.copy(), self._steps.copy()
         other._runs, other._gauges = self._runs.copy(), self._gauges.copy()
+        other._requests = self._requests.copy()
         other._sums = {name: series.copy() for name, series in self._sums.items()}
         for key, busy in self._busy.items():
             other._busy[key] = BusyTime()

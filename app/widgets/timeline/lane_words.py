@@ -16,6 +16,11 @@ def lane_explanation(key: str) -> str:
             "batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of "
             "one.",
         ),
+        "requests": translate(
+            "Timeline",
+            "A row for each answer that is being worked on, of this window and of other programs: waiting for its turn "
+            "(hatched), its prompt being read (pale), its answer being written. All rows at a moment share each step.",
+        ),
         "gpu": translate(
             "Timeline",
             "How busy the graphics card is with our model. In gaps it waits for something else, usually for "

@@ -16,7 +16,7 @@ from engine.telemetry import lanes as engine_lanes
 
 translate = QCoreApplication.translate
 
-Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount"]
+Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount", "requests"]
 BOTH_WAYS = ("disk_io", "pcie")
 """Lanes whose dashed line is the opposite direction, not the total that the area is part of."""
 Colour = Literal["gpu", "cpu", "pcie", "disk", "muted"]
@@ -64,16 +64,23 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
     """The engine's lanes for the devices its model uses, and the machine's if requested."""
     if not history.has_engine:
         return machine_lanes(history)
-    return _engine_lanes(copies=history.has_copies) + (machine_lanes(history) if machine else [])
+    found = _engine_lanes(copies=history.has_copies, requests=history.has_requests)
+    return found + (machine_lanes(history) if machine else [])
 
 
 def lane_titles() -> list[str]:
     """The names of all possible lanes, whatever this machine has."""
-    return [lane.title for lane in (*_engine_lanes(copies=True), *_sensor_lanes())]
+    return [lane.title for lane in (*_engine_lanes(copies=True, requests=True), *_sensor_lanes())]
 
 
-def _engine_lanes(*, copies: bool) -> list[Lane]:
+def _engine_lanes(*, copies: bool, requests: bool) -> list[Lane]:
     found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,))]
+    if requests:
+        found.append(
+            Lane(
+                "requests", translate("Timeline", "Requests"), "requests", "muted", (engine_lanes.REQUESTS,), weight=1.4
+            )
+        )
     if copies:
         found += [
             Lane("gpu", translate("Timeline", "GPU"), "share", "gpu", (engine_lanes.GPU,)),
@@ -161,6 +168,10 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
     if lane.kind == "experts":
         names = (translate("Timeline", "hit"), translate("Timeline", "fetched"), translate("Timeline", "CPU"))
         return LaneData(history.experts(edges), names=names)
+    if lane.kind == "requests":
+        names = (translate("Timeline", "writing"), translate("Timeline", "reading"), translate("Timeline", "waiting"))
+        counts = history.requests(edges)
+        return LaneData(counts, scale=nice(max(1.0, float(counts.sum(axis=0).max(initial=0.0)))), names=names)
     if lane.kind == "rate":
         rates = history.tokens_per_s(edges)
         known = rates[np.isfinite(rates)]
@@ -192,7 +203,7 @@ def amount_text(lane: Lane, value: float) -> str:
         return "–"
     if lane.kind in ("share", "experts"):
         return f"{number(100 * value, 0)}%"
-    if lane.kind == "rate":
+    if lane.kind in ("rate", "requests"):
         return number(value, 1)
     if lane.key.endswith("_power"):
         return f"{number(value, 0)} W"
@@ -223,6 +234,9 @@ def reading(lane: Lane, data: LaneData, column: int) -> str:
     if lane.kind == "experts":
         shares = zip(data.names, data.values[:, column].tolist(), strict=True)
         return ", ".join(f"{name} {number(100 * share, 0)}%" for name, share in shares if share > 0.004)
+    if lane.kind == "requests":
+        counts = zip(data.names, data.values[:, column].tolist(), strict=True)
+        return ", ".join(f"{number(count, 0 if count >= 1 else 1)} {name}" for name, count in counts if count > 0.04)
     if lane.kind == "rate":
         return amount_text(lane, float(data.line[column])) if data.line is not None else ""
     own = amount_text(lane, float(data.values[:, column].sum()))

@@ -16,6 +16,7 @@ from app.widgets.quantities import number
 from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
 from app.widgets.timeline.lanes import Lane, LaneData, lane_titles, read_lane
 from app.widgets.timeline.plots import draw_lane
+from app.widgets.timeline.requests import draw_requests, joined
 from app.widgets.timeline.viewport import Viewport, duration, tick_ns
 from engine.telemetry.lanes import CPU_ATTENTION, H2D, SMALL_COPY
 from engine.telemetry.records import Records
@@ -36,6 +37,7 @@ _NAME_MARGIN_PX = 6
 _SHORT_NS = 2e9
 """Shorter ranges have times relative to their own beginning: durations matter then, not when it was."""
 _BLOCKS_BELOW_NS = 3e9
+_REQUESTS_BELOW_NS = 130e9
 """Spans are drawn one by one only in shorter ranges: in longer ones there are always too many."""
 
 
@@ -142,7 +144,10 @@ def read_rows(
     rows = []
     for lane, area in zip(lanes, areas, strict=True):
         row = LaneRow(lane, area, read_lane(lane, history, viewport, ceilings))
-        if spans is not None and lane.spans and lane.kind != "phase":
+        if lane.kind == "requests" and viewport.span_ns < _REQUESTS_BELOW_NS:
+            mine = joined(history.requests_between(int(viewport.start_ns), int(viewport.end_ns) + 1))
+            row.blocks = mine if fits(mine, viewport) else None
+        elif spans is not None and lane.spans and lane.kind not in ("phase", "requests"):
             wanted = (*lane.spans, SMALL_COPY) if H2D in lane.spans else lane.spans
             mine = spans[np.isin(spans["lane"], wanted)]
             if fits(mine, viewport) or (viewport.span_ns < 5e7 and len(mine)):
@@ -183,6 +188,8 @@ def draw_rows(
         colour = themed(row.lane.colour)
         if row.lane.kind == "phase":
             draw_phases(painter, row.area, history, viewport)
+        elif row.lane.kind == "requests" and row.blocks is not None:
+            draw_requests(painter, row.area, row.blocks, viewport, colour)
         elif row.blocks is not None:
             draw_blocks(painter, row.area, row.blocks, viewport, colour, second=CPU_ATTENTION)
         else:

@@ -1,0 +1,74 @@
+"""Requests as rows: what each is doing, from its arrival to its last token."""
+
+from __future__ import annotations
+
+import numpy as np
+from PySide6.QtCore import QRectF, Qt
+from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
+
+from app.theme import themed
+from app.widgets.timeline.blocks import span_label
+from app.widgets.timeline.colours import faded, text_on
+from app.widgets.timeline.viewport import Viewport
+from engine.telemetry.lanes import QUEUED, READING
+from engine.telemetry.records import Records
+
+MOST_ROWS = 16
+_LABEL_PX = 40
+
+
+def joined(spans: Records) -> Records:
+    """The pieces of each request's phases as one span each, in order of their requests and times."""
+    if not len(spans):
+        return spans
+    spans = np.sort(spans, order=("request", "start_ns"))
+    same = (spans["request"][1:] == spans["request"][:-1]) & (spans["name"][1:] == spans["name"][:-1])
+    firsts = np.flatnonzero(np.concatenate(([True], ~same)))
+    whole = spans[firsts].copy()
+    lasts = np.concatenate((firsts[1:], [len(spans)])) - 1
+    whole["end_ns"] = spans["end_ns"][lasts]
+    whole["count"] = np.add.reduceat(spans["count"], firsts)
+    return whole
+
+
+def rows_of(spans: Records) -> list[int]:
+    """The row of each of these joined spans: a request keeps its own, which is free again after it."""
+    rows: dict[int, int] = {}
+    free: list[int] = []  # when each row becomes free
+    arrived = np.argsort(spans["start_ns"], kind="stable")
+    ends: dict[int, int] = {}
+    for request, end in zip(spans["request"].tolist(), spans["end_ns"].tolist(), strict=True):
+        ends[request] = max(end, ends.get(request, end))
+    for index in arrived.tolist():
+        request, start = int(spans["request"][index]), int(spans["start_ns"][index])
+        if request in rows:
+            continue
+        row = next((number for number, until in enumerate(free) if until <= start), len(free))
+        if row == len(free):
+            free.append(0)
+        free[row] = ends[request]
+        rows[request] = row
+    return [min(rows[int(request)], MOST_ROWS - 1) for request in spans["request"]]
+
+
+def draw_requests(painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor) -> None:
+    """Joined spans as bars: hatched while a request waits, pale while it is read, full while it is written."""
+    metrics, rows = QFontMetricsF(painter.font()), rows_of(spans)
+    height = area.height() / (max(rows, default=0) + 1)
+    lefts = np.clip((spans["start_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
+    rights = np.clip((spans["end_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
+    for index, row in enumerate(rows):
+        width = max(float(rights[index] - lefts[index]), 1.0)
+        gap = 1.0 if height > 3 else 0.0
+        bar = QRectF(area.left() + float(lefts[index]), area.top() + row * height, width, height - gap)
+        name = int(spans["name"][index])
+        if name == QUEUED:
+            painter.fillRect(bar, QBrush(faded(colour, 150), Qt.BrushStyle.BDiagPattern))
+        else:
+            painter.fillRect(bar, faded(colour, 90 if name == READING else 205))
+        text = span_label(spans[index])
+        inner = bar.intersected(area).adjusted(4, 0, -3, 0)
+        has_room = height >= metrics.height() * 0.8 and inner.width() >= max(_LABEL_PX, metrics.horizontalAdvance(text))
+        if name != QUEUED and has_room:
+            painter.setPen(QPen(themed("text") if name == READING else text_on(colour)))
+            painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)

@@ -1,0 +1,55 @@
+"""What a request does is recorded as spans without gaps, whatever its lengths."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.telemetry import request_log
+from engine.telemetry.analysis import critical_path, lane_seconds, waiting
+from engine.telemetry.lanes import QUEUED, READING, REQUESTS, WRITING, lane_name
+from engine.telemetry.recorder import Recorder
+from engine.telemetry.records import no_steps
+from engine.telemetry.request_log import RequestLog
+
+
+def test_its_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    recorder.start()
+    log, other = RequestLog(recorder), RequestLog(recorder)
+    log.reads(30)
+    log.has_written(1)
+    monkeypatch.setattr(request_log, "PIECE_NS", 0)
+    log.has_written(4)
+    log.has_written(6)
+    log.ends()
+    other.reads(5)
+    spans = recorder.take_spans()
+    mine = spans[spans["request"] == spans["request"][0]]
+    assert set(spans["lane"].tolist()) == {REQUESTS}
+    assert mine["name"].tolist() == [QUEUED, READING, WRITING, WRITING, WRITING]
+    assert mine["count"].tolist() == [0, 30, 4, 2, 0]
+    assert mine["start_ns"][1:].tolist() == mine["end_ns"][:-1].tolist()
+    assert len(spans) == len(mine) + 1
+    assert lane_name(REQUESTS) == "requests"
+
+
+def test_nothing_waits_for_what_requests_do() -> None:
+    recorder = Recorder()
+    recorder.start()
+    log = RequestLog(recorder)
+    log.reads(3)
+    log.ends()
+    spans = recorder.take_spans()
+    start, end = int(spans["start_ns"].min()), int(spans["end_ns"].max())
+    assert [piece.span for piece in critical_path(spans, start, end + 1)] == [-1]
+    assert lane_seconds(spans, start, end) == {}
+    assert waiting(spans, no_steps()).tokens == 0
+
+
+def test_nothing_is_recorded_while_it_is_off() -> None:
+    recorder = Recorder()
+    log = RequestLog(recorder)
+    log.reads(3)
+    log.has_written(1)
+    log.ends()
+    assert len(recorder.take_spans()) == 0
