@@ -137,11 +137,11 @@ class _Line:
     def _hang_up(self) -> None:
         """Both threads notice."""
         if os.name != "nt":
-            with contextlib.suppress(OSError, ValueError), socket.socket(fileno=self._connection.fileno()) as end:
-                try:
-                    end.shutdown(socket.SHUT_RDWR)
-                finally:
-                    end.detach()  # it is still the connection's
+            with (
+                contextlib.suppress(OSError, ValueError),
+                socket.socket(fileno=os.dup(self._connection.fileno())) as end,
+            ):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 class EngineLink:
@@ -232,8 +232,8 @@ class EngineLink:
         with self._lock:
             self._is_closed = True
         if self._thread.is_alive():
-            with contextlib.suppress(Exception):  # wakes the thread that waits for engines
-                Client(self.address, authkey=self.secret.encode()).close()
+            with contextlib.suppress(OSError):  # wakes the thread that waits for engines
+                Client(self.address).close()
             self._thread.join()
         self._listener.close()
         forget_link(self.address)
@@ -249,12 +249,18 @@ class EngineLink:
                 self._unsent.append(message)
 
     def _take_engines(self) -> None:
-        while not self._is_closed:
+        while not self._has_closed():
             try:
                 connection = self._listener.accept()
             except Exception:  # whoever it was did not know the secret, or is gone already
                 continue
-            self._connected(connection)
+            if self._has_closed():
+                connection.close()
+            else:
+                self._connected(connection)
+
+    def _has_closed(self) -> bool:
+        return self._is_closed
 
     def _connected(self, connection: Connection) -> None:
         if self._line is not None:
