@@ -362,7 +362,7 @@ def _run_loops(args: argparse.Namespace) -> int:
 
 
 def _run_speculation(args: argparse.Namespace) -> int:
-    config, report = _config(args), _report()
+    config, report = dataclasses.replace(_config(args), speculation=args.speculation), _report()
     from engine.bench.speculation import SpeculationPlan, bench_speculation
 
     bench_speculation(config, SpeculationPlan(args.tokens, args.prompt_tokens, args.repeats), report, note)
@@ -384,7 +384,8 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     from engine.process.lifetime import quiet_libraries
 
     quiet_libraries()
-    return engine_config(args, str(checkpoint))
+    # Random weights, and tokens past an end, repeat themselves: guessed, they would be timed as if all answers did.
+    return dataclasses.replace(engine_config(args, str(checkpoint)), speculation="off")
 
 
 def _report() -> Report:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from engine import cli
-from engine.bench import disk
+from engine.bench import decode, disk, speculation
 from engine.bench.cache import made_up_trace
 from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
 from engine.bench.peers.editions import EDITIONS
 from engine.bench.peers.library import OFFLOAD
+from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
 from engine.experts.replay.trace_file import write_trace
 from tests.engine.tiny_families import tiny_checkpoint
@@ -213,6 +214,17 @@ def test_answers_that_quote_and_others_with_guesses_and_without(capsys: pytest.C
         "an answer in prose that quotes nothing", "an answer in code that quotes nothing",
     ]  # fmt: skip
     assert all(row["peer"] == "single tokens" and row["ratio"] > 0 for row in document["rows"])
+
+
+def test_other_benches_guess_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What repeats itself, as random weights do, would be timed as if all answers did."""
+    asked: list[EngineConfig] = []
+    monkeypatch.setattr(decode, "bench_decode", lambda config, *_rest: asked.append(config))
+    monkeypatch.setattr(speculation, "bench_speculation", lambda config, *_rest: asked.append(config))
+    for kind in ("decode", "speculation"):
+        assert cli.main(["bench", kind, "--model", TINY, "--speculation", "heads", "--json"]) == 0
+    capsys.readouterr()
+    assert [config.speculation for config in asked] == ["off", "heads"]
 
 
 def test_four_tokens_in_a_row_are_counted() -> None:
