@@ -29,7 +29,7 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
 from engine.process.failures import as_engine_error, log_failure
-from engine.process.importing import import_engine
+from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
@@ -335,6 +335,8 @@ def read_commands(
             if isinstance(command, Cancel):
                 requests.cancel(command.request_id)
             elif isinstance(command, Request):
+                if isinstance(command, LoadModel):
+                    begin_reading(command.config)
                 requests.accept(command)
             elif isinstance(command, WatchTelemetry):
                 telemetry.watch(command)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import psutil
 import torch
 
-from engine.hardware.surroundings import memory_limits
+from engine.hardware.surroundings import available_ram as available_ram
 
 PAGE = 4096
 """Alignment in bytes of all allocations, so that they can be pinned and read from disk directly."""
@@ -72,10 +71,3 @@ def aligned(nbytes: int, device: torch.device) -> torch.Tensor:
     raw = torch.empty(nbytes + PAGE, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % PAGE
     return raw[skip : skip + nbytes]
-
-
-def available_ram() -> int:
-    """Bytes of RAM available now, within the machine and its control groups."""
-    free = int(psutil.virtual_memory().available)
-    _, left = memory_limits()
-    return free if left is None else min(free, left)

@@ -80,6 +80,16 @@ class ExpertBank:
         return layer
 
     @property
+    def takes_memory(self) -> bool:
+        """Whether `adopt` may be called: records in plain memory are as good as those that it would allocate."""
+        return self._host_memory is None and self.device.type == "cpu"
+
+    def adopt(self, name: str, layout: RecordLayout, records: torch.Tensor) -> BankLayer:
+        """As `add_layer`, with records [E, nbytes], page-aligned, that are there or on their way."""
+        layer = self.layers[name] = BankLayer(name, layout, records)
+        return layer
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all records, padding included."""
         return sum(layer.records.nbytes for layer in self.layers.values())

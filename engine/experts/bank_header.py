@@ -155,7 +155,9 @@ class BankHeader:
         return None
 
     def _as_json(self) -> dict[str, Any]:
-        layouts = list(dict.fromkeys(layer.layout for layer in self.layers))
+        # What is stored of two layouts may be equal: it then is one, as it will be when the header is read again.
+        stored = [RecordLayout(layer.layout.parts, layer.layout.nbytes) for layer in self.layers]
+        layouts = list(dict.fromkeys(stored))
         return {
             "precision": self.precision,
             "group_size": self.group_size,
@@ -163,7 +165,10 @@ class BankHeader:
             "layout_version": self.layout_version,
             "source": self.source,
             "layouts": [_layout_to_json(layout) for layout in layouts],
-            "layers": [[layer.name, layer.num_experts, layouts.index(layer.layout)] for layer in self.layers],
+            "layers": [
+                [layer.name, layer.num_experts, layouts.index(layout)]
+                for layer, layout in zip(self.layers, stored, strict=True)
+            ],
         }
 
 

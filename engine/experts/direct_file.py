@@ -12,14 +12,18 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from engine.experts.record import RECORD_ALIGNMENT
+from engine.common.footprint import RECORD_ALIGNMENT
+
+if TYPE_CHECKING:
+    import torch
 
 _BINARY = getattr(os, "O_BINARY", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 class DirectFile:
@@ -65,6 +69,21 @@ class DirectFile:
         """
         if self._fill(offset, target, len(target)) is None and self._past_cache and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
+
+    def read_cached(self, offset: int, target: memoryview) -> int:
+        """Copies what the page cache holds of these bytes, from the first one on; returns how many pages' bytes.
+
+        0 where the system cannot tell.
+        """
+        if not _NO_WAIT:
+            return 0
+        done = 0
+        try:
+            while done < len(target) and (count := os.preadv(self._buffered, [target[done:]], offset + done, _NO_WAIT)):
+                done += count
+        except OSError:  # the next byte is not there, or the file system cannot tell
+            pass
+        return done if done == len(target) else done // RECORD_ALIGNMENT * RECORD_ALIGNMENT
 
     def read_around(self, offset: int, nbytes: int, scratch: memoryview) -> memoryview:
         """Reads `nbytes` from an unaligned offset into the aligned buffer `scratch`; returns the part that holds them.

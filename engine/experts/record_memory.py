@@ -6,7 +6,6 @@ per page, and processors end what they fetch ahead at each page's end; 2 MiB pag
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import sys
@@ -14,13 +13,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-_HUGE = 2 * 2**20
+from engine.experts.mapped_memory import HUGE as _HUGE
+from engine.experts.mapped_memory import map_in_huge_pages
+
 _BLOCK = 32 * _HUGE
 _APART = 64
 """Bytes that tensors of one block begin at multiples of: a line of the cache."""
 _HAS_HUGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE: do not reserve swap for address space that is not yet used."""
 
 _GIVE_BACK: int | None = getattr(mmap, "MADV_FREE" if sys.platform == "darwin" else "MADV_DONTNEED", None)
 CAN_GIVE_BACK = _GIVE_BACK is not None
@@ -36,19 +35,8 @@ class RecordMemory:
 
     def __init__(self, count: int, nbytes: int) -> None:
         size = count * nbytes
-        try:
-            if sys.platform == "win32":
-                self._map = mmap.mmap(-1, max(size, 1))
-            else:
-                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
-                self._map = mmap.mmap(-1, size + _HUGE, flags=flags)
-        except (OSError, OverflowError, ValueError) as error:
-            raise MemoryError(f"{size:,} bytes for experts were refused ({error})") from error
+        self._map, self._skip = map_in_huge_pages(size)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._skip = -whole.data_ptr() % _HUGE if sys.platform != "win32" else 0
-        if _HAS_HUGE_PAGES:
-            with contextlib.suppress(OSError):  # not supported by this kernel
-                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.records = whole[self._skip : self._skip + size].view(count, nbytes)
 
     def give_back(self, rows: Iterable[int]) -> None:

@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from engine.hardware.system_files import text_of
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -31,6 +33,13 @@ def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
     if not limits:
         return None, None
     return min(limit for limit, _ in limits), min(free for _, free in limits)
+
+
+def available_ram() -> int:
+    """Bytes of RAM available now, within the machine and its control groups."""
+    free = int(psutil.virtual_memory().available)
+    _, left = memory_limits()
+    return free if left is None else min(free, left)
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:

@@ -15,6 +15,7 @@ from engine.common.collector import without_collector
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
+    from engine.common.config import EngineConfig
     from engine.runtime.engine import Engine
 
 _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_cpu.so", ctypes.RTLD_LOCAL))
@@ -37,6 +38,13 @@ def _load_libraries() -> None:
         assert spec.origin is not None
         for name, mode in _LIBRARIES:
             ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), mode=mode)
+
+
+def begin_reading(config: EngineConfig) -> None:
+    """Begins to read the weights of the first model that this process is asked for, before it has its engine."""
+    from engine.experts.early_reads import EARLY_READS  # numpy, which torch needs anyway
+
+    EARLY_READS.begin(config)
 
 
 def import_engine() -> type[Engine]:

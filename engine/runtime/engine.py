@@ -18,6 +18,7 @@ from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
+from engine.experts.early_reads import EARLY_READS, remember
 from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession, time_decode
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import encode
@@ -86,6 +87,14 @@ class Engine:
             RequestCancelled: `cancelled()` was true; no model is loaded then.
         """
         self.unload()
+        try:
+            return self._load_tuned(config, on_progress, cancelled)
+        finally:
+            EARLY_READS.drop()
+
+    def _load_tuned(
+        self, config: EngineConfig, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+    ) -> ModelInfo:
         tuned = apply_tuning(config, resolve(config.model))
         note = tuned.note
         try:
@@ -96,6 +105,7 @@ class Engine:
             note = f"The tuned settings are not possible now: {error.message}"
             info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled)
         assert self._loaded is not None
+        remember(config, self._loaded.prepared)
         self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
         self._asked = config
         return self._loaded.info

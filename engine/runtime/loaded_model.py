@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -24,6 +25,9 @@ from engine.kernels.native.paged_attention import KvType
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
+
+if TYPE_CHECKING:
+    from engine.runtime.load.kept_dense import KeptDense
 
 
 @dataclass(kw_only=True)
@@ -86,6 +90,7 @@ class LoadedModel(ModelParts):
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
+        prepared: files of what an earlier start had converted, which were read in place of that.
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
     """
@@ -98,6 +103,7 @@ class LoadedModel(ModelParts):
     context_tokens: int
     chunk_tokens: int = SHORT_TOKENS
     ram_bytes: int | None = None
+    prepared: tuple[Path, ...] = ()
     speculates: bool = False
     kv_type: KvType | None = None
 
@@ -125,9 +131,15 @@ class LoadedModel(ModelParts):
 
 
 class Arriving(Protocol):
-    """What still reads experts, or keeps them, while the rest of a model is loaded; see `KeptExperts`."""
+    """What still reads weights, or keeps them, while the rest of a model is loaded; see `KeptRecords`."""
 
     note: str
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def is_there(self) -> bool: ...
 
     def wait(self, cancelled: CancelCheck) -> None: ...
 
@@ -140,22 +152,27 @@ class LoadingParts(ModelParts):
 
     Attributes:
         devices: that were opened, until it is decided whether the model runs on them and what is where.
-        kept: reads or writes the experts of `bank` meanwhile, if they are kept on disk.
+        arriving: what reads or writes the experts of `bank` and the linear layers meanwhile, if they are kept on disk.
+        kept_dense: the linear layers that are read or kept so.
+        prepared: the files that were read.
     """
 
     devices: ModelDevices
     foresight: Foresight
-    kept: Arriving | None = None
+    arriving: list[Arriving] = field(default_factory=list)
+    kept_dense: KeptDense | None = None
+    prepared: tuple[Path, ...] = ()
 
-    def wait_for_experts(self, cancelled: CancelCheck) -> None:
-        """Until all experts of `bank` are there; see `Arriving.wait`."""
-        if self.kept is not None:
-            self.kept.wait(cancelled)
+    def wait_for_weights(self, cancelled: CancelCheck) -> None:
+        """Until all that is read for `bank` and for linear layers is there; see `Arriving.wait`."""
+        self.prepared = tuple(each.path for each in self.arriving if each.is_there)
+        for each in self.arriving:
+            each.wait(cancelled)
 
     def close(self) -> None:
         """See `ModelParts.close`."""
-        if self.kept is not None:
-            self.kept.close()  # first: it writes into the bank
+        for each in self.arriving:
+            each.close()  # first: they write into the bank
         super().close()
 
     def place(self, devices: Sequence[Device], layers: LayerDevices) -> None:

@@ -187,10 +187,12 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
 def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     """An engine with the chosen model loaded; notes on unexpected settings go to stderr."""
     from engine.checkpoint.library import resolve
-    from engine.process.importing import import_engine, load_torch_meanwhile
+    from engine.process.importing import begin_reading, import_engine, load_torch_meanwhile
 
     path = resolve(args.model)  # before importing torch: report a mistyped name immediately
+    config = engine_config(args, str(path))
     load_torch_meanwhile()
+    begin_reading(config)
 
     engine = import_engine()()
     shown = sys.stderr.isatty()
@@ -200,7 +202,7 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
             show_progress(f"Loading {path.name}: {100 * done // total}%")
 
     try:
-        info = engine.load(engine_config(args, str(path)), on_progress=on_progress, cancelled=lambda: False)
+        info = engine.load(config, on_progress=on_progress, cancelled=lambda: False)
     finally:
         if shown:
             clear_progress()

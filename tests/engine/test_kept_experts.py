@@ -16,7 +16,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.bank_header import BankHeader
 from engine.experts.bank_writer import BankWriter, preparing
-from engine.runtime.load import fill_bank, kept_experts
+from engine.runtime.load import fill_bank, kept_experts, kept_records
 from engine.runtime.load.model import load_model
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -25,7 +25,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small model whose converted experts are worth keeping."""
     monkeypatch.setattr(kept_experts, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(kept_experts, "_LEFT_FREE", 0)
+    monkeypatch.setattr(kept_records, "_LEFT_FREE", 0)
     return tiny_checkpoint("mixtral", tmp_path / "model", dtype=torch.bfloat16)
 
 
@@ -76,10 +76,10 @@ def test_a_second_start_converts_nothing(folder: Path, quantised: list[str], pre
 def test_what_need_not_be_converted_is_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _load(folder, "bf16")
     assert banks_of(folder) == []
-    monkeypatch.setenv(kept_experts.KEEP_VARIABLE, "0")
+    monkeypatch.setenv(kept_records.KEEP_VARIABLE, "0")
     _load(folder)
     assert banks_of(folder) == []
-    monkeypatch.setenv(kept_experts.KEEP_VARIABLE, "1")
+    monkeypatch.setenv(kept_records.KEEP_VARIABLE, "1")
     monkeypatch.setattr(kept_experts, "WORTH_KEEPING", 2**40)
     _load(folder)
     assert banks_of(folder) == []
@@ -133,11 +133,11 @@ def test_a_damaged_bank_is_made_again_with_a_notice(folder: Path, quantised: lis
 
 
 def test_a_full_disk_keeps_nothing_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_experts, "_LEFT_FREE", 2**60)
+    monkeypatch.setattr(kept_records, "_LEFT_FREE", 2**60)
     first, note = _load(folder)
     assert "not kept for the next start: they need" in note
     assert banks_of(folder) == []
-    monkeypatch.setattr(kept_experts, "_LEFT_FREE", 0)
+    monkeypatch.setattr(kept_records, "_LEFT_FREE", 0)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

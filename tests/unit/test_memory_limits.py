@@ -9,6 +9,7 @@ import pytest
 from engine.common.errors import ErrorCode
 from engine.common.footprint import without_headroom
 from engine.devices import host_memory
+from engine.hardware import surroundings
 from engine.planner.placement import Budgets, NotEnoughRamError, require_ram
 from engine.verbs.options import parse_size
 
@@ -17,7 +18,7 @@ FREE = 8 * 10**9
 
 def test_free_memory_is_cut_to_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_memory.available_ram() > 0
-    monkeypatch.setattr(host_memory, "memory_limits", lambda: (5000, 700))
+    monkeypatch.setattr(surroundings, "memory_limits", lambda: (5000, 700))
     assert host_memory.available_ram() == 700
 
 

@@ -67,31 +67,60 @@ def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: Native
     return len(layers)
 
 
+Quantised = Callable[[str, torch.Tensor, TiledFormat, NativeKernels], TiledMatrix | None]
+"""(module name, weight, format, kernels) -> the weight in that format, or None to leave that to whoever asks."""
+
+
 def quantise_linears(
     model: torch.nn.Module,
     precision: str,
     kernels: NativeKernels,
     empty: Callable[..., torch.Tensor] = torch.empty,
+    quantised: Quantised = lambda _name, _weight, _format, _kernels: None,
 ) -> int:
-    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones, which `empty`
-    allocates, like torch's.
+    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones: `quantised`, or
+    else made in memory that `empty` allocates, like torch's.
 
     The head has its own format: its errors reach the logits directly.
 
     The parameter `weight` becomes empty; the tiles are buffers of the module. A weight shared with an embedding stays.
     Returns the number of layers.
     """
+    formats = formats_of_linears(model, precision)
+    layers = {name: model.get_submodule(name) for name in formats}
     count = 0
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    for name, module in model.named_modules():
-        if _is_plain(module) and name.rpartition(".")[2] not in ROUTERS:
+    for name, module in layers.items():
+        if _is_plain(module):
             assert isinstance(module, torch.nn.Linear)
-            of_this = tiled_format(head_format(precision) if module is head else precision)
-            assert of_this is not None
-            matrix = quantise(module.weight, of_this, kernels=kernels, empty=empty)
+            matrix = quantised(name, module.weight, formats[name], kernels)
+            if matrix is None:
+                matrix = quantise(module.weight, formats[name], kernels=kernels, empty=empty)
             module.forward = QuantisedLinear(module, matrix, kernels)  # type: ignore[method-assign]
             count += 1
     return count
+
+
+def formats_of_linears(
+    model: torch.nn.Module,
+    precision: str,
+    dtype_of: Callable[[str, torch.Tensor], torch.dtype] = lambda _name, weight: weight.dtype,
+) -> dict[str, TiledFormat]:
+    """The layers that `quantise_linears` changes once they are on the CPU, by name, and their formats.
+
+    Args:
+        dtype_of: what type a parameter will have, by its name, if the model has no weights yet.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    found: dict[str, TiledFormat] = {}
+    for name, module in model.named_modules():
+        if not _is_large(module) or name.rpartition(".")[2] in ROUTERS:
+            continue
+        own = [(f"{name}.{key}", each) for key, each in module.named_parameters(recurse=False)]
+        if all(dtype_of(key, each) == torch.bfloat16 for key, each in own):
+            of_this = tiled_format(head_format(precision) if module is head else precision)
+            assert of_this is not None
+            found[name] = of_this
+    return found
 
 
 def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:

@@ -73,7 +73,11 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
     if kernels is None:
         return
     if decision.precision != STORED and format_of(decision.precision).is_tiled:  # what is stored was kept when read
-        quantise_linears(opened.model, careful(decision.precision, opened.weights), kernels, HugePages().empty)
+        precision, pages = careful(decision.precision, opened.weights), HugePages()
+        if parts.kept_dense is not None:
+            quantise_linears(opened.model, precision, kernels, pages.empty, parts.kept_dense.quantised)
+        else:
+            quantise_linears(opened.model, precision, kernels, pages.empty)
     speed_up_linears(opened.model, kernels)
     speed_up_decoder_layers(opened.model, kernels)
     speed_up_prompts(opened.model, kernels)

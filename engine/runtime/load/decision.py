@@ -17,6 +17,7 @@ from engine.common.footprint import activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.experts.disk_backed import can_be_disk_backed
+from engine.experts.early_reads import EARLY_READS
 from engine.experts.sites import ExpertsSite
 from engine.formats import AUTO, LADDER, STORED, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
@@ -108,7 +109,7 @@ def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Dev
 def budgets_of(config: EngineConfig, devices: Sequence[Device]) -> Budgets:
     """What memory there is at this moment."""
     held = tuple(DeviceBudget(device.name, device.memory.total, device.memory.free) for device in devices)
-    return Budgets(available_ram(), config.ram_bytes, held)
+    return Budgets(available_ram() + EARLY_READS.nbytes, config.ram_bytes, held)
 
 
 def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], layers: LayerNames) -> Sizes:

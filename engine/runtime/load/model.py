@@ -38,7 +38,7 @@ from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
-from engine.runtime.load.kept_experts import made_again
+from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.stored import stored_note
@@ -163,7 +163,7 @@ def _load_weights(
     move_between(model, decision.layers, [device.torch_device for device in decision.devices])
     model.eval().requires_grad_(False)
     if decision.devices or parts.disk_backed is not None:
-        parts.wait_for_experts(cancelled)
+        parts.wait_for_weights(cancelled)
         kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
         if decision.devices:
             parts.devices.expect_kv(kv, opened.profile.layers)
@@ -171,7 +171,7 @@ def _load_weights(
         bind_dense(opened, decision, parts)
     else:
         bind_dense(opened, decision, parts)  # while experts arrive
-        parts.wait_for_experts(cancelled)
+        parts.wait_for_weights(cancelled)
         kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
     verify(model, decision.sites)
     return _hand_over(
@@ -222,7 +222,7 @@ def _hand_over(
         *context_notes(opened.model, opened.profile.trained_tokens, context),
         devices_note(devices, sum(site.nbytes for site in decision.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
-        parts.kept.note if parts.kept is not None else "",
+        *(each.note for each in parts.arriving),
         opened.left_out,
         f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
         missing_note() if slow else "",
@@ -265,6 +265,7 @@ def _hand_over(
         chunk_tokens=_chunk_tokens(opened, decision, parts),
         ram_bytes=config.ram_bytes,
         speculates=config.speculation != "off",
+        prepared=parts.prepared,
         kv_type=kv_type,
     )
 

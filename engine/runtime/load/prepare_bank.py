@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -96,27 +95,14 @@ class BankSource:
         Raises:
             EngineError: `CHECKPOINT_DAMAGED` if a file is gone.
         """
-        tensors = chain(
-            self.plan.rest.values(),
-            (
-                entry
-                for parts in self.plan.index.modules.values()
-                for sources in parts.values()
-                for entry in sources.entries()
-            ),
-        )
-        source = {**fingerprint(self.directory, tensors), "converter": _CONVERTER}
+        source = source_of(self.directory, self.plan)
         layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in self.sites)
         group = GROUP if format_of(self.precision).is_tiled else None
         return BankHeader(self.precision, group, BEST_CHECKSUM, source, layers)
 
     def require_unchanged(self, header: BankHeader) -> None:
-        """Raises `CHECKPOINT_DAMAGED` if the files are no longer those that `header` was made of."""
-        if self.header().source != header.source:
-            raise EngineError(
-                ErrorCode.CHECKPOINT_DAMAGED,
-                f"The files in {self.directory} changed while they were being prepared: try again once they are there.",
-            )
+        """See the function."""
+        require_unchanged(self.directory, self.plan, header)
 
     def nbytes(self, layer: int) -> int:
         """Bytes to read for one layer."""
@@ -136,6 +122,24 @@ class BankSource:
 
     def _parts(self, layer: int) -> dict[str, Any]:
         return self.plan.index.modules.get(self.sites[layer].name, {})
+
+
+def source_of(directory: Path, plan: LoadingPlan) -> dict[str, Any]:
+    """The fingerprint of what is converted, and of what converts it.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if a file is gone.
+    """
+    return {**fingerprint(directory, plan.entries), "converter": _CONVERTER}
+
+
+def require_unchanged(directory: Path, plan: LoadingPlan, header: BankHeader) -> None:
+    """Raises `CHECKPOINT_DAMAGED` if the files are no longer those that `header` was made of."""
+    if source_of(directory, plan) != header.source:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The files in {directory} changed while they were being prepared: try again once they are there.",
+        )
 
 
 class _GivenMemory(ExpertBank):

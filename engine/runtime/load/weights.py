@@ -26,6 +26,7 @@ from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision, dense_on_cards
 from engine.runtime.load.fill_bank import fill_bank
+from engine.runtime.load.kept_dense import KeptDense, kept_dense
 from engine.runtime.load.kept_experts import kept_experts
 from engine.runtime.load.library_conversion import LoadingPlan, load_rest
 from engine.runtime.load.prepare_bank import BankSource, prepare_bank, rebuild_record
@@ -69,12 +70,17 @@ def read_weights(
             source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
         )
         on_progress = progress.second
-    linears = _kept_linears(opened, decision, parts)
-    kept = parts.kept = kept_experts(opened, decision, parts.bank, parts.kernels)
+    linears = _stored_linears(opened, decision, parts)
+    kept = kept_experts(opened, decision, parts.bank, parts.kernels)
     if kept is not None:
+        parts.arriving.append(kept)
         plan = _without(plan, kept.names)
         on_progress = kept.counting(on_progress)
-    total = plan.nbytes + StoredLinears(opened).read_twice(linears)
+    dense = parts.kept_dense = kept_dense(opened, decision, parts.kernels)
+    if dense is not None:
+        parts.arriving.insert(0, dense.records)  # whose progress has that of the others in it
+        on_progress = dense.records.counting(on_progress)
+    total = plan.nbytes + StoredLinears(opened).read_twice(linears) - _read_apart(plan, dense)
     with TensorReader(on_progress, cancelled, total, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
             there = kept.read_into(parts.bank) if kept is not None else set()
@@ -88,7 +94,13 @@ def read_weights(
         _read_rest(opened, plan, decision, parts, reader, linears)
 
 
-def _kept_linears(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> list[str]:
+def _read_apart(plan: LoadingPlan, dense: KeptDense | None) -> int:
+    """Bytes of the checkpoint that need not be read, as what is made of them is there."""
+    names = dense.apart if dense is not None else set()
+    return sum(plan.renamed[name].nbytes for name in names)
+
+
+def _stored_linears(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> list[str]:
     """Names of the linear layers that are made of what the checkpoint stores."""
     if decision.precision != STORED:
         return []
@@ -115,9 +127,14 @@ def _read_rest(
     layers, model, places = decision.layers, opened.model, _places(decision)
     stored = StoredLinears(opened, reader) if decision.precision == STORED else None
     apart = stored.read_apart(kept) if stored is not None else set()
+    dense = parts.kept_dense
+    apart |= dense.apart if dense is not None else set()
     precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
     if precision is None:
         load_rest(model, plan, reader, layers.device_map(places), apart)
+        if dense is not None and parts.kernels is not None:
+            dense.take_place(model)
+            keep_linears(model, dense, parts.kernels)
         if kept and stored is not None and parts.kernels is not None:
             keep_linears(model, stored, parts.kernels)
         return

@@ -1,0 +1,132 @@
+"""A whole file in memory of our own, read on threads.  No torch here: reading begins before that is imported.
+
+What the page cache holds is copied from it, everything else is read past it: through it, each byte would take a page
+that is used once, and twice the processor's time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from engine.experts.direct_file import DirectFile
+from engine.experts.mapped_memory import map_in_huge_pages
+
+_PIECE = 8 * 2**20
+_READERS = 2
+"""Reads in flight.  A fresh page costs as much time of a core as reading it: more readers slow the imports down that
+they run beside, and gain nothing later."""
+_LESS_URGENT = 10
+"""Added to the readers' niceness: the imports take longer than reading does."""
+
+
+class FileImage:
+    """A file that is being read from its beginning; any thread may wait for a part of it.
+
+    Raises:
+        OSError: it cannot be opened.
+        MemoryError: the system refuses memory of its size.
+
+    Attributes:
+        path: of the file.
+        bytes: all of it, page-aligned; only what `wait_for` has waited for is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = DirectFile(path)
+        try:
+            self._status = os.fstat(self._file.descriptor)
+            size = self._status.st_size
+            mapped, skip = map_in_huge_pages(size)
+        except BaseException:
+            self._file.close()
+            raise
+        self.bytes = memoryview(mapped)[skip : skip + size]
+        self._pieces = -(-size // _PIECE)
+        self._begun = self._whole = 0
+        self._apart = set[int]()
+        self._changed = threading.Condition()
+        self._failure: OSError | None = None
+        self._threads = [
+            threading.Thread(target=self._read, name="file-image", daemon=True)
+            for _ in range(min(_READERS, self._pieces))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that are used so far."""
+        with self._changed:
+            return min((self._whole + len(self._apart)) * _PIECE, len(self.bytes))
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the file at this path still is the one that is read."""
+        try:
+            now = path.stat()
+        except OSError:
+            return False
+        return _identity(now) == _identity(self._status)
+
+    def wait_for(self, end: int) -> None:
+        """Until everything before the byte `end` is there.
+
+        Raises:
+            OSError: the disk cannot read it, the file has become shorter, or the image was closed.
+        """
+        with self._changed:
+            while self._whole * _PIECE < min(end, len(self.bytes)):
+                if self._failure is not None:
+                    raise self._failure
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Stops reading and closes the file.  Idempotent.  The memory lives as long as anything that refers to it."""
+        self._fail(OSError(0, "it is no longer read"))
+        for thread in self._threads:
+            thread.join()
+        self._file.close()
+
+    def _read(self) -> None:
+        if sys.platform == "linux":  # where this holds for a thread
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS_URGENT)
+        while (piece := self._next()) is not None:
+            begin = piece * _PIECE
+            target = self.bytes[begin : begin + _PIECE]
+            try:
+                cached = self._file.read_cached(begin, target)
+                if cached < len(target):
+                    self._file.read_into(begin + cached, target[cached:])
+            except EOFError:
+                self._fail(OSError(0, "the file is cut short"))
+            except OSError as error:
+                self._fail(error)
+            else:
+                self._there(piece)
+
+    def _next(self) -> int | None:
+        with self._changed:
+            if self._failure is not None or self._begun == self._pieces:
+                return None
+            self._begun += 1
+            return self._begun - 1
+
+    def _there(self, piece: int) -> None:
+        with self._changed:
+            self._apart.add(piece)
+            while self._whole in self._apart:
+                self._apart.remove(self._whole)
+                self._whole += 1
+            self._changed.notify_all()
+
+    def _fail(self, failure: OSError) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
