@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -16,12 +17,23 @@ from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
-from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, status_of, while_connected
+from engine.serving.service import (
+    Lines,
+    Service,
+    body_of,
+    event_line,
+    opened,
+    server_sent,
+    status_of,
+    while_connected,
+    with_pings,
+)
 from engine.serving.tools import ToolUse, read_tool, tool_use
 
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -35,16 +47,17 @@ _STOPS: dict[FinishReason, str] = {
 }
 
 
-def anthropic_error(error: EngineError | BadRequestError) -> Response:
-    """An error in Anthropic's form."""
+def anthropic_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
+    """An error in Anthropic's form, with a status that is its own or this."""
     if isinstance(error, BadRequestError):
         error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
-    return JSONResponse(error_body(error), status_of(error))
+    status = status or status_of(error)
+    return JSONResponse(error_body(error, status), status)
 
 
-def error_body(error: EngineError) -> dict[str, Any]:
+def error_body(error: EngineError, status: int | None = None) -> dict[str, Any]:
     """The same as JSON."""
-    kind = _KINDS.get(status_of(error), "api_error")
+    kind = _KINDS.get(status or status_of(error), "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
@@ -68,8 +81,9 @@ class _Anthropic:
         if not isinstance(body.get("max_tokens"), int):
             raise BadRequestError("has no max_tokens")
         if body.get("stream"):
-            return server_sent(await opened(request, self._stream(name, ask)))
-        answer = await while_connected(request, self._whole(name, ask))
+            lines = await opened(request, self._stream(name, ask, uses))
+            return server_sent(with_pings(lines, event_line({"type": "ping"}, "ping")))
+        answer = await while_connected(request, self._whole(name, ask, uses))
         return JSONResponse(answer.message())
 
     async def count_tokens(self, request: Request) -> Response:
@@ -102,14 +116,14 @@ class _Anthropic:
         )
         return name, asked
 
-    async def _whole(self, name: str, ask: Ask) -> _Answer:
-        answer = _Answer(name, ask)
+    async def _whole(self, name: str, ask: Ask, uses: ToolUse) -> _Answer:
+        answer = _Answer(name, ask, uses)
         async for event in self._service.events(ask):
             answer.take(event)
         return answer
 
-    async def _stream(self, name: str, ask: Ask) -> Lines:
-        answer, has_begun = _Answer(name, ask), False
+    async def _stream(self, name: str, ask: Ask, uses: ToolUse) -> Lines:
+        answer, has_begun = _Answer(name, ask, uses), False
         try:
             async for event in self._service.events(ask):
                 for line in answer.take(event):
@@ -124,8 +138,8 @@ class _Anthropic:
 class _Answer:
     """One answer: its blocks so far, and what to send for each event."""
 
-    def __init__(self, name: str, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, name: str, ask: Ask, uses: ToolUse) -> None:
+        self._ask, self._uses = ask, uses
         self._reader: ReplyReader | None = None
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {
@@ -149,7 +163,8 @@ class _Answer:
         """What a stream says of an event."""
         if isinstance(event, Began):
             is_call = self._ask.constraint is not None
-            self._reader = reply_reader(event.family, self._ask.tools, thinks=event.thinks, is_call=is_call)
+            tools, several = self._ask.tools, self._uses.is_parallel
+            self._reader = reply_reader(event.family, tools, thinks=event.thinks, is_call=is_call, several=several)
             begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
             return [{"type": "message_start", "message": {**begun, "usage": usage}}]
@@ -231,7 +246,8 @@ def _tools(body: Mapping[str, Any]) -> ToolUse:
     kinds = {"auto": "auto", "none": "none", "any": "required", "tool": "named"}
     if not isinstance(kind, str) or kind not in kinds:
         raise BadRequestError(f"has the tool_choice {str(kind)[:40]!r}; use auto, any, tool or none")
-    return tool_use(tools, kinds[kind], str(choice.get("name", "")))
+    use = tool_use(tools, kinds[kind], str(choice.get("name", "")))
+    return replace(use, is_parallel=not choice.get("disable_parallel_tool_use"))
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:

@@ -47,12 +47,20 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedChances:
-    """`Chances` with the tokens' texts."""
+class NamedToken:
+    """A token and how likely it was; `raw` are its bytes, which may be a part of a character only."""
 
     text: str
     logprob: float
-    likeliest: tuple[tuple[str, float], ...]
+    raw: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChances:
+    """`Chances` with the tokens' texts."""
+
+    token: NamedToken
+    likeliest: tuple[NamedToken, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from engine.serving.asking import (
     Ended,
     Event,
     NamedChances,
+    NamedToken,
     Refused,
     Said,
     State,
@@ -254,8 +255,12 @@ class Desk:
     def _named(self, chances: Chances) -> NamedChances:
         rows = self._rows
         assert rows is not None
-        likeliest = tuple((rows.token_text(token), value) for token, value in chances.likeliest)
-        return NamedChances(rows.token_text(chances.token_id), chances.logprob, likeliest)
+
+        def named(token: int, logprob: float) -> NamedToken:
+            return NamedToken(rows.token_text(token), logprob, tuple(rows.token_bytes(token)))
+
+        likeliest = tuple(named(token, value) for token, value in chances.likeliest)
+        return NamedChances(named(chances.token_id, chances.logprob), likeliest)
 
     def _ended(self, answer: BatchAnswer) -> None:
         with self.changed:

@@ -36,11 +36,11 @@ _OPTIONS = {
 }
 
 
-def ollama_error(error: EngineError | BadRequestError) -> Response:
-    """An error in Ollama's form."""
+def ollama_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
+    """An error in Ollama's form, with a status that is its own or this."""
     if isinstance(error, BadRequestError):
         error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
-    return JSONResponse({"error": error.message}, status_of(error))
+    return JSONResponse({"error": error.message}, status or status_of(error))
 
 
 def routes(service: Service) -> list[Route]:

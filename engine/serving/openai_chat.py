@@ -21,7 +21,7 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
-from engine.serving.asking import Ask, Began, Ended, NamedChances, Progress, Said
+from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
 from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import (
     Lines,
@@ -46,19 +46,23 @@ _FINISH: dict[FinishReason, str] = {
 }
 _CODES = {ErrorCode.MODEL_NOT_FOUND: "model_not_found", ErrorCode.PROMPT_TOO_LONG: "context_length_exceeded"}
 
+_KINDS = {401: "authentication_error", 403: "permission_error"}
 
-def openai_error(error: EngineError | BadRequestError) -> Response:
-    """An error in OpenAI's form."""
+
+def openai_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
+    """An error in OpenAI's form, with a status that is its own or this."""
     if isinstance(error, BadRequestError):
         error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
-    status = status_of(error)
-    return JSONResponse({"error": _error(error)}, status)
+    status = status or status_of(error)
+    return JSONResponse({"error": _error(error, status)}, status)
 
 
-def _error(error: EngineError) -> dict[str, Any]:
-    status = status_of(error)
+def _error(error: EngineError, status: int | None = None) -> dict[str, Any]:
+    status = status or status_of(error)
     kind = "invalid_request_error" if status < 429 else "rate_limit_error" if status == 429 else "server_error"
-    return {"message": error.message, "type": kind, "param": None, "code": _CODES.get(error.code)}
+    kind = _KINDS.get(status, kind)
+    code = "invalid_api_key" if status == 401 else _CODES.get(error.code)
+    return {"message": error.message, "type": kind, "param": None, "code": code}
 
 
 def routes(service: Service) -> list[Route]:
@@ -97,7 +101,8 @@ class _Wanted:
     def reader(self, began: Began) -> ReplyReader:
         """What takes one of its answers apart."""
         is_call = self.uses.constraint is not None
-        return reply_reader(began.family, self.uses.tools, thinks=began.thinks, is_call=is_call)
+        tools, several = self.uses.tools, self.uses.is_parallel
+        return reply_reader(began.family, tools, thinks=began.thinks, is_call=is_call, several=several)
 
 
 class _OpenAi:
@@ -245,7 +250,7 @@ class _Answer:
             if event.chances:
                 deltas = deltas or [_delta({"content": ""}) if self._wanted.is_chat else _text_delta("")]
                 deltas[0]["logprobs"] = self._logprobs(list(event.chances), self._named_characters)
-                self._named_characters += sum(len(each.text) for each in event.chances)
+                self._named_characters += sum(len(each.token.text) for each in event.chances)
             return deltas
         self.ended = event
         deltas = self._deltas(self._reader.end() if self._reader else [])
@@ -305,22 +310,21 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _logprob(chances: NamedChances) -> dict[str, Any]:
-    def entry(text: str, value: float) -> dict[str, Any]:
-        return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8"))}
+    def entry(token: NamedToken) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
 
-    likeliest = [entry(text, value) for text, value in chances.likeliest]
-    return {**entry(chances.text, chances.logprob), "top_logprobs": likeliest}
+    return {**entry(chances.token), "top_logprobs": [entry(token) for token in chances.likeliest]}
 
 
 def _completion_logprobs(chances: list[NamedChances], at: int) -> dict[str, Any]:
     offsets = []
     for each in chances:
         offsets.append(at)
-        at += len(each.text)
+        at += len(each.token.text)
     return {
-        "tokens": [each.text for each in chances],
-        "token_logprobs": [each.logprob for each in chances],
-        "top_logprobs": [dict(each.likeliest) for each in chances],
+        "tokens": [each.token.text for each in chances],
+        "token_logprobs": [each.token.logprob for each in chances],
+        "top_logprobs": [{token.text: token.logprob for token in each.likeliest} for each in chances],
         "text_offset": offsets,
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -105,7 +106,7 @@ class _Answer:
             "metadata": body.get("metadata") or {},
             "model": name,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": uses.is_parallel,
             "temperature": body.get("temperature"),
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
@@ -117,7 +118,8 @@ class _Answer:
         """What a stream says of an event."""
         if isinstance(event, Began):
             is_call = self._uses.constraint is not None
-            self._reader = reply_reader(event.family, self._uses.tools, thinks=event.thinks, is_call=is_call)
+            tools, several = self._uses.tools, self._uses.is_parallel
+            self._reader = reply_reader(event.family, tools, thinks=event.thinks, is_call=is_call, several=several)
             kinds = ("response.created", "response.in_progress")
             return [self._line(kind, response=dict(self.response)) for kind in kinds]
         if isinstance(event, Said):
@@ -241,7 +243,13 @@ def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
     if not isinstance(given, list) or not given:
         raise BadRequestError("has no input")
     for item in given:
-        messages += _turn(item)
+        for turn in _turn(item):
+            last = messages[-1] if messages else None
+            if turn.tool_calls and last is not None and last.role == "assistant":
+                # One turn of the model may be several items: what it says, and each of its calls.
+                messages[-1] = replace(last, tool_calls=(*last.tool_calls, *turn.tool_calls))
+            else:
+                messages.append(turn)
     return tuple(messages)
 
 

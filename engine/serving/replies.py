@@ -48,7 +48,9 @@ class ReplyReader(Protocol):
         ...
 
 
-def reply_reader(family: str, tools: tuple[Tool, ...], *, thinks: bool, is_call: bool) -> ReplyReader:
+def reply_reader(
+    family: str, tools: tuple[Tool, ...], *, thinks: bool, is_call: bool, several: bool = True
+) -> ReplyReader:
     """What takes apart an answer.
 
     Args:
@@ -56,7 +58,10 @@ def reply_reader(family: str, tools: tuple[Tool, ...], *, thinks: bool, is_call:
         tools: those that may be called; without any, marks of calls are text.
         thinks: whether the prompt has already opened the reasoning.
         is_call: the whole text is one call as JSON, because a call was required.
+        several: whether more than one call is wanted; later ones are left out if not.
     """
+    if not several:
+        return _FirstCall(reply_reader(family, tools, thinks=thinks, is_call=is_call))
     callable_ones = _Callable(tools)
     if is_call:
         return _OneCall(callable_ones)
@@ -82,6 +87,25 @@ class _Callable:
         if not calls or not {name for name, _ in calls} <= self._schemas.keys():
             return []
         return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments) for name, arguments in calls]
+
+
+class _FirstCall:
+    def __init__(self, reader: ReplyReader) -> None:
+        self._reader, self._has_called = reader, False
+
+    def feed(self, text: str) -> list[Part]:
+        return self._without_later(self._reader.feed(text))
+
+    def end(self) -> list[Part]:
+        return self._without_later(self._reader.end())
+
+    def _without_later(self, parts: list[Part]) -> list[Part]:
+        kept = []
+        for part in parts:
+            if not (self._has_called and isinstance(part, ToolCall)):
+                kept.append(part)
+            self._has_called = self._has_called or isinstance(part, ToolCall)
+        return kept
 
 
 class _OneCall:

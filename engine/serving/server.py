@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from starlette.applications import Starlette
@@ -92,7 +92,13 @@ def make_app(service: Service, address: Address, on_served: Callable[[Served], N
     return Noted(guarded, on_served) if on_served is not None else guarded
 
 
-def _shape_for(scope: Scope) -> Callable[[EngineError | BadRequestError], Response]:
+class ErrorShape(Protocol):
+    """How an interface writes an error; the status is the error's own, unless another is given."""
+
+    def __call__(self, error: EngineError | BadRequestError, status: int | None = None) -> Response: ...
+
+
+def _shape_for(scope: Scope) -> ErrorShape:
     """How the interface of a path writes errors."""
     path = str(scope.get("path", ""))
     if path.startswith("/v1/messages"):
@@ -126,14 +132,12 @@ class _Guard:
             return
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        if refusal := self._refusal(scope, headers, origin):
-            await refusal(scope, receive, send)
+        app: ASGIApp = self._refusal(scope, headers, origin) or self._app
+        if origin is None or not self._allows(origin, headers):
+            await app(scope, receive, send)
             return
-        if origin is None:
-            await self._app(scope, receive, send)
-            return
-        allowed = {"access-control-allow-origin": origin, "vary": "origin"}
-        if scope["method"] == "OPTIONS":
+        allowed = {"access-control-allow-origin": origin, "vary": "origin"}  # so that a page can read refusals too
+        if scope["method"] == "OPTIONS" and app is self._app:
             # `*` stands for all headers but this one.
             headers_allowed = "Authorization, *"
             allowed |= {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": headers_allowed}
@@ -146,16 +150,20 @@ class _Guard:
                 message = {**message, "headers": [*message["headers"], *more]}
             await send(message)
 
-        await self._app(scope, receive, send_allowed)
+        await app(scope, receive, send_allowed)
+
+    def _allows(self, origin: str, headers: dict[str, str]) -> bool:
+        """Whether a page from there may ask: one that was named, or one of this server's own name."""
+        return origin in self._address.origins or _name_in(origin.split("://")[-1]) == _host_in(headers)
 
     def _refusal(self, scope: Scope, headers: dict[str, str], origin: str | None) -> Response | None:
         shape = _shape_for(scope)
-        host = _name_in(headers.get("host", ""))
+        host = _host_in(headers)
         address = self._address
         # A web page can make a browser call this server by a name of its own, and would then read the answers.
         if address.is_local and host not in (*_LOCAL_NAMES, address.host, *address.names):
             return _with_status(shape, 403, f"The server does not answer to the name {host[:80]!r}: use 127.0.0.1.")
-        if origin is not None and origin not in address.origins and _name_in(origin.split("://")[-1]) != host:
+        if origin is not None and not self._allows(origin, headers):
             return _with_status(shape, 403, "Web pages may not use this server: name them with --origin.")
         if address.key and scope["method"] != "OPTIONS":
             scheme, _, token = headers.get("authorization", "").strip().partition(" ")
@@ -165,10 +173,12 @@ class _Guard:
         return None
 
 
-def _with_status(shape: Callable[[EngineError | BadRequestError], Response], status: int, message: str) -> Response:
-    response = shape(EngineError(ErrorCode.INVALID_REQUEST, message))
-    response.status_code = status
-    return response
+def _with_status(shape: ErrorShape, status: int, message: str) -> Response:
+    return shape(EngineError(ErrorCode.INVALID_REQUEST, message), status)
+
+
+def _host_in(headers: dict[str, str]) -> str:
+    return _name_in(headers.get("host", ""))
 
 
 def _name_in(host: str) -> str:

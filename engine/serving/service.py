@@ -25,6 +25,9 @@ from engine.serving.exchange import current_exchange
 
 MOST_BODY_BYTES = 32 * 2**20
 SLOWEST_BODY_S = 60.0
+_LARGE_BODY_BYTES = 2**16
+PING_S = 10.0
+"""A stream of events in which nothing has happened for so long says that it is still there."""
 SLOWEST_READER_S = 60.0
 """A client that takes nothing of a stream for so long is gone."""
 _LISTING_S = 3.0
@@ -204,6 +207,11 @@ async def body_of(request: Request) -> dict[str, Any]:
         raise BadRequestError(f"did not arrive within {SLOWEST_BODY_S:.0f} seconds") from None
     except ClientDisconnect:
         raise ClientGoneError from None
+    # A large one would keep all others waiting while it is read.
+    return await on_a_thread(lambda: _parsed(data)) if len(data) > _LARGE_BODY_BYTES else _parsed(data)
+
+
+def _parsed(data: bytearray) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
         body = parse_json(text, deepest=DEEPEST)
@@ -289,6 +297,36 @@ def event_line(data: Any, name: str = "") -> str:
     return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
+async def with_pings(lines: Lines, ping: str) -> Lines:
+    """The same lines, with a ping after the first, and whenever none comes for `PING_S`."""
+    coming = asyncio.ensure_future(anext(lines, None))
+    is_first = True
+    try:
+        while True:
+            done, _pending = await asyncio.wait({coming}, timeout=PING_S)
+            if not done:
+                yield ping
+                continue
+            line = coming.result()
+            if line is None:
+                return
+            yield line
+            if is_first:
+                yield ping
+            is_first = False
+            coming = asyncio.ensure_future(anext(lines, None))
+    finally:
+        coming.cancel()
+        await asyncio.gather(coming, return_exceptions=True)
+        await _closed(lines)
+
+
+async def _closed(lines: Lines) -> None:
+    close: Callable[[], Awaitable[None]] | None = getattr(lines, "aclose", None)
+    if close is not None:
+        await close()
+
+
 async def opened(request: Request, lines: Lines) -> Lines:
     """The same lines, after the first of them exists: what is refused at once can still be answered with a status.
 
@@ -304,8 +342,6 @@ async def opened(request: Request, lines: Lines) -> Lines:
             async for line in lines:
                 yield line
         finally:
-            close: Callable[[], Awaitable[None]] | None = getattr(lines, "aclose", None)
-            if close is not None:
-                await close()
+            await _closed(lines)
 
     return again()

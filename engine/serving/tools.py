@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.batch_files.openai_requests import BadRequestError
@@ -16,10 +16,11 @@ MOST_TOOLS = 128
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What may be called; with a `constraint` the whole answer is one call."""
+    """What may be called; with a `constraint` the whole answer is one call; several, if `is_parallel`."""
 
     tools: tuple[Tool, ...] = ()
     constraint: Constraint | None = None
+    is_parallel: bool = True
 
 
 def read_tool(name: Any, description: Any, parameters: Any) -> Tool:
@@ -106,6 +107,10 @@ def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> ToolUse:
             kind = entry.get("type") if isinstance(entry, Mapping) else entry
             raise BadRequestError(f"offers a tool of the type {str(kind)[:40]!r}; only functions can be called")
         tools.append(read_tool(function.get("name"), function.get("description"), function.get("parameters")))
+    return replace(_chosen(tools, body, flat=flat), is_parallel=body.get("parallel_tool_calls") is not False)
+
+
+def _chosen(tools: list[Tool], body: Mapping[str, Any], *, flat: bool) -> ToolUse:
     choice = body.get("tool_choice") or "auto"
     if isinstance(choice, Mapping):
         function = choice if flat else choice.get("function")

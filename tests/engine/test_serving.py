@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from engine.serving.by_name import DeskByName
 from engine.serving.link import DeskLink, EngineLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service, together
-from tests.engine.loaded_tiny import as_loaded, tiny_loaded
+from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
+from tests.engine.tiny_tokenizer import TEMPLATE
 from tests.scripted_desk import ScriptedDesk
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -52,6 +53,8 @@ TOOL = {
 class TinyEngine:
     """An engine whose models are made in memory; a model named `broken` cannot be loaded."""
 
+    template = "{% for tool in tools or [] %}{{ tool['function']['name'] }} {% endfor %}" + TEMPLATE
+
     def __init__(self) -> None:
         self.loaded: LoadedModel | None = None
         self.loads: list[str] = []
@@ -66,7 +69,7 @@ class TinyEngine:
         self.loaded = None
         if path.name == "broken":
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There is no room for it.")
-        self.loaded = tiny_loaded(path.name)
+        self.loaded = replace(tiny_loaded(path.name), tokenizer=tiny_tokenizer(self.template))
 
     def default_sampling(self) -> SamplingParams:
         return SamplingParams()
@@ -425,6 +428,87 @@ def test_a_later_request_must_arrive_in_time_too(monkeypatch: pytest.MonkeyPatch
         with contextlib.suppress(ConnectionError):
             while caller.recv(1000):
                 pass
+
+
+def test_a_model_that_never_sees_tools_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TinyEngine, "template", TEMPLATE)
+    with serving() as running:
+        for fields in ({}, {"tool_choice": "required"}):
+            answer = running.chat(tools=[TOOL], **fields)
+            assert (answer.status_code, "no place for tools" in answer.text) == (400, True)
+        assert running.chat(tools=[TOOL], tool_choice="none").status_code == 200
+
+
+def test_each_interface_says_in_its_own_words_that_a_key_is_wrong() -> None:
+    with serving(Address(port=0, key="secret key", origins=("http://page.example",))) as running:
+        kinds = {}
+        for path in ("/v1/chat/completions", "/v1/messages", "/api/chat"):
+            page = {"origin": "http://page.example"}
+            answer = running.post(path, {"messages": HELLO}, headers=page)
+            assert answer.status_code == 401
+            assert (
+                answer.headers["access-control-allow-origin"] == "http://page.example"
+            )  # so that the page can read it
+            error = answer.json()["error"]
+            kinds[path] = error["type"] if isinstance(error, dict) else ""
+        assert kinds == {
+            "/v1/chat/completions": "authentication_error",
+            "/v1/messages": "authentication_error",
+            "/api/chat": "",
+        }
+        assert running.chat().json()["error"]["code"] == "invalid_api_key"
+        other = running.post("/v1/messages", {}, headers={"origin": "http://evil.example"})
+        assert (other.status_code, other.json()["error"]["type"]) == (403, "permission_error")
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.serving.service.PING_S", 0.02)
+    desk = ScriptedDesk(ends=False)
+    server = Server(Service(desk, made_up_models()), Address(port=0))
+    url, pings = f"http://127.0.0.1:{server.start()}", 0
+    try:
+        asked = {"messages": HELLO, "max_tokens": 5, "stream": True}
+        with httpx2.stream("POST", f"{url}/v1/messages", json=asked, timeout=20) as answer:
+            for line in answer.iter_lines():
+                pings += line == "event: ping"
+                if pings == 3:
+                    break
+        _until(desk.tickets[0].is_cancelled)
+    finally:
+        server.stop()
+
+
+def test_likely_parts_of_characters_are_given_as_bytes(running: Running) -> None:
+    text = "\u00e4" * 6
+    asked = {"messages": HELLO, "max_tokens": 20, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": text}}}
+    answer = running.post("/v1/chat/completions", {**asked, "response_format": form}).json()["choices"][0]
+    joined = bytes(byte for token in answer["logprobs"]["content"] for byte in token["bytes"])
+    assert joined.decode() == answer["message"]["content"]
+    assert text in joined.decode()
+
+
+def test_a_turn_of_several_calls_is_one_turn(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    ask = running.desk.ask
+    monkeypatch.setattr(running.desk, "ask", lambda asked, on_event: (seen.append(asked), ask(asked, on_event))[1])
+    calls = [
+        {"type": "function_call", "call_id": name, "name": "weather", "arguments": "{}"} for name in ("one", "two")
+    ]
+    results = [{"type": "function_call_output", "call_id": name, "output": "rain"} for name in ("one", "two")]
+    body = {"input": [{"role": "user", "content": "Hi"}, *calls, *results], "max_output_tokens": 2}
+    answer = running.post("/v1/responses", {**body, "parallel_tool_calls": False})
+    assert (answer.status_code, answer.json()["parallel_tool_calls"]) == (200, False)
+    turns = seen[0].messages
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool", "tool"]
+    assert [call.id for call in turns[1].tool_calls] == ["one", "two"]
+
+
+def test_large_bodies_are_read_beside_the_others(running: Running) -> None:
+    large = running.post("/v1/messages", {"max_tokens": 1, "messages": HELLO, "metadata": {"x": "y" * 2**20}})
+    assert large.status_code == 200
+    assert httpx2.post(f"{running.url}/v1/messages", content=b"{" + b" " * 2**20, timeout=20).status_code == 400
 
 
 def test_who_may_ask() -> None:

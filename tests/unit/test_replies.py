@@ -240,6 +240,13 @@ def test_reasoning_that_the_prompt_opened_ends_at_its_mark() -> None:
     assert _parts(["I wonder", "</th", "ink>\n\nYes."], thinks=True) == [Thought("I wonder"), Spoken("Yes.")]
 
 
+def test_of_several_calls_only_the_first_is_kept_if_one_is_wanted() -> None:
+    reader = reply_reader("qwen3_moe", (WEATHER,), thinks=False, is_call=False, several=False)
+    parts = [*reader.feed(TEXTS[4]), *reader.feed("done"), *reader.end()]
+    assert len([part for part in parts if isinstance(part, ToolCall)]) == 1
+    assert parts[-1] == Spoken("done")
+
+
 def test_a_required_call_is_the_whole_text() -> None:
     text = '{"name":"weather","arguments":{"city":"Rome"}}'
     assert _parts([text[:9], text[9:]], is_call=True) == [ToolCall("", "weather", '{"city": "Rome"}')]

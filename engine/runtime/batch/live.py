@@ -15,6 +15,7 @@ from engine.runtime.batch.request import AnswerCallback, BatchOutcome, BatchRequ
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
+from engine.runtime.decode.token_bytes import token_bytes
 from engine.runtime.load.tokenizer import token_id
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ class LiveRows:
     def token_text(self, token: int) -> str:
         """What a token stands for."""
         return str(self._loaded.tokenizer.decode([token]))
+
+    def token_bytes(self, token: int) -> bytes:
+        """What it adds to the text."""
+        return token_bytes(self._loaded.tokenizer, token)
 
     def control_tokens_in(self, marks: tuple[str, ...]) -> tuple[int, ...]:
         """The special tokens of the vocabulary of which these marks are made."""

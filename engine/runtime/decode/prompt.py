@@ -51,6 +51,12 @@ def chat_prompt(
     """
     if not messages:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no message to answer: write one first.")
+    if tools and not takes_tools(tokenizer):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            "This model's chat template has no place for tools, so that it would never see them: ask without tools, or "
+            "use a model that can call them.",
+        )
     messages = [replace(message, content=encodable(message.content)) for message in messages]
     if tokenizer.chat_template is None and not knows_chatml(tokenizer):
         return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
@@ -75,6 +81,13 @@ def chat_prompt(
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
     return encode(tokenizer, text, special=False, cancelled=cancelled)
+
+
+def takes_tools(tokenizer: Any) -> bool:
+    """Whether its chat template tells the model which tools it may call."""
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, dict) else (template or "",)
+    return any("tools" in text for text in texts)
 
 
 def encode(tokenizer: Any, text: str, *, special: bool, cancelled: CancelCheck = never_cancelled) -> list[int]:
