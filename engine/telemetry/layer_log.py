@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,12 +68,34 @@ class LoggedLayers:
     counts: Ids
 
 
+class _Named(NamedTuple):
+    """What addresses in order stand for: the number of a layer, and whether it is its experts."""
+
+    addresses: NDArray[np.uint64]
+    layers: Ids
+    experts: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, layers: dict[int, tuple[int, bool]]) -> _Named:
+        rows = sorted((which, layer, experts) for which, (layer, experts) in layers.items())
+        rows.append((2**64 - 1, -1, False))  # so that there is a place after the last one
+        addresses, numbers, experts = zip(*rows, strict=True)
+        return cls(np.array(addresses, np.uint64), np.array(numbers, np.int64), np.array(experts, np.bool_))
+
+    def of_stamps(self, which: NDArray[np.uint64]) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
+        """(layer, whether these are experts, whether it is known at all), each [n]."""
+        place = np.searchsorted(self.addresses, which)
+        known = (self.addresses[place] == which) & (self.layers[place] >= 0)
+        return np.where(known, self.layers[place], -1), self.experts[place] & known, known
+
+
 class LayerLog:
     """Whose the stamps of a source are: one thread runs the steps, one collects."""
 
     def __init__(self) -> None:
         self._source: StampSource | None = None
         self._layers: dict[int, tuple[int, bool]] = {}
+        self._named: _Named | None = None
         self._ends: deque[tuple[int, int, int, int]] = deque()  # no more than there are stamps
         self._marked = self._chosen = self._dropped = 0
         self._on = False
@@ -88,7 +110,9 @@ class LayerLog:
 
     def name(self, which: int, layer: int, has_experts: bool) -> None:
         """What is stamped with the address `which`: a layer's experts, or its attention."""
-        self._layers[which] = layer, has_experts
+        with self._taking:
+            self._layers[which] = layer, has_experts
+            self._named = None
 
     def switch(self, on: bool) -> None:
         """Lets the source stamp, or not."""
@@ -140,9 +164,12 @@ class LayerLog:
             until, *of_step = np.array(ends, np.int64).T
             begin = self._source.taken
             stamps, chosen = self._source.take(int(until[-1]) - begin)
-            which_step = np.searchsorted(until, np.arange(begin, begin + len(stamps)), side="right")
+            if self._named is None:
+                self._named = _Named.of(self._layers)
+            named = self._named
+        which_step = np.searchsorted(until, np.arange(begin, begin + len(stamps)), side="right")
         request, step, lane = (column[which_step] for column in of_step)
-        layer, is_experts, is_known = self._named(stamps["which"])
+        layer, is_experts, is_known = named.of_stamps(stamps["which"])
         spans = np.zeros(len(stamps), SPAN)
         spans["start_ns"], spans["end_ns"] = stamps["begun_ns"], stamps["ended_ns"]
         spans["layer"], spans["request"], spans["step"], spans["expert"] = layer, request, step, -1
@@ -153,13 +180,3 @@ class LayerLog:
         uses = chosen[np.repeat(is_experts, counts)].astype(np.int64)
         timed = spans[is_known & (spans["lane"] >= 0)]
         return LoggedLayers(timed, step[is_experts], layer[is_experts], uses, counts[is_experts])
-
-    def _named(self, which: NDArray[np.uint64]) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
-        """(layer, whether these are experts, whether it is known at all), each [n]."""
-        names = dict(self._layers)
-        addresses, place = np.unique(which, return_inverse=True)
-        known = [names.get(int(address)) for address in addresses]
-        layers = np.array([-1 if name is None else name[0] for name in known], np.int64)
-        experts = np.array([name is not None and name[1] for name in known], np.bool_)
-        found = np.array([name is not None for name in known], np.bool_)
-        return layers[place], experts[place], found[place]

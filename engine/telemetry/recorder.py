@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.telemetry.device_work import DeviceWork, QueuedWork
 from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE, REQUESTS
@@ -353,17 +354,18 @@ def as_records(entries: Iterable[tuple[int, ...]], fields: tuple[str, ...], dtyp
     Integers out of a field's range are clamped: a bad value costs one number, not all records.
     """
     columns = np.fromiter(chain.from_iterable(entries), np.int64).reshape(-1, len(fields))
+    columns = columns.clip(*_limits(fields, dtype))
     records = np.empty(len(columns), dtype)
-    for number, (field, limits) in enumerate(zip(fields, _limits(fields, dtype), strict=True)):
-        records[field] = columns[:, number] if limits is None else columns[:, number].clip(*limits)
+    for number, field in enumerate(fields):
+        records[field] = columns[:, number]
     return records
 
 
 @functools.cache
-def _limits(fields: tuple[str, ...], dtype: np.dtype[Any]) -> list[tuple[int, int] | None]:
-    """The range of each field; None for fields that hold any value."""
+def _limits(fields: tuple[str, ...], dtype: np.dtype[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The least and the greatest number that each field holds, [fields]."""
     kinds = [np.iinfo(dtype[field]) for field in fields]
-    return [None if kind.bits == 64 else (int(kind.min), int(kind.max)) for kind in kinds]
+    return np.array([kind.min for kind in kinds], np.int64), np.array([kind.max for kind in kinds], np.int64)
 
 
 def seconds_ns(moment_s: float) -> int:
