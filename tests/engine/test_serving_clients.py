@@ -1,7 +1,8 @@
 """Clients at large: a thousand that misbehave, and programs that people use, where they are installed.
 
 `SWITCHYARD_CLIENTS` names a folder with an environment of Python (`bin/python`) that has litellm (with mcp, for tools),
-langchain-openai and llm, and `SWITCHYARD_NODE` one with `node_modules` that has `openai`, `ai` and `@ai-sdk/openai-compatible`.
+langchain-openai and llm, and `SWITCHYARD_NODE` one with `node_modules` that has `openai`, `ai` and
+`@ai-sdk/openai-compatible`.
 """
 
 from __future__ import annotations
