@@ -23,6 +23,8 @@ MOST_SERVED = 200
 """How many requests the window remembers."""
 READ_BYTES = 16 * 1024
 STOP_MS = 4000
+CLOSE_MS = 1500
+"""The window closes: streams that are under way are not waited for."""
 _KEY_NAME = "key for other programs"
 _KEY_BYTES = 24
 LOCAL, ANYWHERE = "127.0.0.1", "0.0.0.0"
@@ -136,9 +138,10 @@ class ApiServer(QObject):
         process, self._process, self._asked_for = self._process, None, None
         if process is not None:
             process.closeWriteChannel()
-            if not process.waitForFinished(STOP_MS):
+            if not process.waitForFinished(CLOSE_MS):
                 process.kill()
                 process.waitForFinished(STOP_MS)
+                forget_link(self._link)
 
     # --- the process ------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
+from engine.runtime.decode.token_bytes import token_bytes
 from tests.engine.loaded_tiny import tiny_tokenizer
 
 
@@ -107,3 +108,22 @@ def test_the_window_stays_short() -> None:
 @pytest.mark.parametrize("special", [0, 1, 2])
 def test_special_tokens_are_silent(special: int) -> None:
     assert "".join(stream(tiny_tokenizer(), [special] * 50)) == ""
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), SENTENCEPIECE])
+def test_marks_that_are_shown_stand_between_the_texts_around_them(tokenizer: Any) -> None:
+    hello = list(tokenizer("Hello world", add_special_tokens=False)["input_ids"])
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=(1,))
+    ids = [*hello, 1, *hello, 2, 1]
+    text = "".join([*(detokenizer.feed(index) for index in ids), detokenizer.flush()])
+    mark, plain = str(tokenizer.convert_ids_to_tokens(1)), decode_text(tokenizer, hello)
+    assert [part.strip() for part in text.split(mark)] == [plain, plain, ""]
+
+
+@pytest.mark.parametrize("tokenizer", [tiny_tokenizer(), SENTENCEPIECE])
+def test_the_bytes_of_tokens_join_to_their_text(tokenizer: Any) -> None:
+    text = "Grüezi, 世界 \U0001f600"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    joined = b"".join(token_bytes(tokenizer, index) for index in ids).decode()
+    assert joined.replace(" ", "") == text.replace(" ", "")  # SentencePiece decodes a single word without its space
+    assert token_bytes(tokenizer, ids[-1]) == text.encode()[-1:]
