@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from engine.families.family import Family, FastPath
 from engine.families.gguf import ENDS, FEED_FORWARD, NORMS, ROTATED_ATTENTION, Gguf
+from engine.families.replies import LLAMA
 
 FAMILY = Family(
+    replies=LLAMA,
     packs_rows=True,
     fast_path=FastPath(
         model="LlamaForCausalLM",

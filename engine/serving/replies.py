@@ -70,8 +70,8 @@ def reply_reader(
 
 
 def form_of(family: str) -> ReplyForm:
-    """The form in which this `model_type` answers."""
-    return family_of(family).replies or COMMON
+    """The form in which this `model_type` answers; one that also sees pictures has its text part's."""
+    return family_of(family).replies or family_of(f"{family}_text").replies or COMMON
 
 
 class _Callable:

@@ -92,6 +92,17 @@ FORMS = {
         '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
         '</invoke>\n<invoke name="weather">\n<parameter name="city">007</parameter>\n</invoke>\n</minimax:tool_call>',
     ),
+    "llama 3.1": (
+        "llama",
+        'Let me see.<|python_tag|>[{"name": "weather", "parameters": {"city": "Rome", "days": 3}}, '
+        '{"name": "weather", "parameters": {"city": "007"}}]',
+    ),
+    "qwen3.5 that sees": (
+        "qwen3_5_moe",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n"
+        "</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=weather>\n<parameter=city>\n007\n</parameter>\n</function>\n</tool_call>",
+    ),
     "llama 4": ("llama4", '[weather(city="Rome", days=3), weather(city="007")]'),
     "llama 4, marked": ("llama4", 'Let me see.<|python_start|>[weather(city="Rome", days=3), weather(city="007")]'),
     "gemma 4": (

@@ -78,7 +78,15 @@ GRANITE = ReplyForm(
     calls=(CallForm("<|tool_call|>", "", json_calls), _TOOL_CALL), left_out=("<response>", "</response>")
 )
 LFM = ReplyForm(calls=(CallForm("<|tool_call_start|>", "<|tool_call_end|>", python_calls),))
-LLAMA = ReplyForm(calls=(CallForm("<|python_start|>", "<|python_end|>", python_calls),), bare=python_calls)
+LLAMA = ReplyForm(
+    calls=(
+        CallForm("<|python_start|>", "<|python_end|>", python_calls),
+        CallForm("<|python_tag|>", "", python_calls),
+        _TOOL_CALL,
+    ),
+    bare=python_calls,
+)
+"""Llama 3.1 and later; `<tool_call>` is what many models made from them were taught."""
 GEMMA = ReplyForm(
     thoughts=(("<|channel>thought\n", "<channel|>"),), calls=(CallForm("<|tool_call>", "<tool_call|>", braced_calls),)
 )
@@ -91,5 +99,7 @@ DEEPSEEK = ReplyForm(
     ),
     left_out=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
-COMMON = ReplyForm(calls=(_TOOL_CALL, *LFM.calls, *MISTRAL.calls))
+COMMON = ReplyForm(
+    thoughts=(("<think>", "</think>"), ("[THINK]", "[/THINK]")), calls=(_TOOL_CALL, *LFM.calls, *MISTRAL.calls)
+)
 """For families without a form of their own: what fine-tuned models of any family write."""
