@@ -64,7 +64,7 @@ def critical_path(spans: Records, start_ns: int, end_ns: int) -> list[PathSegmen
     Backwards from the end: the last span to end was waited for, and its own dependency ended before it began. Work for
     later (post-fetches, prefetches) is never waited for.
     """
-    waited = (spans["lane"] != PHASE) & (spans["lane"] != REQUESTS) & ~np.isin(spans["name"], list(FOR_LATER))
+    waited = (spans["lane"] != PHASE) & (spans["lane"] < REQUESTS) & ~np.isin(spans["name"], list(FOR_LATER))
     inside = waited & (spans["end_ns"] > start_ns) & (spans["start_ns"] < end_ns)
     numbers = np.flatnonzero(inside)
     order = np.argsort(spans["end_ns"][numbers], kind="stable")

@@ -10,9 +10,10 @@ import re
 from engine.planner.simulator.timeline import LANES
 
 PHASE, GPU, H2D, D2H, CPU_EXPERTS, CPU_ATTENTION, DISK, SMALL_COPY = range(len(LANES))
-REQUESTS = len(LANES)
-"""What requests are doing: no work, so that nothing waits for it, and the simulator has none."""
-ALL_LANES = (*LANES, "requests")
+REQUESTS, SWEEPS = len(LANES), len(LANES) + 1
+"""What requests are doing, and what each sweep through the layers was made of: no work of their own, so that nothing
+waits for it, and the simulator has none."""
+ALL_LANES = (*LANES, "requests", "sweeps")
 
 NAMES = (
     "prefill",  # phase: a chunk of a prompt
@@ -38,8 +39,8 @@ NAMES = (
     "keys and values",  # of a batch, between RAM and a device
     "graph",  # a captured segment of a step: `count` layers, maybe with experts and head; opaque inside
     "queued",  # a request that waits
-    "reading",  # its prompt of `count` tokens is read
-    "writing",  # its answer: `count` tokens
+    "reading",  # its prompt of `count` tokens is read; in a sweep, so many tokens of prompts
+    "writing",  # its answer: `count` tokens; in a sweep, so many tokens of answers
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 

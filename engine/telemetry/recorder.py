@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.telemetry.device_work import DeviceWork, QueuedWork
-from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE, REQUESTS
+from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE, READING, REQUESTS, SWEEPS, WRITING
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
@@ -240,6 +240,13 @@ class Recorder:
     def request_did(self, name: int, start_ns: int, end_ns: int, request: int, tokens: int) -> None:
         """Records what a request did; `request` is of the requests' own numbers."""
         self._mine.ring.append((REQUESTS, name, start_ns, end_ns, -1, -1, 0, tokens, 0, request, -1))
+
+    def swept(self, start_ns: int, written: int, read: int) -> None:
+        """Records what a sweep that ends now was made of: tokens of answers, and of prompts."""
+        end_ns = time.perf_counter_ns()
+        for name, tokens in ((WRITING, written), (READING, read)):
+            if tokens:
+                self.span(SWEEPS, name, start_ns, end_ns, layer=-1, count=tokens)
 
     def event(
         self,

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from engine.common.files import NewFile
-from engine.telemetry.lanes import ALL_LANES, GRAPH, PHASE, REQUESTS, lane_name, span_name
+from engine.telemetry.lanes import ALL_LANES, GRAPH, PHASE, REQUESTS, SWEEPS, lane_name, span_name
 from engine.telemetry.recorder import RECORDER, Recorder
 from engine.telemetry.records import COUNTERS, Records, no_spans, no_steps
 
@@ -120,7 +120,7 @@ def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[
 def _args(span: np.void) -> dict[str, int]:
     fields = ("request", "step", "layer", "expert")
     shown = {field: int(span[field]) for field in fields if span[field] >= 0}
-    amount = "tokens" if span["lane"] in (PHASE, REQUESTS) else "layers" if span["name"] == GRAPH else "experts"
+    amount = "tokens" if span["lane"] in (PHASE, REQUESTS, SWEEPS) else "layers" if span["name"] == GRAPH else "experts"
     shown |= {amount: int(span["count"])} if span["count"] > 1 else {}
     return shown | ({"bytes": int(span["nbytes"])} if span["nbytes"] else {})
 

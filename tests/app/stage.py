@@ -50,7 +50,7 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.serving.front_messages import Outcome, Served
-from engine.telemetry.lanes import QUEUED, READING, WRITING
+from engine.telemetry.lanes import QUEUED, READING, SWEEPS, WRITING
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
@@ -385,6 +385,12 @@ def _monitor_requests(stage: Stage) -> None:
         recorder.request_did(QUEUED, begins, reads, number, 0)
         recorder.request_did(READING, reads, writes, number, 400 + 700 * number)
         recorder.request_did(WRITING, writes, ends, number, 180)
+    sweeps = history.end_ns - 37 * second
+    for number in range(130):
+        recorder.span(SWEEPS, WRITING, sweeps, sweeps + second // 4, layer=-1, count=1 + number % 70 // 16)
+        if number % 9 < 3:
+            recorder.span(SWEEPS, READING, sweeps, sweeps + second // 4, layer=-1, count=9 - number % 9)
+        sweeps += second // 4
     history.add_spans(recorder.take_spans())
     stage.monitor.findChild(TimelineView).refresh()
 

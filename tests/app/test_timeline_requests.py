@@ -58,6 +58,24 @@ def test_the_lane_counts_who_writes_reads_and_waits() -> None:
     assert len(copied.requests_between(0, 10 * S)) == len(TWO)
 
 
+def test_sweeps_say_what_they_were_made_of(qapp: object) -> None:
+    recorder = Recorder()
+    recorder.start()
+    recorder.swept(0, 8, 480)
+    recorder.swept(0, 3, 0)
+    spans = recorder.take_spans()
+    assert spans["count"].tolist() == [8, 480, 3]
+    spans["start_ns"], spans["end_ns"] = (0, 0, S), (S, S, 2 * S)
+    history = History()
+    history.add_spans(spans)
+    lane = next(lane for lane in lanes_of(history, machine=False) if lane.key == "sweeps")
+    data = read_lane(lane, history, Viewport(0, 2 * S, 2), {})
+    assert reading(lane, data, 0) == "8/s written, 480/s read"
+    assert reading(lane, data, 1) == "3/s written"
+    rows = read_rows([lane], lane_areas([lane], 900, 300, QFont()), history, Viewport(0, 2 * S, 700), {})
+    assert rows[0].blocks is not None
+
+
 def test_rows_are_drawn_where_there_is_room_else_their_number(qapp: object) -> None:
     history = History()
     history.add_spans(TWO)

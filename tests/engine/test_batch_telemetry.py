@@ -17,7 +17,7 @@ from engine.planner.schedules import CGOPIPE, SCHEDULES, Schedule
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.policy import BatchPolicy
 from engine.telemetry.analysis import waiting
-from engine.telemetry.lanes import BATCH_STEP, CPU_ATTENTION, CPU_EXPERTS, D2H, H2D, PHASE, SMALL_COPY
+from engine.telemetry.lanes import BATCH_STEP, CPU_ATTENTION, CPU_EXPERTS, D2H, H2D, PHASE, SMALL_COPY, SWEEPS
 from engine.telemetry.records import Records
 from engine.telemetry.trace_export import trace_events
 from tests.engine.on_devices import opened
@@ -109,8 +109,9 @@ def test_sweeps_on_the_cpu(checkpoint: Path, rows: int) -> None:
     with opened(checkpoint, 0) as model:
         collection, _ = recorded_batch(model, LENGTHS, policy(None, rows))
     check_steps(collection.spans, collection.steps)
-    assert {int(lane) for lane in np.unique(collection.spans["lane"])} == {PHASE, CPU_EXPERTS, CPU_ATTENTION}
+    assert {int(lane) for lane in np.unique(collection.spans["lane"])} == {PHASE, CPU_EXPERTS, CPU_ATTENTION, SWEEPS}
     sweeps = collection.steps[collection.steps["name"] == BATCH_STEP]
     # Each token uses two experts in each of three layers, however many rows share a step.
     assert (sweeps["on_cpu"] + sweeps["prefill_on_cpu"] == 2 * 3 * sweeps["tokens"]).all()
+    assert of_lane(collection.spans, SWEEPS)["count"].sum() == sweeps["tokens"].sum()
     assert not any(total(collection.steps, name) for name in ("h2d_bytes", "d2h_bytes", "disk_bytes"))

@@ -13,7 +13,20 @@ from app.services.history.gauges import GaugeHistory, gauges_of
 from app.services.history.records import RecordHistory
 from app.services.history.runs import PhaseRun, RunHistory
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.lanes import BATCH_STEP, D2H, DECODE, DISK, GPU, H2D, PHASE, QUEUED, READING, REQUESTS, WRITING
+from engine.telemetry.lanes import (
+    BATCH_STEP,
+    D2H,
+    DECODE,
+    DISK,
+    GPU,
+    H2D,
+    PHASE,
+    QUEUED,
+    READING,
+    REQUESTS,
+    SWEEPS,
+    WRITING,
+)
 from engine.telemetry.records import Records, no_spans, no_steps
 
 MOST_SPANS = 2**19
@@ -89,9 +102,13 @@ class History:
                 self._busy.setdefault((lane, device), BusyTime()).add(starts, ends)
             if lane == REQUESTS:
                 self._requests.add(mine)
-                for name in np.unique(mine["name"]).tolist():
+                for name in (WRITING, READING, QUEUED):
                     part = mine[mine["name"] == name]
                     self._add_sum(f"requests {name}", part, (part["end_ns"] - part["start_ns"]).astype(np.float64))
+            if lane == SWEEPS:
+                for name in (WRITING, READING):
+                    part = mine[mine["name"] == name]
+                    self._add_sum(f"swept {name}", part, part["count"].astype(np.float64))
             if lane in _WITH_BYTES:
                 self._add_sum(f"bytes {lane}", mine, mine["nbytes"].astype(np.float64))
         self._reach(int(spans["start_ns"].min()), int(spans["end_ns"].max()))
@@ -175,6 +192,16 @@ class History:
         """How many requests were being written, read, and waiting, on average between neighbouring edges, [3, n]."""
         spent = [self._read_sum(f"requests {name}", edges_ns) for name in (WRITING, READING, QUEUED)]
         return np.asarray(np.stack(spent) / np.diff(edges_ns))
+
+    @property
+    def has_sweeps(self) -> bool:
+        """Whether any sweep's composition is known."""
+        return (SWEEPS, 0) in self._busy
+
+    def swept_per_s(self, edges_ns: Floats) -> Floats:
+        """Tokens per second of answers and of prompts that sweeps took between neighbouring edges, [2, n]."""
+        taken = [self._read_sum(f"swept {name}", edges_ns) for name in (WRITING, READING)]
+        return np.asarray(np.stack(taken) / np.diff(edges_ns) * 1e9)
 
     def gauge(self, name: str, edges_ns: Floats) -> Floats:
         """A gauge between neighbouring edges, [n]; NaN where it is unknown."""

@@ -21,6 +21,11 @@ def lane_explanation(key: str) -> str:
             "A row for each answer that is being worked on, of this window and of other programs: waiting for its turn "
             "(hatched), its prompt being read (pale), its answer being written. All rows at a moment share each step.",
         ),
+        "sweeps": translate(
+            "Timeline",
+            "What goes through the layers together: one token of each answer that is being written, and (hatched) "
+            "pieces of prompts that are being read. From close up each sweep is a block with its tokens of both.",
+        ),
         "gpu": translate(
             "Timeline",
             "How busy the graphics card is with our model. In gaps it waits for something else, usually for "

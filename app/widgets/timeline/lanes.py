@@ -16,7 +16,7 @@ from engine.telemetry import lanes as engine_lanes
 
 translate = QCoreApplication.translate
 
-Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount", "requests"]
+Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount", "requests", "sweeps"]
 BOTH_WAYS = ("disk_io", "pcie")
 """Lanes whose dashed line is the opposite direction, not the total that the area is part of."""
 Colour = Literal["gpu", "cpu", "pcie", "disk", "muted"]
@@ -64,16 +64,16 @@ def lanes_of(history: History, *, machine: bool) -> list[Lane]:
     """The engine's lanes for the devices its model uses, and the machine's if requested."""
     if not history.has_engine:
         return machine_lanes(history)
-    found = _engine_lanes(copies=history.has_copies, requests=history.has_requests)
+    found = _engine_lanes(copies=history.has_copies, requests=history.has_requests, sweeps=history.has_sweeps)
     return found + (machine_lanes(history) if machine else [])
 
 
 def lane_titles() -> list[str]:
     """The names of all possible lanes, whatever this machine has."""
-    return [lane.title for lane in (*_engine_lanes(copies=True, requests=True), *_sensor_lanes())]
+    return [lane.title for lane in (*_engine_lanes(copies=True, requests=True, sweeps=True), *_sensor_lanes())]
 
 
-def _engine_lanes(*, copies: bool, requests: bool) -> list[Lane]:
+def _engine_lanes(*, copies: bool, requests: bool, sweeps: bool) -> list[Lane]:
     found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,))]
     if requests:
         found.append(
@@ -81,6 +81,9 @@ def _engine_lanes(*, copies: bool, requests: bool) -> list[Lane]:
                 "requests", translate("Timeline", "Requests"), "requests", "muted", (engine_lanes.REQUESTS,), weight=1.4
             )
         )
+    if sweeps:
+        title = translate("Timeline", "Sweeps")
+        found.append(Lane("sweeps", title, "sweeps", "muted", (engine_lanes.SWEEPS,), weight=0.9))
     if copies:
         found += [
             Lane("gpu", translate("Timeline", "GPU"), "share", "gpu", (engine_lanes.GPU,)),
@@ -172,6 +175,10 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
         names = (translate("Timeline", "writing"), translate("Timeline", "reading"), translate("Timeline", "waiting"))
         counts = history.requests(edges)
         return LaneData(counts, scale=nice(max(1.0, float(counts.sum(axis=0).max(initial=0.0)))), names=names)
+    if lane.kind == "sweeps":
+        names = (translate("Timeline", "written"), translate("Timeline", "read"))
+        taken = history.swept_per_s(edges)
+        return LaneData(taken, scale=nice(1.1 * max(1.0, float(taken.sum(axis=0).max(initial=0.0)))), names=names)
     if lane.kind == "rate":
         rates = history.tokens_per_s(edges)
         known = rates[np.isfinite(rates)]
@@ -205,6 +212,8 @@ def amount_text(lane: Lane, value: float) -> str:
         return f"{number(100 * value, 0)}%"
     if lane.kind in ("rate", "requests"):
         return number(value, 1)
+    if lane.kind == "sweeps":
+        return f"{number(value, 0)}/s"
     if lane.key.endswith("_power"):
         return f"{number(value, 0)} W"
     if lane.key.endswith("_clock"):
@@ -237,6 +246,9 @@ def reading(lane: Lane, data: LaneData, column: int) -> str:
     if lane.kind == "requests":
         counts = zip(data.names, data.values[:, column].tolist(), strict=True)
         return ", ".join(f"{number(count, 0 if count >= 1 else 1)} {name}" for name, count in counts if count > 0.04)
+    if lane.kind == "sweeps":
+        taken = zip(data.names, data.values[:, column].tolist(), strict=True)
+        return ", ".join(f"{number(rate, 0)}/s {name}" for name, rate in taken if rate >= 0.5)
     if lane.kind == "rate":
         return amount_text(lane, float(data.line[column])) if data.line is not None else ""
     own = amount_text(lane, float(data.values[:, column].sum()))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row import PagedRow
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry.recorder import RECORDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class PackedModel:
         Returns:
             logits [R, V] on the CPU, for the rows that need them, in the order of `work`.
         """
-        tokens, busy_s = sum(each.tokens for each in work), 0.0
+        tokens, busy_s, since_ns = sum(each.tokens for each in work), 0.0, perf_counter_ns()
         reads = any(each.tokens > 1 for each in work)
         schedule = self._schedule(tokens, len(work), reads)
         parts = self._parts(work, schedule)
@@ -109,6 +110,9 @@ class PackedModel:
             busy_s += perf_counter() - begun_s
             yield
         self._choice.took(schedule, tokens, busy_s, reads=reads)
+        if RECORDER.on:
+            read = sum(each.tokens for each in work if each.row.is_reading)
+            RECORDER.swept(since_ns, tokens - read, read)
         return self._logits(work, parts, micro_batches)
 
     def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
