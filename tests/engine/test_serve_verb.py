@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import psutil
@@ -49,6 +50,64 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+HI = [{"role": "user", "content": "Hi"}]
+STREAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": (
+        {"messages": HI},
+        '{"error": {"message": "The engine stopped',
+    ),
+    "/v1/completions": ({"prompt": "Hi"}, '{"error": {"message": "The engine stopped'),
+    "/v1/responses": ({"input": "Hi"}, '"type": "response.failed"'),
+    "/v1/messages": ({"messages": HI}, '"type": "error"'),
+    "/api/chat": ({"messages": HI}, '{"error": "The engine stopped'),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(os.name != "posix", reason="processes are stopped by signals")
+def test_an_engine_killed_in_mid_stream_ends_each_stream_in_its_own_form(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("mixtral", tmp_path / "tiny")
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(folder), "--port", "0", "--json"]
+    environment = {**os.environ, "SWITCHYARD_HOME": str(tmp_path / "home")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout is not None
+        text = ""
+        while line := process.stdout.readline():
+            text += line
+            if line == "}\n":
+                break
+        url = json.loads(text)["url"]
+        for path, (fields, said) in STREAMS.items():
+            limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+            body = {**fields, limit: 200, "options": {"num_predict": 200}, "stream": True, "temperature": 0}
+            for _ in range(20):  # the engine of the stream before has been killed
+                if (told := _killed_in_mid_stream(process.pid, url + path, body)) is not None:
+                    break
+            assert told is not None
+            assert said in told, path
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _killed_in_mid_stream(server: int, url: str, body: dict[str, Any]) -> str | None:
+    """All that a stream says whose engine is killed after the first words; None if the request is refused."""
+    with httpx2.stream("POST", url, json=body, timeout=60) as answer:
+        if answer.status_code != 200:
+            assert answer.status_code == 503
+            return None
+        text = ""
+        for number, part in enumerate(answer.iter_text()):
+            text += part
+            if number == 1:
+                (engine,) = psutil.Process(server).children()
+                engine.kill()
+        return text
 
 
 @pytest.mark.parametrize(
