@@ -1,0 +1,87 @@
+"""Other programs and the window's own chat with one real engine, which is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from pytestqt.qtbot import QtBot
+
+from app.services.api_server import ApiServer, ServerState
+from app.services.engine_client import EngineClient
+from app.services.settings import Settings
+from engine.common.config import EngineConfig, SamplingParams
+from engine.protocol import ChatMessage
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(os.name != "posix", reason="the engine is killed by a signal")]
+HELLO = [{"role": "user", "content": "Hello"}]
+WAIT_MS = 60_000
+
+
+@pytest.fixture
+def window(settings: Settings, tmp_path: Path, qtbot: QtBot) -> Iterator[tuple[EngineClient, ApiServer]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        settings.server_port = free.getsockname()[1]
+    client = EngineClient()
+    server = ApiServer(client, settings)
+    client.start()
+    client.load(EngineConfig(str(tiny_checkpoint("mixtral", tmp_path / "tiny"))))
+    server.set_on(True)
+    qtbot.waitUntil(lambda: client.model is not None and server.state is ServerState.ON, timeout=WAIT_MS)
+    yield client, server
+    server.close()
+    client.close_now()
+
+
+def test_programs_and_chats_share_it_and_outlive_it(window: tuple[EngineClient, ApiServer], qtbot: QtBot) -> None:
+    client, server = window
+    answers: list[int] = []
+    chats: list[Any] = []
+
+    def ask() -> None:
+        body = {"messages": HELLO, "max_tokens": 60}
+        answers.append(httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code)
+
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    client.generate([ChatMessage("user", "Hello")], SamplingParams(max_tokens=20)).finished.connect(chats.append)
+    qtbot.waitUntil(lambda: len(answers) == 5 and bool(chats), timeout=WAIT_MS)
+    assert answers == [200] * 5
+    assert chats[0].generated_tokens > 0
+
+    begun, lines = threading.Event(), list[str]()
+
+    def stream() -> None:
+        body = {"messages": HELLO, "max_tokens": 220, "stream": True}
+        with httpx2.stream("POST", f"{server.url}/v1/messages", json=body, timeout=60) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                if "content_block_delta" in line:
+                    begun.set()
+
+    streaming = threading.Thread(target=stream)
+    streaming.start()
+    qtbot.waitUntil(begun.is_set, timeout=WAIT_MS)
+    os.kill(client.worker_pid, signal.SIGKILL)
+    qtbot.waitUntil(lambda: not streaming.is_alive(), timeout=WAIT_MS)
+    assert "event: error" in lines
+    client.restart()
+    qtbot.waitUntil(lambda: client.model is not None, timeout=WAIT_MS)
+    again = threading.Thread(target=ask)
+    again.start()
+    qtbot.waitUntil(lambda: len(answers) == 6, timeout=WAIT_MS)
+    assert answers[-1] == 200
+    for thread in (*threads, again):
+        thread.join()
+    outcomes = [request.outcome for request in server.requests]
+    qtbot.waitUntil(lambda: len(server.requests) == 7)
+    assert "failed" in outcomes
