@@ -168,7 +168,8 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
     if form is None or kind == "text":
         return None
     if kind == "json_object":
-        return Constraint(schema='{"type": "object"}')
+        asked = form.get("schema") if isinstance(form, Mapping) else None  # llama.cpp's clients may add one
+        return Constraint(schema=json.dumps(asked) if isinstance(asked, Mapping) else '{"type": "object"}')
     described = form.get("json_schema") if isinstance(form, Mapping) else None
     schema = described.get("schema", {"type": "object"}) if isinstance(described, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):

@@ -76,7 +76,8 @@ def routes(service: Service) -> list[Route]:
         ("/completions", "POST", api.completions),
         ("/embeddings", "POST", api.embeddings),
     ):
-        found += [Route(f"/v1{path}", endpoint, methods=[method])]
+        # Some clients are told the address without the version.
+        found += [Route(f"{version}{path}", endpoint, methods=[method]) for version in ("/v1", "")]
     return found
 
 

@@ -33,7 +33,7 @@ from engine.serving.tools import ToolUse, openai_tools
 
 def routes(service: Service) -> list[Route]:
     """The paths of this interface."""
-    return [Route("/v1/responses", _Responses(service).create, methods=["POST"])]
+    return [Route(path, _Responses(service).create, methods=["POST"]) for path in ("/v1/responses", "/responses")]
 
 
 class _Responses:

@@ -323,6 +323,13 @@ def test_required_tools_may_refer_to_parts_of_their_own_schema(running: Running,
     assert json.loads(call["function"]["arguments"])["city"] in ("Rome", "Oslo")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/chat/completions"])
+def test_clients_may_leave_out_the_version_and_give_the_schema_beside(running: Running, path: str) -> None:
+    form = {"type": "json_object", "schema": {"const": 42}}
+    answer = running.post(path, {"messages": HELLO, "max_tokens": 9, "response_format": form})
+    assert json.loads(answer.json()["choices"][0]["message"]["content"]) == 42
+
+
 def test_streamed_completions_say_how_likely_their_tokens_were(running: Running) -> None:
     asked = {"prompt": "One", "max_tokens": 6, "temperature": 0, "logprobs": 1}
     whole = running.post("/v1/completions", asked).json()["choices"][0]["logprobs"]
