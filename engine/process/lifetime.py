@@ -20,9 +20,15 @@ from engine.common.files import PrivateLog, private_folder
 from engine.common.paths import log_dir
 from engine.common.plain_text import plain
 
+_SPINS = "1000"
+"""Looks for more work that a thread of torch takes before it sleeps: GNU's library has this number where there are more
+threads than cores. Otherwise it looks for milliseconds, on a core that the native kernels want meanwhile."""
+
 
 def quiet_libraries() -> None:
-    """No network, no telemetry, no developer warnings, no forked tokenizer threads."""
+    """No network, no telemetry, no developer warnings, no forked tokenizer threads, no busy idle threads."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     for name, value in {
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
