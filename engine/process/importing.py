@@ -27,6 +27,7 @@ def load_torch_meanwhile() -> None:
 
     Where that does not work (another system or build) torch loads it itself, as ever.
     """
+    quiet_libraries()  # they read it when they are loaded
     if sys.platform == "linux" and "torch" not in sys.modules:
         threading.Thread(target=_load_libraries, name="torch-libraries", daemon=True).start()
 
