@@ -9,7 +9,7 @@ from PySide6.QtCore import QObject, Signal
 from app.services.history.history import History
 from app.widgets.timeline.viewport import Viewport
 
-BEHIND_NS = 300_000_000
+BEHIND_NS = 550_000_000
 """How far the live view lags behind the newest data: by then every lane's records have arrived."""
 WHOLE = 0
 """Instead of a length: the whole session."""

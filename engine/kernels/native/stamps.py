@@ -24,6 +24,8 @@ class NativeStamps:
         library.switchyard_take_stamps.argtypes = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
         self._library = library
         self._counts = StampCountsStruct()
+        # Kept: to map and unmap as much memory several times a second would halt the threads that compute.
+        self._some, self._ids = np.empty(_AT_ONCE, STAMP), np.empty(_MOST_CHOSEN, np.int32)
 
     def switch(self, on: bool) -> None:
         """Steps are stamped from now on, or no more; without memory for them, none are."""
@@ -57,14 +59,14 @@ class NativeStamps:
         return int(self._counts.taken)
 
     def take(self, most: int) -> tuple[Stamped, NDArray[np.int32]]:
-        """The oldest stamps, at most `most`, and the experts that they chose, one after the other."""
+        """See `StampSource.take`; one caller at a time."""
         stamps, chosen = [np.empty(0, STAMP)], [np.empty(0, np.int32)]
+        some, ids = self._some, self._ids
         while most > 0:
-            some = np.empty(min(most, _AT_ONCE), STAMP)
-            ids = np.empty(_MOST_CHOSEN, np.int32)
-            taken = self._library.switchyard_take_stamps(len(some), some.ctypes.data, len(ids), ids.ctypes.data)
-            stamps.append(some[:taken])
-            chosen.append(ids[: int(some["count"][:taken].sum())])
+            wanted = min(most, _AT_ONCE)
+            taken = self._library.switchyard_take_stamps(wanted, some.ctypes.data, len(ids), ids.ctypes.data)
+            stamps.append(some[:taken].copy())
+            chosen.append(ids[: int(some["count"][:taken].sum())].copy())
             most -= taken
             if not taken:
                 break
