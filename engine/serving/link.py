@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import secrets
-import socket
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from typing import Any
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import fields_of
-from engine.common.message_lines import MessageLines
 from engine.serving.asking import (
     MOST_WAITING,
     Answerer,
@@ -38,110 +35,7 @@ from engine.serving.asking import (
     too_many,
 )
 from engine.serving.front_messages import forget_link
-
-_NOTICES_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    number: int
-    ask: Ask
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancelled:
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepare:
-    model: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _Release:
-    model: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _Happened:
-    """Exactly one of the others is set; a refusal is its code and its sentence."""
-
-    number: int
-    began: Began | None = None
-    said: Said | None = None
-    ended: Ended | None = None
-    code: ErrorCode | None = None
-    message: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _ModelIs:
-    model: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Remark:
-    text: str
-
-
-_LINES = MessageLines((_Asked, _Cancelled, _Prepare, _Release, _Happened, _ModelIs, _Remark))
-
-
-class _Line:
-    """Messages both ways, without ever waiting for the other side."""
-
-    def __init__(self, connection: Connection, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
-        self._connection, self._on_message, self._on_lost = connection, on_message, on_lost
-        self._unsent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._read, self._write)]
-
-    def start(self) -> None:
-        for thread in reversed(self._threads):  # the reader waits for the writer in the end
-            thread.start()
-
-    def send(self, message: Any) -> None:
-        """Has it sent soon; without effect once the line is lost."""
-        self._unsent.put(message)
-
-    def close(self) -> None:
-        """Sends what is left, and ends; waits for both threads, but not for its own."""
-        self._unsent.put(None)
-        for thread in reversed(self._threads):
-            if thread is not threading.current_thread() and thread.ident is not None:
-                thread.join()
-
-    def _read(self) -> None:
-        with contextlib.suppress(OSError, EOFError, EngineError):
-            while self._has_come():
-                self._on_message(_LINES.decode(self._connection.recv_bytes()))
-        self._hang_up()
-        self._unsent.put(None)
-        self._threads[1].join()
-        self._connection.close()
-        self._on_lost()
-
-    def _has_come(self) -> bool:
-        """Waits; a pipe of Windows does not notice that this side wants to end."""
-        while os.name == "nt" and not self._connection.poll(_NOTICES_S):
-            if not self._threads[1].is_alive():
-                return False
-        return True
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while (message := self._unsent.get()) is not None:
-                self._connection.send_bytes(_LINES.encode(message))
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Both threads notice."""
-        if os.name != "nt":
-            with (
-                contextlib.suppress(OSError, ValueError),
-                socket.socket(fileno=os.dup(self._connection.fileno())) as end,
-            ):
-                end.shutdown(socket.SHUT_RDWR)
+from engine.serving.wire import Asked, Cancelled, Happened, Line, ModelIs, Prepare, Release, Remark
 
 
 class EngineLink:
@@ -162,7 +56,7 @@ class EngineLink:
         self.wake: Callable[[], None] = lambda: None
         self.on_remark: Callable[[str], None] = lambda _text: None
         self._lock = threading.RLock()
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._open: dict[int, Ticket] = {}
         self._unsent: list[Any] = []
         self._model: Path | None = None
@@ -201,21 +95,21 @@ class EngineLink:
                 raise too_many()
             self._numbers += 1
             number = self._numbers
-            ticket = Ticket(ask, on_event, lambda: self._send(_Cancelled(number)))
+            ticket = Ticket(ask, on_event, lambda: self._send(Cancelled(number)))
             self._open[number] = ticket
-            self._send(_Asked(number, ask))
+            self._send(Asked(number, ask))
         return ticket
 
     def prepare(self, model: Path) -> None:
         """See `Answerer`."""
         if not self.is_connected:
             self.wake()
-        self._send(_Prepare(model))
+        self._send(Prepare(model))
 
     def release(self, model: Path) -> None:
         """See `Answerer`."""
         if self.is_connected:
-            self._send(_Release(model))
+            self._send(Release(model))
 
     def refuse_all(self, error: EngineError) -> None:
         """No engine will answer what has been asked."""
@@ -265,7 +159,7 @@ class EngineLink:
     def _connected(self, connection: Connection) -> None:
         if self._line is not None:
             self._line.close()  # an engine that was left behind
-        line = _Line(connection, self._on_message, lambda: self._on_lost(line))
+        line = Line(connection, self._on_message, lambda: self._on_lost(line))
         with self._lock:
             self._line = line
             for message in self._unsent:
@@ -273,7 +167,7 @@ class EngineLink:
             self._unsent.clear()
         line.start()
 
-    def _on_lost(self, line: _Line) -> None:
+    def _on_lost(self, line: Line) -> None:
         with self._lock:
             if self._line is not line:
                 return
@@ -282,12 +176,12 @@ class EngineLink:
         self.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped in the middle: try again in a moment."))
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, _ModelIs):
+        if isinstance(message, ModelIs):
             self._model = message.model
             self._knows_model.set()
-        elif isinstance(message, _Remark):
+        elif isinstance(message, Remark):
             self.on_remark(message.text)
-        elif isinstance(message, _Happened):
+        elif isinstance(message, Happened):
             event: Event | None = message.began or message.said or message.ended
             if event is None:
                 event = Refused(EngineError(message.code or ErrorCode.INTERNAL, message.message))
@@ -315,16 +209,16 @@ class DeskLink:
             connection = Client(address, authkey=secret.encode())
         except Exception as error:
             raise EngineError(ErrorCode.PROTOCOL, "The server for other programs cannot be reached.") from error
-        self._line = _Line(connection, self._on_message, self._lost)
+        self._line = Line(connection, self._on_message, self._lost)
         self._line.start()
 
     def model_is(self, model: Path | None) -> None:
         """Tells the server what is loaded."""
-        self._line.send(_ModelIs(model))
+        self._line.send(ModelIs(model))
 
     def remark(self, text: str) -> None:
         """Tells the server's user something."""
-        self._line.send(_Remark(text))
+        self._line.send(Remark(text))
 
     def close(self) -> None:
         """Hangs up."""
@@ -336,26 +230,26 @@ class DeskLink:
         self._on_lost()
 
     def _on_message(self, message: Any) -> None:
-        if isinstance(message, _Asked):
+        if isinstance(message, Asked):
             self._ask(message.number, message.ask)
-        elif isinstance(message, _Cancelled):
+        elif isinstance(message, Cancelled):
             if (ticket := self._tickets.get(message.number)) is not None:
                 ticket.cancel()
-        elif isinstance(message, _Prepare):
+        elif isinstance(message, Prepare):
             self._desk.prepare(message.model)
-        elif isinstance(message, _Release):
+        elif isinstance(message, Release):
             self._desk.release(message.model)
 
     def _ask(self, number: int, ask: Ask) -> None:
         def on_event(event: Event) -> None:
             if isinstance(event, Refused):
-                self._line.send(_Happened(number, code=event.error.code, message=event.error.message))
+                self._line.send(Happened(number, code=event.error.code, message=event.error.message))
             elif isinstance(event, Began):
-                self._line.send(_Happened(number, began=event))
+                self._line.send(Happened(number, began=event))
             elif isinstance(event, Said):
-                self._line.send(_Happened(number, said=event))
+                self._line.send(Happened(number, said=event))
             else:
-                self._line.send(_Happened(number, ended=event))
+                self._line.send(Happened(number, ended=event))
             if isinstance(event, Ended | Refused):
                 over.set()
                 self._tickets.pop(number, None)
