@@ -48,7 +48,10 @@ HEARTBEAT_S = 1.0
 MAX_LINE_BYTES = 64 * 2**20
 """Both sides reject a longer line instead of buffering it."""
 
-Phase = Literal["loading", "prefill", "decode"]
+LoadPhase = Literal["loading", "reading", "converting", "keeping"]
+"""Of loading: opening files, reading weights, making records of them, and writing what later starts read instead."""
+
+Phase = Literal["loading", "reading", "converting", "keeping", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a phase: `done` of `total` (bytes while loading, prompt tokens in prefill)."""
+    """Progress of a phase: `done` of `total` (bytes of all phases of loading together, prompt tokens in prefill)."""
 
     request_id: str
     phase: Phase

@@ -44,6 +44,7 @@ from engine.protocol import (
     Generate,
     LineReader,
     LoadModel,
+    LoadPhase,
     ModelLoaded,
     ModelUnloaded,
     Phase,
@@ -113,7 +114,12 @@ class WorkerEngine(Protocol):
     def live_rows(self) -> LiveRows: ...
 
     def load(
-        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        on_phase: Callable[[LoadPhase], None] = ...,
     ) -> ModelInfo: ...
 
     def load_exactly(
@@ -219,10 +225,17 @@ class Worker:
         started = time.monotonic()
         self._model_is(engine, is_leaving=True)
         self._writer.send(Progress(request.request_id, "loading", 0, 0))  # of what is not known yet
+        phase: Phase = "loading"
+
+        def on_phase(begins: LoadPhase) -> None:
+            nonlocal phase
+            phase = begins
+
         info = engine.load(
             request.config,
-            on_progress=lambda done, total: self._progress(request.request_id, "loading", done, total),
+            on_progress=lambda done, total: self._progress(request.request_id, phase, done, total),
             cancelled=lambda: self._requests.is_cancelled(request.request_id),
+            on_phase=on_phase,
         )
         self._model_is(engine)
         return ModelLoaded(request.request_id, info, time.monotonic() - started)

@@ -16,6 +16,7 @@ from typing import TypeVar
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
+from app.services.loading_pace import LoadingPace
 from app.services.worker_process import WorkerProcess
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
@@ -110,7 +111,7 @@ class EngineClient(QObject):
         self._open: dict[str, Request] = {}
         self._outbox: deque[Command] = deque()
         self._model: ModelInfo | None = None
-        self._loading: float | None = None
+        self.loading_pace = LoadingPace()
         self._last_config: EngineConfig | None = None
         self._last_error = ""
         self._watched = WatchTelemetry(on=False)
@@ -138,7 +139,7 @@ class EngineClient(QObject):
     @property
     def loading(self) -> float | None:
         """Progress of loading the model, 0 to 1; None if none is loading, or if unknown."""
-        return self._loading
+        return self.loading_pace.share
 
     @property
     def last_error(self) -> str:
@@ -294,7 +295,7 @@ class EngineClient(QObject):
             self._on_ready(message)
 
     def _on_loading(self, progress: Progress) -> None:
-        self._loading = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
+        self.loading_pace.note(progress)
         self.loading_changed.emit()
 
     def _on_ready(self, ready: Ready) -> None:
@@ -378,7 +379,7 @@ class EngineClient(QObject):
         if state != self._state:
             self._state = state
             if state is not EngineState.LOADING:
-                self._loading = None
+                self.loading_pace.note(None)
             self.state_changed.emit(state)
 
     def _state_now(self) -> EngineState:

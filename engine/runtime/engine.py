@@ -23,7 +23,7 @@ from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession, time_d
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import encode
 from engine.runtime.load.model import load_model
-from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.keeping import apply_tuning
@@ -76,7 +76,12 @@ class Engine:
         return devices.memory() if devices is not None else (0, 0, 0)
 
     def load(
-        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        on_phase: OnPhase = ignore_phase,
     ) -> ModelInfo:
         """Load a model in place of the one loaded, which is freed first, even if the new one cannot be loaded.
 
@@ -88,22 +93,26 @@ class Engine:
         """
         self.unload()
         try:
-            return self._load_tuned(config, on_progress, cancelled)
+            return self._load_tuned(config, on_progress, cancelled, on_phase)
         finally:
             EARLY_READS.drop()
 
     def _load_tuned(
-        self, config: EngineConfig, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+        self,
+        config: EngineConfig,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        on_phase: OnPhase,
     ) -> ModelInfo:
         tuned = apply_tuning(config, resolve(config.model))
         note = tuned.note
         try:
-            info = self.load_exactly(tuned.config, on_progress=on_progress, cancelled=cancelled)
+            info = self.load_exactly(tuned.config, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
         except EngineError as error:
             if not tuned.is_tuned or error.code not in (ErrorCode.NOT_ENOUGH_MEMORY, ErrorCode.DEVICE_UNAVAILABLE):
                 raise
             note = f"The tuned settings are not possible now: {error.message}"
-            info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled)
+            info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
         assert self._loaded is not None
         remember(config, self._loaded.prepared)
         self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
@@ -111,7 +120,12 @@ class Engine:
         return self._loaded.info
 
     def load_exactly(
-        self, config: EngineConfig, *, on_progress: Callable[[int, int], None], cancelled: Callable[[], bool]
+        self,
+        config: EngineConfig,
+        *,
+        on_progress: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        on_phase: OnPhase = ignore_phase,
     ) -> ModelInfo:
         """The same with these settings and no others: nothing that was tuned is looked for.
 
@@ -122,7 +136,8 @@ class Engine:
         path = resolve(config.model)
         with contextlib.ExitStack() as held:
             held.enter_context(reading(path))
-            self._loaded = load_model(replace(config, model=str(path)), on_progress=on_progress, cancelled=cancelled)
+            at_path = replace(config, model=str(path))
+            self._loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
             self._place, self._held = path, held.pop_all()
         note_use(path, _how(self._loaded.info))
         self._session = ChatSession(self._loaded)

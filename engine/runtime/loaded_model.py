@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import KvType
+from engine.protocol import LoadPhase
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
@@ -130,6 +131,13 @@ class LoadedModel(ModelParts):
             torch.set_num_threads(threads)
 
 
+OnPhase = Callable[[LoadPhase], None]
+
+
+def ignore_phase(_phase: LoadPhase) -> None:
+    """For whoever does not show it."""
+
+
 class Arriving(Protocol):
     """What still reads weights, or keeps them, while the rest of a model is loaded; see `KeptRecords`."""
 
@@ -155,9 +163,11 @@ class LoadingParts(ModelParts):
         arriving: what reads or writes the experts of `bank` and the linear layers meanwhile, if they are kept on disk.
         kept_dense: the linear layers that are read or kept so.
         prepared: the files that were read.
+        on_phase: is told what is done from now on.
     """
 
     devices: ModelDevices
+    on_phase: OnPhase = ignore_phase
     foresight: Foresight
     arriving: list[Arriving] = field(default_factory=list)
     kept_dense: KeptDense | None = None
@@ -167,6 +177,7 @@ class LoadingParts(ModelParts):
         """Until all that is read for `bank` and for linear layers is there; see `Arriving.wait`."""
         self.prepared = tuple(each.path for each in self.arriving if each.is_there)
         for each in self.arriving:
+            self.on_phase("reading" if each.is_there else "keeping")
             each.wait(cancelled)
 
     def close(self) -> None:

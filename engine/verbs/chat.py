@@ -16,11 +16,13 @@ from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
+from engine.verbs.models.progress import ProgressLine
 from engine.verbs.options import add_engine_options, breaker, engine_config, positive_int, seed, stop_string
-from engine.verbs.output import clear_progress, emit, note, show_progress, write_text
+from engine.verbs.output import emit, note, write_text
 from engine.verbs.tracing import traced
 
 if TYPE_CHECKING:
+    from engine.protocol import LoadPhase
     from engine.runtime.engine import Engine
 
 _HELP = "/reset starts over, /quit or Ctrl-D quits, Ctrl-C stops an answer."
@@ -184,6 +186,14 @@ def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+_DOING: dict[LoadPhase, str] = {
+    "loading": "Opening",
+    "reading": "Reading",
+    "converting": "Converting",
+    "keeping": "Saving for the next start:",
+}
+
+
 def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     """An engine with the chosen model loaded; notes on unexpected settings go to stderr."""
     from engine.checkpoint.library import resolve
@@ -195,17 +205,18 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     begin_reading(config)
 
     engine = import_engine()()
-    shown = sys.stderr.isatty()
+    label = f"{_DOING['loading']} {path.name}"
+
+    def on_phase(phase: LoadPhase) -> None:
+        nonlocal label
+        label = f"{_DOING[phase]} {path.name}"
 
     def on_progress(done: int, total: int) -> None:
-        if shown and total > 0:
-            show_progress(f"Loading {path.name}: {100 * done // total}%")
+        if sys.stderr.isatty() and total > 0:
+            line.update(done, total, label=label)
 
-    try:
-        info = engine.load(config, on_progress=on_progress, cancelled=lambda: False)
-    finally:
-        if shown:
-            clear_progress()
+    with ProgressLine(path.name, in_bytes=True) as line:
+        info = engine.load(config, on_progress=on_progress, cancelled=lambda: False, on_phase=on_phase)
     for remark in (info.device_note, info.template_note):
         if remark:
             note(f"switchyard: {remark}")

@@ -8,6 +8,7 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.engine_client import EngineState
 from app.services.engine_request import ChatAnswer, Request, TuningRun
+from app.services.loading_pace import LoadingPace
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
@@ -61,7 +62,7 @@ class ScriptedEngine(QObject):
         self.config: EngineConfig | None = None
         self.last_error = ""
         self.is_responding = True
-        self.loading: float | None = None
+        self.loading_pace = LoadingPace()
         self.requests: list[ChatAnswer] = []
         self.cancelled: list[str] = []
         self.restarts = 0
@@ -118,15 +119,19 @@ class ScriptedEngine(QObject):
     def request_id(self) -> str:
         return self.requests[-1].id
 
+    @property
+    def loading(self) -> float | None:
+        return self.loading_pace.share
+
     def set_state(self, state: EngineState) -> None:
         if state is not self.state:
             self.state = state
-            self.loading = None
+            self.loading_pace.note(None)
             self.state_changed.emit(state)
 
     def start_loading(self, read: float = 0.0) -> None:
         self.set_state(EngineState.LOADING)
-        self.loading = read
+        self.loading_pace.note(Progress("load", "converting", round(read * 6_000_000_000), 6_000_000_000))
         self.loading_changed.emit()
 
     def end_loading(self, model: ModelInfo = STARTER) -> None:

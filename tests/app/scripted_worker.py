@@ -25,10 +25,11 @@ class ScriptedEngine:
     device_memory = (0, 0, 0)
     telemetry = None
 
-    def load(self, config, *, on_progress, cancelled):
+    def load(self, config, *, on_progress, cancelled, on_phase):
         self.info = None
         if config.model == "missing":
             raise EngineError(ErrorCode.MODEL_NOT_FOUND, "There is no model 'missing'.")
+        on_phase("converting")
         for step in range(10_000 if os.path.basename(config.model) == "slow" else 3):
             if cancelled():
                 raise RequestCancelled

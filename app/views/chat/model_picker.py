@@ -29,8 +29,8 @@ from app.services.settings import Settings
 from app.theme import scaled
 from app.views.chat.model_delegate import ModelDelegate
 from app.views.chat.phrases import choice_text, title_text
+from app.widgets.loading_words import loading_words
 from app.widgets.popover import Popover
-from app.widgets.quantities import percent
 from app.widgets.shortcuts import note_keys
 
 WIDTH_PX = 460
@@ -238,8 +238,7 @@ class ModelPicker(Popover):
         loading = self._client.state is EngineState.LOADING
         self._loading.setVisible(loading)
         share = self._client.loading
-        part = "" if share is None else f" {percent(share)}"
-        self.loading_words.setText(self.tr("Loading the model{0}").format(part))
+        self.loading_words.setText(loading_words(self._client.loading_pace))
         self.loading_bar.setRange(0, 0 if share is None else 100)
         self.loading_bar.setValue(0 if share is None else round(100 * share))
         model = self._client.model

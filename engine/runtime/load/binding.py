@@ -73,6 +73,8 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
     if kernels is None:
         return
     if decision.precision != STORED and format_of(decision.precision).is_tiled:  # what is stored was kept when read
+        if parts.kept_dense is None or not parts.kept_dense.records.is_there:
+            parts.on_phase("converting")
         precision, pages = careful(decision.precision, opened.weights), HugePages()
         if parts.kept_dense is not None:
             quantise_linears(opened.model, precision, kernels, pages.empty, parts.kept_dense.quantised)

@@ -44,7 +44,7 @@ from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, read_weights
-from engine.runtime.loaded_model import LoadedModel, LoadingParts
+from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
 
 _log = logging.getLogger(__name__)
 
@@ -79,10 +79,11 @@ def load_model(
     *,
     on_progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
+    on_phase: OnPhase = ignore_phase,
 ) -> LoadedModel:
     """Loads the checkpoint directory `config.model`.
 
-    `on_progress(done, total)` counts bytes read; `cancelled()` is asked often.
+    `on_progress(done, total)` counts bytes read; `cancelled()` is asked often; `on_phase` is told what comes next.
 
     Raises:
         EngineError: the checkpoint, the machine or the request does not allow it; the message says why.
@@ -92,12 +93,12 @@ def load_model(
     devices = ModelDevices(open_compute_devices(config))  # a missing one is reported before gigabytes are read
     try:
         try:
-            return _load(config, devices, on_progress, cancelled)
+            return _load(config, devices, on_progress, cancelled, on_phase)
         except UnusableBankError as error:
             error.path.unlink(missing_ok=True)
             reason = error.reason
         devices = ModelDevices(open_compute_devices(config))
-        return _load(config, devices, on_progress, cancelled, made_again(reason))
+        return _load(config, devices, on_progress, cancelled, on_phase, made_again(reason))
     except (DeviceMemoryError, torch.OutOfMemoryError) as error:
         refusal = str(error).partition("\n")[0]
     # Other programs took the memory during loading, or the estimate was wrong: without the device it runs all the
@@ -105,7 +106,7 @@ def load_model(
     gc.collect()
     _log.warning("loading again for the CPU: %s", refusal)
     on_cpu = replace(config, device="cpu")
-    return _load(on_cpu, ModelDevices(()), on_progress, cancelled, f"Runs on the CPU: {refusal}")
+    return _load(on_cpu, ModelDevices(()), on_progress, cancelled, on_phase, f"Runs on the CPU: {refusal}")
 
 
 def _load(
@@ -113,9 +114,13 @@ def _load(
     devices: ModelDevices,
     on_progress: Callable[[int, int], None],
     cancelled: Callable[[], bool],
+    on_phase: OnPhase,
     note: str = "",
 ) -> LoadedModel:
-    parts = LoadingParts(devices=devices, foresight=Foresight(learns_always=config.prefetch == "mlp"))
+    on_phase("loading")
+    parts = LoadingParts(
+        on_phase=on_phase, devices=devices, foresight=Foresight(learns_always=config.prefetch == "mlp")
+    )
     try:
         with torch.no_grad(), quiet_library(), without_collector():
             return _load_parts(config, parts, on_progress, cancelled, note)

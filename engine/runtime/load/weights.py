@@ -62,6 +62,7 @@ def read_weights(
     if decision.devices and placement.all_experts:
         devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
     if on_disk:
+        parts.on_phase("converting")
         source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels)
         names = {site.name for site in on_disk}
         plan = _without(plan, names)
@@ -70,6 +71,7 @@ def read_weights(
             source, names, placement.ram, on_progress=progress.first, cancelled=cancelled
         )
         on_progress = progress.second
+        parts.on_phase("reading")
     linears = _stored_linears(opened, decision, parts)
     kept = kept_experts(opened, decision, parts.bank, parts.kernels)
     if kept is not None:
@@ -85,12 +87,16 @@ def read_weights(
         if parts.bank is not None:
             there = kept.read_into(parts.bank) if kept is not None else set()
             converted = [site for site in resident if site.name not in there]
+            parts.on_phase(
+                "converting" if any(site.layout is not site.layout.unquantised for site in converted) else "reading"
+            )
             on_quantised = kept.write if kept is not None else lambda _layer: None
             fill_bank(model, converted, plan, reader, parts.bank, parts.kernels, on_quantised)
             empty_modules(model, sites)
             bind(resident, parts.bank, parts.kernels)
         if parts.disk_backed is not None:
             bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
+        parts.on_phase("reading")
         _read_rest(opened, plan, decision, parts, reader, linears)
 
 

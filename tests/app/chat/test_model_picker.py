@@ -130,6 +130,8 @@ def test_loading_shows_how_far_it_is_and_can_be_cancelled(
     engine.model = None
     engine.start_loading(0.4)
     assert picker.loading_bar.value() == 40
+    assert "Converting weights" in picker.loading_words.text()
+    assert "2.40 GB of 6.00 GB" in picker.loading_words.text()
     picker.cancel_button.click()
     page.title_bar.cancel_button.click()
     assert cancelled.count() == 2

@@ -30,7 +30,7 @@ def test_an_answer_streams_and_ends(running: tuple[EngineClient, Watch], qtbot: 
     assert client.model.name == "anything"
     assert watch.text[answer.id] == "1 2 3 4 5 "
     assert watch.end_of(answer) == Finished(answer.id, "stop", 1, 0, 5, 0.1, 10.0)
-    assert {p.phase for p in watch.progress} == {"loading", "prefill"}
+    assert {p.phase for p in watch.progress} == {"loading", "converting", "prefill"}
     assert watch.states == [EngineState.STARTING, EngineState.READY, *watch.states[2:]]
     assert watch.states[-3:] == [EngineState.LOADING, EngineState.BUSY, EngineState.READY]
     qtbot.waitUntil(lambda: bool(watch.telemetry), timeout=WAIT_MS)
@@ -191,6 +191,8 @@ def test_how_far_a_load_is_belongs_to_the_engine(running: tuple[EngineClient, Wa
     qtbot.waitUntil(lambda: any(each is not None for each in told), timeout=WAIT_MS)
     shares = [each for each in told if each is not None]  # before them it is not known what there is to load
     assert 0 <= shares[0] < 1
+    assert client.loading_pace.progress is not None
+    assert client.loading_pace.progress.phase == "converting"
     load.cancel()
     qtbot.waitUntil(lambda: watch.ended(load), timeout=WAIT_MS)
     assert client.loading is None
