@@ -85,6 +85,7 @@ class StepModel:
         self._wants_positions = "position_ids" in parameters
         self._positions = self._lay_out(context_tokens)
         self._single = TokenStep.of(model)
+        self._last_layer = _last_layer(model)
         trained = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", context_tokens)
         self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
 
@@ -157,8 +158,30 @@ class StepModel:
     def at(self, positions: torch.Tensor, tokens: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
         """The same at positions [B, q] that are in a tensor."""
         extra = {**self._last_only, "position_ids": positions} if self._wants_positions else self._last_only
-        output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        with self._last_row_only():
+            output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
         return output.logits[:, -1], output.past_key_values
+
+    @contextmanager
+    def _last_row_only(self) -> Iterator[None]:
+        """While in use, the last layer leaves out what only the logits of other positions need."""
+        last = self._last_layer
+        if last is None or self._model.model.norm._forward_hooks:  # somebody listens to all hidden states
+            yield
+            return
+        last.wants_last = True
+        try:
+            yield
+        finally:
+            last.wants_last = False
+
+
+def _last_layer(model: Any) -> SingleTokenLayer | None:
+    """The last layer of a model of a known kind: what its layers give is the next one's input, and nothing else."""
+    if fast_path_of(model, "model") is None:
+        return None
+    layer = model.model.layers[-1].__dict__.get("forward")
+    return layer if isinstance(layer, SingleTokenLayer) else None
 
 
 class TokenStep:

@@ -16,6 +16,7 @@ from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
 from engine.runtime.fast_path.dense_rows import DenseRows
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.fast_path.last_row import attend_last
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
@@ -62,7 +63,10 @@ class SingleTokenLayer:
 
     Attributes:
         in_library: the one that it takes the place of.
+        wants_last: whether only the last token's result is of use, all else than its keys and values being left out.
     """
+
+    wants_last = False
 
     def __init__(
         self, layer: Any, attention: GroupedAttention | LatentAttention, sparse: SparseBlock | None, number: int
@@ -74,6 +78,7 @@ class SingleTokenLayer:
         self._attention = attention
         self._sparse = sparse
         self._number = number
+        self._routes_apart = False
         self._dense_rows = DenseRows.of(layer)
         RECORDER.layers.name(attention.address, number, has_experts=False)
         if sparse is not None:
@@ -81,7 +86,7 @@ class SingleTokenLayer:
 
     def leave_routing(self) -> None:
         """From now on only attention goes the fast path."""
-        self._sparse = None
+        self._sparse, self._routes_apart = None, True
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = None
@@ -95,6 +100,8 @@ class SingleTokenLayer:
             and _hides_nothing(kwargs.get("attention_mask"))
         ):
             out = self.step(hidden_states.contiguous(), cache, positions)
+        if out is None and self.wants_last and hidden_states.shape[1] > 1 and not (args or self._routes_apart):
+            out = self._library_mlp(attend_last(self._layer, hidden_states, kwargs))
         return self.in_library(hidden_states, *args, **kwargs) if out is None else out
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:

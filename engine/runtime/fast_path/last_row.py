@@ -1,0 +1,56 @@
+"""The last layer of a prompt: only its last token's row is of use, because the logits of the others are not asked for.
+
+Its keys and values are those of all tokens, as the next ones attend to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_OF_ONE_ROW = ("q_proj", "o_proj")
+"""Projections of an attention module whose other rows nobody reads: a token's query serves that token alone."""
+
+
+def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Hidden states [B, q, hidden] through the norm, attention and residual of a decoder layer -> [B, 1, hidden] of the
+    last token.
+
+    Args:
+        layer: of the common kind (see `engine.runtime.fast_path.decoder_layer`).
+        options: what the layer is given besides; its cache takes the keys and values of all tokens.
+    """
+    with _only_last_rows(layer.self_attn):
+        attended: torch.Tensor = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)[0]
+    return hidden_states[:, -1:] + attended[:, -1:]
+
+
+@contextmanager
+def _only_last_rows(attention: Any) -> Iterator[None]:
+    """While in use, some projections give the last row's result to all rows."""
+    modules = [module for name in _OF_ONE_ROW if (module := getattr(attention, name, None)) is not None]
+    before = [module.__dict__.get("forward") for module in modules]
+    for module in modules:
+        module.forward = _LastRow(module.forward)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+
+class _LastRow:
+    """The `forward` of a linear layer."""
+
+    def __init__(self, forward: Any) -> None:
+        self._forward = forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        last: torch.Tensor = self._forward(x[..., -1:, :])
+        return last.expand(*x.shape[:-1], last.shape[-1])
