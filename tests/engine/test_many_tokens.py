@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from engine.kernels.interface import ExpertMath
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
+from engine.kernels.native.structs import plain_struct
 from engine.kernels.torch_experts import TorchExperts
 from tests.combinations import any_two
 from tests.engine.native_isas import isas, kernels_of
@@ -75,6 +77,39 @@ def test_many_tokens_are_near_torch(
     x = torch.randn(tokens, hidden).bfloat16()
     index, share = _routing(tokens, experts, min(experts, 3))
     _assert_near(native(x, index, share), in_torch(x, index, share), precision)
+
+
+@settings(max_examples=6)
+@given(
+    kind=st.sampled_from(KINDS),
+    bias=st.booleans(),
+    hidden=st.integers(500, 600),
+    inner=st.integers(500, 560),
+    tokens=st.integers(9, 60),
+    seed=st.integers(0, 2**31),
+)
+def test_long_rows_are_near_torch(
+    kernels: NativeKernels, kind: str, bias: bool, hidden: int, inner: int, tokens: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    native, in_torch = _both(kernels, kind, "bf16", (4, hidden, inner), bias)
+    x = torch.randn(tokens, hidden).bfloat16()
+    index, share = _routing(tokens, 4, 2)
+    _assert_near(native(x, index, share), in_torch(x, index, share), "bf16")
+
+
+@settings(max_examples=20)
+@given(
+    rows=st.integers(1, 90), columns=st.integers(1, 1100), tokens=st.integers(1, 40), seed=st.integers(0, 2**31)
+)
+def test_linear_rows_are_near_torch(kernels: NativeKernels, rows: int, columns: int, tokens: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight, x = torch.randn(rows, columns).bfloat16(), torch.randn(tokens, columns).bfloat16()
+    out, struct = torch.full((tokens, rows), torch.nan).bfloat16(), plain_struct(weight)
+    places = x.data_ptr(), None, out.data_ptr()
+    assert kernels.linear_rows(kernels.pool, ctypes.addressof(struct), tokens, *places) == 0
+    wanted = x.double() @ weight.double().T
+    torch.testing.assert_close(out.double(), wanted, rtol=0.005, atol=0.002 * columns**0.5)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -100,8 +100,8 @@ static inline void widen_lut4(const HalfTile &half, __m512 scale, uint8_t *out) 
     widen_nibbles(half.weights, value, out);
 }
 
-Panel prepare(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
-    if (matrix.format == SWITCHYARD_BF16) return prepare_rows(matrix, block, room);
+Panel prepare(const SwitchyardMatrix &matrix, int64_t block, int64_t count, uint8_t *room) {
+    if (matrix.format == SWITCHYARD_BF16) return prepare_rows(matrix, block, count, room);
     const TileRow row = tile_row(matrix, block);
     const Format &format = kFormats[matrix.format];
     constexpr int64_t ahead = 4096;
@@ -213,7 +213,8 @@ void multiply_widened(const Panel &panel, int64_t groups, const uint8_t *x, int6
     _tile_stored(1, out + kHalfRows, row);
 }
 
-void multiply(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
+void multiply(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t count, float *out) {
+    const int64_t tiles = (count + kPairLanes - 1) / kPairLanes;
     const Tiles in_use;
     if (format == SWITCHYARD_BF16)
         multiply_plain(panel, groups_of(columns), x, tiles, out);

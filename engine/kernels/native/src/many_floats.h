@@ -29,7 +29,7 @@ void pack_floats(int32_t, const uint16_t *const *rows, int64_t count, int64_t co
     }
 }
 
-Panel prepare_floats(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
+Panel prepare_floats(const SwitchyardMatrix &matrix, int64_t block, int64_t, uint8_t *room) {
     const RowOrder order(matrix);
     const auto *weights = static_cast<const uint16_t *>(matrix.weights);
     auto *floats = reinterpret_cast<float *>(room);
@@ -74,24 +74,26 @@ void multiply_rows(const float *weights, int64_t columns, const float *x, const 
 }
 
 template <class Math>
-void multiply_floats(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles, float *out) {
+void multiply_floats(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, int64_t count, float *out) {
+    int64_t tiles = (count + Math::lanes - 1) / Math::lanes;
     const auto *weights = reinterpret_cast<const float *>(panel.upper);
     const auto *values = reinterpret_cast<const float *>(x);
-    const int64_t tile = columns * Math::lanes;
     static_assert(kTileRows % Math::rows == 0, "a block is made of whole groups of rows");
+    // Parts as equal as can be: a single tile does not keep the multipliers busy.
     const int64_t parts = (tiles + Math::tiles - 1) / Math::tiles;
-    for (int64_t part = 0; part < parts; ++part, tiles -= Math::tiles) {
+    for (int64_t part = 0; part < parts; ++part) {
+        const int64_t first = tiles * part / parts, now = tiles * (part + 1) / parts - first;
+        const float *mine = values + first * columns * Math::lanes;
+        float *to = out + first * Math::lanes * kTileRows;
         for (int64_t row = 0; row < kTileRows; row += Math::rows) {
             const Ahead ahead(panel, columns, row, Math::rows, part, parts);
-            if (tiles >= Math::tiles)
-                multiply_rows<Math, Math::tiles>(weights, columns, values, ahead, out, row);
-            else if (tiles == 1)
-                multiply_rows<Math, 1>(weights, columns, values, ahead, out, row);
+            if (now == Math::tiles)
+                multiply_rows<Math, Math::tiles>(weights, columns, mine, ahead, to, row);
+            else if (now == 1)
+                multiply_rows<Math, 1>(weights, columns, mine, ahead, to, row);
             else
-                multiply_rows<Math, 2>(weights, columns, values, ahead, out, row);
+                multiply_rows<Math, 2>(weights, columns, mine, ahead, to, row);
         }
-        values += tile * Math::tiles;
-        out += Math::tiles * Math::lanes * kTileRows;
     }
 }
 

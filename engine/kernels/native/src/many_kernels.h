@@ -41,9 +41,11 @@ struct ManyKernels {
     int64_t (*panel_bytes)(int32_t format, int64_t columns);
     // Up to `lanes` bf16 vectors of `columns` into one tile.
     void (*pack)(int32_t format, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out);
-    Panel (*prepare)(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room);
-    // out: [tiles * lanes, 32] of the block's rows with the vectors of `tiles` tiles, one after the other from `x`.
-    void (*multiply)(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t tiles,
+    // For products with `count` vectors in all.
+    Panel (*prepare)(const SwitchyardMatrix &matrix, int64_t block, int64_t count, uint8_t *room);
+    // out: [count, 32] of the block's rows with the `count` vectors of tiles one after the other from `x`; room for those
+    // that the last tile is padded with.
+    void (*multiply)(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t count,
                      float *out);
     // In place: [count, 32] of gate and up halves (or 32 rows without a gate) and their biases [32] -> activated, in
     // the first 16 (32) of each 32.

@@ -67,7 +67,7 @@ int64_t copied_stride(int64_t columns) { return groups_of(columns) * 64 + 64; }
 int64_t rows_room(int64_t columns) { return kTileRows * copied_stride(columns); }
 
 // The halves of a block, with zeros where rows or columns end.
-Panel copy_rows(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
+Panel copy_rows(const SwitchyardMatrix &matrix, int64_t block, int64_t, uint8_t *room) {
     const RowOrder order(matrix);
     const auto *weights = static_cast<const uint16_t *>(matrix.weights);
     const int64_t columns = matrix.columns, stride = copied_stride(columns), bytes = columns * 2;
@@ -82,12 +82,12 @@ Panel copy_rows(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
 }
 
 // The same without a copy, unless rows or columns end in the block.
-Panel prepare_rows(const SwitchyardMatrix &matrix, int64_t block, uint8_t *room) {
+Panel prepare_rows(const SwitchyardMatrix &matrix, int64_t block, int64_t count, uint8_t *room) {
     const RowOrder order(matrix);
     const int64_t first = block * order.block, columns = matrix.columns;
     const int64_t last = first + (kHalfRows - 1) * order.step;
     if (columns % kGroup != 0 || last >= order.first_limit || last + order.partner >= matrix.rows)
-        return copy_rows(matrix, block, room);
+        return copy_rows(matrix, block, count, room);
     const auto *upper = static_cast<const uint8_t *>(matrix.weights) + first * columns * 2;
     return {upper, upper + order.partner * columns * 2, order.step * columns * 2};
 }

@@ -37,7 +37,7 @@ void multiply_block(const ManyKernels &many, const SwitchyardMatrix &matrix, int
     static thread_local AlignedMemory room, sums;
     const int64_t tiles = (count + many.lanes - 1) / many.lanes;
     const int64_t at_once = std::min<int64_t>(tiles, 96 / many.lanes);
-    Panel panel = many.prepare(matrix, block, room.room(many.panel_bytes(matrix.format, matrix.columns)));
+    Panel panel = many.prepare(matrix, block, count, room.room(many.panel_bytes(matrix.format, matrix.columns)));
     if (next && matrix.format == SWITCHYARD_BF16) {
         const RowOrder order(next->matrix);
         const int64_t row = matrix.columns * 2, other = order.step == 1 ? order.partner : kHalfRows;
@@ -47,8 +47,8 @@ void multiply_block(const ManyKernels &many, const SwitchyardMatrix &matrix, int
     auto *dots = reinterpret_cast<float *>(sums.room(at_once * many.lanes * kTileRows * 4));
     const int64_t tile_bytes = many.packed_bytes(matrix.format, matrix.columns);
     for (int64_t tile = 0; tile < tiles; tile += at_once) {
-        const int64_t now = std::min(at_once, tiles - tile), first = tile * many.lanes;
-        many.multiply(matrix.format, matrix.columns, panel, x + tile * tile_bytes, now, dots);
-        take(first, std::min(now * many.lanes, count - first), dots);
+        const int64_t first = tile * many.lanes, some = std::min(at_once * many.lanes, count - first);
+        many.multiply(matrix.format, matrix.columns, panel, x + tile * tile_bytes, some, dots);
+        take(first, some, dots);
     }
 }

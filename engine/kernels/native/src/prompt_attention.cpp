@@ -122,7 +122,7 @@ class PromptAttention {
         for (int64_t chunk = seen.from / kChunk; chunk * kChunk < seen.to; ++chunk) {
             const int64_t start = chunk * kChunk, end = std::min(start + kChunk, seen.to);
             for (int64_t at = start; at < end; at += kTileRows)
-                many_.multiply(SWITCHYARD_BF16, prompt_.key_dim, many_.prepare(keys, at / kTileRows, panel), queries, tiles,
+                many_.multiply(SWITCHYARD_BF16, prompt_.key_dim, many_.prepare(keys, at / kTileRows, count, panel), queries, count,
                                scores + (at - start) / kTileRows * step);
             for (int64_t v = 0; v < count; ++v) {
                 const Range &range = ranges_[(first + v) / group_];
@@ -137,7 +137,7 @@ class PromptAttention {
             const SwitchyardMatrix values = {turned(kv_head, chunk), nullptr, nullptr,         nullptr,
                                              prompt_.value_dim,      kChunk,  SWITCHYARD_BF16, SWITCHYARD_PLAIN};
             for (int64_t row = 0; row < prompt_.value_dim; row += kTileRows) {
-                many_.multiply(SWITCHYARD_BF16, kChunk, many_.prepare(values, row / kTileRows, panel), packed, tiles,
+                many_.multiply(SWITCHYARD_BF16, kChunk, many_.prepare(values, row / kTileRows, count, panel), packed, count,
                                scores);
                 for (int64_t v = 0; v < count; ++v)
                     many_.carry(before[v], scores + v * kTileRows, kTileRows, sums + v * width + row);

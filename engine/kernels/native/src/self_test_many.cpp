@@ -90,8 +90,8 @@ int32_t test_activation(const ManyKernels &kernels, float x) {
 }  // namespace
 
 int32_t test_many(const ManyKernels &kernels) {
-    for (int64_t count : {1, 5, 16, 17, 33, 100})
-        for (int64_t columns : {1, 31, 32, 70, 128})
+    for (int64_t count : {1, 2, 3, 4, 5, 16, 17, 33, 100})
+        for (int64_t columns : {1, 31, 32, 70, 128, 545})
             for (int32_t pairing : {SWITCHYARD_PLAIN, SWITCHYARD_HALVES, SWITCHYARD_ALTERNATING})
                 if (const int32_t wrong = test_product(kernels, count, columns, pairing)) return wrong;
     for (int32_t format = 1; format < kFormatCount; ++format)
