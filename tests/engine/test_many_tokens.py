@@ -99,9 +99,7 @@ def test_long_rows_are_near_torch(
 
 
 @settings(max_examples=20)
-@given(
-    rows=st.integers(1, 90), columns=st.integers(1, 1100), tokens=st.integers(1, 40), seed=st.integers(0, 2**31)
-)
+@given(rows=st.integers(1, 90), columns=st.integers(1, 1100), tokens=st.integers(1, 40), seed=st.integers(0, 2**31))
 def test_linear_rows_are_near_torch(kernels: NativeKernels, rows: int, columns: int, tokens: int, seed: int) -> None:
     torch.manual_seed(seed)
     weight, x = torch.randn(rows, columns).bfloat16(), torch.randn(tokens, columns).bfloat16()
