@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -117,6 +118,13 @@ def test_linear_equals_torch(kernels: NativeKernels, rows: int, columns: int, bi
             got = model(x)
         assert taken == (rows * columns >= 64 * 1024)
         torch.testing.assert_close(got, wanted, atol=2e-2, rtol=2e-2)
+
+
+@given(numbers=st.integers(0, 2**17), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=20, deadline=None)
+def test_memory_is_read_once_and_whole(kernels: NativeKernels, numbers: int, seed: int) -> None:
+    memory = np.random.default_rng(seed).integers(0, 2**64, numbers, dtype=np.uint64)
+    assert kernels.read_memory(kernels.pool, memory.ctypes.data, memory.nbytes) == int(memory.sum(dtype=np.uint64))
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])

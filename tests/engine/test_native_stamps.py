@@ -66,7 +66,7 @@ def steps(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     config = EngineConfig(str(path), precision="bf16", threads=1)
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     layers = [m.forward for m in loaded.model.modules() if isinstance(m.__dict__.get("forward"), SingleTokenLayer)]
-    blocks = [layer._sparse for layer in layers]
+    blocks = [layer.sparse for layer in layers]
     stamps = blocks[0]._kernels.stamps
     made = _Steps(blocks, stamps, request.param)
     _empty(stamps)

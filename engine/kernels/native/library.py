@@ -22,7 +22,7 @@ from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 12
+_ABI = 13
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -78,6 +78,7 @@ class NativeKernels:
             i64,
             pointer,
         ]
+        library.switchyard_model_step.argtypes = [pointer, pointer, i32, *[pointer] * 3, i64, pointer]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         library.switchyard_repack.argtypes = [pointer, pointer, i64, i32]
@@ -96,6 +97,7 @@ class NativeKernels:
         self.sparse_step = library.switchyard_sparse_step
         self.attention_step = library.switchyard_attention_step
         self.latent_step = library.switchyard_latent_step
+        self.model_step = library.switchyard_model_step
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise
         self.repack = library.switchyard_repack

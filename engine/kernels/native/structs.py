@@ -102,6 +102,28 @@ class LatentAttentionStruct(ctypes.Structure):
     )
 
 
+class LayerStruct(ctypes.Structure):
+    """`SwitchyardLayer`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention", "block", "keys", "values", "key_scales", "value_scales")),
+        *((name, ctypes.c_int64) for name in ("capacity", "length")),
+        *((name, ctypes.c_void_p) for name in ("chosen", "shares")),
+        ("type", ctypes.c_int32),
+    )
+
+
+class ModelStruct(ctypes.Structure):
+    """`SwitchyardModel`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("layers", "norm", "bias")),
+        ("head", MatrixStruct),
+        ("epsilon", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("norm_rounds_once", "count")),
+    )
+
+
 class CodesStruct(ctypes.Structure):
     """`SwitchyardCodes`."""
 

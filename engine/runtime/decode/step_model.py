@@ -23,6 +23,7 @@ from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.dense_rows import one_by_one, product
+from engine.runtime.fast_path.whole_model import WholeModel
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import kinds_by_length
@@ -193,6 +194,7 @@ class TokenStep:
         self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
         self._angles = _Angles(inner.rotary_emb)
+        self._whole = WholeModel.of(self._layers, self._norm, self._head)
 
     @classmethod
     def of(cls, model: Any) -> TokenStep | None:
@@ -230,6 +232,9 @@ class TokenStep:
                 return None
         hidden = self._embed(tokens)
         angles = self._angles.at(start, hidden, position_ids)
+        logits = self._whole.step(hidden, cache, angles) if self._whole is not None else None
+        if logits is not None:
+            return logits
         first = True
         for layer in self._layers:
             out = layer.step(hidden, cache, angles)

@@ -64,6 +64,8 @@ class SingleTokenLayer:
     Attributes:
         in_library: the one that it takes the place of.
         wants_last: whether only the last token's result is of use, all else than its keys and values being left out.
+        attention: the part before the residual in its middle.
+        sparse: the part after it; `None` if the library computes that.
     """
 
     wants_last = False
@@ -75,8 +77,8 @@ class SingleTokenLayer:
         self.in_library = layer.forward
         self._layer = layer
         self._hidden: int = layer.input_layernorm.weight.numel()
-        self._attention = attention
-        self._sparse = sparse
+        self.attention = attention
+        self.sparse = sparse
         self._number = number
         self._routes_apart = False
         self._dense_rows = DenseRows.of(layer)
@@ -86,7 +88,7 @@ class SingleTokenLayer:
 
     def leave_routing(self) -> None:
         """From now on only attention goes the fast path."""
-        self._sparse, self._routes_apart = None, True
+        self.sparse, self._routes_apart = None, True
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = None
@@ -114,11 +116,11 @@ class SingleTokenLayer:
         Returns:
             `None`, and nothing was done, if these are not for the fast path.
         """
-        out = self._attention.step(hidden_states, cache, positions)
+        out = self.attention.step(hidden_states, cache, positions)
         if out is None:
             return None
-        if self._sparse is not None:
-            return self._sparse.step(out)
+        if self.sparse is not None:
+            return self.sparse.step(out)
         return self._recorded_mlp(out) if RECORDER.on else self._library_mlp(out)
 
     def _recorded_mlp(self, out: torch.Tensor) -> torch.Tensor:
@@ -132,14 +134,19 @@ class SingleTokenLayer:
         return out
 
     @property
+    def norm(self) -> Any:
+        """The first of its norms."""
+        return self._layer.input_layernorm
+
+    @property
     def reads_narrow(self) -> bool:
         """Whether its attention reads keys and values in other types than the model's."""
-        return isinstance(self._attention, GroupedAttention)
+        return isinstance(self.attention, GroupedAttention)
 
     @property
     def keeps_tokens_apart(self) -> bool:
         """Whether several tokens at once come out as each of them alone would, bit by bit."""
-        return self._sparse is not None or self._dense_rows is not None
+        return self.sparse is not None or self._dense_rows is not None
 
     def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:
         if out.shape[1] > 1 and self._dense_rows is not None:

@@ -28,7 +28,7 @@ class GroupedAttention:
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
         self.address = ctypes.addressof(self._struct)
-        self._kernels = kernels
+        self.kernels = kernels
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self._angles = self._head_dim // 2 if path.angles == "once" else self._head_dim
@@ -57,10 +57,48 @@ class GroupedAttention:
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
+        angles = self.angles_of(positions, hidden_states.shape[1])
+        if angles is None:
+            return None
+        rows = self.claim(hidden_states.shape[1], cache)
+        if rows is None:
+            return None
+        out = torch.empty_like(hidden_states)
+        kernels = self.kernels
+        failed = kernels.attention_step(
+            kernels.pool,
+            self.address,
+            hidden_states.shape[1],
+            hidden_states.data_ptr(),
+            *angles,
+            *rows,
+            out.data_ptr(),
+        )
+        if failed:
+            raise out_of_memory()
+        return out
+
+    @property
+    def norms_round_once(self) -> bool:
+        """Whether norms of its family multiply by their weights before rounding, not after."""
+        return bool(self._struct.norm_rounds_once)
+
+    def angles_of(self, positions: Any, tokens: int) -> tuple[int, int, int] | None:
+        """Where the cosines and sines of so many tokens lie, and how many a token has; `None` if the kernels cannot read
+        them."""
         cos, sin = positions
-        tokens = hidden_states.shape[1]
         if cos.numel() != tokens * self._angles or cos.dtype != torch.bfloat16:
             return None
+        return cos.data_ptr(), sin.data_ptr(), self._angles
+
+    def can_claim(self, tokens: int, cache: Any) -> bool:
+        """Whether `claim` gives rows for so many."""
+        held_layer = cache.layers[self._index]
+        return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
+
+    def claim(self, tokens: int, cache: Any) -> tuple[Any, ...] | None:
+        """Rows for so many tokens, as the kernels are told of them: the type of keys and values, where they and their
+        scales lie, for how many there is room, and how many were held; `None` if the cache gives none."""
         held_layer = cache.layers[self._index]
         if type(held_layer) not in _KNOWN:
             return None
@@ -69,27 +107,14 @@ class GroupedAttention:
             return None
         keys, values, held = rows
         narrow = type(held_layer) is NarrowLayer
-        out = torch.empty_like(hidden_states)
-        kernels = self._kernels
-        failed = kernels.attention_step(
-            kernels.pool,
-            self.address,
-            tokens,
-            hidden_states.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            self._angles,
+        return (
             int(held_layer.kv_type) if narrow else _BF16,
             keys.data_ptr(),
             values.data_ptr(),
             *(held_layer.scales if narrow else _NO_SCALES),
             keys.stride(1) // self._head_dim,
             held,
-            out.data_ptr(),
         )
-        if failed:
-            raise out_of_memory()
-        return out
 
 
 def _fast_path(attention: Any) -> FastPath:

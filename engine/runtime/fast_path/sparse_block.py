@@ -24,6 +24,7 @@ class SparseBlock:
 
     Attributes:
         address: of what describes it to the kernels, which stamp its steps with it.
+        routing: where a step's chosen experts and their shares go.
     """
 
     def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels) -> None:
@@ -32,7 +33,7 @@ class SparseBlock:
         self._kernels = kernels
         self._chosen = torch.zeros(MAX_TOKENS, struct.router.top_k, dtype=torch.int64)
         self._shares = torch.zeros(MAX_TOKENS, struct.router.top_k)
-        self._routing = (self._chosen.data_ptr(), self._shares.data_ptr())
+        self.routing = (self._chosen.data_ptr(), self._shares.data_ptr())
 
     @classmethod
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
@@ -77,7 +78,7 @@ class SparseBlock:
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         tokens, start = hidden_states.shape[1], hidden_states.data_ptr()
-        if kernels.sparse_step(kernels.pool, self.address, tokens, start, *self._routing, out.data_ptr()):
+        if kernels.sparse_step(kernels.pool, self.address, tokens, start, *self.routing, out.data_ptr()):
             raise out_of_memory()
         return out
 

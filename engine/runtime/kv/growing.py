@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from engine.experts.record_memory import empty_in_huge_pages
+
 _FIRST_CAPACITY = 256
 
 
@@ -97,7 +99,8 @@ class GrowingWindowLayer(DynamicSlidingWindowLayer):  # type: ignore[misc]  # tr
         capacity = grown_capacity(held, held + tokens, 2 * self.sliding_window)
         moved = []
         for old in (self.keys, self.values):
-            buffer = old.new_empty((*old.shape[:-2], capacity, old.shape[-1]))
+            shape = (*old.shape[:-2], capacity, old.shape[-1])
+            buffer = empty_in_huge_pages(shape, dtype=old.dtype, device=old.device)
             buffer.narrow(-2, 0, held).copy_(old)
             moved.append(buffer)
         self._key_buffer, self._value_buffer = moved
@@ -226,7 +229,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         capacity = grown_capacity(self._length, tokens, self._most_tokens)
         grown = []
         for old, new in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
-            buffer = new.new_empty((*new.shape[:-2], capacity, new.shape[-1]))
+            shape = (*new.shape[:-2], capacity, new.shape[-1])
+            buffer = empty_in_huge_pages(shape, dtype=new.dtype, device=new.device)
             if old is not None and self._length:
                 buffer.narrow(-2, 0, self._length).copy_(old.narrow(-2, 0, self._length))
             grown.append(buffer)

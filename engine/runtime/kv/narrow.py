@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from engine.experts.record_memory import empty_in_huge_pages
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType
 from engine.runtime.kv.growing import grown_capacity
 
@@ -108,7 +109,7 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         capacity = grown_capacity(self._length, tokens, self._most_tokens)
         capacity = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS  # kernels read scales by whole pages
         shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in like]
-        made = [torch.empty(shape, dtype=self.kv_type.dtype, device=self.device) for shape in shapes]
+        made = [empty_in_huge_pages(shape, dtype=self.kv_type.dtype, device=self.device) for shape in shapes]
         if self.kv_type is KvType.INT8:
             made += [torch.zeros(shape[:-1], device=self.device) for shape in shapes]
         for old, new in zip(self._buffers, made, strict=False):

@@ -7,6 +7,7 @@
 #include "dispatch.h"
 #include "experts_call.h"
 #include "many_experts.h"
+#include "many_kernels.h"
 
 namespace {
 
@@ -29,7 +30,6 @@ void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     static thread_local std::vector<float> dots;
     const auto &layer = *call.layer;
     const int64_t inner = layer.inner, per_expert = call.inner_blocks(), per_block = call.inner_block();
-    const Rounding round = {layer.first.format == SWITCHYARD_BF16};
     const int64_t all = static_cast<int64_t>(call.visits.active.size()) * per_expert;
     for (int64_t item = begin; item < std::min(end, all); ++item) {
         const int64_t which = item / per_expert, block = item % per_expert;
@@ -41,54 +41,60 @@ void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
         dots.resize(static_cast<size_t>(count * kTileRows));
         block_dot(call.kernels, weights, block, call.x, &call.visits.token[first], count, dots.data());
         const int64_t rows = std::min(per_block, inner - block * per_block);
-        for (int64_t v = 0; v < count; ++v) {
-            float *out = &call.inner[(first + v) * inner + block * per_block];
-            const float *mine = &dots[v * kTileRows];
+        float biases[kTileRows] = {};
+        if (bias)
             for (int64_t i = 0; i < rows; ++i) {
-                float gate = mine[i], up = layer.pairing == SWITCHYARD_PLAIN ? 0.0f : mine[kHalfRows + i];
-                if (bias) {
-                    const int64_t row = block * order.block + i * order.step;
-                    gate += from_bf16(bias[row]);
-                    if (layer.pairing != SWITCHYARD_PLAIN) up += from_bf16(bias[row + order.partner]);
-                }
-                out[i] = gated(layer, round(gate), round(up), round);
+                const int64_t row = block * order.block + i * order.step;
+                biases[i] = from_bf16(bias[row]);
+                if (layer.pairing != SWITCHYARD_PLAIN) biases[kHalfRows + i] = from_bf16(bias[row + order.partner]);
             }
-        }
+        call.kernels.many[layer.first.format]->activate(layer, biases, count, dots.data());
+        for (int64_t v = 0; v < count; ++v)
+            std::copy_n(&dots[v * kTileRows], rows, &call.inner[(first + v) * inner + block * per_block]);
     }
 }
 
-// Blocks of rows of the result: no two threads write the same one, and each sum is in the experts' order.
+// Blocks [begin, end) of all active experts' down matrices, one after the other: memory is read in long runs.
 void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
-    static thread_local std::vector<float> sums, dots;
+    static thread_local std::vector<float> dots;
+    const auto &layer = *call.layer;
+    const int64_t per_expert = call.down_block_count();
+    const int64_t all = static_cast<int64_t>(call.visits.active.size()) * per_expert;
+    for (int64_t item = begin; item < std::min(end, all); ++item) {
+        const int64_t which = item / per_expert, block = item % per_expert, row = block * kTileRows;
+        const int64_t rows = std::min(kTileRows, layer.hidden - row);
+        const int32_t first = call.visits.first[which];
+        const int64_t count = call.visits.first[which + 1] - first;
+        dots.resize(static_cast<size_t>(count * kTileRows));
+        block_dot(call.kernels, call.down_matrix(call.visits.active[which]), block, call.activated, &call.one_by_one[first],
+                  count, dots.data());
+        for (int64_t v = 0; v < count; ++v)
+            std::copy_n(&dots[v * kTileRows], rows, &call.products[(first + v) * layer.hidden + row]);
+    }
+}
+
+// Blocks of rows of the result: each sum is in the experts' order.
+void sum_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
+    static thread_local std::vector<float> sums;
     const auto &layer = *call.layer;
     const Rounding round = {layer.down.format == SWITCHYARD_BF16};
-    // An expert's blocks are neighbours in memory, which are read one after the other.
-    const int64_t width = (end - begin) * kTileRows;
-    sums.assign(static_cast<size_t>(call.tokens * width), 0.0f);
+    const int64_t from = begin * kTileRows, rows = std::min(end * kTileRows, int64_t{layer.hidden}) - from;
+    sums.assign(static_cast<size_t>(call.tokens * rows), 0.0f);
     for (size_t which = 0; which < call.visits.active.size(); ++which) {
-        const int32_t expert = call.visits.active[which], first = call.visits.first[which];
-        const int64_t count = call.visits.first[which + 1] - first;
-        const SwitchyardMatrix weights = call.down_matrix(expert);
-        const uint16_t *bias = call.bias(expert, layer.down);
-        dots.resize(static_cast<size_t>(count * kTileRows));
-        for (int64_t block = begin; block < end; ++block) {
-            const int64_t row = block * kTileRows, rows = std::min(kTileRows, layer.hidden - row);
-            block_dot(call.kernels, weights, block, call.activated, &call.one_by_one[first], count, dots.data());
-            for (int64_t v = 0; v < count; ++v) {
-                float *sum = &sums[call.visits.token[first + v] * width + (block - begin) * kTileRows];
-                const float weight = call.visits.weight[first + v];
-                for (int64_t i = 0; i < rows; ++i) {
-                    const float with_bias = dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
-                    sum[i] += weight * round(with_bias);
-                }
-            }
+        const uint16_t *bias = call.bias(call.visits.active[which], layer.down);
+        for (int32_t v = call.visits.first[which]; v < call.visits.first[which + 1]; ++v) {
+            float *sum = &sums[call.visits.token[v] * rows];
+            const float *product = &call.products[v * int64_t{layer.hidden} + from], weight = call.visits.weight[v];
+            if (bias)
+                for (int64_t i = 0; i < rows; ++i) sum[i] += weight * round(product[i] + from_bf16(bias[from + i]));
+            else
+                for (int64_t i = 0; i < rows; ++i) sum[i] += weight * round(product[i]);
         }
     }
-    const int64_t rows = std::min(width, layer.hidden - begin * kTileRows);
     for (int32_t token = 0; token < call.tokens; ++token)
         for (int64_t i = 0; i < rows; ++i) {
-            float sum = sums[token * width + i];
-            const int64_t at = int64_t{token} * layer.hidden + begin * kTileRows + i;
+            float sum = sums[token * rows + i];
+            const int64_t at = int64_t{token} * layer.hidden + from + i;
             if (call.addend) sum = round_bf16(sum) + from_bf16(call.addend[at]);
             if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
             call.out[at] = to_bf16(sum);
@@ -112,6 +118,7 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
 
 void ExpertsCall::reserve(int64_t count) {
     inner.resize(static_cast<size_t>(count * layer->inner));
+    products.resize(static_cast<size_t>(count * layer->hidden));
     activated.resize(layer->down.format, count, layer->inner);
     if (one_by_one.size() < static_cast<size_t>(count)) {
         one_by_one.resize(static_cast<size_t>(count));
@@ -141,6 +148,7 @@ void ExpertsRun::work() {
             call.activated.set(call.kernels, v, &call.inner[v * inner]);
     });
     down.run([&](int64_t begin, int64_t end) { down_blocks(call, begin, end); });
+    sums.run([&](int64_t begin, int64_t end) { sum_blocks(call, begin, end); });
 }
 
 SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,

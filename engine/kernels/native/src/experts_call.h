@@ -17,6 +17,7 @@ struct ExpertsCall {
     Vectors x;                       // [tokens], [hidden]
     std::vector<float> inner;        // [visits, inner]
     Vectors activated;               // the same
+    std::vector<float> products;     // [visits, hidden]: of the down matrices
     std::vector<int32_t> one_by_one; // 0, 1, 2, ...
     const uint16_t *residual;        // [tokens, hidden] to add to the result, or null
     const uint16_t *addend;          // [tokens, hidden] to add to the result before that, or null
@@ -28,6 +29,7 @@ struct ExpertsCall {
 
     int64_t inner_block() const { return layer->pairing == SWITCHYARD_PLAIN ? kTileRows : kHalfRows; }
     int64_t inner_blocks() const { return (layer->inner + inner_block() - 1) / inner_block(); }
+    int64_t down_block_count() const { return (layer->hidden + kTileRows - 1) / kTileRows; }
     SwitchyardMatrix first_matrix(int32_t expert) const;
     SwitchyardMatrix down_matrix(int32_t expert) const;
     const uint16_t *bias(int32_t expert, const SwitchyardRecordPart &part) const;
@@ -38,13 +40,14 @@ struct ExpertsCall {
 // For up to `active` experts and `visits` of them.
 struct ExpertsRun {
     ExpertsCall &call;
-    Phase first, spreading, down;
+    Phase first, spreading, down, sums;
 
     ExpertsRun(ExpertsCall &call, int64_t active, int64_t visits, int threads)
         : call(call),
           first(active * call.inner_blocks(), threads, 1),
           spreading(visits, threads, 1),
-          down((call.layer->hidden + kTileRows - 1) / kTileRows, threads, 1) {}
+          down(active * call.down_block_count(), threads, 1),
+          sums(call.down_block_count(), threads, 4) {}
 
     void work();
 };

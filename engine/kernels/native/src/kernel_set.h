@@ -13,6 +13,8 @@ struct KernelSet {
     void (*dot_pair)(const uint16_t *a, const uint16_t *b, const float *spread, int64_t n, float *a_out, float *b_out);
     // out[i] = sum over rows r of shares[r] * x[r, i]: x bf16 [rows, n].
     void (*mix_rows)(const uint16_t *x, int64_t rows, int64_t n, const float *shares, float *out);
+    // The sum of whole 8-byte numbers, and of what bytes remain: reads memory as fast as this instruction set can.
+    uint64_t (*sum_bytes)(const uint8_t *from, int64_t bytes);
 };
 
 constexpr int64_t kTileRows = 32, kHalfRows = 16, kGroup = 32;

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "kernel_set.h"
+#include "sum_bytes.h"
 
 namespace {
 
@@ -83,4 +84,4 @@ void mix_rows(const uint16_t *x, int64_t rows, int64_t n, const float *shares, f
 
 }  // namespace
 
-const KernelSet kAvx512Kernels = {spread, spread_floats, dot_pair, mix_rows};
+const KernelSet kAvx512Kernels = {spread, spread_floats, dot_pair, mix_rows, sum_bytes};

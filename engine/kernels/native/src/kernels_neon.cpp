@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "kernel_set.h"
+#include "sum_bytes.h"
 
 namespace {
 
@@ -87,4 +88,4 @@ void mix_rows(const uint16_t *x, int64_t rows, int64_t n, const float *shares, f
 
 }  // namespace
 
-const KernelSet kNeonKernels = {spread, spread_floats, dot_pair, mix_rows};
+const KernelSet kNeonKernels = {spread, spread_floats, dot_pair, mix_rows, sum_bytes};

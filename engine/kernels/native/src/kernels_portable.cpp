@@ -1,4 +1,5 @@
 #include "kernel_set.h"
+#include "sum_bytes.h"
 
 namespace {
 
@@ -35,4 +36,4 @@ void mix_rows(const uint16_t *x, int64_t rows, int64_t n, const float *shares, f
 
 }  // namespace
 
-const KernelSet kPortableKernels = {spread, spread_floats, dot_pair, mix_rows};
+const KernelSet kPortableKernels = {spread, spread_floats, dot_pair, mix_rows, sum_bytes};

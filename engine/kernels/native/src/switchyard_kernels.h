@@ -157,7 +157,7 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                          const uint16_t *x, const uint16_t *bias, uint16_t *out);
 
-// In the next three, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.
+// In the next four, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.
 
 // A few tokens through a sparse block.  hidden, out: bf16 [tokens, hidden], not the same.  chosen: int64 [tokens, k] and
 // shares: float [tokens, k] receive the routing.
@@ -183,6 +183,36 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               int32_t tokens, const uint16_t *hidden, const float *cos,
                                               const float *sin, int32_t angle_step, int64_t token_step,
                                               uint16_t *latents, uint16_t *rotary_keys, int64_t length, uint16_t *out);
+
+// A decoder layer of grouped-query attention and a sparse block, and where a sequence's keys and values of this layer are;
+// see switchyard_attention_step and switchyard_sparse_step.
+typedef struct {
+    const SwitchyardAttention *attention;
+    const SwitchyardSparseBlock *block;
+    void *keys, *values;
+    float *key_scales, *value_scales;
+    int64_t capacity, length;
+    int64_t *chosen;
+    float *shares;
+    int32_t type;
+} SwitchyardLayer;
+
+// A model's layers, one after the other, and its output: head(norm(hidden)) + bias.
+typedef struct {
+    const SwitchyardLayer *layers;
+    const uint16_t *norm;  // bf16 [hidden]
+    const uint16_t *bias;  // bf16 [head rows], or null
+    SwitchyardMatrix head;  // plain, [vocabulary, hidden]
+    float epsilon;
+    int32_t norm_rounds_once;
+    int32_t count;
+} SwitchyardModel;
+
+// A few tokens through all layers of a model, as a step of each in turn would compute them.  cos, sin, angle_step: as
+// for attention, of every layer.  hidden: bf16 [tokens, hidden]; logits: bf16 [tokens, vocabulary].
+SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
+                                             const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
+                                             int64_t angle_step, uint16_t *logits);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and

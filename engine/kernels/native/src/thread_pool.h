@@ -24,19 +24,21 @@ template <class Done> void spin_until(Done done) {
 // Items that all threads share, each processed once.
 class Phase {
   public:
-    // For `threads` threads; chunks are small enough to share evenly, large enough to stream through memory: never
-    // fewer than `fewest` items.
-    Phase(int64_t items, int threads, int64_t fewest = 8)
-        : items_(items), chunk_(items / (int64_t{8} * threads) > fewest ? items / (int64_t{8} * threads) : fewest) {}
+    // For `threads` threads.  Chunks shrink with what is left, as in guided self-scheduling (Polychronopoulos and Kuck
+    // 1987): the first are long, because memory is read fastest in long runs, the last short, so that all threads end at
+    // about the same time.  Never fewer than `fewest` items.
+    Phase(int64_t items, int threads, int64_t fewest = 8) : items_(items), parts_(int64_t{4} * threads), fewest_(fewest) {}
 
     // Calls body(begin, end) for chunks until none is left, then waits for those that other threads have taken.
     template <class Body> void run(Body body) {
-        for (;;) {
-            const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-            if (begin >= items_) break;
-            const int64_t end = begin + chunk_ < items_ ? begin + chunk_ : items_;
+        int64_t begin = next_.load(std::memory_order_relaxed);
+        while (begin < items_) {
+            const int64_t even = (items_ - begin) / parts_, chunk = even > fewest_ ? even : fewest_;
+            const int64_t end = begin + chunk < items_ ? begin + chunk : items_;
+            if (!next_.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
             body(begin, end);
             done_.fetch_add(end - begin, std::memory_order_acq_rel);
+            begin = next_.load(std::memory_order_relaxed);
         }
         spin_until([this] { return done_.load(std::memory_order_acquire) == items_; });
     }
@@ -45,7 +47,7 @@ class Phase {
     int64_t coming() const { return next_.load(std::memory_order_relaxed); }
 
   private:
-    const int64_t items_, chunk_;
+    const int64_t items_, parts_, fewest_;
     alignas(64) std::atomic<int64_t> next_{0};
     alignas(64) std::atomic<int64_t> done_{0};
 };

@@ -1,0 +1,31 @@
+// A few tokens of one sequence through a whole model: its layers, one after the other, the last norm and the head.
+#include <cstddef>
+#include <new>
+#include <vector>
+
+#include "rows.h"
+#include "switchyard_kernels.h"
+
+SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
+                                             const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
+                                             int64_t angle_step, uint16_t *logits) try {
+    static thread_local std::vector<uint16_t> states[2];
+    const int64_t width = model->head.columns;
+    for (auto &state : states) state.resize(static_cast<size_t>(tokens * width));
+    uint16_t *now = states[0].data(), *next = states[1].data();
+    for (int32_t i = 0; i < model->count; ++i) {
+        const SwitchyardLayer &layer = model->layers[i];
+        if (switchyard_attention_step(pool, layer.attention, tokens, hidden, cos, sin, angle_step, layer.type, layer.keys,
+                                      layer.values, layer.key_scales, layer.value_scales, layer.capacity, layer.length,
+                                      next))
+            return 1;
+        if (switchyard_sparse_step(pool, layer.block, tokens, next, layer.chosen, layer.shares, now)) return 1;
+        hidden = now;
+    }
+    for (int32_t token = 0; token < tokens; ++token)
+        rms_norm(hidden + token * width, model->norm, model->epsilon, width, next + token * width,
+                 model->norm_rounds_once);
+    return switchyard_linear(pool, &model->head, tokens, next, model->bias, logits);
+} catch (const std::bad_alloc &) {
+    return 1;
+}

@@ -1,0 +1,102 @@
+"""A few tokens through all decoder layers, the last norm and the head in one native call.
+
+Between two calls a processor's threads wait and memory rests; with a call for each part of a layer that came to a
+hundredth of a step of a large model, and to a tenth of a small one's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.kernels.native.linear import (
+    address_of,
+    is_plain,
+    is_readable,
+    keeps_rows_apart,
+    linear_struct,
+    out_of_memory,
+)
+from engine.kernels.native.structs import LayerStruct, ModelStruct
+from engine.runtime.fast_path.grouped_attention import GroupedAttention
+
+if TYPE_CHECKING:
+    from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+
+
+class WholeModel:
+    """All layers of a model and its head."""
+
+    def __init__(self, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> None:
+        self._layers = layers
+        self._attentions = [layer.attention for layer in layers if isinstance(layer.attention, GroupedAttention)]
+        self._kernels = self._attentions[0].kernels
+        self._structs = (LayerStruct * len(layers))()
+        for struct, layer in zip(self._structs, layers, strict=True):
+            assert layer.sparse is not None
+            struct.attention, struct.block = layer.attention.address, layer.sparse.address
+            struct.chosen, struct.shares = layer.sparse.routing
+        self._model = ModelStruct(
+            ctypes.addressof(self._structs),
+            norm.weight.data_ptr(),
+            address_of(head.bias),
+            linear_struct(head),
+            norm.variance_epsilon,
+            self._attentions[0].norms_round_once,
+            len(layers),
+        )
+        self._address = ctypes.addressof(self._model)
+        self._vocabulary: int = self._model.head.rows
+
+    @classmethod
+    def of(cls, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> WholeModel | None:
+        """That of a model, or `None` if some part of it is of another kind."""
+        if (
+            not all(layer.sparse is not None and isinstance(layer.attention, GroupedAttention) for layer in layers)
+            or type(norm) is not type(layers[0].norm)
+            or not is_plain(norm.weight)
+            or not (keeps_rows_apart(head) and is_readable(head))
+        ):
+            return None
+        return cls(layers, norm, head)
+
+    def step(self, hidden: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
+        """Hidden states [1, q, hidden] of the next tokens in bf16, contiguous -> logits [q, V] after each.
+
+        Args:
+            cache: takes their keys and values.
+            positions: their cosines and sines.
+
+        Returns:
+            `None`, and nothing was done, if these are not for one call.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        tokens = hidden.shape[1]
+        if any(layer.sparse is None for layer in self._layers):
+            return None
+        angles = self._attentions[0].angles_of(positions, tokens)
+        if angles is None or not all(attention.can_claim(tokens, cache) for attention in self._attentions):
+            return None
+        for struct, attention in zip(self._structs, self._attentions, strict=True):
+            rows = attention.claim(tokens, cache)
+            assert rows is not None
+            (
+                struct.type,
+                struct.keys,
+                struct.values,
+                struct.key_scales,
+                struct.value_scales,
+                struct.capacity,
+                struct.length,
+            ) = rows
+        logits = hidden.new_empty((tokens, self._vocabulary))
+        kernels = self._kernels
+        start, out = hidden.data_ptr(), logits.data_ptr()
+        if kernels.model_step(kernels.pool, self._address, tokens, start, *angles, out):
+            raise out_of_memory()
+        return logits
