@@ -84,8 +84,8 @@ class GroupedAttention:
         return bool(self._struct.norm_rounds_once)
 
     def angles_of(self, positions: Any, tokens: int) -> tuple[int, int, int] | None:
-        """Where the cosines and sines of so many tokens lie, and how many a token has; `None` if the kernels cannot read
-        them."""
+        """Where the cosines and sines of so many tokens lie, and how many a token has; `None` if they are of another
+        type or number."""
         cos, sin = positions
         if cos.numel() != tokens * self._angles or cos.dtype != torch.bfloat16:
             return None

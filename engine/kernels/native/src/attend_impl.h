@@ -17,6 +17,15 @@ inline void prefetch(const char *line) {
 #endif
 }
 
+// Keeps what was loaded in a register: GCC loads it again for each of its uses, where 256 bits are too few for that.
+template <class T> ALWAYS_INLINE inline void hold(T &value) {
+#if defined(__GNUC__) && defined(__AVX2__) && !defined(__AVX512F__)
+    asm("" : "+x"(value));
+#else
+    (void)value;
+#endif
+}
+
 // What the next page holds: memory delivers it, a few lines at each step, while this one is computed.
 class Ahead {
   public:
@@ -58,7 +67,8 @@ inline void row_scores(const typename Kind::Element *const *rows, int64_t dim, c
         typename Kind::Part key[kRowsTogether];
         repeat<kRowsTogether>([&](auto row) ALWAYS_INLINE { key[row] = Kind::key(rows[row] + d); });
         repeat<count>([&](auto i) ALWAYS_INLINE {
-            const typename Kind::Part query = Kind::query(q[i] + d);
+            typename Kind::Part query = Kind::query(q[i] + d);
+            hold(query);
             repeat<kRowsTogether>([&](auto row) ALWAYS_INLINE {
                 auto &sum = sums[i * kRowsTogether + row];
                 sum = Kind::add_products(key[row], query, sum);
@@ -196,7 +206,8 @@ void attend_pages(const HeldRows &rows, int64_t begin, int64_t end, const Querie
                   const Packed<Kind> &further) {
     const int count = queries.count;
     const int64_t from = *std::min_element(queries.from, queries.from + count);
-    end = std::min(end, *std::max_element(queries.to, queries.to + count));
+    const int64_t last = *std::max_element(queries.to, queries.to + count);
+    end = std::min(end, last);
     // The next page at or after this token that some query sees, or the end.
     const auto seen = [&](int64_t token) {
         if (token >= queries.kept && token + kPageTokens <= from) token = from / kPageTokens * kPageTokens;
@@ -209,7 +220,8 @@ void attend_pages(const HeldRows &rows, int64_t begin, int64_t end, const Querie
         following = seen(first + kPageTokens);
         const int64_t tokens = std::min(kPageTokens, end - first), row = rows.row_of(first);
         Ahead ahead;
-        if (following < end) {
+        // Beyond the end too: who computes these rows goes on with those behind them.
+        if (following < last) {
             const int64_t next = rows.row_of(following);
             ahead.add(static_cast<const Element *>(rows.keys) + next * rows.key_dim, page_bytes(rows.key_dim));
             if (rows.further_dim)
