@@ -97,9 +97,12 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
         with torch.inference_mode():
             for step, cache in ((whole, one), (layers, other)):
                 step(ids[:, :6], cache, 0)
-            for start, end in [*((at, at + 1) for at in range(6, 18)), *((at, at + 3) for at in range(18, 30, 3))]:
+            start = 6
+            while start < 30:
+                end = start + (3 if start >= 18 and whole.takes(3, one) else 1)
                 got = whole.several(ids[:, start:end], one, start)
                 wanted = layers.several(ids[:, start:end], other, start)
+                start = end
                 # Only the last norm differs: torch adds its squares in another order.
                 assert (got.float() - wanted.float()).norm() <= 0.004 * wanted.float().norm()
         for mine, theirs in zip(one.layers, other.layers, strict=True):
