@@ -53,7 +53,7 @@ template <class Clock> class TeamSizeBy {
     static constexpr int kFirst = 256, kFewest = 2048, kMost = 16384, kMostAlone = 4096;  // calls between trials
     static constexpr int kWindow = 64;       // calls that are compared with those before
     static constexpr double kSlower = 1.25;  // makes a trial worth while at once
-    static constexpr double kBetter = 1.05, kLost = 1.25;  // one thread that has lost by so much is tried no longer
+    static constexpr double kBetter = 1.05;
 
     static int size_class(int64_t bytes) {
         int bits = 0;
@@ -69,9 +69,8 @@ template <class Clock> class TeamSizeBy {
             tried_ += seconds;
             expected_ += expected;
         }
-        const int counted = trial_calls_ - (team_ ? 0 : kWakingCalls);
-        const bool is_enough = counted >= kTrialCalls || (tried_ > kTrialSeconds && trial_calls_ >= kFewestTrialCalls) ||
-                               (team_ && counted >= kFewestTrialCalls && tried_ > kLost * expected_);
+        const bool is_enough = trial_calls_ >= kTrialCalls + (team_ ? 0 : kWakingCalls) ||
+                               (tried_ > kTrialSeconds && trial_calls_ >= kFewestTrialCalls);
         if (!is_enough) return;
         if (tried_ * kBetter < expected_) {
             team_ = !team_;
