@@ -6,6 +6,7 @@ that is used once, and twice the processor's time.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -92,7 +93,8 @@ class FileImage:
 
     def _read(self) -> None:
         if sys.platform == "linux":  # where this holds for a thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS_URGENT)
+            with contextlib.suppress(OSError):  # a sandbox may not let it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS_URGENT)
         while (piece := self._next()) is not None:
             begin = piece * _PIECE
             target = self.bytes[begin : begin + _PIECE]
@@ -104,6 +106,8 @@ class FileImage:
                 self._fail(OSError(0, "the file is cut short"))
             except OSError as error:
                 self._fail(error)
+            except Exception as error:  # nobody may wait for ever
+                self._fail(OSError(0, f"reading it failed ({type(error).__name__})"))
             else:
                 self._there(piece)
 

@@ -50,7 +50,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
-        self._is_stopped = False
+        self._runs = self._is_stopped = False
         link.wake = self.start
 
     @property
@@ -67,7 +67,7 @@ class EngineProcess:
         import os
 
         with self._lock:
-            if self._is_stopped or (self._watching is not None and self._watching.is_alive()):
+            if self._is_stopped or self._runs:
                 return
             command, variables = python_module("engine.serving.engine_process")
             try:
@@ -81,11 +81,16 @@ class EngineProcess:
                 raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
             self._watching = threading.Thread(target=self._watch, args=(process,), name="engine-process", daemon=True)
             self._watching.start()
+            self._runs = True
+
+    def expect_end(self) -> None:
+        """From now on its end is no surprise, and it is not started again."""
+        with self._lock:
+            self._is_stopped = True
 
     def stop(self) -> None:
         """Waits for its end, which losing the link brings about."""
-        with self._lock:
-            self._is_stopped = True
+        self.expect_end()
         if self._process is not None and self._watching is not None:
             try:
                 self._process.wait(ENDING_S)
@@ -95,6 +100,8 @@ class EngineProcess:
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         process.wait()
+        with self._lock:
+            self._runs = False  # first: who asks after those that are refused here starts it again
         if not self._is_stopped:
             # What waited for an engine that never connected is refused too.
             self._link.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped: try again in a moment."))

@@ -20,6 +20,11 @@ _PATIENCE_S = 20.0
 """The engine comes once it has done what it is doing."""
 
 
+def no_engine() -> None:
+    """Raises EngineError `ENGINE_DIED`: the window starts engines, and nobody here can have it do so."""
+    raise EngineError(ErrorCode.ENGINE_DIED, "Switchyard's engine is busy or not running: look at its window.")
+
+
 class WindowModels:
     """The model that is loaded in the window; see `Models`."""
 
@@ -40,7 +45,7 @@ class WindowModels:
     def find(self, name: str) -> tuple[str, Path]:
         """See `Models`."""
         if not self._link.wait_for_engine(_PATIENCE_S):
-            raise EngineError(ErrorCode.ENGINE_DIED, "Switchyard's engine is busy or not running: look at its window.")
+            no_engine()
         loaded = next(iter(self.listed()), None)
         if loaded is None:
             raise EngineError(
@@ -69,6 +74,7 @@ def main() -> None:
     from engine.serving.service import Service
 
     link = EngineLink()
+    link.wake = no_engine
     server = Server(Service(link, WindowModels(link)), Address(order.host, order.port, order.key), say)
     try:
         port = server.start()

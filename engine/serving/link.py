@@ -86,8 +86,6 @@ class EngineLink:
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
         """See `Answerer`."""
-        if not self.is_connected:
-            self.wake()
         with self._lock:
             if self._is_closed:
                 raise closing().error
@@ -97,7 +95,15 @@ class EngineLink:
             number = self._numbers
             ticket = Ticket(ask, on_event, lambda: self._send(Cancelled(number)))
             self._open[number] = ticket
-            self._send(Asked(number, ask))
+            self._send(asked := Asked(number, ask))
+        if not self.is_connected:  # only now: an engine that ends meanwhile refuses this one too
+            try:
+                self.wake()
+            except EngineError:
+                with self._lock:
+                    self._open.pop(number, None)
+                    self._unsent = [message for message in self._unsent if message is not asked]
+                raise
         return ticket
 
     def prepare(self, model: Path) -> None:
@@ -114,12 +120,17 @@ class EngineLink:
     def refuse_all(self, error: EngineError) -> None:
         """No engine will answer what has been asked."""
         with self._lock:
-            self._model = None
-            self._unsent.clear()
-            refused = list(self._open.values())
-            self._open.clear()
+            refused = self._forget_all()
         for ticket in refused:
             ticket.tell(Refused(error))
+
+    def _forget_all(self) -> list[Ticket]:
+        """What nobody answers any more."""
+        self._model = None
+        self._unsent.clear()
+        forgotten = list(self._open.values())
+        self._open.clear()
+        return forgotten
 
     def close(self) -> None:
         """Ends all answers and lets the engine go."""
@@ -173,7 +184,10 @@ class EngineLink:
                 return
             self._line = None
             self._knows_model.clear()
-        self.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped in the middle: try again in a moment."))
+            refused = self._forget_all()  # before another engine can connect
+        for ticket in refused:
+            words = "The engine stopped in the middle: try again in a moment."
+            ticket.tell(Refused(EngineError(ErrorCode.ENGINE_DIED, words)))
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, ModelIs):

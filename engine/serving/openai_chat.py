@@ -21,6 +21,7 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
+from engine.process.failures import as_engine_error, log_failure
 from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
 from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import (
@@ -198,8 +199,10 @@ class _OpenAi:
             try:
                 async for event in self._service.events(ask):
                     queue.put_nowait((index, event))
-            except EngineError as error:
-                queue.put_nowait((index, error))
+            except Exception as error:  # nobody may wait for ever
+                if not isinstance(error, EngineError):
+                    log_failure(error, "answering a request")
+                queue.put_nowait((index, as_engine_error(error, "answering a request")))
 
         tasks = [asyncio.create_task(follow(index, ask)) for index, ask in enumerate(wanted.asks)]
         answers = [_Answer(wanted) for _ in wanted.asks]

@@ -161,7 +161,7 @@ class Service:
                 yield event
                 if is_last:
                     return
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             exchange.breaks = exchange.breaks or "left"
             raise
         finally:

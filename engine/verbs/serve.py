@@ -74,20 +74,21 @@ def run(args: argparse.Namespace) -> int:
         link.close()
         raise
     link.start()
-    link.prepare(path)
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    url = f"http://{host}:{port}"
-    human = (
-        f"Serving {args.model} at {url}\n"
-        f"  OpenAI:    {url}/v1    Anthropic: {url}    Ollama: {url}\n"
-        f"  Key:       {'needed' if address.key else 'none needed (any will do)'}\n"
-        "Ctrl-C stops it."
-    )
-    document = {"url": url, "port": port, "model": args.model, "needs_key": bool(address.key)}
-    emit(document, as_json=args.json, human=human)
     try:
+        link.prepare(path)
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        url = f"http://{host}:{port}"
+        human = (
+            f"Serving {args.model} at {url}\n"
+            f"  OpenAI:    {url}/v1    Anthropic: {url}    Ollama: {url}\n"
+            f"  Key:       {'needed' if address.key else 'none needed (any will do)'}\n"
+            "Ctrl-C stops it."
+        )
+        document = {"url": url, "port": port, "model": args.model, "needs_key": bool(address.key)}
+        emit(document, as_json=args.json, human=human)
         _until_stopped()
     finally:
+        engine.expect_end()  # it may end with the server's thread, which has started it
         server.stop()
         link.close()
         engine.stop()

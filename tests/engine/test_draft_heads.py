@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from engine.checkpoint.library import bank_path, banks_of
 from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
+from engine.planner.placement import NotEnoughRamError
 from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.kv_session import KvSession
@@ -20,6 +24,7 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
 from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.test_disk_backed import damage_everything
 from tests.engine.test_speculation import Eager
 
 _ALWAYS = ("deepseek_v3", "glm4_moe", "qwen3_5_moe fused")
@@ -99,6 +104,27 @@ def test_guesses_are_the_librarys_and_answers_stay_the_same(family: str, tmp_pat
                     continue
                 session.step(torch.tensor([[ids[at]]]), ids[at])
         _answers_stay_the_same(loaded)
+    finally:
+        loaded.close()
+
+
+def test_after_a_prompt_was_given_up_the_head_hears_nothing_of_others(tmp_path: Path) -> None:
+    path, _model, _head = checkpoint_with_head("glm4_moe", tmp_path / "model")
+    loaded = loaded_from(path)
+    try:
+        session, head = KvSession(loaded), draft_head_of(loaded.model)
+        assert head is not None
+
+        def stops(*_: object) -> None:
+            raise RequestCancelled
+
+        handle = loaded.model.get_decoder().layers[-1].register_forward_pre_hook(stops)
+        with torch.inference_mode(), pytest.raises(RequestCancelled):
+            _read(session, random_prompt(20))
+        handle.remove()
+        with torch.inference_mode():
+            loaded.model(input_ids=torch.tensor([random_prompt(20)]))
+        assert head.heard is None
     finally:
         loaded.close()
 
@@ -198,5 +224,26 @@ def test_experts_of_a_head_are_quantised_like_the_others(family: str, tmp_path: 
     loaded = loaded_from(path, "int8")
     try:
         _answers_stay_the_same(loaded)
+    finally:
+        loaded.close()
+
+
+def test_experts_of_a_head_on_disk_are_kept_apart_and_repaired(tmp_path: Path) -> None:
+    path, _, _ = checkpoint_with_head("glm4_moe", tmp_path / "model")
+    config = EngineConfig(str(path), device="cpu", precision="fp32", threads=2, speculation="heads", ram_bytes=1)
+
+    def load(config: EngineConfig) -> LoadedModel:
+        return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+    with pytest.raises(NotEnoughRamError) as caught:
+        load(config)
+    loaded = load(replace(config, ram_bytes=caught.value.needed))
+    try:
+        kept = bank_path(path, "fp32-heads")
+        assert banks_of(path) == [kept]
+        assert loaded.disk_backed is not None
+        damage_everything(kept, loaded.disk_backed.disk.header)
+        _answers_stay_the_same(loaded)
+        assert loaded.disk_backed.disk.records_repaired
     finally:
         loaded.close()

@@ -26,6 +26,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.serving import server as server_module
 from engine.serving.asking import Ask, Ended, Refused
 from engine.serving.by_name import DeskByName
+from engine.serving.front_messages import Served
 from engine.serving.link import DeskLink, EngineLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service, together
@@ -386,6 +387,29 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
     _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
     batch = running.engine.rows[-1]._executor._batch
     _until(lambda: batch.pool.held == 0)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {}),
+        ("/v1/responses", {"input": "Hello"}),
+        ("/v1/messages", {"max_tokens": 9}),
+        ("/api/chat", {}),
+    ],
+)
+def test_who_leaves_in_the_middle_is_noted_as_having_left(path: str, fields: dict[str, Any]) -> None:
+    served = list[Served]()
+    server = Server(Service(ScriptedDesk(ends=False), made_up_models()), Address(port=0), served.append)
+    url = f"http://127.0.0.1:{server.start()}{path}"
+    try:
+        body = {"messages": HELLO, "stream": True, **fields}
+        with httpx2.stream("POST", url, json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+        _until(lambda: served)
+        assert (served[0].status, served[0].outcome) == (200, "left")
+    finally:
+        server.stop()
 
 
 def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Running) -> None:

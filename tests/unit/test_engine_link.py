@@ -88,6 +88,29 @@ def test_a_lost_engine_refuses_all_and_the_next_one_answers(link: EngineLink) ->
     second.close()
 
 
+def test_where_no_engine_can_come_nobody_waits_for_it(link: EngineLink) -> None:
+    def cannot() -> None:
+        raise EngineError(ErrorCode.ENGINE_DIED, "There is none.")
+
+    link.wake, events, desk = cannot, list[Any](), ScriptedDesk(ends=True)
+    with pytest.raises(EngineError, match="none"):
+        link.ask(ASK, events.append)
+    assert link.state.under_way == 0
+    engine = DeskLink(link.address, link.secret, desk)
+    until(lambda: link.is_connected)
+    link.ask(ASK, events.append)
+    until(lambda: isinstance(events[-1], Ended) if events else False)
+    assert len(desk.tickets) == 1
+    engine.close()
+
+
+def test_an_engine_that_ends_while_somebody_asks_refuses_it(link: EngineLink) -> None:
+    events = list[Any]()
+    link.wake = lambda: link.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "It has just ended."))
+    link.ask(ASK, events.append)
+    assert [type(event) for event in events] == [Refused]
+
+
 def test_a_lost_server_cancels_what_it_asked() -> None:
     link, desk, lost = EngineLink(), ScriptedDesk(ends=False), list[str]()
     link.start()

@@ -70,6 +70,29 @@ def test_a_read_that_fails_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) 
     image.close()
 
 
+def test_a_reader_that_breaks_lets_nobody_wait_for_ever(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise MemoryError
+
+    monkeypatch.setattr(DirectFile, "read_cached", broken)
+    image = FileImage(file)
+    with pytest.raises(OSError, match="MemoryError"):
+        image.wait_for(1)
+    image.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "setpriority"), reason="only where threads have a priority of their own")
+def test_a_sandbox_may_forbid_a_lower_priority(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    image = FileImage(file)
+    image.wait_for(file.stat().st_size)
+    image.close()
+    assert bytes(image.bytes) == file.read_bytes()
+
+
 def test_closing_wakes_who_waits(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, failed = threading.Event(), []
 

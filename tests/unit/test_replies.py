@@ -242,6 +242,37 @@ def test_calls_of_every_form_are_read(text: str, arguments: dict[str, object]) -
     assert (call.name, json.loads(call.arguments)) == ("weather", arguments)
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "007", "007"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12", "12"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "none", "none"),
+        ({"type": ["string", "integer"]}, "12", 12),
+        ({"type": ["integer", "null"]}, "None", None),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
+        ({"type": "number"}, "3", 3),
+        ({"type": "array"}, '["a"]', ["a"]),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"enum": [1, "two"]}, "1", 1),
+        ({}, "12", 12),
+        ({"$ref": "#/x"}, "True", "True"),
+    ],
+)
+def test_arguments_without_quotes_are_what_the_schema_allows(schema: object, text: str, value: object) -> None:
+    tool = Tool("f", "", json.dumps({"type": "object", "properties": {"x": schema}}))
+    for said in (
+        f"<tool_call><function=f><parameter=x>\n{text}\n</parameter></function></tool_call>",
+        f"<tool_call>f<arg_key>x</arg_key><arg_value>{text}</arg_value></tool_call>",
+    ):
+        reader = reply_reader("glm4_moe", (tool,), thinks=False, is_call=False)
+        (call,) = [*reader.feed(said), *reader.end()]
+        assert isinstance(call, ToolCall)
+        assert json.loads(call.arguments) == {"x": value}
+
+
 def test_calls_of_unknown_tools_and_broken_calls_stay_text() -> None:
     for text in (TEXTS[9], TEXTS[10], TEXTS[11], TEXTS[12]):
         assert _parts([text]) == [Spoken(text)]

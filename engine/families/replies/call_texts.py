@@ -158,20 +158,47 @@ def _value(name: str, key: str, text: str, schemas: Schemas) -> Any:
     """What an argument without quotes is: a text where the schema says so, else JSON if it can be read as such."""
     properties = schemas.get(name, {}).get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
-    if isinstance(schema, Mapping) and _is_text(schema):
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
         return text
+    kind, meant = _WORDS.get(text.strip().lower(), ("", None))
+    if kind in kinds and "string" not in kinds:  # some models write these words as Python does
+        return meant
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except _BROKEN:
         return text
+    return text if "string" in kinds and not kinds & _KINDS_OF.get(type(value), set()) else value
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
+_WORDS: dict[str, tuple[str, bool | None]] = {
+    "true": ("boolean", True),
+    "false": ("boolean", False),
+    "null": ("null", None),
+    "none": ("null", None),
+}
+_KINDS_OF = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The JSON types that a schema allows, as far as it names them."""
+    if not isinstance(schema, Mapping):
+        return set()
     kinds = schema.get("type")
+    if kinds is not None:
+        return {str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])}
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if kinds is None and isinstance(choices, list) and choices:
-        return all(isinstance(choice, str) for choice in choices)
-    return kinds == "string" or kinds == ["string"]
+    if isinstance(choices, list) and choices:
+        return set[str]().union(*({"string"} if isinstance(each, str) else _KINDS_OF[type(each)] for each in choices))
+    parts = schema.get("anyOf") or schema.get("oneOf")
+    return set[str]().union(*map(_kinds, parts)) if isinstance(parts, list) else set()
 
 
 def _constant(node: ast.expr) -> Any:

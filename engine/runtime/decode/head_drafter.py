@@ -57,6 +57,10 @@ class HeadDrafter:
         """The model is going to compute."""
         self._head.heard = []
 
+    def stop_listening(self) -> None:
+        """The model has not computed: what others compute with it meanwhile is not for here."""
+        self._head.heard = None
+
     def heard(self, start: int, ids: Sequence[int]) -> None:
         """It has computed tokens from position `start` on."""
         pieces, self._head.heard = self._head.heard, None

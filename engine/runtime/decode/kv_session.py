@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -180,9 +181,9 @@ class KvSession:
         self._whole = False
         held = len(self._ids)
         self._room.make(cache, held + len(ids))
-        self._listen()
         compute = self._step.several if in_steps else self._step.sweep
-        logits = compute(torch.tensor([list(ids)], device=self._device), cache, held)
+        with self._listening():
+            logits = compute(torch.tensor([list(ids)], device=self._device), cache, held)
         self._room.count(cache)
         self._computed(ids)
         return logits
@@ -214,12 +215,20 @@ class KvSession:
             and bool(self._ids)
         )
 
-    def _listen(self) -> None:
-        """Before a forward."""
-        if self._drafter is not None:
-            self._drafter.listen()
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """During a forward."""
         if RECORDER.on:
             RECORDER.forward()
+        if self._drafter is None:
+            yield
+            return
+        self._drafter.listen()
+        try:
+            yield
+        except BaseException:
+            self._drafter.stop_listening()
+            raise
 
     def _computed(self, ids: Sequence[int]) -> None:
         """After a forward over these tokens."""
@@ -242,13 +251,14 @@ class KvSession:
         self._whole = False
         held = len(self._ids)
         self._room.make(self._cache, held + len(ids))
-        self._listen()
         try:
-            again = self.graphs.step(tokens, self._cache, held) if self.graphs is not None and len(ids) == 1 else None
-            if again is not None:
-                logits = again
-            else:
-                logits, self._cache = self._step(tokens, self._cache, held)
+            with self._listening():
+                captured = self.graphs if len(ids) == 1 else None
+                again = captured.step(tokens, self._cache, held) if captured is not None else None
+                if again is not None:
+                    logits = again
+                else:
+                    logits, self._cache = self._step(tokens, self._cache, held)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise

@@ -18,7 +18,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
-from engine.runtime.draft_head import add_draft_head
+from engine.runtime.draft_head import add_draft_head, draft_head_of
 from engine.runtime.load.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.load.library_models import (
     build_beside,
@@ -44,6 +44,7 @@ class OpenedCheckpoint:
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
         left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
+        guesses: whether the model has the layer that guesses tokens.
     """
 
     directory: Path
@@ -55,6 +56,7 @@ class OpenedCheckpoint:
     weights: int
     unread: str
     left_out: str
+    guesses: bool = False
 
     @property
     def name(self) -> str:
@@ -114,4 +116,5 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
     left_out = left_out_note(directory, raw)
-    return OpenedCheckpoint(directory, profile, model, sites, plan, dtype, weights, unread_inputs(raw), left_out)
+    unread, has_head = unread_inputs(raw), draft_head_of(model) is not None
+    return OpenedCheckpoint(directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head)

@@ -26,7 +26,7 @@ from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision
 from engine.runtime.load.kept_records import KEEP_VARIABLE, WORTH_KEEPING, KeptRecords
 from engine.runtime.load.library_conversion import parameter_dtypes
-from engine.runtime.load.prepare_bank import require_unchanged, source_of
+from engine.runtime.load.prepare_bank import kept_as, require_unchanged, source_of
 from engine.runtime.load.tensor_reader import torch_dtype
 
 _WEIGHT = "weight"
@@ -118,7 +118,7 @@ def kept_dense(opened: OpenedCheckpoint, decision: Decision, kernels: NativeKern
     header = BankHeader(dense, GROUP, BEST_CHECKSUM, source_of(opened.directory, opened.plan), layers)
     records = KeptRecords(
         header,
-        bank_path(opened.directory, f"{precision}-dense"),
+        bank_path(opened.directory, f"{kept_as(precision, guesses=opened.guesses)}-dense"),
         "other weights",
         lambda made: require_unchanged(opened.directory, opened.plan, made),
         keeps=True,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 
-from engine.checkpoint.library import bank_path
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.quantised_layout import QuantisedLayout
@@ -33,11 +32,11 @@ def kept_experts(
     sites = [site for site in decision.resident if can_be_disk_backed(site)]
     if sum(site.nbytes for site in sites) < WORTH_KEEPING:
         return None
-    path = bank_path(opened.directory, decision.precision)
+    source = BankSource(opened.directory, opened.model, sites, opened.plan, decision.precision, kernels, opened.guesses)
+    path = source.bank
     keeps = all(_takes_long(site, opened) for site in sites)
     if not keeps and not path.exists():
         return None
-    source = BankSource(opened.directory, opened.model, sites, opened.plan, decision.precision, kernels)
     return KeptRecords(source.header(), path, "experts", source.require_unchanged, keeps=keeps)
 
 

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from engine.checkpoint.expert_index import ExpertIndex
+from engine.checkpoint.library import bank_path
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import new_folder
@@ -61,6 +62,7 @@ class BankSource:
         plan: where their tensors are.
         precision: of the records, a name of `engine.formats`.
         kernels: quantise, where there are any.
+        guesses: whether the layer that guesses tokens is part of the model.
     """
 
     directory: Path
@@ -69,21 +71,35 @@ class BankSource:
     plan: LoadingPlan
     precision: str
     kernels: NativeKernels | None = None
+    guesses: bool = False
 
     @classmethod
-    def open(cls, directory: Path, precision: str = "bf16", kernels: NativeKernels | None = None) -> BankSource:
+    def open(
+        cls,
+        directory: Path,
+        precision: str = "bf16",
+        kernels: NativeKernels | None = None,
+        *,
+        guesses: bool = False,
+    ) -> BankSource:
         """Reads headers and builds the skeleton; seconds, and no weights.
 
         Raises:
             EngineError: as `load_model`; `INVALID_REQUEST` for a model without experts.
         """
         with torch.no_grad(), quiet_library():
-            opened = read_headers(directory, precision)
+            opened = read_headers(directory, precision, guesses=guesses)
         if not opened.sites:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{directory.name} has no experts, so there is nothing to prepare."
             )
-        return cls(directory, opened.model, sites_in(opened, precision), opened.plan, precision, kernels)
+        sites = sites_in(opened, precision)
+        return cls(directory, opened.model, sites, opened.plan, precision, kernels, opened.guesses)
+
+    @property
+    def bank(self) -> Path:
+        """Where its bank file is kept."""
+        return bank_path(self.directory, kept_as(self.precision, guesses=self.guesses))
 
     def only(self, names: Collection[str]) -> BankSource:
         """The same, for a bank of these experts modules alone."""
@@ -122,6 +138,11 @@ class BankSource:
 
     def _parts(self, layer: int) -> dict[str, Any]:
         return self.plan.index.modules.get(self.sites[layer].name, {})
+
+
+def kept_as(precision: str, *, guesses: bool) -> str:
+    """Under which converted weights are kept: a model with the layer that guesses tokens has more of them."""
+    return f"{precision}-heads" if guesses else precision
 
 
 def source_of(directory: Path, plan: LoadingPlan) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from engine.checkpoint.expert_index import ExpertIndex
-from engine.checkpoint.library import bank_path
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import ExpertBank
@@ -63,7 +62,7 @@ def read_weights(
         devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
     if on_disk:
         parts.on_phase("converting")
-        source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels)
+        source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels, opened.guesses)
         names = {site.name for site in on_disk}
         plan = _without(plan, names)
         progress = _TwoParts(on_progress, plan.nbytes)
@@ -202,13 +201,13 @@ def open_disk_backed(
         EngineError, RequestCancelled: as `prepare_bank`.
     """
     source = source.only(names)
-    directory, precision, kernels = source.directory, source.precision, source.kernels
-    path = bank_path(directory, precision)
+    path = source.bank
     prepared = prepare_bank(source, path, on_progress=on_progress, cancelled=cancelled)
 
     def repair(layer: int, expert: int) -> None:
         # Read again: of the model as it was opened, the weights have been filled in since.
-        rebuild_record(BankSource.open(directory, precision, kernels).only(names), path, layer, expert)
+        again = BankSource.open(source.directory, source.precision, source.kernels, guesses=source.guesses)
+        rebuild_record(again.only(names), path, layer, expert)
 
     disk = DiskTier(path, source.header(), repair=repair)
     try:

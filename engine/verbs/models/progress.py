@@ -83,7 +83,7 @@ class ProgressLine:
 
     def _amount(self, done: int, total: int) -> str:
         (since, before), (until, _) = self._seen[0], self._seen[-1]
-        rate = (done - before) / (until - since) if until > since else 0.0
+        rate = max(0, done - before) / (until - since) if until > since else 0.0  # it may begin again
         return amount_words(done, total, rate, (total - done) / rate if rate > 0 else None)
 
 
