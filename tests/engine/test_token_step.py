@@ -141,6 +141,22 @@ def test_whoever_listens_to_layers_hears_them(tmp_path: Path) -> None:
         loaded.close()
 
 
+def test_whoever_listens_to_the_last_hidden_states_hears_them(tmp_path: Path) -> None:
+    loaded = _load(tiny_checkpoint("qwen3_moe", tmp_path))
+    try:
+        step, cache = StepModel(loaded.model, 16), new_cache(loaded.model)
+        heard: list[tuple[int, ...]] = []
+        with torch.inference_mode():
+            step(torch.tensor([[3, 4, 5]]), cache, 0)
+            handle = loaded.model.model.norm.register_forward_hook(lambda _m, _a, out: heard.append(out.shape[:2]))
+            step(torch.tensor([[6]]), cache, 3)
+            handle.remove()
+            step(torch.tensor([[7]]), cache, 4)
+        assert heard == [(1, 1)]
+    finally:
+        loaded.close()
+
+
 def test_models_without_native_layers_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
     loaded = _load(tiny_checkpoint("mixtral", tmp_path))

@@ -232,7 +232,8 @@ class TokenStep:
                 return None
         hidden = self._embed(tokens)
         angles = self._angles.at(start, hidden, position_ids)
-        logits = self._whole.step(hidden, cache, angles) if self._whole is not None else None
+        whole = None if self._norm._forward_hooks else self._whole  # somebody may listen to the last hidden states
+        logits = whole.step(hidden, cache, angles) if whole is not None else None
         if logits is not None:
             return logits
         first = True
