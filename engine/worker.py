@@ -1,8 +1,8 @@
 """The engine process: `python -m engine.worker`, started by the window, commands on stdin, events on stdout.
 
-Three threads.  The reader takes commands and handles `Cancel` itself; the engine (main) thread does one request at a
-time; the writer sends events.  `Ready` is sent before torch is imported.  When stdin ends, the window is gone, and this
-process exits a moment later, whatever it is computing.
+Three threads.  The reader takes commands and handles `Cancel` itself; the engine (main) thread answers chats together,
+and beside a job, and does all else one at a time; the writer sends events.  `Ready` is sent before torch is imported.
+When stdin ends, the window is gone, and this process exits a moment later, whatever it is computing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if __name__ == "__main__":  # first of all: torch's library is linked while Pyth
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,6 +28,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService
+from engine.process.chats import PROGRESS_S, ChatEngine, ChatService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
@@ -37,10 +38,7 @@ from engine.process.telemetry import TelemetryService, TelemetrySource
 from engine.protocol import (
     PROTOCOL_VERSION,
     Cancel,
-    ChatMessage,
     Failed,
-    Finished,
-    FinishReason,
     Generate,
     LineReader,
     LoadModel,
@@ -53,49 +51,24 @@ from engine.protocol import (
     ServeOthers,
     Shutdown,
     TerminalEvent,
-    Token,
     UnloadModel,
     decode,
     request_id_of,
 )
 from engine.serving.other_programs import OtherPrograms
 from engine.telemetry.messages import ResizeCache, Telemetry, WatchTelemetry
-from engine.telemetry.request_log import RequestLog
 from engine.tuning.messages import StartTuning
 from engine.tuning.result import DecodeRate
 
 if TYPE_CHECKING:
-    from engine.runtime.batch.live import LiveRows
+    from engine.runtime.schedule.live import LiveRows
 
 WINDOW_GONE_GRACE_S = 0.5
 SHUTDOWN_GRACE_S = 1.5
 TELEMETRY_S = 0.5
-PROGRESS_S = 0.05
-"""Least time between two progress reports: a model has thousands of tensors."""
 
 
-class GenerationOutcome(Protocol):
-    """The part of a generation's result that the worker reads."""
-
-    @property
-    def finish_reason(self) -> FinishReason: ...
-    @property
-    def prompt_tokens(self) -> int: ...
-    @property
-    def reused_tokens(self) -> int: ...
-    @property
-    def generated_tokens(self) -> int: ...
-    @property
-    def ttft_s(self) -> float: ...
-    @property
-    def tokens_per_s(self) -> float: ...
-    @property
-    def guessed_tokens(self) -> int: ...
-    @property
-    def accepted_tokens(self) -> int: ...
-
-
-class WorkerEngine(Protocol):
+class WorkerEngine(ChatEngine, Protocol):
     """The engine as the worker uses it, implemented by `engine.runtime.engine.Engine`."""
 
     @property
@@ -136,16 +109,6 @@ class WorkerEngine(Protocol):
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
-    def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        sampling: SamplingParams,
-        *,
-        on_progress: Callable[[int, int], None],
-        on_text: Callable[[str, int], None],
-        cancelled: Callable[[], bool],
-    ) -> GenerationOutcome: ...
-
 
 class Worker:
     """Performs requests with one engine and reports what happens."""
@@ -163,7 +126,7 @@ class Worker:
         self._others = OtherPrograms(requests) if others is None else others
         self._process = psutil.Process()
         self._sampled_s = time.monotonic()
-        self._sampled_tokens = 0
+        self._written = 0
         self._progress_s = 0.0
 
     def run(self, make_engine: Callable[[], WorkerEngine]) -> None:
@@ -177,32 +140,54 @@ class Worker:
                 if not isinstance(request, AnswerOthers):
                     self._requests.end(Failed(request.request_id, ErrorCode.INTERNAL, message))
             return
-        self._batches = BatchService(self._requests, self._writer.send, lambda: self._answer_next(engine))
-        while self._answer_next(engine):
+        self._chats = ChatService(
+            self._requests,
+            self._writer.send,
+            engine,
+            self._telemetry.request_begins,
+            lambda tokens: self._wrote(engine, tokens),
+            lambda: self._others.answer(engine, self._chats.answer_all),
+        )
+        self._batches = BatchService(self._requests, self._writer.send, self._chats)
+        while self._go_on(engine):
             pass
 
-    def _answer_next(self, engine: WorkerEngine) -> bool:
-        """Performs the next request, waiting for one if necessary; returns false once the queue is closed."""
-        request = self._requests.take()
+    def _go_on(self, engine: WorkerEngine) -> bool:
+        """Goes on with chats, or performs the next request once there are none, waiting for one if necessary.
+
+        Returns:
+            False once the queue is closed.
+        """
+        if engine.is_answering:
+            self._chats.answer()
+        request = self._requests.take_if(StartBatch, SampleBatch) if engine.is_answering else self._requests.take()
         if request is None:
-            return False
+            return engine.is_answering
         if isinstance(request, AnswerOthers):
-            self._others.answer(engine, lambda: self._answer_next(engine))
+            self._others.answer(engine, self._chats.answer_all)
+        elif isinstance(request, Generate):
+            self._sampled_s, self._written = time.monotonic(), 0
+            self._chats.begin(request)
+            return True
         else:
             self._requests.end(self._perform(engine, request))
-        try:
-            self._sample(engine, idle=True)
-        except Exception as error:  # a missing figure is no reason to stop
-            log_failure(error, "sampling")
+        self._sample(engine, 0.0)
         return True
+
+    def _wrote(self, engine: WorkerEngine, tokens: int) -> None:
+        """Samples now and then while tokens come, and at the end of an answer."""
+        self._written += tokens
+        elapsed = time.monotonic() - self._sampled_s
+        if not tokens and not engine.is_answering:
+            self._sample(engine, 0.0)
+        elif elapsed >= TELEMETRY_S:
+            self._sample(engine, self._written / elapsed)
 
     def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent:
         doing = {LoadModel: "loading the model", UnloadModel: "freeing the model"}.get(type(request), "answering")
         try:
             if isinstance(request, LoadModel):
                 return self._load(engine, request)
-            if isinstance(request, Generate):
-                return self._generate(engine, request)
             if isinstance(request, StartBatch | SampleBatch):
                 self._others.make_room()
             if isinstance(request, StartBatch):
@@ -255,37 +240,6 @@ class Worker:
         self._telemetry.model_is(None if is_leaving else engine.telemetry)
         self._others.model_is(Path(info.path) if info is not None else None)
 
-    def _generate(self, engine: WorkerEngine, request: Generate) -> TerminalEvent:
-        self._sampled_s, self._sampled_tokens = time.monotonic(), 0
-        self._telemetry.request_begins(request.request_id)
-        log = RequestLog()
-        log.reads(0)
-
-        def on_text(text: str, generated_tokens: int) -> None:
-            log.has_written(generated_tokens)
-            self._writer.send(Token(request.request_id, text, generated_tokens))
-            self._sample(engine, generated_tokens)
-
-        result = engine.generate(
-            request.messages,
-            request.sampling,
-            on_progress=lambda done, total: self._progress(request.request_id, "prefill", done, total),
-            on_text=on_text,
-            cancelled=lambda: self._requests.is_cancelled(request.request_id),
-        )
-        log.ends()
-        return Finished(
-            request.request_id,
-            result.finish_reason,
-            result.prompt_tokens,
-            result.reused_tokens,
-            result.generated_tokens,
-            result.ttft_s,
-            result.tokens_per_s,
-            result.guessed_tokens,
-            result.accepted_tokens,
-        )
-
     def _progress(self, request_id: str, phase: Phase, done: int, total: int) -> None:
         now = time.monotonic()
         if done < total and now - self._progress_s < PROGRESS_S:
@@ -293,13 +247,15 @@ class Worker:
         self._progress_s = now
         self._writer.send(Progress(request_id, phase, done, total))
 
-    def _sample(self, engine: WorkerEngine, generated_tokens: int = 0, *, idle: bool = False) -> None:
-        now = time.monotonic()
-        elapsed = now - self._sampled_s
-        if not idle and elapsed < TELEMETRY_S:
-            return
-        rate = 0.0 if idle else max(0, generated_tokens - self._sampled_tokens) / elapsed
-        self._sampled_s, self._sampled_tokens = now, generated_tokens
+    def _sample(self, engine: WorkerEngine, rate: float) -> None:
+        try:
+            self._publish(engine, rate)
+        except Exception as error:  # a missing figure is no reason to stop
+            log_failure(error, "sampling")
+        trim_stderr()
+
+    def _publish(self, engine: WorkerEngine, rate: float) -> None:
+        self._sampled_s, self._written = time.monotonic(), 0
         info = engine.info
         device_total, device_used, device_experts = engine.device_memory
         self._writer.publish(
@@ -315,7 +271,6 @@ class Worker:
                 device_experts_bytes=device_experts,
             )
         )
-        trim_stderr()
 
 
 def read_commands(

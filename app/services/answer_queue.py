@@ -1,4 +1,4 @@
-"""Sends prompts to the engine one at a time: waits for the model, collects the answer, and saves it as it grows."""
+"""Sends prompts to the engine: waits for the model, collects answers, and saves them as they grow."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessa
 
 
 class AnswerQueue(QObject):
-    """Requests answers in turn.  Every answer ends as complete, partial or failed, and is saved as such.
+    """Requests answers.  Each of them ends as complete, partial or failed, and is saved as such.
 
     Signals:
         changed: the answer (a `Message`) that has grown or ended, with its full text so far.
@@ -101,12 +101,12 @@ class AnswerQueue(QObject):
         self._store = store
         self._clock = clock
         self._waiting: deque[_Turn] = deque()
-        self._running: _Turn | None = None
+        self._running: dict[str, _Turn] = {}
         self._phases: dict[str, Phase] = {}
         self._pace = QTimer(self, interval=SHOW_MS)
-        self._pace.timeout.connect(self._emit_text)
-        client.state_changed.connect(self._start_next)
-        client.model_loaded.connect(self._start_next)
+        self._pace.timeout.connect(self._emit_texts)
+        client.state_changed.connect(self._start_waiting)
+        client.model_loaded.connect(self._start_waiting)
         client.loading_changed.connect(self._report_waiting)
 
     def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams | None) -> None:
@@ -116,16 +116,16 @@ class AnswerQueue(QObject):
             sampling: None is the own sampling of the model that answers.
         """
         self._waiting.append(_Turn(answer, messages, sampling))
-        self._start_next()
+        self._start_waiting()
 
     def stop(self, message_id: str) -> None:
         """Stop an answer now, running or waiting; the text so far is kept."""
-        running = self._running
-        if running is not None and running.answer.id == message_id:
-            running.cancelling = True
-            if running.request is not None:
-                running.request.cancel()
-            return
+        for turn in list(self._running.values()):
+            if turn.answer.id == message_id:
+                turn.cancelling = True
+                if turn.request is not None:
+                    turn.request.cancel()
+                return
         for turn in self._waiting:
             if turn.answer.id == message_id:
                 self._waiting.remove(turn)
@@ -144,17 +144,17 @@ class AnswerQueue(QObject):
 
     @property
     def is_idle(self) -> bool:
-        return self._running is None and not self._waiting
+        return not self._running and not self._waiting
 
     # --- starting ---
 
-    def _start_next(self) -> None:
-        # Only start on a ready engine: its other work (loading, another request) comes first.
-        model = self._client.model if self._client.state is EngineState.READY else None
-        if model is not None and self._running is None and self._waiting:
-            turn = self._running = self._waiting.popleft()
+    def _start_waiting(self) -> None:
+        # Its other work (loading, tuning) comes first; answers are written together.
+        while self._waiting and self._client.takes_chats and (model := self._client.model) is not None:
+            turn = self._waiting.popleft()
             turn.answer = replace(turn.answer, model=model.name)
             turn.request = request = self._client.generate(turn.messages, turn.sampling or own_sampling(model))
+            self._running[request.id] = turn
             request.progress.connect(self._on_reading)
             request.token.connect(self._on_token)
             request.finished.connect(self._on_finished)
@@ -182,12 +182,13 @@ class AnswerQueue(QObject):
     # --- streaming ---
 
     def _on_reading(self, progress: Progress) -> None:
-        if self._running is not None:
+        turn = self._running.get(progress.request_id)
+        if turn is not None:
             fraction = min(progress.done / progress.total, 1.0) if progress.total > 0 else None
-            self._set_phase(self._running, Phase(Stage.READING, fraction))
+            self._set_phase(turn, Phase(Stage.READING, fraction))
 
     def _on_token(self, token: Token) -> None:
-        turn = self._running
+        turn = self._running.get(token.request_id)
         if turn is None:
             return
         if not turn.first_at:
@@ -199,31 +200,37 @@ class AnswerQueue(QObject):
             turn.unsaved = True
         if not self._pace.isActive():
             self._pace.start()
-            self._emit_text()
+            self._emit_texts()
+        elif turn.tokens == turn.first_tokens:
+            self._emit_text(turn, self._clock())  # the first at once
 
-    def _emit_text(self) -> None:
+    def _emit_texts(self) -> None:
         """Emits new text since the last time, and saves it now and then; stops when nothing is left to do."""
-        turn, now = self._running, self._clock()
-        if turn is not None and turn.unshown:
+        now = self._clock()
+        for turn in list(self._running.values()):
+            self._emit_text(turn, now)
+        if not any(turn.unsaved for turn in self._running.values()):
+            self._pace.stop()
+
+    def _emit_text(self, turn: _Turn, now: float) -> None:
+        if turn.unshown:
             turn.unshown = False
             self.changed.emit(turn.answer)
             elapsed = now - turn.first_at
             rate = (turn.tokens - turn.first_tokens) / elapsed if elapsed > 0.25 else 0.0
             self._set_phase(turn, Phase(Stage.WRITING, tokens_per_s=round(rate, 1)))
-        if turn is not None and turn.unsaved and now - turn.saved_at >= SAVE_S:
+        if turn.unsaved and now - turn.saved_at >= SAVE_S:
             turn.unsaved, turn.saved_at = False, now
             self._store.save_step(turn.answer)
-        if turn is None or not turn.unsaved:
-            self._pace.stop()
 
     # --- the end ---
 
     def _on_finished(self, event: Finished | Failed) -> None:
-        turn = self._running
+        turn = self._running.pop(event.request_id, None)
         if turn is None:
             return
-        self._running = None
-        self._pace.stop()
+        if not self._running:
+            self._pace.stop()
         if isinstance(event, Finished):
             stats = AnswerStats(
                 finish_reason=event.finish_reason,
@@ -243,7 +250,7 @@ class AnswerQueue(QObject):
         else:
             state = MessageState.PARTIAL if turn.answer.content else MessageState.FAILED
             self._end(turn, state, event.message, event.code.value, None)
-        self._start_next()
+        self._start_waiting()
 
     def _end(self, turn: _Turn, state: MessageState, reason: str, reason_code: str, stats: AnswerStats | None) -> None:
         self._phases.pop(turn.answer.id, None)

@@ -46,7 +46,7 @@ class JobEntry:
         ends_low_s, ends_high_s: expected end, seconds since 1970; None while unknown.
         plan: the plan at its last start; None if there was none.
         under_way: rows that currently share each sweep through the weights; 0 while unknown.
-        gives_way: it runs, but waits while a chat is answered.
+        beside_chat: it runs, but shares the engine with a chat.
         turn: its place in the queue, 1 for the next; 0 if it is not queued.
         ran_tokens, ran_s: tokens generated in the last run, and its seconds.
         blocked: why it runs without making progress, as a sentence.
@@ -69,7 +69,7 @@ class JobEntry:
     ends_high_s: float | None = None
     plan: BatchPlanned | None = None
     under_way: int = 0
-    gives_way: bool = False
+    beside_chat: bool = False
     turn: int = 0
     ran_tokens: int = 0
     ran_s: float = 0.0

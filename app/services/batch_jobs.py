@@ -209,12 +209,12 @@ class BatchJobs(QObject):
         self._running = key
         self._wish = JobState.PAUSED
         # However this run ends, the next one resumes from its answers.
-        gives_way = self._client.state is EngineState.BUSY
+        beside_chat = self._client.state is EngineState.BUSY
         resumed = replace(job, start="resume")
         info = self._client.model
         if info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
             entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
-        self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, gives_way=gives_way))
+        self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, beside_chat=beside_chat))
         self._run = run = self._client.start_batch(job)
         run.planned.connect(self._on_planned)
         run.progressed.connect(self._on_progressed)
@@ -241,10 +241,10 @@ class BatchJobs(QObject):
 
     def _on_state(self, state: EngineState) -> None:
         entry = self.running
-        # A job alone leaves the engine READY; what makes it BUSY is a chat, to which the job gives way.
-        gives_way = state is EngineState.BUSY
-        if entry is not None and entry.gives_way != gives_way:
-            self._put(replace(entry, gives_way=gives_way), to_file=False)
+        # A job alone leaves the engine READY; what makes it BUSY is a chat, with which the job shares the engine.
+        beside_chat = state is EngineState.BUSY
+        if entry is not None and entry.beside_chat != beside_chat:
+            self._put(replace(entry, beside_chat=beside_chat), to_file=False)
         self._start_next()
 
     def _on_planned(self, plan: BatchPlanned) -> None:
@@ -272,7 +272,7 @@ class BatchJobs(QObject):
     def _on_finished(self, event: BatchFinished | Failed) -> None:
         entry = self._entries[self._running]
         self._running, self._run = "", None
-        entry = replace(entry, blocked="", gives_way=False, under_way=0, ends_low_s=None, ends_high_s=None)
+        entry = replace(entry, blocked="", beside_chat=False, under_way=0, ends_low_s=None, ends_high_s=None)
         if isinstance(event, BatchFinished):
             entry = self._ended(entry, event)
         elif event.code in (ErrorCode.ENGINE_DIED, ErrorCode.DISK_FULL):

@@ -61,7 +61,7 @@ _R = TypeVar("_R", bound=Request)
 
 
 class EngineState(Enum):
-    """The engine's state, as the window shows it.  A batch job does not make it busy: chats have priority."""
+    """The engine's state, as the window shows it.  A batch job does not make it busy: chats are answered beside it."""
 
     STOPPED = "stopped"
     STARTING = "starting"
@@ -369,6 +369,14 @@ class EngineClient(QObject):
         )
         self._set_responding(responding)
 
+    @property
+    def takes_chats(self) -> bool:
+        """Whether a chat would be answered at once: beside others, and beside a job, but not while a model is loaded,
+        freed or tuned."""
+        return self._state in (EngineState.READY, EngineState.BUSY) and all(
+            isinstance(request.command, Generate | StartBatch | SampleBatch) for request in self._open.values()
+        )
+
     def _set_responding(self, responding: bool) -> None:
         if responding != self._responding:
             self._responding = responding
@@ -389,7 +397,7 @@ class EngineClient(QObject):
             return EngineState.STARTING
         if any(isinstance(request.command, LoadModel) for request in self._open.values()):
             return EngineState.LOADING
-        # A job leaves the engine available: it gives way at the next layer.
+        # A job leaves the engine available: chats are answered beside it.
         waited_for = any(not isinstance(request.command, StartBatch) for request in self._open.values())
         return EngineState.BUSY if waited_for else EngineState.READY
 

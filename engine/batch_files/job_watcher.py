@@ -163,10 +163,12 @@ class JobWatcher:
     Attributes:
         on_pace: called with the progress, and the reason if the job is blocked.
         on_answer: called with each answer and its last user message (empty if the row was never sent).
-        should_yield: whether a chat has priority; `give_way` then returns when it is done.
+        should_yield: whether a chat is to have its turn; `give_way` then returns when all of them are done.
         cancelled: whether to stop.
         on_plan: called with the predicted speed before the first answer.
         patience_s: how long to wait while the disk is full; None: until there is room or the job is cancelled.
+        share: called between two steps of computing if `should_yield`: returns once chats have had their turn, and
+            goes on with them the next time.  None where nothing may be computed before they are done.
     """
 
     on_pace: Callable[[Pace, str], None]
@@ -176,6 +178,11 @@ class JobWatcher:
     cancelled: Callable[[], bool]
     on_plan: Callable[[JobPrediction], None] = _nobody
     patience_s: float | None = None
+    share: Callable[[], None] | None = None
+
+    def take_turns(self) -> None:
+        """Lets chats have their turn between two steps of computing."""
+        (self.share or self.give_way)()
 
 
 @dataclass(frozen=True, slots=True)

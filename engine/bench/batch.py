@@ -26,11 +26,11 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord, Device, Direction
 from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES
 from engine.planner.simulator.sweeps import predicted_seconds
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.batch.request import BatchAnswer, BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
@@ -120,7 +120,7 @@ def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens
 
 
 def _one_by_one_rate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    sampling, session, generated = SamplingParams(max_tokens=tokens), ChatSession(loaded), 0
+    sampling, session, generated = SamplingParams(max_tokens=tokens), Alone(loaded), 0
     started = time.perf_counter()
     for prompt in prompts:
         generated += session.generate_from_ids(list(prompt), sampling, end_ids=_NO_END).generated_tokens

@@ -19,9 +19,9 @@ from engine.bench.ready import ready_rows
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.measure.arithmetic import MemoryReader, cold_memory, spread_of
-from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession
 from engine.runtime.decode.prompt import check_length
 from engine.runtime.load.model import load_model
+from engine.runtime.schedule.alone import TIMED_PROMPT, Alone
 
 if TYPE_CHECKING:
     from engine.bench.peers.editions import Flags
@@ -53,7 +53,7 @@ class _Ours:
     """Our own decoding after a prompt, which is read once."""
 
     def __init__(self, loaded: LoadedModel, prompt: Sequence[int]) -> None:
-        self._session = ChatSession(loaded)
+        self._session = Alone(loaded)
         self._goes_on = not loaded.model.config.is_encoder_decoder
         self._ids = list(prompt)
 

@@ -14,10 +14,10 @@ from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import never_cancelled
-from engine.runtime.batch.executor import BatchExecutor
-from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.load.model import load_model
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig

@@ -20,6 +20,7 @@ from engine.checkpoint.profile import read_profile
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.cuda import cuda_count
 from engine.hardware.profiles import EMULATED, emulated_cards
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 
@@ -53,7 +54,7 @@ def own_text(loaded: LoadedModel, prompt: Sequence[int], answer: int) -> ForcedT
     """The prompt and the model's greedy continuation, past the end of its answer."""
     ids: list[int] = []
     with _session(loaded) as session:
-        logits, _ = session.prefill(list(prompt), _ignore, _never)
+        logits, _ = drained(session.read(list(prompt), _ignore, _never))
         with loaded.token_by_token():
             for _ in range(answer):
                 ids.append(int(logits.argmax()))
@@ -65,7 +66,7 @@ def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = flo
     """Seconds of each decode step, until the answer ends or the steps together have taken `at_most_s`."""
     seconds: list[float] = []
     with _session(loaded) as session:
-        session.prefill(list(text.prompt), _ignore, _never)
+        drained(session.read(list(text.prompt), _ignore, _never))
         with loaded.token_by_token():
             for token in text.answer:
                 ids = torch.tensor([[token]], device=loaded.device)
@@ -81,7 +82,7 @@ def prefill_seconds(loaded: LoadedModel, prompt: Sequence[int]) -> float:
     """Seconds from an empty context to the logits after the prompt."""
     with _session(loaded) as session:
         begun_s = time.perf_counter()
-        logits, _ = session.prefill(list(prompt), _ignore, _never)
+        logits, _ = drained(session.read(list(prompt), _ignore, _never))
         logits.argmax().item()
         return time.perf_counter() - begun_s
 

@@ -13,7 +13,7 @@ from engine.bench.peers.best_flags import Room, name_with, open_peer
 from engine.bench.peers.peer import Beside, PeerError
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
-from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession
+from engine.runtime.schedule.alone import TIMED_PROMPT, Alone
 
 if TYPE_CHECKING:
     from engine.bench.peers.editions import Flags
@@ -39,7 +39,7 @@ def ready_rows(
         begun = time.perf_counter()
         with opened(config) as loaded:
             prompt = loaded.tokenizer(TIMED_PROMPT)["input_ids"][:_PROMPT]
-            ChatSession(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=1), end_ids=frozenset())
+            Alone(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=1), end_ids=frozenset())
             ours.append(time.perf_counter() - begun)
         for each in list(theirs):
             try:

@@ -24,6 +24,7 @@ from engine.common.config import EngineConfig
 from engine.devices import device as written_module
 from engine.families import family as told_module
 from engine.planner import placement as summed_module
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
@@ -94,7 +95,7 @@ class Both:
         seconds = [0.0, 0.0]
         with torch.inference_mode():
             for session in self._sessions:
-                session.prefill(self._prompt, lambda _done, _total: None, lambda: False)
+                drained(session.read(self._prompt, lambda _done, _total: None, lambda: False))
             guessing = Speculation(self._sessions[0], self._prices, self._prompt, len(self._answer))
             ways: list[Speculation | KvSession] = [guessing, self._sessions[1]]
             with self._loaded.token_by_token():

@@ -14,9 +14,9 @@ from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.process.streams import EventWriter
 from engine.process.telemetry import TelemetryService
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.messages import WatchTelemetry
 from engine.telemetry.recorder import RECORDER
@@ -76,7 +76,7 @@ def _rates(
     loaded: LoadedModel, service: TelemetryService, plan: TelemetryPlan, say: Callable[[str], None]
 ) -> dict[bool, list[float]]:
     prompt = loaded.tokenizer(_PROMPT)["input_ids"]
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     rates: dict[bool, list[float]] = {True: [], False: []}
     for repeat in range(plan.repeats + 1):
         say(f"repeat {repeat} of {plan.repeats}" if repeat else "warm-up")

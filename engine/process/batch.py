@@ -1,4 +1,4 @@
-"""Batch jobs in the engine process: their events, and how they yield to chats."""
+"""Batch jobs in the engine process: their events, and how they share the engine with chats."""
 
 from __future__ import annotations
 
@@ -36,18 +36,25 @@ class BatchEngine(Protocol):
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
 
+class Chats(Protocol):
+    """The chats beside a job."""
+
+    def are_due(self) -> bool:
+        """Whether one is to have its turn."""
+
+    def take_turns(self) -> None:
+        """Answers them for as long as the job has computed since."""
+
+    def give_way(self) -> None:
+        """Answers them until none is left."""
+
+
 class BatchService:
-    """Runs jobs on the engine thread.
+    """Runs jobs on the engine thread."""
 
-    Args:
-        answer_next: performs the next waiting request, a chat or those of other programs; called between two steps.
-    """
-
-    def __init__(
-        self, requests: RequestQueue, send: Callable[[Event], None], answer_next: Callable[[], object]
-    ) -> None:
+    def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: Chats) -> None:
         self._requests, self._send = requests, send
-        self._answer_next = answer_next
+        self._chats = chats
 
     def run(self, engine: BatchEngine, request: StartBatch) -> BatchFinished:
         """Runs one job until it is done or stopped.
@@ -64,7 +71,7 @@ class BatchService:
                 waiting is None or isinstance(waiting, Generate | StartBatch | AnswerOthers)
             )
 
-        watcher = JobWatcher(events.pace, events.answer, self._chat_waits, self._give_way, cancelled, events.plan)
+        watcher = self._watcher(events, events.answer, self._chats.give_way, self._chats.take_turns, cancelled)
         try:
             # Opening a huge pdf or ten thousand files takes long: do not keep a chat waiting for it.
             prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -88,7 +95,7 @@ class BatchService:
         )
 
     def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
-        """Answers the first rows of a job; yields to chats like a job.
+        """Answers the first rows of a job; shares the engine with chats like a job.
 
         Raises:
             EngineError: see `Engine.sample_batch`.
@@ -107,11 +114,15 @@ class BatchService:
         def cancelled() -> bool:
             return self._requests.is_cancelled(request.request_id)
 
-        def give_way() -> None:
-            with clock.stopped():
-                self._give_way()
+        def untimed(answer: Callable[[], None]) -> Callable[[], None]:
+            def run() -> None:
+                with clock.stopped():
+                    answer()
 
-        watcher = JobWatcher(events.pace, answered, self._chat_waits, give_way, cancelled, events.plan)
+            return run
+
+        chats = self._chats
+        watcher = self._watcher(events, answered, untimed(chats.give_way), untimed(chats.take_turns), cancelled)
         with contextlib.suppress(StoppedError):
             with clock.stopped():
                 prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -120,12 +131,16 @@ class BatchService:
         finished = not cancelled()
         return BatchFinished(request.request_id, finished, done, failed, 0, tokens, clock.now(), "")
 
-    def _chat_waits(self) -> bool:
-        return isinstance(self._requests.waiting(), Generate | AnswerOthers)
-
-    def _give_way(self) -> None:
-        while self._chat_waits():
-            self._answer_next()
+    def _watcher(
+        self,
+        events: _JobEvents,
+        on_answer: Callable[[Answer, str], None],
+        give_way: Callable[[], None],
+        share: Callable[[], None],
+        cancelled: Callable[[], bool],
+    ) -> JobWatcher:
+        due = self._chats.are_due
+        return JobWatcher(events.pace, on_answer, due, give_way, cancelled, events.plan, share=share)
 
 
 class _JobEvents:

@@ -82,6 +82,17 @@ class RequestQueue:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None
 
+    def take_if(self, *kinds: type[Request]) -> Request | None:
+        """The next request of the window, if there is one now and it is of one of these kinds."""
+        if not self._waiting:
+            return None
+        with self._changed:
+            first = next((each for each in self._waiting if not isinstance(each, AnswerOthers)), None)
+            if first is None or not isinstance(first, kinds):
+                return None
+            self._waiting.remove(first)
+            return first
+
     def waiting(self) -> Request | AnswerOthers | None:
         """The request that `take` would return immediately; None if it would wait."""
         # Called for every layer of a batch; peeking at a deque needs no lock.

@@ -1,4 +1,4 @@
-"""One model at a time, and the conversation it holds: what the worker and the command line drive."""
+"""One model at a time, and all requests to it: what the worker and the command line drive."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
-from engine.runtime.decode.chat_session import TIMED_PROMPT, ChatSession, time_decode
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.prompt import encode
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
+from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
+from engine.runtime.schedule.request import BatchRequest, Check, never
+from engine.runtime.schedule.scheduler import OnEnd, Outcome, Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.keeping import apply_tuning
 from engine.tuning.result import DecodeRate
 
 if TYPE_CHECKING:
-    from engine.runtime.batch.live import LiveRows
+    from engine.runtime.schedule.live import LiveRows
 
 
 class Engine:
-    """Holds at most one loaded model and its chat session.  Not for several threads at once."""
+    """Holds at most one loaded model and the requests to it.  Not for several threads at once."""
 
     def __init__(self) -> None:
         self._loaded: LoadedModel | None = None
-        self._session: ChatSession | None = None
+        self._scheduler: Scheduler | None = None
         self._telemetry: ModelTelemetry | None = None
         self._asked: EngineConfig | None = None
         self._place = Path()
@@ -62,12 +64,12 @@ class Engine:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context now held."""
-        return self._session.kv_tokens if self._session is not None else 0
+        return self._scheduler.kv_tokens if self._scheduler is not None else 0
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that the held context takes."""
-        return self._session.kv_bytes if self._session is not None else 0
+        return self._scheduler.kv_bytes if self._scheduler is not None else 0
 
     @property
     def device_memory(self) -> tuple[int, int, int]:
@@ -140,7 +142,7 @@ class Engine:
             self._loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
             self._place, self._held = path, held.pop_all()
         note_use(path, _how(self._loaded.info))
-        self._session = ChatSession(self._loaded)
+        self._scheduler = Scheduler(self._loaded)
         self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
         self._asked = config
         return self._loaded.info
@@ -148,15 +150,15 @@ class Engine:
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate:
-        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `chat_session.time_decode`.
+        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `alone.time_decode`.
 
-        The conversation that was held is given up.
+        What is held of conversations is given up.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model, and what the model raises.
         """
         loaded = self._ready()
-        self._drop_session()
+        self._forget()
         prompt = encode(loaded.tokenizer, TIMED_PROMPT, special=True, cancelled=cancelled)
         prompt = prompt[: max(1, loaded.context_tokens // 2)]
         return time_decode(loaded, prompt, tokens, seconds=seconds, on_token=on_token, cancelled=cancelled)
@@ -174,7 +176,9 @@ class Engine:
         loaded, self._loaded = self._loaded, None
         telemetry, self._telemetry = self._telemetry, None
         try:
-            self._drop_session()
+            scheduler, self._scheduler = self._scheduler, None
+            if scheduler is not None:
+                scheduler.close()
             if telemetry is not None:
                 telemetry.stop()
             if loaded is not None:
@@ -195,32 +199,69 @@ class Engine:
         on_text: Callable[[str, int], None],
         cancelled: Callable[[], bool],
     ) -> GenerationResult:
-        """Answer the last of `messages`.
+        """Answer the last of `messages`, and whatever else is asked meanwhile.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model or a message, `PROMPT_TOO_LONG`, and what the model raises.
         """
-        loaded = self._ready()
-        if self._session is None:
-            self._session = ChatSession(loaded)
-        try:
-            result = self._session.generate(
-                messages,
-                sampling,
-                on_progress=on_progress,
-                on_text=on_text,
-                cancelled=cancelled,
-            )
-        except EngineError as error:
-            if error.code == ErrorCode.NOT_ENOUGH_MEMORY:
-                self._drop_session()
-            raise
-        except BaseException:
-            # Its KV may be half written, or be what filled the memory: the next answer starts from nothing.
-            self._drop_session()
-            raise
-        note_use(self._place, _how(loaded.info), result.tokens_per_s, result.generated_tokens)
-        return result
+        ended: list[Outcome] = []
+        self.begin(
+            messages, sampling, on_progress=on_progress, on_text=on_text, cancelled=cancelled, on_end=ended.append
+        )
+        self.serve(lambda: bool(ended))
+        outcome = ended[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def begin(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: Callable[[int, int], None],
+        on_text: Callable[[str, int], None],
+        cancelled: Callable[[], bool],
+        on_end: OnEnd,
+        on_begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Takes a request that is answered in `serve`, or in `share` while a job runs.
+
+        Args:
+            on_end: told how it ended, once.
+            on_begin: see `Scheduler.submit`.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model.
+        """
+        loaded, scheduler = self._ready(), self._schedule()
+
+        def ended(outcome: Outcome) -> None:
+            if not isinstance(outcome, BaseException):
+                note_use(self._place, _how(loaded.info), outcome.tokens_per_s, outcome.generated_tokens)
+            on_end(outcome)
+
+        request = BatchRequest(
+            0, tuple(messages), sampling=sampling, on_progress=on_progress, on_text=on_text, cancelled=cancelled
+        )
+        scheduler.submit(request, ended, on_begin)
+
+    @property
+    def is_answering(self) -> bool:
+        """Whether requests wait or are being answered."""
+        return self._scheduler is not None and self._scheduler.is_busy
+
+    def serve(self, until: Check = never) -> None:
+        """See `Scheduler.serve`."""
+        self._schedule().serve(until)
+
+    def is_due(self) -> bool:
+        """See `Scheduler.is_due`."""
+        return self._scheduler is not None and self._scheduler.is_due()
+
+    def share(self, until: Check = never) -> None:
+        """See `Scheduler.share`."""
+        self._schedule().share(until)
 
     def live_rows(self) -> LiveRows:
         """Answers requests of many clients at once with the loaded model, until it is closed.
@@ -228,7 +269,7 @@ class Engine:
         Raises:
             EngineError: `INVALID_REQUEST` without a model.
         """
-        from engine.runtime.batch.live import LiveRows  # a chat does without
+        from engine.runtime.schedule.live import LiveRows  # a chat does without
 
         return LiveRows(self._ready())
 
@@ -248,11 +289,14 @@ class Engine:
 
         run_sample(prepared, self._ready(), rows, watcher)
 
-    def _drop_session(self) -> None:
-        if self._session is not None:
-            with contextlib.suppress(EngineError):  # a failed device raises again on its next use
-                self._session.clear()
-            self._session = None
+    def _forget(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    def _schedule(self) -> Scheduler:
+        self._ready()
+        assert self._scheduler is not None
+        return self._scheduler
 
     def _ready(self) -> LoadedModel:
         if self._loaded is None:

@@ -18,9 +18,9 @@ from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
 from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
-from engine.runtime.batch.live import LiveRows
-from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.decode.generation import ChanceLog, Chances
+from engine.runtime.schedule.live import LiveRows
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.serving.asking import (
     MOST_WAITING,
     Ask,

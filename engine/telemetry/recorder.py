@@ -179,6 +179,14 @@ class Recorder:
         self._since_ns = self.layer_since_ns = time.perf_counter_ns() if now_ns is None else now_ns
         self.layer = -1
 
+    def resume_request(self, request: int) -> None:
+        """Later records belong to a request that had begun before: others had their turn meanwhile."""
+        self._log_layers()
+        self.request = request
+        self.step = self._next_step
+        self._since_ns = self.layer_since_ns = time.perf_counter_ns()
+        self.layer = -1
+
     def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
         """Ends a phase and a step: it lasted since the previous phase, or the start of the request."""
         now_ns = time.perf_counter_ns() if now_ns is None else now_ns

@@ -70,7 +70,8 @@ class ScriptedEngine(QObject):
         self.knows_a_model = True
         self.tunings: list[TuningRun] = []
         self.answering: tuple[ChatAnswer, ...] = ()
-        self._tokens = 0
+        self._tokens: dict[str, int] = {}
+        self._open: list[ChatAnswer] = []
         self.served_at = ""
 
     # --- what the page calls ---
@@ -81,9 +82,15 @@ class ScriptedEngine(QObject):
     def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> ChatAnswer:
         answer = ChatAnswer(Generate(f"r{len(self.requests)}", tuple(messages), sampling), self._cancel, self)
         self.requests.append(answer)
-        self._tokens = 0
+        self._open.append(answer)
+        self._now = answer
+        self._tokens[answer.id] = 0
         self.set_state(EngineState.BUSY)
         return answer
+
+    @property
+    def takes_chats(self) -> bool:
+        return self.state is EngineState.READY or (self.state is EngineState.BUSY and not self.tunings)
 
     def _cancel(self, request: Request) -> None:
         self.cancelled.append(request.id)
@@ -117,7 +124,11 @@ class ScriptedEngine(QObject):
 
     @property
     def request_id(self) -> str:
-        return self.requests[-1].id
+        return self._now.id
+
+    def turn_to(self, number: int) -> None:
+        """What follows is about this answer, and not the last one."""
+        self._now = self.requests[number]
 
     @property
     def loading(self) -> float | None:
@@ -140,27 +151,31 @@ class ScriptedEngine(QObject):
         self.model_loaded.emit(model)
 
     def read(self, done: int, total: int) -> None:
-        self.requests[-1].deliver(Progress(self.request_id, "prefill", done, total))
+        self._now.deliver(Progress(self.request_id, "prefill", done, total))
 
     def write(self, *texts: str) -> None:
         for text in texts:
-            self._tokens += 1
-            self.requests[-1].deliver(Token(self.request_id, text, self._tokens))
+            self._tokens[self.request_id] += 1
+            self._now.deliver(Token(self.request_id, text, self._tokens[self.request_id]))
 
     def finish(self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6) -> None:
-        event = Finished(self.request_id, reason, prompt_tokens, 0, self._tokens, 0.8, rate)
-        self.set_state(EngineState.READY)
+        event = Finished(self.request_id, reason, prompt_tokens, 0, self._tokens[self.request_id], 0.8, rate)
+        self._ends()
         self.answered.emit(event)
-        self.requests[-1].end(event)
+        self._now.end(event)
 
     def fail(self, code: ErrorCode, message: str) -> None:
-        self.set_state(EngineState.READY)
-        self.requests[-1].end(Failed(self.request_id, code, message))
+        self._ends()
+        self._now.end(Failed(self.request_id, code, message))
+
+    def _ends(self) -> None:
+        self._open.remove(self._now)
+        self.set_state(EngineState.BUSY if self._open else EngineState.READY)
 
     def die(self, sentence: str = "The engine was killed (signal 9), perhaps for lack of memory.") -> None:
-        busy = self.state is EngineState.BUSY
         self.model = None
         self.last_error = sentence
+        answers, self._open = self._open, []
         self.set_state(EngineState.DIED)
-        if busy:
-            self.requests[-1].end(Failed(self.request_id, ErrorCode.ENGINE_DIED, sentence))
+        for answer in answers:
+            answer.end(Failed(answer.id, ErrorCode.ENGINE_DIED, sentence))

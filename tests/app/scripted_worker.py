@@ -25,6 +25,9 @@ class ScriptedEngine:
     device_memory = (0, 0, 0)
     telemetry = None
 
+    def __init__(self):
+        self._waiting = []
+
     def load(self, config, *, on_progress, cancelled, on_phase):
         self.info = None
         if config.model == "missing":
@@ -41,7 +44,30 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def generate(self, messages, sampling, *, on_progress, on_text, cancelled):
+    def begin(self, messages, sampling, *, on_progress, on_text, cancelled, on_end, on_begin):
+        self._waiting.append((messages, on_progress, on_text, cancelled, on_end))
+
+    @property
+    def is_answering(self):
+        return bool(self._waiting)
+
+    def serve(self, until):
+        while self._waiting:
+            *asked, on_end = self._waiting.pop(0)
+            try:
+                outcome = self._answer(*asked)
+            except BaseException as error:
+                outcome = error
+            on_end(outcome)
+            until()
+
+    def is_due(self):
+        return self.is_answering
+
+    def share(self, until):
+        self.serve(until)
+
+    def _answer(self, messages, on_progress, on_text, cancelled):
         verb, _, argument = messages[-1].content.partition(" ")
         on_progress(1, 1)
         count = int(argument) if verb in ("count", "flood") else 0

@@ -1,4 +1,4 @@
-"""Answers one at a time, each with one end, each saved as it grows."""
+"""Answers, several at once, each with one end, each saved as it grows."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_growing_answer_is_saved_in_steps(bench: Bench, qtbot: QtBot, monkeypa
     bench.engine.finish()
 
 
-def test_answers_wait_for_the_model_and_for_one_another(bench: Bench, engine: ScriptedEngine) -> None:
+def test_answers_wait_for_the_model_and_not_for_one_another(bench: Bench, engine: ScriptedEngine) -> None:
     engine.model, engine.state = None, EngineState.STARTING
     bench.ask("a")
     bench.ask("b")
@@ -100,34 +100,56 @@ def test_answers_wait_for_the_model_and_for_one_another(bench: Bench, engine: Sc
     assert bench.queue.phase("a") == Phase(Stage.LOADING, 0.4)
     assert engine.requests == []
     engine.end_loading()
-    assert len(engine.requests) == 1
-    assert bench.queue.phase("b") == Phase(Stage.QUEUED)
-    engine.finish()
     assert len(engine.requests) == 2
+    assert bench.queue.phase("b") == Phase(Stage.READING)
+    engine.write("of b")
     engine.finish()
-    assert [message.id for message in bench.ended] == ["a", "b"]
+    engine.turn_to(0)
+    engine.write("of a")
+    engine.finish()
+    assert [(message.id, message.content) for message in bench.ended] == [("b", "of b"), ("a", "of a")]
+
+
+def test_two_answers_grow_at_once(bench: Bench, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    bench.ask("a")
+    bench.ask("b")
+    for number, name in enumerate("abab"):
+        engine.turn_to(number % 2)
+        engine.write(name)
+    qtbot.waitUntil(lambda: {("a", "aa"), ("b", "bb")} <= set(bench.texts))
+    bench.queue.stop("a")
+    assert engine.cancelled == ["r0"]
+    engine.turn_to(0)
+    engine.finish("cancelled")
+    assert [(m.id, m.content, m.reason_code) for m in bench.ended] == [("a", "aa", "cancelled")]
+    engine.turn_to(1)
+    engine.write("b")
+    engine.finish()
+    assert bench.ended[-1].content == "bbb"
 
 
 def test_stopping_keeps_the_text_and_a_waiting_answer_never_starts(bench: Bench, engine: ScriptedEngine) -> None:
     bench.ask("a")
-    bench.ask("b")
     engine.write("half")
-    bench.queue.stop("b")
-    assert [(m.id, m.state, m.reason_code) for m in bench.ended] == [("b", MessageState.PARTIAL, "cancelled")]
     bench.queue.stop("a")
     assert engine.cancelled == [engine.request_id]
     engine.finish("cancelled")
     assert (bench.ended[-1].content, bench.ended[-1].reason_code) == ("half", "cancelled")
+    engine.start_loading()
+    bench.ask("b")
+    bench.queue.stop("b")
+    assert (bench.ended[-1].id, bench.ended[-1].state) == ("b", MessageState.PARTIAL)
+    engine.end_loading()
     assert len(engine.requests) == 1
 
 
-def test_an_engine_that_dies_ends_one_answer_and_the_others_wait(
+def test_an_engine_that_dies_ends_an_answer_and_later_ones_wait(
     bench: Bench, engine: ScriptedEngine, qtbot: QtBot
 ) -> None:
     bench.ask("a")
-    bench.ask("b")
     engine.write("so far")
     engine.die("The engine was killed.")
+    bench.ask("b")
     (ended,) = bench.ended
     assert (ended.content, ended.state) == ("so far", MessageState.PARTIAL)
     assert (ended.reason, ended.reason_code) == ("The engine was killed.", "engine_died")

@@ -81,18 +81,20 @@ def test_jobs_that_wait_change_places(jobs: BatchJobs, engine: ScriptedBatches, 
     assert (state(jobs, keys[3]), turns()) == (JobState.RUNNING, [0, 1, 0, 0])
 
 
-def test_a_job_that_runs_beside_a_chat_waits_for_it(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:
+def test_a_job_that_runs_beside_a_chat_shares_the_engine_with_it(
+    jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path
+) -> None:
     key = jobs.add(a_job(tmp_path, "one"), 6)
     engine.plan()
     engine.generate((), SamplingParams())
     entry = jobs.entry(key)
     assert entry is not None
-    assert entry.gives_way
+    assert entry.beside_chat
     assert entry.plan is not None
     engine.finish()
     entry = jobs.entry(key)
     assert entry is not None
-    assert not entry.gives_way
+    assert not entry.beside_chat
 
 
 def test_jobs_run_one_after_the_other(jobs: BatchJobs, engine: ScriptedBatches, tmp_path: Path) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.on_devices import BEAMS, PROMPT, answer, chatting, opened, reference
 
 FAMILIES = (
@@ -23,7 +23,7 @@ FAMILIES = (
 )
 
 
-def graphs_of(session: ChatSession) -> GraphedSteps:
+def graphs_of(session: Alone) -> GraphedSteps:
     """Of a session that repeats its steps."""
     kv = session._session
     assert isinstance(kv, KvSession)

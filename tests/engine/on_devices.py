@@ -18,7 +18,6 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
 from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import (
     GenerationResult,
     ProgressCallback,
@@ -29,6 +28,7 @@ from engine.runtime.decode.generation import (
 from engine.runtime.load import binding as device_binding
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
@@ -106,9 +106,9 @@ def opened(folder: Path, devices: int = 1, **config: Any) -> Iterator[LoadedMode
 
 
 @contextmanager
-def chatting(model: LoadedModel) -> Iterator[ChatSession]:
+def chatting(model: LoadedModel) -> Iterator[Alone]:
     """A session that gives the memory of its KV back at the end."""
-    session = ChatSession(model)
+    session = Alone(model)
     try:
         yield session
     finally:
@@ -116,7 +116,7 @@ def chatting(model: LoadedModel) -> Iterator[ChatSession]:
 
 
 def answer(
-    session: ChatSession,
+    session: Alone,
     prompt: Sequence[int],
     tokens: int = NEW_TOKENS,
     *,

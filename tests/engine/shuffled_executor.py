@@ -15,7 +15,7 @@ from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.job import JobRun
-from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check
 
 
 class ShuffledExecutor:

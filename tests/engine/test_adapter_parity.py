@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens
 from tests.engine.test_family_parity import (
     NEW_TOKENS,
@@ -126,7 +126,7 @@ def test_a_chat_goes_on_as_the_library_would(family: str, tmp_path: Path) -> Non
     reference = model_class(tiny_config(family)).from_pretrained(tmp_path, dtype=torch.float32).eval()
     prompt = PROMPT[0].tolist()
     with loaded(tmp_path, "fp32") as ours:
-        session = ChatSession(ours)
+        session = Alone(ours)
         first = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
         assert list(first.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
         prompt += [*first.token_ids, 7, 8, 9]

@@ -1,4 +1,4 @@
-"""A chat that is asked while a job runs is answered within one layer, by the real engine."""
+"""Chats that are asked while a job runs get a first token within one layer, and the job goes on beside them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import pytest
 from engine.batch_files.messages import BatchFinished, BatchPlanned, BatchRows, SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.process.batch import BatchService
+from engine.process.chats import ChatService
 from engine.process.requests import RequestQueue
-from engine.protocol import ChatMessage, Event, Finished, Generate
+from engine.protocol import ChatMessage, Event, Finished, Generate, Token
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.engine import Engine
 from tests.engine.tiny_families import tiny_checkpoint
 
-_ROWS, _SAMPLED, _ASKED_AFTER = 30, 3, (3, 4, 17)
-"""Layers after which a chat is asked."""
+_ROWS, _SAMPLED, _ASKED_AFTER, _TOKENS = 30, 3, (3, 4, 17), 20
+"""Layers after which a chat is asked; its tokens."""
 
 
 @pytest.mark.parametrize("sampled", [False, True], ids=["job", "sample"])
-def test_a_chat_waits_for_no_more_than_a_layer(
+def test_chats_and_a_job_go_on_beside_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, sampled: bool
 ) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
@@ -30,9 +31,9 @@ def test_a_chat_waits_for_no_more_than_a_layer(
     job = BatchJob(str(rows), str(tmp_path / "out.jsonl"), sampling=SamplingParams(max_tokens=6))
     folder = tiny_checkpoint("mixtral", tmp_path / "model", num_hidden_layers=4)
     engine, sent, layers = Engine(), list[Event](), 0
-    asked, answered = dict[str, int](), dict[str, int]()
-    requests = RequestQueue(sent.append)
+    asked = dict[str, int]()
     own = PackedModel._step
+    requests = RequestQueue(sent.append)
 
     def step(self: PackedModel, index: int, batch: object) -> None:
         nonlocal layers
@@ -41,27 +42,22 @@ def test_a_chat_waits_for_no_more_than_a_layer(
         if layers in _ASKED_AFTER:
             name = f"chat {layers}"
             asked[name] = layers
-            requests.accept(Generate(name, (ChatMessage("user", "Hello"),), SamplingParams(max_tokens=3)))
+            sampling = SamplingParams(max_tokens=_TOKENS, stop=("never",))
+            requests.accept(Generate(name, (ChatMessage("user", "Hello"),), sampling))
 
-    def answer_next() -> None:
-        request = requests.take()
-        assert isinstance(request, Generate)
-        answered[request.request_id] = layers
-        found = engine.generate(
-            request.messages,
-            request.sampling,
-            on_progress=lambda _done, _total: None,
-            on_text=lambda _text, _tokens: None,
-            cancelled=lambda: False,
-        )
-        assert found.generated_tokens
-        requests.end(Finished(request.request_id, "stop", 1, 0, 1, 0.1, 1.0))
+    seen: dict[str, list[int]] = {}
+
+    def send(event: Event) -> None:
+        sent.append(event)
+        if isinstance(event, Token):
+            seen.setdefault(event.request_id, []).append(layers)
 
     monkeypatch.setattr(PackedModel, "_step", step)
     config = EngineConfig(str(folder), device="cpu", precision="fp32", threads=1)
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
-        service = BatchService(requests, sent.append, answer_next)
+        chats = ChatService(requests, send, engine, lambda _name: None, lambda _tokens: None)
+        service = BatchService(requests, sent.append, chats)
         requests.accept(SampleBatch("job", job, _SAMPLED) if sampled else StartBatch("job", job))
         request = requests.take()
         if sampled:
@@ -70,6 +66,7 @@ def test_a_chat_waits_for_no_more_than_a_layer(
         else:
             assert isinstance(request, StartBatch)
             ending = service.run(engine, request)
+        chats.answer()
     finally:
         engine.unload()
     assert isinstance(ending, BatchFinished)
@@ -77,7 +74,15 @@ def test_a_chat_waits_for_no_more_than_a_layer(
     shown = sorted(row.row for event in sent if isinstance(event, BatchRows) for row in event.rows)
     assert len(set(shown)) == len(shown)
     assert not sampled or shown == list(range(_SAMPLED))
-    assert answered == asked  # before another layer
+    finished = [event for event in sent if isinstance(event, Finished)]
+    assert {event.request_id for event in finished} == set(asked)
+    assert all(event.generated_tokens == len(seen[event.request_id]) for event in finished)
+    # Before another layer, if it is the first; one that shares sweeps with it within two of their own.
+    firsts = {name: min(layers for layers in seen[name]) - asked[name] for name in asked}
+    assert firsts["chat 3"] == 0
+    assert all(waited <= 2 * 4 for waited in firsts.values())
+    # The job did not stand still meanwhile.
+    assert any(max(layers) > min(layers) for layers in seen.values())
     (planned,) = [event for event in sent if isinstance(event, BatchPlanned)]
     assert (planned.rows, planned.rows_together) == (_ROWS, _ROWS)
     assert planned.tokens_per_s_low > 0

@@ -22,13 +22,13 @@ from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.families import FILES, family_of
 from engine.protocol import ChatMessage
-from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
-from engine.runtime.batch.request import BatchAnswer, BatchOutcome, BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.kv.window_masks import window_of
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
+from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
@@ -78,7 +78,7 @@ def _answers(loaded: LoadedModel, rows: list[BatchRequest], policy: BatchPolicy 
 
 
 def _alone(loaded: LoadedModel, row: BatchRequest) -> tuple[int, ...]:
-    return ChatSession(loaded).generate_from_ids(row.ids, row.sampling, end_ids=row.end_ids).token_ids
+    return Alone(loaded).generate_from_ids(row.ids, row.sampling, end_ids=row.end_ids).token_ids
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
@@ -136,7 +136,7 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
             seen.setdefault(row.request.row, []).append(of_row.clone())  # type: ignore[attr-defined]
         return [int(of_row.argmax()) for of_row in logits]
 
-    monkeypatch.setattr("engine.runtime.batch.executor._choose", choose)
+    monkeypatch.setattr("engine.runtime.schedule.executor._choose", choose)
     rows = _rows([9, 45], SamplingParams(max_tokens=4))
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])
@@ -184,7 +184,7 @@ def test_a_batch_gives_way_within_a_layer_and_goes_on(mixtral: LoadedModel) -> N
     wanted = {row: answer.token_ids for row, answer in _answers(mixtral, rows).items()}
     executor = BatchExecutor(mixtral, POLICY)
     answers: dict[int, tuple[int, ...]] = {}
-    source, chat = iter(rows), ChatSession(mixtral)
+    source, chat = iter(rows), Alone(mixtral)
     asked = 0
 
     def every_third() -> bool:
@@ -287,7 +287,7 @@ def test_what_is_wrong_with_a_row_is_its_own_answer(mixtral: LoadedModel) -> Non
     answers = _answers(mixtral, rows)
     codes = {row: answer.error.code for row, answer in answers.items() if answer.error is not None}
     assert codes == {0: ErrorCode.INVALID_REQUEST, 1: ErrorCode.PROMPT_TOO_LONG, 2: ErrorCode.INVALID_REQUEST}
-    assert answers[3].text == ChatSession(mixtral).generate(messages, SamplingParams(max_tokens=3)).text
+    assert answers[3].text == Alone(mixtral).generate(messages, SamplingParams(max_tokens=3)).text
     assert (answers[4].finish_reason, answers[4].generated_tokens) == ("context", 6)
 
 

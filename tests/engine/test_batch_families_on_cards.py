@@ -8,11 +8,11 @@ import pytest
 
 from engine.common.config import SamplingParams
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
@@ -28,7 +28,7 @@ def _rows() -> list[BatchRequest]:
 
 
 def _alone(loaded: LoadedModel) -> dict[int, tuple[int, ...]]:
-    chat = ChatSession(loaded)
+    chat = Alone(loaded)
     found = {row.row: chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in _rows()}
     chat.clear()
     return found

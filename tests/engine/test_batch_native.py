@@ -11,12 +11,12 @@ import torch
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchAnswer, BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -53,7 +53,7 @@ def _answers(
             seen.setdefault(row.request.row, []).append(of_row.float())
         return [int(of_row.float().argmax()) for of_row in logits]
 
-    monkeypatch.setattr("engine.runtime.batch.executor._choose", choose)
+    monkeypatch.setattr("engine.runtime.schedule.executor._choose", choose)
     executor = BatchExecutor(loaded, policy)
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     assert isinstance(executor._batch, ContinuousBatch)
@@ -158,7 +158,7 @@ def test_a_chat_in_between_is_computed_as_before(tmp_path: Path) -> None:
     loaded = _load(tiny_checkpoint("mixtral", tmp_path, **{**_WIDE, "intermediate_size": 264, "sliding_window": None}))
     try:
         prompt, sampling = random_prompt(30), SamplingParams(max_tokens=12)
-        chat = ChatSession(loaded)
+        chat = Alone(loaded)
         before = chat.generate_from_ids(prompt, sampling, end_ids=NO_END).token_ids
         executor = BatchExecutor(loaded, POLICY)
         asked: list[int] = []

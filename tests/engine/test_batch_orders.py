@@ -39,12 +39,12 @@ from engine.planner.simulator.sweeps import (
     predicted_seconds,
 )
 from engine.planner.simulator.timeline import Timeline
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline, _Layer
 from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for
-from engine.runtime.batch.request import BatchOutcome, BatchRequest
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchOutcome, BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint

@@ -28,15 +28,15 @@ from engine.planner.schedules import (
     Schedule,
 )
 from engine.planner.simulator.sweeps import predicted_seconds
-from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import sites_of
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchAnswer, BatchOutcome, BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
+from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
@@ -78,7 +78,7 @@ def _rows() -> list[BatchRequest]:
 
 
 def _alone(loaded: LoadedModel) -> list[tuple[int, ...]]:
-    chat = ChatSession(loaded)
+    chat = Alone(loaded)
     return [chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in _rows()]
 
 
@@ -130,7 +130,7 @@ def test_rows_go_on_after_giving_way(
     answers: dict[int, BatchAnswer] = {}
     policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=tokens, micro_batch_rows=rows, schedule=schedule)
     executor, source = BatchExecutor(on_card, policy), iter(_rows())
-    chat = ChatSession(on_card)
+    chat = Alone(on_card)
     try:
         for stop in stops:
             looks = iter(range(stop))

@@ -10,11 +10,11 @@ import torch
 
 from engine.common.config import SamplingParams
 from engine.experts.executor import ExpertExecutor
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_disk_backed import on_disk
@@ -42,7 +42,7 @@ def _answers(loaded: LoadedModel, rows: list[BatchRequest]) -> dict[int, tuple[i
 
 
 def _alone(loaded: LoadedModel, rows: list[BatchRequest]) -> dict[int, tuple[int, ...]]:
-    chat = ChatSession(loaded)
+    chat = Alone(loaded)
     found = {row.row: chat.generate_from_ids(row.ids, row.sampling, end_ids=NO_END).token_ids for row in rows}
     chat.clear()
     return found

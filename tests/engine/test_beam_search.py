@@ -9,7 +9,8 @@ import torch
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import BeamResult, beam_search
-from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.decode.generation import drained
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 
 PROMPT = random_prompt(24)
@@ -36,7 +37,7 @@ class WithoutCache:
 @pytest.mark.parametrize("family", ["llama", "olmoe", "gpt_oss", "deepseek_v3", "qwen3_next", "granitemoehybrid"])
 def test_the_same_sequences_as_transformers(family: str, width: int) -> None:
     loaded = tiny_loaded(family)
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12, beams=width), end_ids=NO_END)
     assert list(result.token_ids) == library_tokens(loaded.model, PROMPT, 12, num_beams=width)
     assert result.finish_reason == "length"
@@ -50,7 +51,7 @@ def test_the_same_sequences_with_end_tokens(width: int, seed: int) -> None:
     # Tokens that the search meets early, so that sequences of many lengths finish.
     met = library_tokens(loaded.model, prompt, 10, num_beams=width)
     ends = [met[3], met[7], *random_prompt(20, seed + 100)]
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     result = session.generate_from_ids(prompt, SamplingParams(max_tokens=16, beams=width), end_ids=frozenset(ends))
     # An id that fills up shorter sequences must not be mistaken for a token.
     theirs = library_tokens(loaded.model, prompt, 16, num_beams=width, eos_token_id=sorted(set(ends)), pad_token_id=0)
@@ -64,7 +65,7 @@ def test_the_same_sequences_with_end_tokens(width: int, seed: int) -> None:
 def test_the_repetition_penalty_is_transformers(width: int) -> None:
     loaded = tiny_loaded("mixtral", sliding_window=None)
     sampling = SamplingParams(max_tokens=12, beams=width, repetition_penalty=1.4)
-    result = ChatSession(loaded).generate_from_ids(PROMPT, sampling, end_ids=NO_END)
+    result = Alone(loaded).generate_from_ids(PROMPT, sampling, end_ids=NO_END)
     theirs = library_tokens(loaded.model, PROMPT, 12, num_beams=width, repetition_penalty=1.4)
     assert list(result.token_ids) == theirs
 
@@ -74,11 +75,11 @@ def test_caches_follow_their_beams(family: str) -> None:
     """Where the library's own reordering is not to be trusted, computing everything again is the judge."""
     # MiniMax's cache knows no sliding window, not even for one sequence.
     loaded = tiny_loaded(family, **({"sliding_window": None} if family == "minimax" else {}))
-    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=10, beams=3), end_ids=NO_END)
+    result = Alone(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=10, beams=3), end_ids=NO_END)
     with torch.inference_mode():
         first = loaded.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]
         plain = WithoutCache(loaded.model, PROMPT, 3)
-        expected = beam_search(first, plain, width=3, max_tokens=10, end_ids=NO_END)
+        expected = drained(beam_search(first, plain, width=3, max_tokens=10, end_ids=NO_END))
     assert list(result.token_ids) == expected.ids
 
 
@@ -90,13 +91,13 @@ def test_more_beams_than_there_are_tokens() -> None:
         def step(self, tokens: torch.Tensor) -> torch.Tensor:
             return torch.tensor([[0.0, 1.0]]).expand(len(tokens), -1)
 
-    result = beam_search(torch.tensor([[0.0, 1.0]]), Constant(), width=8, max_tokens=3, end_ids=NO_END)
+    result = drained(beam_search(torch.tensor([[0.0, 1.0]]), Constant(), width=8, max_tokens=3, end_ids=NO_END))
     assert result.ids == [1, 1, 1]
 
 
 def test_the_prompt_stays_for_the_next_request() -> None:
     loaded = tiny_loaded("olmoe")
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     session.generate_from_ids(PROMPT, SamplingParams(max_tokens=8, beams=4), end_ids=NO_END)
     after = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=8), end_ids=NO_END)
     assert after.reused_tokens == len(PROMPT) - 1
@@ -104,7 +105,7 @@ def test_the_prompt_stays_for_the_next_request() -> None:
 
 
 def test_cancelled_between_two_steps() -> None:
-    session = ChatSession(tiny_loaded("olmoe"))
+    session = Alone(tiny_loaded("olmoe"))
     lengths: list[int] = []
     result = session.generate_from_ids(
         PROMPT,
@@ -119,7 +120,7 @@ def test_cancelled_between_two_steps() -> None:
 
 def test_stop_strings_finish_a_beam() -> None:
     loaded = tiny_loaded("olmoe")
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     free = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12, beams=2), end_ids=NO_END)
     stop = loaded.tokenizer.decode(free.token_ids[5:6])
     result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12, beams=2, stop=(stop,)), end_ids=NO_END)
@@ -132,7 +133,7 @@ def test_the_score_is_the_mean_log_probability() -> None:
     with torch.inference_mode():
         first = loaded.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]
         plain = WithoutCache(loaded.model, PROMPT, 4)
-        found: BeamResult = beam_search(first, plain, width=4, max_tokens=6, end_ids=NO_END)
+        found: BeamResult = drained(beam_search(first, plain, width=4, max_tokens=6, end_ids=NO_END))
         logits = loaded.model(input_ids=torch.tensor([[*PROMPT, *found.ids]]), use_cache=False).logits[0]
     log_probs = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
     mean = float(log_probs.gather(-1, torch.tensor(found.ids)[:, None]).mean())

@@ -13,11 +13,11 @@ import torch
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.protocol import ChatMessage
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
@@ -49,19 +49,19 @@ def loaded() -> LoadedModel:
 
 def test_greedy_is_transformers_generate(pair: tuple[LoadedModel, Any]) -> None:
     loaded, reference = pair
-    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=24), end_ids=NO_END)
+    result = Alone(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=24), end_ids=NO_END)
     assert list(result.token_ids) == library_tokens(reference, PROMPT, 24)
 
 
 def test_beams_are_transformers_generate(pair: tuple[LoadedModel, Any]) -> None:
     loaded, reference = pair
-    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=12, beams=4), end_ids=NO_END)
+    result = Alone(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=12, beams=4), end_ids=NO_END)
     assert list(result.token_ids) == library_tokens(reference, PROMPT, 12, num_beams=4)
 
 
 def test_a_second_turn_reuses_the_first(pair: tuple[LoadedModel, Any]) -> None:
     loaded, _ = pair
-    session, fresh = ChatSession(loaded), ChatSession(loaded)
+    session, fresh = Alone(loaded), Alone(loaded)
     sampling = SamplingParams(max_tokens=12)
     first = session.generate(QUESTION, sampling)
     second_turn = (*QUESTION, ChatMessage("assistant", "Paris."), ChatMessage("user", "And of Italy?"))
@@ -74,7 +74,7 @@ def test_stop_works_while_a_template_is_rendered(loaded: LoadedModel) -> None:
     endless = copy(loaded.tokenizer)
     endless.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     asked = iter([False, True, True, True])
-    result = ChatSession(replace(loaded, tokenizer=endless)).generate(
+    result = Alone(replace(loaded, tokenizer=endless)).generate(
         QUESTION, SamplingParams(), cancelled=lambda: next(asked)
     )
     assert result.finish_reason == "cancelled"
@@ -83,7 +83,7 @@ def test_stop_works_while_a_template_is_rendered(loaded: LoadedModel) -> None:
 def test_the_answers_own_tokens_are_reused() -> None:
     """When the conversation, written out again, has the tokens that were generated, none of them is computed twice."""
     loaded = tiny_loaded("olmoe")
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     first = session.generate(QUESTION, SamplingParams(max_tokens=4, stop=("\N{REPLACEMENT CHARACTER}",)))
     tokenizer = loaded.tokenizer
     again = tokenizer(first.text, add_special_tokens=False)["input_ids"]
@@ -102,7 +102,7 @@ def test_streamed_text_is_the_text(loaded: LoadedModel) -> None:
         pieces.append(text)
         counts.append(tokens)
 
-    result = ChatSession(loaded).generate(
+    result = Alone(loaded).generate(
         QUESTION,
         SamplingParams(max_tokens=30),
         on_text=on_text,
@@ -125,7 +125,7 @@ def test_cancelled_within_one_token(loaded: LoadedModel) -> None:
         nonlocal tokens
         tokens = generated
 
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     result = session.generate_from_ids(
         PROMPT, SamplingParams(max_tokens=100), end_ids=NO_END, on_text=on_text, cancelled=lambda: tokens >= 7
     )
@@ -137,14 +137,14 @@ def test_cancelled_within_one_token(loaded: LoadedModel) -> None:
 
 
 def test_cancelled_before_it_starts(loaded: LoadedModel) -> None:
-    result = ChatSession(loaded).generate_from_ids(PROMPT, SamplingParams(), cancelled=lambda: True)
+    result = Alone(loaded).generate_from_ids(PROMPT, SamplingParams(), cancelled=lambda: True)
     assert (result.finish_reason, result.text, result.generated_tokens) == ("cancelled", "", 0)
     assert (result.ttft_s, result.tokens_per_s) == (0, 0)
 
 
 def test_the_same_seed_gives_the_same_tokens(loaded: LoadedModel) -> None:
     sampling = SamplingParams(temperature=2.0, top_k=40, top_p=0.95, min_p=0.001, max_tokens=20, seed=5)
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     first, second = (session.generate_from_ids(PROMPT, sampling, end_ids=NO_END) for _ in range(2))
     assert first.token_ids == second.token_ids
     other = SamplingParams(temperature=2.0, max_tokens=20, seed=6)
@@ -153,7 +153,7 @@ def test_the_same_seed_gives_the_same_tokens(loaded: LoadedModel) -> None:
 
 def test_the_repetition_penalty_leaves_earlier_turns_alone(loaded: LoadedModel) -> None:
     """The last question and the answer are counted, as in a chat that begins with them."""
-    session, question = ChatSession(loaded), ChatMessage("user", "What is a train?")
+    session, question = Alone(loaded), ChatMessage("user", "What is a train?")
     chat = [question, ChatMessage("assistant", "A train is a train."), question]
     counted: list[list[int]] = []
 
@@ -163,7 +163,7 @@ def test_the_repetition_penalty_leaves_earlier_turns_alone(loaded: LoadedModel) 
             super().__init__(prefix, *others, earlier=earlier, **named)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.runtime.decode.chat_session.AnswerSequence", Counting)
+        patch.setattr("engine.runtime.schedule.request.AnswerSequence", Counting)
         for penalty in (1.0, 1.3):
             for messages in ([question], chat):
                 session.generate(messages, SamplingParams(max_tokens=2, repetition_penalty=penalty))
@@ -177,12 +177,12 @@ def test_the_repetition_penalty_leaves_earlier_turns_alone(loaded: LoadedModel) 
 
 def test_the_repetition_penalty_is_transformers(loaded: LoadedModel) -> None:
     sampling = SamplingParams(max_tokens=24, repetition_penalty=1.5)
-    result = ChatSession(loaded).generate_from_ids(PROMPT, sampling, end_ids=NO_END)
+    result = Alone(loaded).generate_from_ids(PROMPT, sampling, end_ids=NO_END)
     assert list(result.token_ids) == library_tokens(loaded.model, PROMPT, 24, repetition_penalty=1.5)
 
 
 def test_a_stop_string_is_not_part_of_the_answer(loaded: LoadedModel) -> None:
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     free = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=30), end_ids=NO_END)
     middle = len(free.text) // 2
     stop = free.text[middle : middle + 3]
@@ -199,7 +199,7 @@ def test_a_stop_string_is_not_part_of_the_answer(loaded: LoadedModel) -> None:
 
 
 def test_the_models_end_token_ends_the_answer(loaded: LoadedModel) -> None:
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     free = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12), end_ids=NO_END)
     end = free.token_ids[5]
     result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=12), end_ids=frozenset({end}))
@@ -209,7 +209,7 @@ def test_the_models_end_token_ends_the_answer(loaded: LoadedModel) -> None:
 
 
 def test_the_end_of_the_context_ends_the_answer() -> None:
-    session = ChatSession(tiny_loaded("llama", context_tokens=36))
+    session = Alone(tiny_loaded("llama", context_tokens=36))
     result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=100), end_ids=NO_END)
     assert (result.finish_reason, result.generated_tokens) == ("context", 6)
     exact = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=6), end_ids=NO_END)
@@ -217,7 +217,7 @@ def test_the_end_of_the_context_ends_the_answer() -> None:
 
 
 def test_a_prompt_beyond_the_context_is_refused_and_the_session_goes_on() -> None:
-    session = ChatSession(tiny_loaded("llama", context_tokens=36))
+    session = Alone(tiny_loaded("llama", context_tokens=36))
     with pytest.raises(EngineError) as caught:
         session.generate((ChatMessage("user", "word " * 50),), SamplingParams())
     assert caught.value.code == ErrorCode.PROMPT_TOO_LONG
@@ -226,13 +226,13 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_session_goes_on() -> Non
 
 def test_an_empty_prompt_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(EngineError) as caught:
-        ChatSession(loaded).generate_from_ids([], SamplingParams())
+        Alone(loaded).generate_from_ids([], SamplingParams())
     assert caught.value.code == ErrorCode.INVALID_REQUEST
 
 
 def test_running_out_of_memory_is_said_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("llama")
-    session = ChatSession(loaded)
+    session = Alone(loaded)
 
     def fail(*args: Any) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")

@@ -16,12 +16,13 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
 from engine.planner.placement import NotEnoughRamError
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_disk_backed import damage_everything
@@ -69,7 +70,7 @@ class Oracle:
 
 
 def _read(session: KvSession, ids: Sequence[int]) -> None:
-    session.prefill(ids, lambda _done, _total: None, lambda: False)
+    drained(session.read(ids, lambda _done, _total: None, lambda: False))
 
 
 @pytest.mark.parametrize(
@@ -174,8 +175,8 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
 
 def _answers_stay_the_same(loaded: LoadedModel) -> None:
     prompt, sampling = random_prompt(30, seed=3), SamplingParams(max_tokens=48)
-    whole = ChatSession(loaded, speculates=False).generate_from_ids(prompt, sampling, end_ids=NO_END)
-    session = ChatSession(loaded, speculates=True)
+    whole = Alone(loaded, speculates=False).generate_from_ids(prompt, sampling, end_ids=NO_END)
+    session = Alone(loaded, speculates=True)
     session._prices = Eager()
     kv: Any = session._session
     own = kv.drafters()
@@ -188,7 +189,7 @@ def _answers_stay_the_same(loaded: LoadedModel) -> None:
     kv.drafters = lambda: own
     more = [*prompt, *whole.token_ids, 9]
     by_head = session.generate_from_ids(more, sampling, end_ids=NO_END)
-    alone = ChatSession(loaded, speculates=False).generate_from_ids(more, sampling, end_ids=NO_END)
+    alone = Alone(loaded, speculates=False).generate_from_ids(more, sampling, end_ids=NO_END)
     assert by_head.token_ids == alone.token_ids
     assert by_head.guessed_tokens > 0
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from engine.common.config import SamplingParams
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.drawn_models import FIXED_SEED, SEED_VARIABLE, DrawnModel, drawn_family, drawn_model, nightly_seed
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
@@ -119,7 +119,7 @@ def _compare(place: str, opening: AbstractContextManager[LoadedModel], expected:
     with opening as loaded:
         difference = (_logits(loaded.model, expected.prompts[0]) - expected.logits).abs().max()
         assert difference < 2e-4 * expected.logits.std(), f"{place}: logits"
-        session = ChatSession(loaded)
+        session = Alone(loaded)
         alone = [
             list(session.generate_from_ids(prompt, _greedy(), end_ids=NO_END).token_ids) for prompt in expected.prompts
         ]

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import decode_beams
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.dry import Breakers, DryPenalty, breakers_of
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import tiny_loaded, tiny_tokenizer
 
 
@@ -300,21 +301,23 @@ def test_beams_are_penalised_by_their_own_tokens(multiplier: float) -> None:
     model: Any = _Looping()
     sampling = SamplingParams(beams=2, max_tokens=24, dry_multiplier=multiplier, dry_breakers=())
     limits = AnswerLimits.within(99, sampling, NO_IDS, ())
-    said = decode_beams(
-        model.logits(torch.tensor([[3]])),
-        model,
-        sampling,
-        limits,
-        [],
-        tiny_tokenizer(),
-        lambda _text, _count: None,
-        lambda: False,
+    said = drained(
+        decode_beams(
+            model.logits(torch.tensor([[3]])),
+            model,
+            sampling,
+            limits,
+            [],
+            tiny_tokenizer(),
+            lambda _text, _count: None,
+            lambda: False,
+        )
     )
     assert (said.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
 
 
 def test_greedy_with_dry_ends_a_loop_and_without_it_is_unchanged(loaded: LoadedModel) -> None:
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     prompt = [5, 6, 7, 5, 6, 7, 5, 6]
 
     def ask(**settings: Any) -> tuple[int, ...]:
@@ -333,7 +336,7 @@ def test_greedy_with_dry_ends_a_loop_and_without_it_is_unchanged(loaded: LoadedM
 
 
 def test_the_same_seed_gives_the_same_answer_with_dry(loaded: LoadedModel) -> None:
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     sampling = SamplingParams(temperature=1.0, min_p=0.05, dry_multiplier=0.8, seed=9, max_tokens=30)
     first, second = (session.generate_from_ids([5, 6, 7], sampling, end_ids=NO_IDS).token_ids for _ in range(2))
     assert first == second

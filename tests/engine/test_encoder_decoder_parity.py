@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
-from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.test_family_parity import (
     NEW_TOKENS,
@@ -51,7 +51,7 @@ def test_logits_and_greedy_tokens_equal_the_librarys(
         assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
         assert (ours.info.experts, ours.info.experts_per_token, ours.info.layers) == (12, PER_TOKEN[family], 4)
         torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
-        session = ChatSession(ours)
+        session = Alone(ours)
         result = session.generate_from_ids(PROMPT[0].tolist(), SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
         assert list(result.token_ids) == library_tokens(reference)
         assert session.kv_bytes > 0

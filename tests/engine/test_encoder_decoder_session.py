@@ -15,9 +15,10 @@ from transformers import (
 )
 
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.protocol import ChatMessage
-from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.request import Preparation
 from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
 
 PROMPT = random_prompt(20)
@@ -56,7 +57,7 @@ def library_tokens(name: str, tokens: int, **options: Any) -> list[int]:
 @pytest.mark.parametrize("name", ["switch_transformers", "nllb_moe"])
 @pytest.mark.parametrize("beams", [1, 2, 4])
 def test_the_same_tokens_as_transformers(name: str, beams: int) -> None:
-    session = ChatSession(as_loaded(model(name)))
+    session = Alone(as_loaded(model(name)))
     result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=16, beams=beams), end_ids=NO_END)
     assert list(result.token_ids) == library_tokens(name, 16, num_beams=beams)
     assert (result.prompt_tokens, result.reused_tokens) == (20, 0)
@@ -64,37 +65,36 @@ def test_the_same_tokens_as_transformers(name: str, beams: int) -> None:
 
 @pytest.mark.parametrize("name", ["switch_transformers", "nllb_moe"])
 def test_repetition_penalty_counts_the_answer(name: str) -> None:
-    session = ChatSession(as_loaded(model(name)))
+    session = Alone(as_loaded(model(name)))
     result = session.generate_from_ids(PROMPT, SamplingParams(max_tokens=16, repetition_penalty=1.5), end_ids=NO_END)
     assert list(result.token_ids) == library_tokens(name, 16, repetition_penalty=1.5)
 
 
 def test_a_forced_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model("nllb_moe").generation_config, "forced_bos_token_id", 77)
-    result = ChatSession(as_loaded(model("nllb_moe"))).generate_from_ids(
-        PROMPT, SamplingParams(max_tokens=8), end_ids=NO_END
-    )
+    result = Alone(as_loaded(model("nllb_moe"))).generate_from_ids(PROMPT, SamplingParams(max_tokens=8), end_ids=NO_END)
     assert result.token_ids[0] == 77
     assert list(result.token_ids) == library_tokens("nllb_moe", 8, forced_bos_token_id=77)
 
 
 def test_the_encoder_reads_the_last_request() -> None:
-    session = ChatSession(as_loaded(model("switch_transformers")))
+    loaded = as_loaded(model("switch_transformers"))
+    preparation, session = Preparation(loaded), Alone(loaded)
     messages = [ChatMessage("user", "one"), ChatMessage("assistant", "two"), ChatMessage("user", "three")]
-    assert session.prompt_ids(messages) == session.prompt_ids(messages[-1:])
+    assert preparation.prompt(messages, never_cancelled) == preparation.prompt(messages[-1:], never_cancelled)
     assert session.generate(messages, SamplingParams(max_tokens=3)).generated_tokens <= 3
     session.clear()
     assert (session.kv_tokens, session.kv_bytes) == (0, 0)
 
 
 def test_a_cancelled_request_never_runs_the_encoder() -> None:
-    session = ChatSession(as_loaded(model("switch_transformers")))
+    session = Alone(as_loaded(model("switch_transformers")))
     result = session.generate_from_ids(PROMPT, SamplingParams(), cancelled=lambda: True)
     assert (result.finish_reason, result.generated_tokens) == ("cancelled", 0)
 
 
 def test_a_prompt_longer_than_the_encoder_takes() -> None:
-    session = ChatSession(as_loaded(model("switch_transformers"), context_tokens=10))
+    session = Alone(as_loaded(model("switch_transformers"), context_tokens=10))
     with pytest.raises(EngineError) as caught:
         session.generate_from_ids(PROMPT, SamplingParams())
     assert caught.value.code == ErrorCode.PROMPT_TOO_LONG

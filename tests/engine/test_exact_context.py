@@ -11,12 +11,12 @@ import torch
 from transformers import DogeConfig, DogeForCausalLM
 
 from engine.common.config import SamplingParams
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import can_pack, why_not_packed
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.reuse import exact_tokens, restart_angles
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
 from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, random_prompt, tiny_loaded
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import OMNI
@@ -84,7 +84,7 @@ def test_a_dynamic_context_grows_and_the_user_is_told(tmp_path: Path) -> None:
         assert "40" in model.info.device_note
         assert "160" in model.info.device_note
         prompt = random_prompt(100)
-        answer = ChatSession(model).generate_from_ids(prompt, GREEDY, end_ids=NO_END)
+        answer = Alone(model).generate_from_ids(prompt, GREEDY, end_ids=NO_END)
         restart_angles(model.model)
         assert answer.token_ids == tuple(library_tokens(model.model, prompt, 8))
         assert StepModel(model.model, 160).why_not_repeated
@@ -111,7 +111,7 @@ def test_what_hunyuan_calls_dynamic_has_fixed_angles_and_packs() -> None:
 def _assert_chat_is_exact(model: LoadedModel) -> int:
     """Prompts that grow, shrink and follow answers, in pieces; returns how many tokens were reused."""
     model = replace(model, chunk_tokens=16)
-    session, base, reused = ChatSession(model), random_prompt(100, seed=5), 0
+    session, base, reused = Alone(model), random_prompt(100, seed=5), 0
     for length in (5, 36, 70, 20):
         prompt = base[:length]
         for _ in range(2):

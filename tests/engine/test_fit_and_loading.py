@@ -30,6 +30,7 @@ from engine.measure.measuring import QUICK, measure_machine
 from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits
 from engine.planner.predict import limits_of, predict_decode, running_config
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -167,7 +168,7 @@ def _compare_kv(row: FitRow, loaded: LoadedModel, config: EngineConfig, said: st
         vocabulary = loaded.model.config.get_text_config().vocab_size
         session = KvSession(loaded)
         with torch.inference_mode():
-            session.prefill(random_text(vocabulary, context, 0).prompt, lambda _done, _all: None, lambda: False)
+            drained(session.read(random_text(vocabulary, context, 0).prompt, lambda _done, _all: None, lambda: False))
         held = session.bytes
         session.clear()
     assert at_context == pytest.approx(held, rel=0.05), said

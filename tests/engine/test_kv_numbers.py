@@ -11,9 +11,9 @@ import torch
 from engine.checkpoint.config_file import text_part
 from engine.checkpoint.profile import kv_elements_per_token
 from engine.common.config import SamplingParams
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_layer_bytes, measure_kv
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
@@ -51,7 +51,7 @@ def test_a_card_that_cannot_hold_the_caches_state_is_not_used(tmp_path: Path) ->
     for budget in (3_841_000, 3_960_000):  # once it was loaded with the first, and long prompts were refused
         with loaded(tmp_path, "bf16", device="emulated:laptop-4gb", vram_bytes=budget) as model:
             assert (model.devices is None) == (budget == 3_841_000)
-            session = ChatSession(model)
+            session = Alone(model)
             prompt = random_prompt(model.context_tokens - 20)
             answer = session.generate_from_ids(prompt, SamplingParams(max_tokens=4), end_ids=NO_END)
             assert answer.generated_tokens == 4

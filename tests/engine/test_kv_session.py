@@ -9,9 +9,9 @@ import torch
 
 from engine.common.config import SamplingParams
 from engine.common.errors import RequestCancelled, never_cancelled
-from engine.runtime.decode.chat_session import ChatSession
-from engine.runtime.decode.generation import ignore_progress
+from engine.runtime.decode.generation import drained, ignore_progress
 from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.tiny_configs import FAMILIES
 
@@ -22,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=12)
 
 def logits_after(session: KvSession, prompt: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        return session.prefill(prompt, ignore_progress, never_cancelled)[0]
+        return drained(session.read(prompt, ignore_progress, never_cancelled))[0]
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -41,7 +41,7 @@ def test_pieces_and_reuse_are_exact(family: str) -> None:
         loaded.chunk_tokens = tokens
         assert torch.allclose(logits_after(KvSession(loaded), PROMPT), expected, atol=2e-4)
 
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     answer = session.generate_from_ids(PROMPT, GREEDY, end_ids=NO_END).token_ids
     continued = [*PROMPT, *answer, *random_prompt(9, seed=2)]
     edited = [*PROMPT[:30], *random_prompt(20, seed=3)]
@@ -58,7 +58,7 @@ def test_pieces_and_reuse_are_exact(family: str) -> None:
 )
 def test_greedy_tokens_with_and_without_reuse(family: str) -> None:
     loaded = tiny_loaded(family)
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     prompt = PROMPT
     for turn in range(3):
         result = session.generate_from_ids(prompt, GREEDY, end_ids=NO_END)
@@ -72,7 +72,7 @@ def test_greedy_tokens_with_and_without_reuse(family: str) -> None:
     [("llama", 39), ("deepseek_v3", 39), ("gpt_oss", 24), ("qwen3_next", 24), ("mixtral", 24), ("jamba", 0)],
 )
 def test_asking_again_reuses_what_the_cache_can_give_back(family: str, reused: int) -> None:
-    session = ChatSession(tiny_loaded(family))
+    session = Alone(tiny_loaded(family))
     first = session.generate_from_ids(PROMPT, GREEDY, end_ids=NO_END)
     again = session.generate_from_ids(PROMPT, GREEDY, end_ids=NO_END)
     assert again.token_ids == first.token_ids
@@ -80,14 +80,14 @@ def test_asking_again_reuses_what_the_cache_can_give_back(family: str, reused: i
 
 
 def test_a_window_that_has_not_slid_is_cropped() -> None:
-    session = ChatSession(tiny_loaded("gpt_oss", sliding_window=128))
+    session = Alone(tiny_loaded("gpt_oss", sliding_window=128))
     session.generate_from_ids(PROMPT, GREEDY, end_ids=NO_END)
     assert session.generate_from_ids([*PROMPT[:10], 5], GREEDY, end_ids=NO_END).reused_tokens == 10
 
 
 def test_a_failed_forward_spoils_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("mixtral")
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     session.generate_from_ids(PROMPT, GREEDY, end_ids=NO_END)
     layer = loaded.model.model.layers[1].mlp
 
@@ -109,11 +109,11 @@ def test_a_cancelled_prompt_keeps_what_it_has_read() -> None:
     session = KvSession(loaded)
     seen: list[tuple[int, int]] = []
     with torch.inference_mode(), pytest.raises(RequestCancelled):
-        session.prefill(PROMPT, lambda done, total: seen.append((done, total)), lambda: len(seen) > 3)
+        drained(session.read(PROMPT, lambda done, total: seen.append((done, total)), lambda: len(seen) > 3))
     assert seen == [(0, 40), (8, 40), (16, 40), (24, 40)]
     assert session.tokens == 24
     with torch.inference_mode():
-        assert session.prefill(PROMPT, ignore_progress, never_cancelled)[1] == 24
+        assert drained(session.read(PROMPT, ignore_progress, never_cancelled))[1] == 24
 
 
 def test_long_rope_recomputes_when_it_switches() -> None:
@@ -127,7 +127,7 @@ def test_long_rope_recomputes_when_it_switches() -> None:
         "original_max_position_embeddings": 46,
     }
     loaded = tiny_loaded("phimoe", rope_parameters=rope, original_max_position_embeddings=46, sliding_window=None)
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     for prompt in (PROMPT, [*PROMPT, 5], random_prompt(60), [*random_prompt(60), 7, 8], PROMPT[:30], random_prompt(46)):
         result = session.generate_from_ids(prompt, GREEDY, end_ids=NO_END)
         with torch.inference_mode():
@@ -138,7 +138,7 @@ def test_long_rope_recomputes_when_it_switches() -> None:
 
 
 def test_kv_is_counted_and_freed() -> None:
-    session = ChatSession(tiny_loaded("gpt_oss"))
+    session = Alone(tiny_loaded("gpt_oss"))
     assert (session.kv_tokens, session.kv_bytes) == (0, 0)
     session.generate_from_ids(PROMPT, GREEDY, end_ids=NO_END)
     assert session.kv_tokens == 51

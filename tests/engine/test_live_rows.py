@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.kernels.native.paged_attention import PAGE_TOKENS
-from engine.runtime.batch.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.request import BatchAnswer, BatchOutcome, BatchRequest
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.decode.generation import ChanceLog
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
+from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
@@ -76,7 +76,7 @@ def test_rows_that_step_aside_are_answered_as_if_alone(
     assert (batch.pool.held, len(answers)) == (0, len(rows))
     assert batch.pool.reserve(batch.pool.capacity)
     executor.close()
-    session = ChatSession(mixtral)
+    session = Alone(mixtral)
     for number, (prompt, most, cancel_after, _text) in enumerate(rows):
         answer, room = answers[number], pages * PAGE_TOKENS - prompt
         alone = session.generate_from_ids(requests[number].ids, requests[number].sampling, end_ids=NO_END)
@@ -89,7 +89,7 @@ def test_rows_that_step_aside_are_answered_as_if_alone(
 
 
 def test_rows_do_step_aside(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.runtime.batch.row import PagedRow
+    from engine.runtime.schedule.row import PagedRow
 
     aside = list[int]()
     step = PagedRow.step_aside
@@ -122,7 +122,7 @@ def test_the_next_turn_shares_the_pages_of_the_answer_before(mixtral: LoadedMode
     executor.close()
     # The answer's last token was never read.
     assert second.shared_tokens == (30 + 39) // PAGE_TOKENS * PAGE_TOKENS
-    alone = ChatSession(mixtral).generate_from_ids(turn, SamplingParams(max_tokens=40), end_ids=NO_END)
+    alone = Alone(mixtral).generate_from_ids(turn, SamplingParams(max_tokens=40), end_ids=NO_END)
     assert second.token_ids == alone.token_ids
 
 
@@ -152,18 +152,18 @@ def test_a_source_may_pause_and_go_on(mixtral: LoadedModel) -> None:
 
 def test_chances_biases_and_openais_penalties(mixtral: LoadedModel) -> None:
     ids = random_prompt(12)
-    plain = ChatSession(mixtral).generate_from_ids(ids, SamplingParams(max_tokens=6), end_ids=NO_END)
+    plain = Alone(mixtral).generate_from_ids(ids, SamplingParams(max_tokens=6), end_ids=NO_END)
     log = ChanceLog(3)
-    logged = ChatSession(mixtral).generate_from_ids(ids, SamplingParams(max_tokens=6), end_ids=NO_END, chances=log)
+    logged = Alone(mixtral).generate_from_ids(ids, SamplingParams(max_tokens=6), end_ids=NO_END, chances=log)
     assert logged.token_ids == plain.token_ids
     for token, chances in zip(plain.token_ids, log.tokens, strict=True):
         assert chances.token_id == chances.likeliest[0][0] == token
         assert chances.logprob == chances.likeliest[0][1] <= 0
         assert [value for _, value in chances.likeliest] == sorted((v for _, v in chances.likeliest), reverse=True)
     away = SamplingParams(max_tokens=6, logit_bias=((plain.token_ids[0], -100.0), (10**6, 5.0)))
-    assert plain.token_ids[0] not in ChatSession(mixtral).generate_from_ids(ids, away, end_ids=NO_END).token_ids
+    assert plain.token_ids[0] not in Alone(mixtral).generate_from_ids(ids, away, end_ids=NO_END).token_ids
     always = SamplingParams(max_tokens=6, logit_bias=((7, 100.0),))
-    assert ChatSession(mixtral).generate_from_ids(ids, always, end_ids=NO_END).token_ids == (7,) * 6
+    assert Alone(mixtral).generate_from_ids(ids, always, end_ids=NO_END).token_ids == (7,) * 6
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.floats(-2, 2), st.floats(-2, 2))

@@ -21,8 +21,8 @@ from engine.bench.synthetic import gguf_file, make_synthetic, resolve_model
 from engine.checkpoint.gguf.file import read_gguf
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
+from engine.runtime.schedule.alone import Alone
 from tests.engine.test_family_parity import loaded
 from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
 from tests.starter import starter_for_tests
@@ -130,7 +130,7 @@ def our_greedy(checkpoint: Path, prompt: list[int], tokens: int) -> list[int]:
     config = EngineConfig(model=str(checkpoint), device="cpu", precision="bf16")
     loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     try:
-        result = ChatSession(loaded).generate_from_ids(
+        result = Alone(loaded).generate_from_ids(
             prompt,
             SamplingParams(max_tokens=tokens),
             on_progress=lambda _done, _total: None,

@@ -10,12 +10,12 @@ import torch
 from engine.common.config import EngineConfig, KvPrecision, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.kv.growing import GrowingLayer
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -87,7 +87,7 @@ def test_a_chat_with_int8_goes_on_and_takes_about_half(tmp_path: Path) -> None:
     choices: tuple[KvPrecision, ...] = ("auto", "int8")
     for kv_precision in choices:
         loaded = _load(path, kv_precision)
-        session = ChatSession(loaded)
+        session = Alone(loaded)
         try:
             for beams in (1, 2):
                 asked = SamplingParams(max_tokens=12, beams=beams)

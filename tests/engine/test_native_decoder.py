@@ -11,12 +11,12 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -109,7 +109,7 @@ def test_beams_and_prompts_go_the_librarys_way_and_agree(tmp_path: Path, monkeyp
         monkeypatch.setenv("SWITCHYARD_NATIVE", setting)
         loaded = _load(path)
         try:
-            session = ChatSession(loaded)
+            session = Alone(loaded)
             ids = list(range(5, 25))
             greedy = session.generate_from_ids(ids, SamplingParams(max_tokens=12), end_ids=frozenset())
             again = session.generate_from_ids(ids, SamplingParams(max_tokens=12), end_ids=frozenset())

@@ -16,7 +16,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.linear import QuantisedLinear, quantise_linears
-from engine.runtime.decode.chat_session import ChatSession
+from engine.runtime.schedule.alone import Alone
 from tests.engine.native_isas import isas
 from tests.engine.native_programs import FOLDER, HEADERS, run_program
 
@@ -56,7 +56,7 @@ def test_no_core_is_busy_after_an_answer(precision: str) -> None:
     path = str(make_synthetic("synthetic:qwen3-moe-tiny"))
     config = EngineConfig(model=path, device="cpu", precision=precision, threads=3)  # type: ignore[arg-type]
     with opened(config) as loaded:
-        ChatSession(loaded).generate_from_ids(
+        Alone(loaded).generate_from_ids(
             [3, 4, 5, 6],
             SamplingParams(max_tokens=24),
             on_progress=lambda _done, _total: None,

@@ -16,9 +16,9 @@ from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, Lin
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits, Plan
 from engine.planner.workload import CHAT
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.on_devices import memory_use
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def _case(draw: random.Random) -> bool:
 
 def _converse(loaded: LoadedModel, draw: random.Random) -> None:
     """A long prompt, and all that then fits, at most so much that it takes no minutes."""
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     room = loaded.context_tokens
     vocabulary = loaded.model.config.get_text_config().vocab_size
     length = min(draw.choice((8, 150, 600)), room - 4)

@@ -9,8 +9,8 @@ import pytest
 from engine.bench.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.planner.plan_search import ENGINE_SETTINGS
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
+from engine.runtime.schedule.alone import Alone
 
 MIB = 2**20
 CARD = "emulated:slow-link"
@@ -42,7 +42,7 @@ def answer_with(policy: str, folder: Path, ways: int | None = None) -> None:
     loaded = load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
     try:
         assert (loaded.info.device == "cpu") == (settings["device"] == "cpu"), loaded.info.device_note
-        session = ChatSession(loaded)
+        session = Alone(loaded)
         answer = session.generate_from_ids([5, 6, 7], SamplingParams(max_tokens=4), end_ids=frozenset())
         assert answer.generated_tokens == 4
         session.clear()

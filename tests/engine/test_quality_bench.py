@@ -21,6 +21,7 @@ from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.starter.package import extract_member, read_recipe
 from engine.common.config import EngineConfig
 from engine.formats import STORED
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
@@ -165,7 +166,7 @@ def token_by_token(loaded: LoadedModel) -> Contestant:
     def logits(window: Window) -> torch.Tensor:
         session = KvSession(loaded)
         with torch.inference_mode(), loaded.token_by_token():
-            first, _ = session.prefill(list(window[:1]), lambda *_: None, lambda: False)
+            first, _ = drained(session.read(list(window[:1]), lambda *_: None, lambda: False))
             steps = (session.step(torch.tensor([[token]]), token).reshape(-1).clone() for token in window[1:-1])
             rows = torch.stack([first.reshape(-1).clone(), *steps])
         session.clear()

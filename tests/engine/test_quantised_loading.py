@@ -11,11 +11,11 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from engine.runtime.load.prepare_bank import BankSource
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -56,7 +56,7 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
             assert (wanted.exp() * (wanted - got)).sum(-1).mean() < _KL[precision]
         ids = list(range(5, 15))
         answers = [
-            ChatSession(near).generate_from_ids(ids, SamplingParams(max_tokens=8), end_ids=frozenset()).token_ids
+            Alone(near).generate_from_ids(ids, SamplingParams(max_tokens=8), end_ids=frozenset()).token_ids
             for _ in range(2)
         ]
         assert len(answers[0]) == 8

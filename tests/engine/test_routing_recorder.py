@@ -12,9 +12,9 @@ from engine.cli import main
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
 from engine.experts.replay.trace_file import read_trace
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
@@ -31,7 +31,7 @@ def test_the_trace_is_what_the_routers_chose(family: str, tmp_path: Path) -> Non
         recorder = RoutingRecorder(loaded)
         recorder.begin_sequence()
         prompt = list(range(5, 17))
-        answer = ChatSession(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=6), end_ids=frozenset())
+        answer = Alone(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=6), end_ids=frozenset())
         tokens = recorder.save(tmp_path / "routing.npz")
     finally:
         loaded.close()
@@ -55,7 +55,7 @@ def test_recording_does_not_change_the_answer(tmp_path: Path) -> None:
         try:
             if record:
                 RoutingRecorder(loaded)
-            done = ChatSession(loaded).generate_from_ids(
+            done = Alone(loaded).generate_from_ids(
                 list(range(9, 30)), SamplingParams(max_tokens=8), end_ids=frozenset()
             )
             answers.append(done.token_ids[:4])

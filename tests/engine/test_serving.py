@@ -20,9 +20,10 @@ import pytest
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
-from engine.runtime.batch.live import LiveRows
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.live import LiveRows
+from engine.runtime.schedule.request import Preparation
 from engine.serving import server as server_module
 from engine.serving.asking import Ask, Ended, Refused
 from engine.serving.by_name import DeskByName
@@ -143,7 +144,7 @@ class _Entry:
 
 def _alone(messages: list[dict[str, str]], **sampling: Any) -> str:
     turns = [ChatMessage(each["role"], each["content"]) for each in messages]  # type: ignore[arg-type]
-    return ChatSession(tiny_loaded("mixtral")).generate(turns, SamplingParams(**sampling)).text
+    return Alone(tiny_loaded("mixtral")).generate(turns, SamplingParams(**sampling)).text
 
 
 def test_answers_are_those_of_the_model_alone_however_many_ask(running: Running) -> None:
@@ -786,7 +787,7 @@ async def _together(*works: Any) -> None:
 def test_an_encoder_reads_what_it_reads_in_a_chat() -> None:
     loaded = as_loaded(encoder_decoder("switch_transformers"))
     rows = LiveRows(loaded)
-    assert rows.prompt(HI, (), lambda: False) == ChatSession(loaded).prompt_ids(HI)
+    assert rows.prompt(HI, (), lambda: False) == Preparation(loaded).prompt(HI, lambda: False)
     assert rows.implied_stops == ()
     rows.close()
 

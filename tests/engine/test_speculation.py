@@ -15,14 +15,14 @@ from engine.batch_files.rows import Constraint
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode import speculation
-from engine.runtime.decode.chat_session import ChatSession, decode
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import ChanceLog, GenerationResult, ignore_text
-from engine.runtime.decode.sequence import AnswerLimits
+from engine.runtime.decode.generation import ChanceLog, GenerationResult, drained, ignore_text
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone, decode
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_tokenizer
@@ -101,7 +101,8 @@ def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> l
     limits = AnswerLimits(NO_END, (), sampling.max_tokens, "length")
     scripted = session if isinstance(session, ScriptedSession) else session._session
     first = scripted.logits(len(prompt))
-    return decode(first[None], session, sampling, limits, prompt, tiny_tokenizer(), ignore_text, lambda: False).ids
+    answer = AnswerSequence(prompt, sampling, limits, tiny_tokenizer())
+    return drained(decode(first[None], session, answer, ignore_text, lambda: False)).ids
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=4, min_p=0.05, seed=3)])
@@ -295,7 +296,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def _answer(loaded: LoadedModel, sampling: SamplingParams, *, guesses: bool, **options: Any) -> GenerationResult:
-    session = ChatSession(loaded, speculates=guesses)
+    session = Alone(loaded, speculates=guesses)
     if guesses:
         session._prices = Eager()
     result = session.generate_from_ids(PROMPT, sampling, end_ids=NO_END, **options)
@@ -332,7 +333,7 @@ def test_a_models_answers_stay_the_same(loaded: LoadedModel, kind: str) -> None:
 
 @native
 def test_stop_strings_constraints_and_cancelling(loaded: LoadedModel) -> None:
-    whole = ChatSession(loaded, speculates=False).generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END)
+    whole = Alone(loaded, speculates=False).generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END)
     stop = whole.text[len(whole.text) // 2 :][:3]
     stopped = SamplingParams(max_tokens=60, stop=(stop,))
     answers = [_answer(loaded, stopped, guesses=guesses) for guesses in (False, True)]
@@ -363,7 +364,7 @@ def test_how_likely_each_token_was_is_the_same(loaded: LoadedModel) -> None:
 
 @native
 def test_a_step_of_several_tokens_is_one_step_with_all_its_tokens(loaded: LoadedModel) -> None:
-    session = ChatSession(loaded)
+    session = Alone(loaded)
     session._prices = Eager()
     RECORDER.start()
     try:
@@ -384,6 +385,6 @@ def test_a_step_of_several_tokens_is_one_step_with_all_its_tokens(loaded: Loaded
 def test_speculation_can_be_turned_off(loaded: LoadedModel) -> None:
     loaded.speculates = False
     try:
-        assert ChatSession(loaded).generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END).guessed_tokens == 0
+        assert Alone(loaded).generate_from_ids(PROMPT, KINDS["greedy"], end_ids=NO_END).guessed_tokens == 0
     finally:
         loaded.speculates = True

@@ -17,9 +17,9 @@ from engine.checkpoint.library import verify
 from engine.checkpoint.starter.package import extract_member, read_recipe
 from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
-from engine.runtime.decode.chat_session import ChatSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
 from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def _greedy(model: Any, ids: torch.Tensor, tokens: int = GREEDY_TOKENS) -> list[
 
 def _answer(loaded: LoadedModel, question: str, sampling: SamplingParams) -> str:
     return (
-        ChatSession(loaded)
+        Alone(loaded)
         .generate(
             [ChatMessage("user", question)],
             sampling,

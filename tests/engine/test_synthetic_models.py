@@ -14,6 +14,7 @@ from engine.bench.synthetic.shapes import SHAPES, Shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
+from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
@@ -42,7 +43,7 @@ def test_every_family_loads_and_stays_finite_over_a_long_context(
         session = KvSession(loaded)
         prompt = random_text(300, 400, 0).prompt
         with torch.inference_mode():
-            logits, _ = session.prefill(list(prompt), lambda *_: None, lambda: False)
+            logits, _ = drained(session.read(list(prompt), lambda *_: None, lambda: False))
         assert torch.isfinite(logits).all()
         assert logits.float().std() > 0.01
         session.clear()
@@ -61,7 +62,7 @@ def test_other_tokens_choose_other_experts(tmp_path: Path) -> None:
         recorder.begin_sequence()
         session = KvSession(loaded)
         with torch.inference_mode():
-            session.prefill(list(random_text(512, 200, 0).prompt), lambda *_: None, lambda: False)
+            drained(session.read(list(random_text(512, 200, 0).prompt), lambda *_: None, lambda: False))
         session.clear()
         recorder.save(tmp_path / "routing.npz")
     finally:

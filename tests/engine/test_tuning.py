@@ -19,9 +19,9 @@ from engine.hardware.probe import probe as probe_machine
 from engine.process.requests import RequestQueue
 from engine.process.tuning import run_tuning
 from engine.protocol import Event, decode, encode
-from engine.runtime.decode.chat_session import time_decode
 from engine.runtime.engine import Engine
 from engine.runtime.load.model import load_model
+from engine.runtime.schedule.alone import time_decode
 from engine.tuning import measuring
 from engine.tuning.keeping import facts, model_mark, results_of, save_result
 from engine.tuning.measuring import MeasuredMachine

@@ -1,4 +1,4 @@
-"""Jobs in the engine process give way to chats, stop for another model, and end once."""
+"""Jobs in the engine process go on beside chats, stop for another model, and end once."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Engine:
             if watcher.cancelled():
                 return JobEnding(False, _PACE, 1)
             if watcher.should_yield():
-                self.seen.append("gives way")
-                watcher.give_way()
+                self.seen.append("shares")
+                watcher.take_turns()
             self.seen.append("works")
             watcher.on_answer(Answer(step, "a" * 1000, "stop", 1, 2), "question")
             watcher.on_pace(_PACE, "")
@@ -61,21 +61,37 @@ class Engine:
 
 
 class Process:
-    """The worker without a model: its queue, what it sends, and chats that are answered at once."""
+    """The worker without a model: its queue, what it sends, and chats that are answered in two turns."""
 
     def __init__(self, engine: Engine) -> None:
         self.sent: list[Event] = []
         self.requests = RequestQueue(self.sent.append)
         self._engine = engine
-        self.batches = BatchService(self.requests, self.sent.append, self.answer_next)
+        self._chats: list[tuple[str, int]] = []
+        self.batches = BatchService(self.requests, self.sent.append, self)
+
+    def are_due(self) -> bool:
+        while (chat := self.requests.take_if(Generate)) is not None:
+            self._chats.append((chat.request_id, 2))
+        return bool(self._chats)
+
+    def take_turns(self) -> None:
+        chats, self._chats = self._chats, []
+        for name, turns in chats:
+            self._engine.seen.append(name)
+            if turns > 1:
+                self._chats.append((name, turns - 1))
+            else:
+                self.requests.end(Finished(name, "stop", 1, 0, 1, 0.1, 1.0))
+
+    def give_way(self) -> None:
+        while self._chats:
+            self.take_turns()
 
     def answer_next(self) -> None:
         request = self.requests.take()
         assert request is not None
-        if isinstance(request, Generate):
-            self._engine.seen.append(request.request_id)
-            self.requests.end(Finished(request.request_id, "stop", 1, 0, 1, 0.1, 1.0))
-        elif isinstance(request, StartBatch):
+        if isinstance(request, StartBatch):
             self.requests.end(self.batches.run(self._engine, request))
 
 
@@ -94,7 +110,7 @@ def _of(kind: type, sent: list[Event]) -> list[Any]:
     return [event for event in sent if isinstance(event, kind)]
 
 
-def test_chats_come_first_and_the_job_goes_on(job: BatchJob) -> None:
+def test_chats_come_first_and_the_job_goes_on_beside_them(job: BatchJob) -> None:
     def between(step: int) -> None:
         if step == 2:
             process.requests.accept(_chat("first"))
@@ -104,7 +120,9 @@ def test_chats_come_first_and_the_job_goes_on(job: BatchJob) -> None:
     process = Process(engine)
     process.requests.accept(StartBatch("job", job))
     process.answer_next()
-    assert engine.seen == ["works", "works", "gives way", "first", "second", *["works"] * 4]
+    turn = ["shares", "first", "second", "works"]
+    assert engine.seen == ["works", "works", *turn, *turn, "works", "works"]
+    assert [event.request_id for event in _of(Finished, process.sent)] == ["first", "second"]
     (ending,) = _of(BatchFinished, process.sent)
     assert (ending.finished, ending.done, ending.tokens, ending.note) == (True, 2, 12, "one by one")
     shown = [row for event in _of(BatchRows, process.sent) for row in event.rows]

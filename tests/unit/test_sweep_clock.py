@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.runtime.batch import job_plan
 from engine.runtime.batch.job_plan import SampleTime, SweepClock
-from engine.runtime.batch.request import BatchAnswer
+from engine.runtime.schedule.request import BatchAnswer
 
 _LAYERS = 5
 

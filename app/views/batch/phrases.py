@@ -19,8 +19,6 @@ translate = QCoreApplication.translate
 def state_text(job: JobEntry) -> str:
     """A job's state in a word or two."""
     if job.state is JobState.RUNNING:
-        if job.gives_way:
-            return translate("Batch", "paused for a chat")
         share = job.share
         return translate("Batch", "running") if share is None else percent(share)
     return {
@@ -53,7 +51,7 @@ def rows_text(job: JobEntry) -> str:
 
 def pace_text(job: JobEntry) -> tuple[str, str]:
     """The rate, and when the job will be done; empty without an estimate."""
-    if job.state is not JobState.RUNNING or job.gives_way:
+    if job.state is not JobState.RUNNING or job.beside_chat:
         return "", ""
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(job.tokens_per_s)) if job.tokens_per_s else ""
     if job.ends_high_s is None:
@@ -72,8 +70,8 @@ def status_text(job: JobEntry) -> str:
     if job.state is JobState.RUNNING:
         if job.blocked:
             return job.blocked
-        if job.gives_way:
-            return translate("Batch", "Paused while you chat; resumes after the answer.")
+        if job.beside_chat:
+            return translate("Batch", "Shares the engine with your chat until the answer is complete.")
         if job.total is None and not job.done:
             return translate("Batch", "Reading the file…")
         return _running_text(job)

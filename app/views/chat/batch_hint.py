@@ -79,7 +79,9 @@ class BatchHint(QWidget):
             return
         share = "" if self._share is None else f" ({percent(self._share)})"
         if self._client.state is EngineState.BUSY:
-            words = self.tr("The batch job{0} is paused while you chat; it resumes after the answer.")
+            words = self.tr(
+                "The batch job{0} shares the engine with your chat: both are slower until the answer is complete."
+            )
         else:
-            words = self.tr("A batch job is running{0}. It pauses while you chat.")
+            words = self.tr("A batch job is running{0}. Your chats share the engine with it and come first.")
         self._words.set_full_text(words.format(share))

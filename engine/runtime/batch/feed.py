@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from engine.batch_files.fingerprint import RowCount
 from engine.batch_files.rows import Answer, RowRequest, failed
 from engine.common.errors import EngineError
-from engine.runtime.batch.request import BatchAnswer, BatchRequest, Check
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_resul
 from engine.batch_files.rows import Answer
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.feed import Asking, RowFeed
-from engine.runtime.batch.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check, never
 from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check, never
 
 _CHECK_S = 5.0
 """How often to check whether the input has changed."""
@@ -54,8 +54,8 @@ class RowExecutor(Protocol):
 class JobRun:
     """Runs one job until it ends or is cancelled; its answers are kept either way.
 
-    A chat never waits longer than a layer: long work outside a layer uses `run_in_background`, waiting for a full disk
-    leaves the engine's thread free, and a chat interrupts skipping completed rows.
+    A chat never waits longer than a layer, and shares the engine's thread with the rows: long work outside a layer uses
+    `run_in_background`, waiting for a full disk leaves that thread free, and a chat interrupts skipping completed rows.
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
@@ -143,7 +143,9 @@ class JobRun:
         self._end_waiting()
         if self._looks_changed:
             self._require_same_input()
-        self._give_way()
+        if self._watcher.should_yield():
+            with self._clock.stopped():
+                self._watcher.take_turns()
         return not self._watcher.cancelled()
 
     def _wait_for_room(self, problem: str) -> bool:

@@ -30,9 +30,9 @@ from engine.planner.batch_prediction import (
 from engine.planner.engine_costs import engine_costs
 from engine.planner.plan_parts import Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
-from engine.runtime.batch.request import BatchAnswer
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchAnswer
 
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""

@@ -18,7 +18,7 @@ import torch
 
 from engine.experts.dispatch import experts_forward
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.paged_attention import Pieces
+from engine.kernels.native.paged_attention import PagedLayer, Pieces
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import SparseBlockStruct
 from engine.runtime.batch.packed_attention import PagedStates
@@ -132,6 +132,12 @@ class NativeRows:
         self._linears = [_linears(layers[index], kernels) for index in range(len(layers))]
         head = model.get_output_embeddings()
         self._head = _linears(head, kernels) if head is not None else []
+
+    def layer_pages(self) -> list[PagedLayer]:
+        """See `PackedModel.layer_pages`."""
+        if len(self._attention) < len(self._layers):
+            return []
+        return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording, pieces: Pieces) -> torch.Tensor:
         """The output of a layer for hidden states [1, T, H]."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.kernels.native.paged_attention import KvType, Pieces
+from engine.kernels.native.paged_attention import KvType, PagedLayer, Pieces
 from engine.planner.schedules import HYBRID, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
@@ -20,9 +20,9 @@ from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.batch.row import PagedRow
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
 
@@ -80,9 +80,14 @@ class PackedModel:
         if policy.schedule is not HYBRID:
             with suppress(LookupError, DeviceMemoryError):  # then experts are computed as in a chat
                 self._pipeline = DevicePipeline(loaded, self._layers, self._states)
-        page_bytes = self._states.page_bytes(self._kv_type)
-        self.pages = max(1, policy.kv_bytes // page_bytes)
+        self.page_bytes = self._states.page_bytes(self._kv_type)
+        """Of all layers."""
+        self.pages = max(1, policy.kv_bytes // self.page_bytes)
         """Pages that fit into the budget."""
+
+    def layer_pages(self) -> list[PagedLayer]:
+        """The pages of each layer, if what they hold is what the model's own cache would; else none."""
+        return self._native.layer_pages() if self._native is not None else []
 
     def allocate(self, pages: int) -> None:
         """Allocates `pages` pages of every layer."""

@@ -13,13 +13,13 @@ from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, StoppedE
 from engine.batch_files.journal import journal_path
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.shards import fingerprint, read_tensors
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.feed import Asking, RowFeed
 from engine.runtime.batch.job import JobRun
 from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
-from engine.runtime.batch.request import BatchAnswer, BatchOutcome, never
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, never
 
 
 def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatcher) -> JobEnding:
@@ -47,6 +47,7 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
         if plan.prediction is not None:
             watcher.on_plan(plan.prediction)
         with closing(BatchExecutor(loaded, plan.policy)) as executor:
+            watcher = _watching(watcher, executor)
             ending = JobRun(prepared, manifest, journal, executor, lambda: ConstrainedAnswers.of(loaded), watcher).run()
             return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
 
@@ -71,6 +72,7 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
             on_answer(*ended)
 
     executor = BatchExecutor(loaded)
+    watcher = _watching(watcher, executor)
     clock = SweepClock(lambda: executor.under_way)
 
     def should_yield() -> bool:
@@ -82,7 +84,7 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         while outcome is BatchOutcome.YIELDED or (outcome is BatchOutcome.FINISHED and not feed.is_over):
             outcome = executor.run(feed.rows(), answered, should_yield, cancelled)
             if outcome is BatchOutcome.YIELDED:
-                clock.leave(watcher.give_way)
+                clock.leave(watcher.take_turns)
         taken = clock.time()
     finally:
         executor.close()
@@ -90,3 +92,8 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         prediction = predicted_after(prepared, loaded, timed, taken)
         if prediction is not None:
             watcher.on_plan(prediction)
+
+
+def _watching(watcher: JobWatcher, executor: BatchExecutor) -> JobWatcher:
+    """Rows that are answered one by one would begin again after each token of a chat, so they wait for its end."""
+    return replace(watcher, share=None) if executor.note else watcher

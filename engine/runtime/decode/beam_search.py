@@ -7,7 +7,7 @@ instead of copied sequences, and caches are reordered only when beams change pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -74,8 +74,8 @@ def decode_beams(
     cancelled: CancelCheck,
     *,
     earlier: int = 0,
-) -> Decoded:
-    """Beam search; the text comes at the end, since until then another beam may win.
+) -> Generator[None, None, Decoded]:
+    """Beam search with a pause after each step; the text comes at the end, since until then another beam may win.
 
     Args:
         prefix, earlier: see `AnswerSequence`.
@@ -90,7 +90,7 @@ def decode_beams(
         on_text("", length)
         return cancelled()
 
-    result = beam_search(
+    result = yield from beam_search(
         logits,
         session.beams(sampling.beams),
         width=sampling.beams,
@@ -127,8 +127,8 @@ def beam_search(
     adjust: Callable[[torch.Tensor, list[list[int]]], torch.Tensor] | None = None,
     ends_in_stop: Callable[[list[int]], bool] | None = None,
     after_step: Callable[[int], bool] | None = None,
-) -> BeamResult:
-    """Searches with `width` beams for at most `max_tokens` tokens.
+) -> Generator[None, None, BeamResult]:
+    """Searches with `width` beams for at most `max_tokens` tokens; pauses after each.
 
     Args:
         first_logits: logits [1, V] after the prompt.
@@ -193,6 +193,7 @@ def beam_search(
         if sources != list(range(width)):
             model.reorder(torch.tensor(sources, device=device))
         logits = model.step(torch.tensor([[nodes[rank][1]] for rank in chosen], device=device))
+        yield
     return _best(finished, live[0], float(live_scores[0]), length, cancelled=False)
 
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from engine.common.chat import ChatMessage
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
-from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.generation import ProgressCallback, Reading
 from engine.runtime.decode.prompt import encodable, encode
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.loaded_model import LoadedModel
@@ -41,7 +41,6 @@ class EncoderDecoderSession:
     def __init__(self, loaded: LoadedModel) -> None:
         self._model = loaded.model
         self._device = loaded.device
-        self._context_tokens = loaded.context_tokens
         settings = loaded.model.generation_config
         config = loaded.model.config
         start = settings.decoder_start_token_id
@@ -70,10 +69,6 @@ class EncoderDecoderSession:
         self._source = self._mask = self._cache = None
         self._tokens = 0
 
-    def room(self, prompt_tokens: int) -> int:
-        """Prompt and answer each have the whole context; the answer begins with a start token."""
-        return self._context_tokens - 1 if prompt_tokens <= self._context_tokens else 0
-
     def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - of the protocol
         """Nothing is tried ahead."""
         return False
@@ -82,11 +77,10 @@ class EncoderDecoderSession:
         """The decoder's start token."""
         return [self._start]
 
-    def prefill(
-        self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck
-    ) -> tuple[torch.Tensor, int]:
-        """Encodes the prompt; logits [1, V] of the first token, and 0 tokens reused."""
+    def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
+        """Encodes the prompt, in one go; logits [1, V] of the first token, and 0 tokens reused."""
         self.clear()
+        yield
         if cancelled():
             raise RequestCancelled
         on_progress(0, len(prompt))

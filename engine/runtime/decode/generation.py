@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.common.chat import FinishReason
 from engine.common.errors import CancelCheck
@@ -54,6 +54,21 @@ class TokenConstraint(Protocol):
         """The answer begins again."""
 
 
+Reading = Generator[None, None, "tuple[torch.Tensor, int]"]
+
+_Result = TypeVar("_Result")
+
+
+def drained(steps: Generator[None, None, _Result]) -> _Result:
+    """What a generator returns, without pauses."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+
+
 class BeamModel(Protocol):
     """Several sequences in lock-step."""
 
@@ -78,16 +93,15 @@ class Session(Protocol):
     def clear(self) -> None:
         """Frees the KV cache."""
 
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens that may follow a prompt of this length; 0 or less if it is too long."""
-
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """Tokens that the answer continues: what a repetition penalty counts before the first token."""
 
-    def prefill(
-        self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck
-    ) -> tuple[torch.Tensor, int]:
-        """Reads the prompt: logits [1, V] after it, and how many of its tokens were reused from the cache."""
+    def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
+        """Reads the prompt, with a pause after each part of it.
+
+        Returns:
+            logits [1, V] after it, and how many of its tokens were reused from the cache.
+        """
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
         """Appends one token [1, 1] int64, whose id is `token_id`; logits [1, V] after it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCan
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.runtime.decode.drafter import Drafter
-from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.generation import ProgressCallback, Reading
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
@@ -81,6 +81,20 @@ class KvSession:
         return len(self._ids)
 
     @property
+    def cache(self) -> Cache | None:
+        """What holds exactly the tokens so far; None while that is not certain."""
+        return self._cache if self._whole else None
+
+    def take_over(self, ids: Sequence[int], fill: Callable[[Cache], bool]) -> bool:
+        """Holds these tokens from now on, and nothing else; false if `fill` cannot write them into an empty cache."""
+        cache = new_cache(self._model, self._context_tokens, self._kv_type)
+        if cache is None or self._devices is not None or not fill(cache):
+            return False
+        self.clear()
+        self._cache, self._ids, self._prompt_tokens, self._whole = cache, list(ids), len(ids), True
+        return True
+
+    @property
     def bytes(self) -> int:
         """Bytes now held, spare capacity included."""
         return cache_bytes(self._cache)
@@ -98,18 +112,12 @@ class KvSession:
         self._beam_room.release()
         self._room.release()
 
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens that may follow a prompt of this length: both share the context."""
-        return self._context_tokens - prompt_tokens
-
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """The answer continues the prompt."""
         return list(prompt)
 
-    def prefill(
-        self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck
-    ) -> tuple[torch.Tensor, int]:
-        """Makes the cache hold `prompt`, at least its last token freshly computed.
+    def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
+        """Makes the cache hold `prompt`, at least its last token freshly computed; pauses after each chunk.
 
         Returns:
             logits [1, V] after the prompt, and how many of its tokens were reused.
@@ -137,6 +145,8 @@ class KvSession:
             if RECORDER.on:
                 RECORDER.phase(PREFILL, end - start)
             on_progress(end, total)
+            if end < total:
+                yield
         assert logits is not None  # the last token is never reused
         return logits, reused
 

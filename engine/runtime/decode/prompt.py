@@ -114,8 +114,8 @@ def check_length(prompt_tokens: int, context_tokens: int) -> None:
     if prompt_tokens >= context_tokens:
         raise EngineError(
             ErrorCode.PROMPT_TOO_LONG,
-            f"The conversation is {prompt_tokens:,} tokens long, but this model holds {context_tokens:,} together with "
-            f"its answer: shorten it by at least {prompt_tokens - context_tokens + 1:,} tokens or start a new chat.",
+            f"The prompt is {prompt_tokens:,} tokens long, but this model holds {context_tokens:,} together with the "
+            f"answer: shorten it by at least {prompt_tokens - context_tokens + 1:,} tokens, or start a new chat.",
         )
 
 

@@ -96,6 +96,22 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         self._length = start + tokens
         return self._buffers[0], self._buffers[1], start
 
+    def stored(self) -> list[torch.Tensor]:
+        """Keys and values [H, n, D] of the one sequence in their type, and the scales [H, n] of both if it has any."""
+        return [buffer[0].narrow(1, 0, self._length) for buffer in self._buffers]
+
+    def restore(self, stored: list[torch.Tensor]) -> None:
+        """Holds what another layer had `stored`, and nothing else."""
+        keys = stored[0]
+        if not self.is_initialized:
+            like = torch.empty(0, dtype=torch.bfloat16, device=keys.device)
+            self.lazy_initialization(like, like)
+        self._length, self._buffers = 0, []
+        self._make_room(keys.shape[1], [part[None] for part in stored[:2]])
+        self._length = keys.shape[1]
+        for buffer, part in zip(self._buffers, stored, strict=True):
+            buffer[0].narrow(1, 0, self._length).copy_(part)
+
     @property
     def scales(self) -> tuple[int | None, int | None]:
         """Addresses of the scales of keys and of values, if they have any."""

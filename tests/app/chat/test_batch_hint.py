@@ -21,7 +21,7 @@ def engine() -> ScriptedBatches:
     return ScriptedBatches()
 
 
-def test_a_job_is_told_and_gives_way(open_page: Callable[[], ChatView], engine: ScriptedBatches, qtbot: QtBot) -> None:
+def test_a_job_is_told_and_shares(open_page: Callable[[], ChatView], engine: ScriptedBatches, qtbot: QtBot) -> None:
     page = open_page()
     hint = page.batch_hint
     assert not hint.isVisible()
@@ -31,7 +31,7 @@ def test_a_job_is_told_and_gives_way(open_page: Callable[[], ChatView], engine: 
     assert "running" in hint.text
     assert "25%" in hint.text
     type_and_send(qtbot, page, "Hello?")
-    assert "paused" in hint.text
+    assert "shares the engine with your chat" in hint.text
     assert "25%" in hint.text
     engine.write("Hello!")
     engine.finish()

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
-from engine.runtime.batch.executor import BatchExecutor
 from engine.runtime.batch.policy import policy_for
-from engine.runtime.batch.request import AnswerCallback, BatchOutcome, BatchRequest, Check, never
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
-from engine.runtime.decode.encoder_decoder_session import source_prompt
-from engine.runtime.decode.prompt import chat_prompt, check_length, encode, implied_stops
+from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.token_bytes import token_bytes
 from engine.runtime.load.tokenizer import token_id
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Preparation, never
+from engine.runtime.schedule.scheduler import Outcome, Scheduler
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
 
-AHEAD_TOKENS = 256
-"""Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
+_OF_ONE = (
+    ErrorCode.INVALID_REQUEST,
+    ErrorCode.PROMPT_TOO_LONG,
+    ErrorCode.MODEL_UNSUPPORTED,
+    ErrorCode.NOT_ENOUGH_MEMORY,
+)
+"""What may be wrong with one request alone."""
 
 
 class LiveRows:
@@ -30,21 +33,23 @@ class LiveRows:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
-        self._executor = BatchExecutor(loaded, replace(policy_for(loaded), ahead=AHEAD_TOKENS))
+        self._scheduler = Scheduler(loaded)
+        self._most = policy_for(loaded).rows
+        self._preparation = Preparation(loaded)
         self._constrained: ConstrainedAnswers | None = None
-        self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
-        self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
+        self._failed: list[BaseException] = []
+        self.implied_stops = self._preparation.implied_stops
         """Strings that end every answer to a conversation."""
 
     @property
     def note(self) -> str:
         """Why requests are answered one by one, for the user; empty if they share each sweep."""
-        return self._executor.note
+        return self._scheduler.note
 
     @property
     def under_way(self) -> int:
-        """Requests that share each sweep now."""
-        return self._executor.under_way[0]
+        """Requests that are being answered now."""
+        return self._scheduler.under_way
 
     def prompt(self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...], cancelled: CancelCheck) -> list[int]:
         """The tokens of a conversation.
@@ -53,9 +58,7 @@ class LiveRows:
             EngineError: `PROMPT_TOO_LONG`, or as `chat_prompt`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
-        if self._encodes:
-            return self._fitting(source_prompt(self._loaded.tokenizer, messages, cancelled))
-        return self._fitting(chat_prompt(self._loaded.tokenizer, messages, cancelled, tools))
+        return self._fitting(self._preparation.prompt(messages, cancelled, tools))
 
     def text_prompt(self, text: str, cancelled: CancelCheck) -> list[int]:
         """The tokens of a text to continue.
@@ -66,9 +69,7 @@ class LiveRows:
         return self._fitting(encode(self._loaded.tokenizer, text, special=True, cancelled=cancelled))
 
     def _fitting(self, prompt: list[int]) -> list[int]:
-        if not prompt:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
-        check_length(len(prompt), self._loaded.context_tokens)
+        self._preparation.fitting(prompt)
         return prompt
 
     def ends_with(self, prompt: list[int], text: str) -> bool:
@@ -112,8 +113,47 @@ class LiveRows:
         Raises:
             EngineError: the model cannot be run.
         """
-        return self._executor.run(requests, on_answer, pauses) is not BatchOutcome.YIELDED
+        failed = self._failed
+
+        def take(request: BatchRequest) -> None:
+            def ended(outcome: Outcome) -> None:
+                answer = _answer(request, outcome)
+                if answer is not None:
+                    on_answer(answer)
+                elif isinstance(outcome, BaseException):
+                    failed.append(outcome)
+
+            self._scheduler.submit(request, ended)
+
+        def arrive() -> bool:
+            while self._scheduler.under_way < self._most and (request := next(requests, None)) is not None:
+                take(request)
+            return bool(failed) or pauses()
+
+        while not (interrupted := arrive()) and self._scheduler.is_busy:
+            self._scheduler.serve(arrive)
+        if failed:
+            raise failed.pop()
+        return not interrupted
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""
-        self._executor.close()
+        self._scheduler.close()
+
+
+def _answer(request: BatchRequest, outcome: Outcome) -> BatchAnswer | None:
+    """What became of a request; None if no other can be answered either."""
+    if isinstance(outcome, BaseException):
+        if not isinstance(outcome, EngineError) or outcome.code not in _OF_ONE:
+            return None
+        return BatchAnswer(request.row, "", "failed", len(request.ids), error=outcome)
+    return BatchAnswer(
+        request.row,
+        outcome.text,
+        outcome.finish_reason,
+        outcome.prompt_tokens,
+        outcome.generated_tokens,
+        outcome.token_ids,
+        outcome.reused_tokens,
+        stopped_by=outcome.stopped_by,
+    )

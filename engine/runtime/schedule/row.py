@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -13,8 +13,8 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
-from engine.runtime.batch.request import BatchAnswer, BatchRequest
 from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 
 Prefix = bytes
 """Identifies the tokens of a prompt up to the end of a page."""
@@ -181,6 +181,30 @@ class PagedRow:
         self.held = self._published = 0
         self._prefix = NO_PREFIX
         self._look_ahead()
+
+    def take_over(self, tokens: int, fill: Callable[[torch.Tensor], None]) -> bool:
+        """Goes on behind `tokens` tokens of its prompt and its answer so far; false if there are no pages for them.
+
+        Args:
+            fill: writes their keys and values into these pages.
+        """
+        self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
+        self._look_ahead()
+        if not self.reserve():
+            return False
+        fill(self.piece(tokens).pages)
+        self.has_read(tokens)
+        return True
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """Its pages in order, int32."""
+        return self._table[: len(self._pages)]
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens that are in its pages."""
+        return (self.prompt[: self._prompt_tokens] + self.sequence.ids)[: self.held]
 
     def share_pages(self) -> None:
         """Takes over pages of rows whose prompts have the same beginning, as far as there are any."""

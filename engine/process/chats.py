@@ -1,0 +1,189 @@
+"""Chats in the engine process: several at once, beside a job if there is one, each with its own events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Protocol
+
+from engine.batch_files.messages import SampleBatch, StartBatch
+from engine.common.config import SamplingParams
+from engine.process.failures import as_engine_error, log_failure
+from engine.process.requests import AnswerOthers, RequestQueue
+from engine.protocol import ChatMessage, Event, Failed, Finished, FinishReason, Generate, Progress, Token
+from engine.telemetry.request_log import RequestLog
+
+PROGRESS_S = 0.05
+"""Least time between two reports of progress: a model has thousands of tensors."""
+
+
+class GenerationOutcome(Protocol):
+    """The part of a generation's result that is reported."""
+
+    @property
+    def finish_reason(self) -> FinishReason: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def reused_tokens(self) -> int: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def ttft_s(self) -> float: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def guessed_tokens(self) -> int: ...
+    @property
+    def accepted_tokens(self) -> int: ...
+
+
+class ChatEngine(Protocol):
+    """What chats need of an engine; see `engine.runtime.engine.Engine`."""
+
+    def begin(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: Callable[[int, int], None],
+        on_text: Callable[[str, int], None],
+        cancelled: Callable[[], bool],
+        on_end: Callable[[GenerationOutcome | BaseException], None],
+        on_begin: Callable[[], None],
+    ) -> None: ...
+
+    @property
+    def is_answering(self) -> bool: ...
+
+    def serve(self, until: Callable[[], bool]) -> None: ...
+
+    def is_due(self) -> bool: ...
+
+    def share(self, until: Callable[[], bool]) -> None: ...
+
+
+class ChatService:
+    """Has chats answered as they arrive, on the engine's thread.
+
+    Args:
+        begins: told which request's work begins.
+        wrote: told after each token, and with 0 after an answer's end, how many came.
+        others: answers other programs, until none of them waits or a chat does.
+    """
+
+    def __init__(
+        self,
+        requests: RequestQueue,
+        send: Callable[[Event], None],
+        engine: ChatEngine,
+        begins: Callable[[str], None],
+        wrote: Callable[[int], None],
+        others: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._requests, self._send, self._engine = requests, send, engine
+        self._begins, self._wrote, self._others = begins, wrote, others
+        self._progress_s = 0.0
+
+    def begin(self, request: Generate) -> None:
+        """Takes a request, which ends later."""
+        name, told, reads = request.request_id, 0, False
+        log = RequestLog()
+
+        def on_progress(done: int, total: int) -> None:
+            nonlocal reads
+            if not reads:
+                reads = True
+                log.reads(total)
+            self._read(name, done, total)
+
+        def on_end(outcome: GenerationOutcome | BaseException) -> None:
+            log.ends()
+            self._end(name, outcome)
+
+        def on_text(text: str, tokens: int) -> None:
+            nonlocal told
+            log.has_written(tokens)
+            self._send(Token(name, text, tokens))
+            self._wrote(tokens - told)
+            told = tokens
+
+        try:
+            self._engine.begin(
+                request.messages,
+                request.sampling,
+                on_progress=on_progress,
+                on_text=on_text,
+                cancelled=lambda: self._requests.is_cancelled(name),
+                on_end=on_end,
+                on_begin=lambda: self._begins(name),
+            )
+        except Exception as error:
+            on_end(error)
+
+    def answer(self) -> None:
+        """Answers chats until none is left, or a job comes that goes on beside them."""
+        try:
+            self._engine.serve(lambda: self._arrive() or isinstance(self._requests.waiting(), StartBatch | SampleBatch))
+        except BaseException as error:  # each request has had its ending; the next one may work
+            log_failure(error, "answering")
+
+    def are_due(self) -> bool:
+        """Whether chats, or other programs, are to have their turn before a job goes on."""
+        self._arrive()
+        return self._engine.is_due() or isinstance(self._requests.waiting(), AnswerOthers)
+
+    def take_turns(self) -> None:
+        """Answers chats for as long as the job has computed since, and other programs until none waits."""
+        self._answer_others()
+        if self._engine.is_answering:
+            self._engine.share(self._arrive)
+
+    def give_way(self) -> None:
+        """Answers other programs and chats until none is left."""
+        self._answer_others()
+        self.answer_all()
+
+    def _answer_others(self) -> None:
+        while isinstance(self._requests.waiting(), AnswerOthers):
+            self._requests.take()
+            self._others()
+
+    def answer_all(self) -> None:
+        """Answers chats until none is left."""
+        self._arrive()
+        if self._engine.is_answering:
+            self._engine.serve(self._arrive)
+
+    def _arrive(self) -> bool:
+        while (request := self._requests.take_if(Generate)) is not None:
+            assert isinstance(request, Generate)
+            self.begin(request)
+        return False
+
+    def _read(self, name: str, done: int, total: int) -> None:
+        now = monotonic()
+        if done == total or now - self._progress_s >= PROGRESS_S:
+            self._progress_s = now
+            self._send(Progress(name, "prefill", done, total))
+
+    def _end(self, name: str, outcome: GenerationOutcome | BaseException) -> None:
+        if isinstance(outcome, BaseException):
+            log_failure(outcome, "answering")
+            failure = as_engine_error(outcome, "answering")
+            self._requests.end(Failed(name, failure.code, failure.message))
+        else:
+            self._requests.end(
+                Finished(
+                    name,
+                    outcome.finish_reason,
+                    outcome.prompt_tokens,
+                    outcome.reused_tokens,
+                    outcome.generated_tokens,
+                    outcome.ttft_s,
+                    outcome.tokens_per_s,
+                    outcome.guessed_tokens,
+                    outcome.accepted_tokens,
+                )
+            )
+        self._wrote(0)

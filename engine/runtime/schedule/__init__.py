@@ -1,0 +1,1 @@
+"""The one scheduler: who is answered alone, who together, and who comes first."""

@@ -1,0 +1,440 @@
+"""One sequence at a time over the model's own cache: the fastest way to answer one that has the engine for itself.
+
+It is also the only way for beams, for encoder-decoders, and for families whose layers do not take many sequences at
+once.  What was read is kept for the next request, which reads on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from engine.common.chat import ChatMessage, FinishReason
+from engine.common.config import SamplingParams
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
+from engine.devices.failures import is_out_of_memory
+from engine.runtime.decode.beam_search import decode_beams
+from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
+from engine.runtime.decode.generation import (
+    ChanceLog,
+    Decoded,
+    GenerationResult,
+    ProgressCallback,
+    Session,
+    TextCallback,
+    TokenConstraint,
+    ignore_progress,
+    ignore_text,
+)
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchRequest, Check, Preparation, PreparedRow, never
+from engine.runtime.schedule.row import PagedRow
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER, seconds_ns
+from engine.tuning.result import DecodeRate
+
+TakeOver = Callable[[PreparedRow, AnswerSequence, Any, int], bool]
+"""See `ContinuousBatch.take_over`."""
+
+TIMED_PROMPT = (
+    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
+)
+_FEWEST_TOKENS = 4
+
+
+class Alone:
+    """Answers one request after the other with one model.
+
+    Args:
+        speculates: whether coming tokens may be guessed and tried together; `None` is what the model was loaded for.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, speculates: bool | None = None) -> None:
+        self.loaded = loaded
+        self._speculates = loaded.speculates if speculates is None else speculates
+        self._prices = StepPrices()
+        self._preparation = Preparation(loaded)
+        encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
+        self._session: Session = (
+            EncoderDecoderSession(loaded) if encodes else KvSession(loaded, guesses=self._speculates)
+        )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens now held in the KV cache."""
+        return self._session.tokens
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes now held by the KV cache, spare capacity included."""
+        return self._session.bytes
+
+    def clear(self) -> None:
+        """Frees the KV cache; the next prompt is read from its beginning."""
+        self._session.clear()
+
+    def begin(self, asked: PreparedRow) -> AloneAnswer:
+        """The answer to a request, none of which is there yet; no other may be under way."""
+        return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked))
+
+    def take_over(self, asked: PreparedRow, hand_over: Callable[[KvSession], PagedRow | None]) -> AloneAnswer | None:
+        """Goes on with an answer that has begun elsewhere, if what was read for it can be brought here.
+
+        Args:
+            hand_over: brings it; see `ContinuousBatch.hand_over`.
+        """
+        session = self._session
+        if not isinstance(session, KvSession) or session.graphs is not None:
+            return None
+        row = hand_over(session)
+        if row is None:
+            return None
+        return AloneAnswer(asked, session, self.loaded, self._guessing(asked), row.sequence)
+
+    def _guessing(self, asked: PreparedRow) -> Callable[[Sequence[int]], Speculation] | None:
+        session = self._session
+        if not self._speculates or asked.request.sampling.beams > 1 or not isinstance(session, KvSession):
+            return None
+        return lambda prefix: Speculation(session, self._prices, prefix, asked.limits.max_tokens)
+
+    def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: ProgressCallback = ignore_progress,
+        on_text: TextCallback = ignore_text,
+        cancelled: CancelCheck = never_cancelled,
+        constraint: TokenConstraint | None = None,
+        chances: ChanceLog | None = None,
+    ) -> GenerationResult:
+        """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
+
+        Args:
+            constraint: what the answer must satisfy, unless it is searched for with beams; it knows of no token yet.
+            chances: takes how likely each token was, unless the answer is searched for with beams.
+
+        Raises:
+            EngineError: `PROMPT_TOO_LONG`, `INVALID_REQUEST`, `MODEL_UNSUPPORTED` (its template) or
+                `NOT_ENOUGH_MEMORY`.
+        """
+        return self.answer(
+            BatchRequest(
+                0,
+                tuple(messages),
+                sampling=sampling,
+                constraint=constraint,
+                chances=chances,
+                on_progress=on_progress,
+                on_text=on_text,
+                cancelled=cancelled,
+            )
+        )
+
+    def generate_from_ids(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        end_ids: frozenset[int] | None = None,
+        on_progress: ProgressCallback = ignore_progress,
+        on_text: TextCallback = ignore_text,
+        cancelled: CancelCheck = never_cancelled,
+        constraint: TokenConstraint | None = None,
+        chances: ChanceLog | None = None,
+    ) -> GenerationResult:
+        """Continues a prompt given as tokens.
+
+        Args:
+            end_ids: tokens that end the answer; `None` is the model's own, the empty set lets it run to its limit.
+            constraint, chances: see `generate`.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        if not ids:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
+        return self.answer(
+            BatchRequest(
+                0,
+                ids=tuple(ids),
+                sampling=sampling,
+                end_ids=end_ids,
+                constraint=constraint,
+                chances=chances,
+                on_progress=on_progress,
+                on_text=on_text,
+                cancelled=cancelled,
+            )
+        )
+
+    def answer(self, request: BatchRequest) -> GenerationResult:
+        """Answers a request from its beginning to its end.
+
+        Raises:
+            EngineError: as `generate`.
+        """
+        try:
+            asked = self._preparation.prepare(request, request.cancelled)
+        except RequestCancelled:
+            return NOTHING_CAME
+        answer = self.begin(asked)
+        while (result := answer.turn(never)) is None:
+            pass
+        return result
+
+
+NOTHING_CAME = GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
+"""The outcome of what was cancelled before anything was read."""
+
+
+class AloneAnswer:
+    """One answer on its way; it goes on where it was, whenever it is its turn.
+
+    Args:
+        guessing: makes what guesses coming tokens, if anything does, from the tokens that the answer continues.
+        begun: the answer, if some of it is there: the session holds all tokens but its last.
+    """
+
+    def __init__(
+        self,
+        asked: PreparedRow,
+        session: Session,
+        loaded: LoadedModel,
+        guessing: Callable[[Sequence[int]], Speculation] | None,
+        begun: AnswerSequence | None = None,
+    ) -> None:
+        self.asked = asked
+        self._session, self._loaded, self._guessing = session, loaded, guessing
+        self._guesses: Speculation | None = None
+        self._answer = begun
+        request = asked.request
+        self._reading = session.read(asked.prompt, request.on_progress, request.cancelled)
+        self._writing: Generator[None, None, Decoded] | None = self._written(None) if begun is not None else None
+        self._reused = 0
+        self._request: int | None = None
+        """Number of the recorded request; 0 if nothing was recorded when it began."""
+
+    def turn(self, until: Check) -> GenerationResult | None:
+        """Goes on until `until()` comes true, which is asked after each part of the prompt and each token.
+
+        Returns:
+            The outcome once there is one.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`; it is over then.
+        """
+        try:
+            self._record()
+            with torch.inference_mode():
+                done = self._go_on(until)
+        except RequestCancelled:
+            return replace(NOTHING_CAME, prompt_tokens=len(self.asked.prompt))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._session.clear()
+            raise EngineError(
+                ErrorCode.NOT_ENOUGH_MEMORY,
+                f"There is not enough memory for a context of {len(self.asked.prompt):,} prompt tokens: shorten the "
+                f"conversation, close other programs or choose a smaller model.",
+            ) from error
+        finally:
+            RECORDER.end_request()
+        return self._result(done) if done is not None else None
+
+    def _record(self) -> None:
+        begins, self._request = self._request is None, self._request or 0
+        if begins and RECORDER.on:
+            RECORDER.begin_request(seconds_ns(self.asked.begun_s))
+            RECORDER.phase(lanes.PROMPT, 0)
+            self._request = RECORDER.request
+        elif self._request:
+            RECORDER.resume_request(self._request)
+
+    def _go_on(self, until: Check) -> Decoded | None:
+        while self._writing is None:
+            try:
+                next(self._reading)
+            except StopIteration as end:
+                logits, self._reused = end.value
+                self._writing = self._written(logits)
+                break
+            if until():
+                return None
+        alone = self._loaded.token_by_token() if self.asked.request.sampling.beams == 1 else nullcontext()
+        with alone:
+            while True:
+                try:
+                    next(self._writing)
+                except StopIteration as end:
+                    done: Decoded = end.value
+                    if self._guesses is not None:
+                        self._guesses.settle()
+                    return done
+                if until():
+                    return None
+
+    def _written(self, logits: torch.Tensor | None) -> Generator[None, None, Decoded]:
+        asked, session, answer = self.asked, self._session, self._answer
+        request, prefix = asked.request, session.answer_prefix(asked.prompt)
+        if logits is not None and request.sampling.beams > 1:
+            return decode_beams(
+                logits,
+                session,
+                request.sampling,
+                asked.limits,
+                prefix,
+                asked.tokenizer,
+                request.on_text,
+                request.cancelled,
+                earlier=asked.earlier,
+            )
+        steps: Any = session
+        if self._guessing is not None:
+            steps = self._guesses = self._guessing([*prefix, *answer.ids[:-1]] if answer is not None else prefix)
+        if answer is None:
+            assert logits is not None
+            answer = self._answer = asked.begin(prefix, logits.device)
+        return decode(logits, steps, answer, request.on_text, request.cancelled)
+
+    @property
+    def reused(self) -> int:
+        """Tokens of the prompt that did not have to be read."""
+        return self._reused
+
+    def leave(self, take_over: TakeOver) -> bool:
+        """Hands an answer that has begun to others, who go on with it, if they can.
+
+        Returns:
+            Whether they do: nothing more is to be done here.
+        """
+        session, answer = self._session, self._answer
+        if answer is None or not answer.ids or not isinstance(session, KvSession) or session.graphs is not None:
+            return False
+        if self._guesses is not None:
+            self._guesses.settle()
+        # The last token has been chosen, and not read.
+        held = len(self.asked.prompt) + len(answer.ids) - 1
+        if session.cache is None or session.tokens != held:
+            return False
+        return take_over(self.asked, answer, session.cache, held)
+
+    def _result(self, done: Decoded) -> GenerationResult:
+        if self._loaded.foresight is not None:
+            self._loaded.foresight.learn_while_idle()
+        decoding, guesses = done.last_s - done.first_s, self._guesses
+        return GenerationResult(
+            text=done.text,
+            finish_reason=done.reason,
+            prompt_tokens=len(self.asked.prompt),
+            reused_tokens=self._reused,
+            generated_tokens=len(done.ids),
+            ttft_s=done.first_s - self.asked.begun_s,
+            tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
+            token_ids=tuple(done.ids),
+            stopped_by=done.stopped_by,
+            guessed_tokens=guesses.guessed if guesses is not None else 0,
+            accepted_tokens=guesses.accepted if guesses is not None else 0,
+        )
+
+
+def decode(
+    logits: torch.Tensor | None,
+    session: Session,
+    answer: AnswerSequence,
+    on_text: TextCallback,
+    cancelled: CancelCheck,
+) -> Generator[None, None, Decoded]:
+    """One token at a time, with a pause after each.
+
+    Args:
+        logits: [1, V] after the prompt, or `None` if the answer has tokens, the last of which has not been read.
+    """
+    if logits is None:
+        logits = session.step(torch.tensor([answer.ids[-1:]]), answer.ids[-1])
+    first_s = last_s = 0.0
+    reason: FinishReason | None = None
+    of_step = 0
+    while True:
+        token = answer.choose(logits)
+        token_id = int(token)
+        last_s = perf_counter()
+        of_step += 1
+        # A step lasts until a token is chosen that was not tried with it.
+        if RECORDER.on and not session.foresaw(token_id):
+            RECORDER.phase(lanes.DECODE if len(answer.ids) >= of_step else lanes.SAMPLE, of_step, seconds_ns(last_s))
+            of_step = 0
+        if not answer.ids:
+            first_s = last_s
+        text, reason = answer.take(token_id)
+        on_text(text, len(answer.ids))
+        if reason is None and cancelled():
+            text, reason = answer.end("cancelled")
+            on_text(text, len(answer.ids))
+        if reason is not None:
+            break
+        yield
+        logits = session.step(token, token_id)
+    if RECORDER.on and of_step:
+        RECORDER.phase(lanes.DECODE, of_step, seconds_ns(last_s))
+    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
+
+
+def time_decode(
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    tokens: int,
+    *,
+    seconds: float = float("inf"),
+    speculates: bool = False,
+    on_token: Callable[[int, float], None] = lambda _count, _rate: None,
+    cancelled: CancelCheck = never_cancelled,
+) -> DecodeRate:
+    """Continues a prompt greedily by `tokens` tokens after the first, past any end token.
+
+    Args:
+        seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
+        speculates: whether coming tokens may be guessed; what repeats itself would be timed as if all answers did.
+        on_token: called with their number, and the rate since the first.
+
+    Raises:
+        EngineError: as `Alone.generate`.
+    """
+    arrivals: list[tuple[int, float]] = []
+    begun = perf_counter()
+
+    def on_text(_text: str, count: int) -> None:
+        if arrivals and count == arrivals[-1][0]:
+            return  # what was held back of the text: no further token
+        arrivals.append((count, perf_counter()))
+        first, since = arrivals[0]
+        if count > first:
+            on_token(count - first, (count - first) / (arrivals[-1][1] - since))
+
+    def enough() -> bool:
+        if cancelled():
+            return True
+        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and perf_counter() - arrivals[0][1] > seconds
+
+    alone = Alone(loaded, speculates=speculates)
+    try:
+        alone.generate_from_ids(
+            list(prompt), SamplingParams(max_tokens=tokens + 1), on_text=on_text, cancelled=enough, end_ids=frozenset()
+        )
+    finally:
+        alone.clear()
+    if not arrivals:
+        return DecodeRate(0.0, 0.0, 0)
+    # Not every token completes a text.
+    (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
+    rate = (last - first) / (last_s - first_s) if last > first else 0.0
+    return DecodeRate(rate, first_s - begun, last - first)

@@ -1,0 +1,245 @@
+"""Requests and answers; requests become prompts in tokens here, with what ends their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from engine.common.chat import ChatMessage, FinishReason, Tool
+from engine.common.config import SamplingParams
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.runtime.decode.encoder_decoder_session import source_prompt
+from engine.runtime.decode.generation import (
+    ChanceLog,
+    ProgressCallback,
+    TextCallback,
+    TokenConstraint,
+    ignore_progress,
+    ignore_text,
+)
+from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
+from engine.runtime.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """One row.
+
+    Attributes:
+        row: index in the input.
+        messages: the conversation to continue; empty if `ids` are given.
+        ids: the prompt as tokens.
+        sampling: parameters of this row; the same seed gives the same answer in any batch.
+        constraint: what the answer must satisfy, if anything.
+        end_ids: tokens that end the answer; `None` for the model's own.
+        chances: takes how likely each token was, if anybody asks.
+        on_progress: told how much of the prompt has been read.
+        on_text: told after each token of the answer.
+        cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
+    """
+
+    row: int
+    messages: tuple[ChatMessage, ...] = ()
+    ids: tuple[int, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    constraint: TokenConstraint | None = None
+    end_ids: frozenset[int] | None = None
+    chances: ChanceLog | None = None
+    on_progress: ProgressCallback = ignore_progress
+    on_text: TextCallback = ignore_text
+    cancelled: CancelCheck = never_cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """The outcome of one row.
+
+    Attributes:
+        text: the answer, without stop string and special tokens; for a failed row, its text so far.
+        finish_reason: why it ended.
+        prompt_tokens, generated_tokens: lengths; `token_ids` are the generated ones, including an end token.
+        shared_tokens: prompt tokens reused from rows with the same prefix.
+        error: why the row could not be answered; `None` if it was.
+        stopped_by: the stop string that ended it; empty if none did.
+    """
+
+    row: int
+    text: str
+    finish_reason: FinishReason | Literal["failed"]
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
+    shared_tokens: int = 0
+    error: EngineError | None = None
+    stopped_by: str = ""
+
+
+class BatchOutcome(Enum):
+    """Why `BatchExecutor.run` returned.
+
+    `YIELDED`: another request had priority; the rows in progress are kept, and the next `run` continues them.
+    """
+
+    FINISHED = "finished"
+    YIELDED = "yielded"
+    CANCELLED = "cancelled"
+
+
+AnswerCallback = Callable[[BatchAnswer], None]
+Check = Callable[[], bool]
+
+
+def never() -> bool:
+    """For callers that never interrupt."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    """A request that can be answered.
+
+    Attributes:
+        earlier: how many of the prompt's first tokens are of earlier turns; see `AnswerSequence`.
+        begun_s: when it was asked, by `perf_counter`.
+    """
+
+    request: BatchRequest
+    prompt: list[int]
+    limits: AnswerLimits
+    tokenizer: Any
+    earlier: int = 0
+    begun_s: float = 0.0
+
+    def begin(self, prefix: Sequence[int] | None = None, device: torch.device | None = None) -> AnswerSequence:
+        """Its answer, still empty.
+
+        Args:
+            prefix: tokens that it continues, if not the prompt.
+            device: of the logits.
+        """
+        request = self.request
+        return AnswerSequence(
+            self.prompt if prefix is None else prefix,
+            request.sampling,
+            self.limits,
+            self.tokenizer,
+            request.constraint,
+            device,
+            earlier=self.earlier,
+            chances=request.chances,
+        )
+
+    def within(self, room: int) -> PreparedRow:
+        """The same with an answer of at most `room` tokens."""
+        return replace(self, limits=replace(self.limits, max_tokens=room, reached="context"))
+
+    def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:
+        """Its outcome if it never begins."""
+        return BatchAnswer(self.request.row, "", reason, len(self.prompt), error=error)
+
+
+class Preparation:
+    """Turns requests into prompts one at a time, as they are needed."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._tokenizer, self._context_tokens = loaded.tokenizer, loaded.context_tokens
+        self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
+        self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
+        self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
+        """Strings that end every answer to a conversation."""
+
+    def prompt(self, messages: Sequence[ChatMessage], cancelled: CancelCheck, tools: Sequence[Tool] = ()) -> list[int]:
+        """The tokens of a conversation.
+
+        Raises:
+            EngineError, RequestCancelled: as `chat_prompt`.
+        """
+        if self._encodes:
+            return source_prompt(self._tokenizer, messages, cancelled)
+        return chat_prompt(self._tokenizer, messages, cancelled, tools)
+
+    def fitting(self, prompt: list[int]) -> int:
+        """Tokens that may follow a prompt.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` if it is empty, `PROMPT_TOO_LONG`.
+        """
+        if not prompt:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
+        if self._encodes:  # prompt and answer each have the whole context; the answer begins with a start token
+            check_length(len(prompt) - 1, self._context_tokens)
+            return self._context_tokens - 1
+        check_length(len(prompt), self._context_tokens)
+        return self._context_tokens - len(prompt)
+
+    def prepare(self, request: BatchRequest, cancelled: CancelCheck = never_cancelled) -> PreparedRow:
+        """A request with its prompt and the limits of its answer.
+
+        Raises:
+            EngineError: it cannot be answered: `INVALID_REQUEST`, `PROMPT_TOO_LONG` or `MODEL_UNSUPPORTED`.
+            RequestCancelled: `cancelled()` came true meanwhile.
+        """
+        begun_s, sampling, earlier = perf_counter(), request.sampling, 0
+        if request.ids:
+            prompt, stop = list(request.ids), sampling.stop
+        else:
+            prompt = self.prompt(request.messages, cancelled)
+            stop = (*sampling.stop, *self.implied_stops)
+            if sampling.repetition_penalty != 1:
+                earlier = self._earlier(request.messages, prompt, cancelled)
+        end_ids = self._end_ids if request.end_ids is None else request.end_ids
+        limits = AnswerLimits.within(self.fitting(prompt), sampling, end_ids, stop)
+        return PreparedRow(request, prompt, limits, self._tokenizer, earlier, begun_s)
+
+    def rows(
+        self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled
+    ) -> PreparedRows:
+        """Those that can share their sweeps with others; the rest goes to `on_row` at once."""
+
+        def prepare(request: BatchRequest) -> PreparedRow:
+            if request.sampling.beams > 1:
+                raise EngineError(ErrorCode.INVALID_REQUEST, "Batches do not support beam search: use one beam.")
+            return self.prepare(request, cancelled)
+
+        return PreparedRows(prepare, requests, on_row)
+
+    def _earlier(self, messages: Sequence[ChatMessage], ids: list[int], cancelled: CancelCheck) -> int:
+        """How many tokens of a conversation, at its beginning, lie before what has been asked since the last answer."""
+        answers = [number for number, message in enumerate(messages[:-1]) if message.role == "assistant"]
+        if not answers or self._encodes:
+            return 0
+        try:
+            before = self.prompt(messages[: answers[-1] + 1], cancelled)
+        except EngineError:  # a template that wants a question in the end
+            return 0
+        return next((at for at, (one, other) in enumerate(zip(before, ids, strict=False)) if one != other), 0)
+
+
+class PreparedRows:
+    """Prepared rows as they are asked for; as its source it may have ended now and go on later.
+
+    Raises:
+        RequestCancelled: the work was cancelled while a prompt was being prepared.
+    """
+
+    def __init__(
+        self, prepare: Callable[[BatchRequest], PreparedRow], requests: Iterator[BatchRequest], on_row: AnswerCallback
+    ) -> None:
+        self._prepare, self._requests, self._on_row = prepare, requests, on_row
+
+    def __iter__(self) -> PreparedRows:
+        return self
+
+    def __next__(self) -> PreparedRow:
+        while True:
+            request = next(self._requests)
+            try:
+                return self._prepare(request)
+            except EngineError as error:
+                self._on_row(BatchAnswer(request.row, "", "failed", error=error))

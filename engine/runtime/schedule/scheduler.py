@@ -1,0 +1,354 @@
+"""Who is answered when: one model, many requests, and files in the background.
+
+Requests of people come first.  One that has the model for itself is answered alone, over the model's own cache, which
+is fastest; those that come meanwhile share sweeps through the layers.  Work in the background goes on between two of
+their tokens: it gets no more time than they do, as measured, and none before each of them has its first token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+
+from engine.common.chat import FinishReason
+from engine.common.errors import EngineError, RequestCancelled
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.policy import policy_for, why_not_packed
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check, Preparation, PreparedRow, never
+from engine.runtime.schedule.row import PagedRow
+from engine.runtime.schedule.together import ContinuousBatch
+
+AHEAD_TOKENS = 256
+"""Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
+_MOST_OWED_S = 2.0
+"""Neither side saves up more than this."""
+
+Outcome = GenerationResult | BaseException
+"""What was answered, or why nothing was."""
+OnEnd = Callable[[Outcome], None]
+
+
+class Scheduler:
+    """The requests to one loaded model.  Not for several threads at once."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        self._preparation = Preparation(loaded)
+        self.alone = Alone(loaded)
+        self._waiting: deque[_Asked] = deque()
+        self._first: tuple[_Asked, AloneAnswer] | None = None
+        self._joined: deque[_Asked] = deque()
+        self._together: ContinuousBatch | None = None
+        self._apart = why_not_packed(loaded.model)
+        """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
+        self._sharing: dict[int, _Asked] = {}
+        self._numbers = 0
+        self._times = _Times()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests wait or are being answered."""
+        return bool(self._waiting or self._first or self._sharing)
+
+    @property
+    def under_way(self) -> int:
+        """Requests that wait or are being answered."""
+        return len(self._waiting) + len(self._sharing) + (self._first is not None)
+
+    @property
+    def note(self) -> str:
+        """Why requests are answered one by one, for the user; empty if they share sweeps."""
+        return f"Requests are answered one by one: {self._apart}." if self._apart else ""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of context now held."""
+        return self.alone.kv_tokens + sum(row.held for row in self._rows())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that the held context takes."""
+        shared = self._together.held_bytes if self._together is not None else 0
+        return self.alone.kv_bytes + shared
+
+    def submit(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
+        """Takes a request; it is answered in `serve` and `share`.
+
+        Args:
+            on_end: told how it ended, once.
+            on_begin: told before its prompt is read, if it is answered alone.
+        """
+        if not self.is_busy:
+            self._times.start()
+        self._numbers += 1
+        self._waiting.append(_Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter()))
+
+    def serve(self, until: Check = never) -> None:
+        """Answers requests until none is left, or `until()` comes true, which is asked after each token."""
+        while self.is_busy:
+            self._turn(until)
+            if until():
+                break
+        self._times.leave()
+
+    def is_due(self) -> bool:
+        """Whether what goes on in the background is to let requests have their turn now."""
+        return self.is_busy and (self._awaited() or self._times.is_due())
+
+    def share(self, until: Check = never) -> None:
+        """Called between two steps of background work: answers for as long as that work has taken."""
+        self._times.enter()
+
+        def enough() -> bool:
+            # Nothing is charged to those who wait for their first token.
+            self._times.note(counts=not self._awaited())
+            return until() or not (self._awaited() or self._times.owes)
+
+        while self.is_busy:
+            self._turn(enough)
+            if enough():
+                break
+        self._times.leave()
+
+    def close(self) -> None:
+        """Frees the context, and all that shares it.  Requests that are under way never end."""
+        self._waiting.clear()
+        self._joined.clear()
+        self._sharing.clear()
+        self._first = None
+        together, self._together = self._together, None
+        with suppress(EngineError):  # a failed device raises again on its next use
+            if together is not None:
+                together.free()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What was read alone may be half written, or be what filled the memory: the next one starts from nothing."""
+        with suppress(EngineError):
+            self.alone.clear()
+
+    def _awaited(self) -> bool:
+        """Whether anybody waits for a first token."""
+        first = self._first
+        if self._waiting or (first is not None and not first[0].tokens):
+            return True
+        return any(not asked.tokens for asked in self._sharing.values())
+
+    def _turn(self, until: Check) -> None:
+        """A token for everybody, at least; more for one who has the model alone, until `until()`."""
+        try:
+            self._admit()
+            if self._first is not None and self._sharing:
+                self._join()
+            elif len(self._sharing) == 1 and self._first is None:
+                self._part()
+            if self._first is not None:
+                shares = bool(self._sharing)
+                self._answer_first(lambda: shares or bool(self._waiting) or until())
+            if self._sharing:
+                self._sweep()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """Nobody who asked gets an answer."""
+        first = [self._first[0]] if self._first is not None else []
+        asked = [*first, *self._sharing.values(), *self._waiting]
+        self.close()
+        for each in asked:
+            each.end(error)
+
+    def _admit(self) -> None:
+        """Finds a place for those who wait, as far as there is one."""
+        kept = deque[_Asked]()
+        while self._waiting:
+            asked = self._waiting.popleft()
+            if asked.prepared is None and not self._prepare(asked):
+                continue
+            assert asked.prepared is not None
+            if asked.request.cancelled():
+                asked.end(NOTHING_CAME)
+            elif self._first is None:
+                asked.on_begin()
+                self._first = asked, self.alone.begin(asked.prepared)
+            elif asked.request.sampling.beams == 1 and self._can_share():
+                self._sharing[asked.request.row] = asked
+                self._joined.append(asked)
+            else:
+                kept.append(asked)
+        self._waiting = kept
+
+    def _prepare(self, asked: _Asked) -> bool:
+        request = replace(asked.request, on_text=asked.on_text)
+        try:
+            asked.prepared = replace(self._preparation.prepare(request, request.cancelled), begun_s=asked.begun_s)
+        except RequestCancelled:
+            asked.end(NOTHING_CAME)
+        except EngineError as error:
+            asked.end(error)
+        return asked.prepared is not None
+
+    def _can_share(self) -> bool:
+        if self._together is None and not self._apart:
+            policy = replace(policy_for(self._loaded), ahead=AHEAD_TOKENS)
+            try:
+                self._together = ContinuousBatch(PackedModel(self._loaded, policy), policy)
+            except LookupError as error:
+                self._apart = str(error)
+        return self._together is not None
+
+    def _join(self) -> None:
+        """Lets the first one share the sweeps of the others, which are not read again for it then."""
+        if self._first is None or self._together is None or self._loaded.device.type != "cpu":
+            return
+        asked, answer = self._first
+        with torch.inference_mode():
+            if answer.leave(self._together.take_over):
+                self._first, self._sharing[asked.request.row] = None, asked
+                asked.reused = asked.reused or answer.reused
+
+    def _part(self) -> None:
+        """Lets the last one that shared sweeps go on alone."""
+        (asked,) = self._sharing.values()
+        if self._together is None or asked.prepared is None or self._joined or self._loaded.device.type != "cpu":
+            return
+        with torch.inference_mode():
+            answer = self.alone.take_over(asked.prepared, self._together.hand_over)
+        if answer is not None:
+            self._sharing.clear()
+            asked.has_moved, self._first = True, (asked, answer)
+
+    def _answer_first(self, until: Check) -> None:
+        assert self._first is not None
+        asked, answer = self._first
+        try:
+            result: Outcome | None = answer.turn(until)
+        except Exception as error:
+            result = error
+        if isinstance(result, Exception):
+            self._forget()
+        if result is not None:
+            self._first = None
+            if isinstance(result, GenerationResult) and asked.has_moved:
+                result = asked.timed(result)
+            asked.end(result)
+
+    def _sweep(self) -> None:
+        assert self._together is not None
+        try:
+            self._together.sweep(self._prepared(), self._answered)
+        except Exception as error:
+            sharing, self._sharing = self._sharing, {}
+            self._joined.clear()
+            self._together.close()
+            for asked in sharing.values():
+                asked.end(error)
+
+    def _prepared(self) -> Iterator[PreparedRow]:
+        while self._joined:
+            prepared = self._joined.popleft().prepared
+            assert prepared is not None
+            yield prepared
+
+    def _answered(self, answer: BatchAnswer) -> None:
+        asked = self._sharing.pop(answer.row)
+        asked.end(asked.result(answer) if answer.error is None else answer.error)
+
+    def _rows(self) -> list[PagedRow]:
+        return self._together.rows if self._together is not None else []
+
+
+@dataclass(eq=False)
+class _Asked:
+    """A request, and when its tokens came."""
+
+    request: BatchRequest
+    end: OnEnd
+    on_begin: Callable[[], None]
+    begun_s: float
+    prepared: PreparedRow | None = None
+    has_moved: bool = False
+    reused: int = 0
+    tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def on_text(self, text: str, tokens: int) -> None:
+        if tokens > self.tokens:
+            self.last_s = perf_counter()
+            self.first_s = self.first_s or self.last_s
+            self.tokens = tokens
+        self.request.on_text(text, tokens)
+
+    def result(self, answer: BatchAnswer) -> GenerationResult:
+        reason: FinishReason = "cancelled" if answer.finish_reason == "failed" else answer.finish_reason
+        result = GenerationResult(
+            answer.text,
+            reason,
+            answer.prompt_tokens,
+            answer.shared_tokens,
+            answer.generated_tokens,
+            0.0,
+            0.0,
+            answer.token_ids,
+            stopped_by=answer.stopped_by,
+        )
+        return self.timed(result)
+
+    def timed(self, result: GenerationResult) -> GenerationResult:
+        """With the times of all its tokens, and what was reused for it, wherever that was."""
+        took = self.last_s - self.first_s
+        return replace(
+            result,
+            reused_tokens=max(result.reused_tokens, self.reused),
+            ttft_s=self.first_s - self.begun_s if self.tokens else 0.0,
+            tokens_per_s=(self.tokens - 1) / took if self.tokens > 1 and took > 0 else 0.0,
+        )
+
+
+class _Times:
+    """What requests, and work in the background, have taken of each other's time."""
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._owed_s = 0.0
+        """Of the requests' time that the background has had more than they."""
+        self._since_s = clock()
+
+    def start(self) -> None:
+        """Neither has had any."""
+        self._owed_s, self._since_s = 0.0, self._clock()
+
+    def is_due(self) -> bool:
+        """Whether the background has had as much by now."""
+        return self._owed_s + self._clock() - self._since_s >= 0
+
+    @property
+    def owes(self) -> bool:
+        """Whether requests still have less."""
+        return self._owed_s > 0
+
+    def enter(self) -> None:
+        """The background stops here, for a while."""
+        now = self._clock()
+        self._owed_s, self._since_s = min(self._owed_s + now - self._since_s, _MOST_OWED_S), now
+
+    def note(self, *, counts: bool) -> None:
+        """Requests have had the time since; `counts` if it is charged to them."""
+        now = self._clock()
+        if counts:
+            self._owed_s = max(self._owed_s - (now - self._since_s), -_MOST_OWED_S)
+        self._since_s = now
+
+    def leave(self) -> None:
+        """The background goes on."""
+        self._since_s = self._clock()

@@ -1,0 +1,281 @@
+"""Requests that come, go and share: each ends once, with the tokens that it would have had alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.kernels.native.build import library_path
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
+from engine.runtime.schedule.scheduler import Outcome, Scheduler, _Times
+from engine.runtime.schedule.together import ContinuousBatch
+from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.tiny_families import tiny_checkpoint
+
+POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
+
+
+@pytest.fixture(scope="module")
+def mixtral() -> LoadedModel:
+    return tiny_loaded("mixtral")
+
+
+class Asked:
+    """One request and what came of it."""
+
+    def __init__(self, prompt: int, most: int, cancel_after: int, text: int) -> None:
+        self.ids, self.most, self.cancel_after = tuple(random_prompt(prompt, seed=text % 3)), most, cancel_after
+        self.ends: list[Outcome] = []
+        self.watched: list[int] = []
+
+    def request(self) -> BatchRequest:
+        return BatchRequest(
+            0,
+            ids=self.ids,
+            sampling=SamplingParams(max_tokens=self.most),
+            end_ids=NO_END,
+            on_text=lambda _text, count: self.watched.append(count),
+            cancelled=lambda: bool(self.cancel_after) and len(self.watched) >= self.cancel_after,
+        )
+
+    def check(self, alone: Alone) -> None:
+        (end,) = self.ends
+        assert isinstance(end, GenerationResult)
+        expected = alone.generate_from_ids(self.ids, SamplingParams(max_tokens=self.most), end_ids=NO_END)
+        count = min(self.most, self.cancel_after or self.most)
+        assert end.token_ids == expected.token_ids[:count]
+        assert end.finish_reason == ("cancelled" if count < self.most else "length")
+        assert (end.prompt_tokens, end.generated_tokens) == (len(self.ids), count)
+        assert sorted(set(self.watched)) == list(range(1, count + 1))
+
+
+def _limit_pages(scheduler: Scheduler, loaded: LoadedModel, pages: int) -> ContinuousBatch:
+    batch = scheduler._together = ContinuousBatch(PackedModel(loaded, POLICY), POLICY, most_pages=pages)
+    return batch
+
+
+_SHAPES = st.tuples(st.integers(1, 60), st.integers(1, 40), st.integers(0, 30), st.integers(0, 9))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    chats=st.lists(st.tuples(_SHAPES, st.integers(0, 25)), min_size=1, max_size=7),
+    rows=st.lists(_SHAPES, max_size=6),
+    pages=st.integers(7, 14),
+)
+def test_chats_and_rows_are_answered_as_if_alone(
+    mixtral: LoadedModel, chats: list[tuple[tuple[int, int, int, int], int]], rows: list[tuple[int, ...]], pages: int
+) -> None:
+    """Chats with the number of asks for `until` after which they come, and the rows of a file beside them."""
+    scheduler = Scheduler(mixtral)
+    batch = _limit_pages(scheduler, mixtral, pages)
+    waiting = sorted(((Asked(*shape), after) for shape, after in chats), key=lambda entry: entry[1])
+    chat_list, looks = [asked for asked, _ in waiting], 0
+
+    def arrive() -> bool:
+        nonlocal looks
+        looks += 1
+        while waiting and looks >= waiting[0][1]:
+            asked, _ = waiting.pop(0)
+            scheduler.submit(asked.request(), asked.ends.append)
+        return False
+
+    def due() -> bool:
+        arrive()
+        return scheduler.is_due()
+
+    row_list, answers = [Asked(*row) for row in rows], dict[int, BatchAnswer]()
+
+    def answered(answer: BatchAnswer) -> None:
+        assert answer.row not in answers
+        answers[answer.row] = answer
+
+    executor = BatchExecutor(mixtral, POLICY)
+    asked_rows = iter(
+        [
+            BatchRequest(n, ids=row.ids, sampling=SamplingParams(max_tokens=row.most), end_ids=NO_END)
+            for n, row in enumerate(row_list)
+        ]
+    )
+    while executor.run(asked_rows, answered, due) is BatchOutcome.YIELDED:
+        scheduler.share(arrive)
+    while waiting or scheduler.is_busy:
+        arrive()
+        scheduler.serve(arrive)
+    executor.close()
+    assert (batch.pool.held, len(answers), scheduler.is_busy) == (0, len(rows), False)
+    assert batch.pool.reserve(batch.pool.capacity)
+    scheduler.close()
+    alone = Alone(mixtral)
+    for asked in chat_list:
+        asked.check(alone)
+    for number, row in enumerate(row_list):
+        expected = alone.generate_from_ids(row.ids, SamplingParams(max_tokens=row.most), end_ids=NO_END)
+        assert answers[number].token_ids == expected.token_ids
+
+
+def test_two_chats_do_not_wait_for_each_other(mixtral: LoadedModel) -> None:
+    scheduler, order = Scheduler(mixtral), list[str]()
+    for name in "ab":
+        request = BatchRequest(
+            0,
+            ids=tuple(random_prompt(9)),
+            sampling=SamplingParams(max_tokens=8),
+            end_ids=NO_END,
+            on_text=lambda _text, _count, name=name: order.append(name),  # type: ignore[misc]
+        )
+        scheduler.submit(request, lambda _outcome: None)
+    scheduler.serve()
+    assert "".join(order) == "ab" * 8
+
+
+def test_beams_wait_for_their_turn_and_others_do_not_wait_for_them(mixtral: LoadedModel) -> None:
+    scheduler, ended = Scheduler(mixtral), list[str]()
+    kinds = {"beams": (SamplingParams(max_tokens=9, beams=3), 1), "plain": (SamplingParams(max_tokens=3), 1)}
+    for name in ("beams", "more beams", "plain"):
+        sampling, _ = kinds[name.removeprefix("more ")]
+        request = BatchRequest(0, ids=tuple(random_prompt(9)), sampling=sampling, end_ids=NO_END)
+        scheduler.submit(request, lambda outcome, name=name: ended.append(name))  # type: ignore[misc]
+    scheduler.serve()
+    assert ended == ["plain", "beams", "more beams"]
+
+
+def test_what_cannot_be_answered_is_told_and_harms_no_other(
+    mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, ends = Scheduler(mixtral), dict[str, Outcome]()
+
+    def ask(name: str, ids: tuple[int, ...]) -> None:
+        request = BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=3), end_ids=NO_END)
+        scheduler.submit(request, lambda outcome: ends.__setitem__(name, outcome))
+
+    ask("too long", tuple(random_prompt(mixtral.context_tokens)))
+    ask("fits", tuple(random_prompt(5)))
+    scheduler.serve()
+    assert isinstance(ends["too long"], EngineError)
+    assert ends["too long"].code is ErrorCode.PROMPT_TOO_LONG
+    assert isinstance(ends["fits"], GenerationResult)
+
+    def fails(_self: KvSession, _token: object, _id: int) -> torch.Tensor:
+        raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card is gone.")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KvSession, "step", fails)
+        ask("alone", tuple(random_prompt(5)))
+        ask("together", tuple(random_prompt(6)))
+        scheduler.serve()
+    assert isinstance(ends["alone"], EngineError)
+    assert isinstance(ends["together"], GenerationResult)
+    with monkeypatch.context() as patched:
+        patched.setattr(ContinuousBatch, "sweep", lambda *_args: fails(*_args))
+        ask("again", tuple(random_prompt(5)))
+        ask("with it", tuple(random_prompt(6)))
+        scheduler.serve()
+    assert isinstance(ends["again"], GenerationResult)
+    assert isinstance(ends["with it"], EngineError)
+    assert not scheduler.is_busy
+
+
+def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
+    now = [0.0]
+    times = _Times(lambda: now[0])
+    times.start()
+    assert times.is_due()
+    requests = background = 0.0
+    for step in range(200):
+        times.enter()
+        while True:  # at least one token, and as many as are owed
+            now[0] += 0.1
+            requests += 0.1
+            times.note(counts=True)
+            if not times.owes:
+                break
+        times.leave()
+        while not times.is_due():
+            took = 0.25 if step % 3 else 0.02
+            now[0] += took
+            background += took
+    assert abs(requests - background) <= 0.35
+    times.enter()
+    now[0] += 5.0
+    times.note(counts=False)  # a long prompt, say
+    assert not times.owes or times._owed_s <= 0.25
+
+
+native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """A model whose steps and sweeps the kernels compute."""
+
+    def spread(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
+
+    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("moving") / "model", prepare=spread)
+    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    yield model
+    model.close()
+
+
+@native
+@pytest.mark.parametrize("prompt", [5, 31, 32, 70])
+def test_an_answer_that_gets_company_is_not_read_again(
+    quick: LoadedModel, prompt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = list[int]()
+    own: Callable[..., bool] = ContinuousBatch.take_over
+
+    def take_over(self: ContinuousBatch, new: object, sequence: object, cache: object, tokens: int) -> bool:
+        took = own(self, new, sequence, cache, tokens)
+        moved.extend([tokens] * took)
+        return took
+
+    monkeypatch.setattr(ContinuousBatch, "take_over", take_over)
+    scheduler, ends = Scheduler(quick), list[Outcome]()
+
+    def request(seed: int) -> BatchRequest:
+        ids = tuple(random_prompt(prompt, seed=seed))
+        return BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=20), end_ids=NO_END)
+
+    looks = 0
+
+    def arrive() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 6:
+            scheduler.submit(request(1), lambda _outcome: None)
+        return False
+
+    scheduler.submit(request(0), ends.append)
+    scheduler.serve(arrive)
+    assert len(moved) == 1
+    (end,) = ends
+    assert isinstance(end, GenerationResult)
+    expected = Alone(quick).generate_from_ids(request(0).ids, SamplingParams(max_tokens=20), end_ids=NO_END)
+    # Sweeps round otherwise than single steps; what was moved is what was there.
+    agreed = next(
+        (n for n, pair in enumerate(zip(end.token_ids, expected.token_ids, strict=True)) if len({*pair}) > 1), 20
+    )
+    assert agreed > moved[0] - prompt + 1
+    batch = scheduler._together
+    assert batch is not None
+    assert batch.pool.held == 0
+    scheduler.close()
