@@ -124,7 +124,7 @@ class ChatService:
     def answer(self) -> None:
         """Answers chats until none is left, or a job comes that goes on beside them."""
         try:
-            self._engine.serve(lambda: self._arrive() or isinstance(self._requests.waiting(), StartBatch | SampleBatch))
+            self._engine.serve(lambda: self._arrive() or self._requests.waits(StartBatch, SampleBatch))
         except BaseException as error:  # each request has had its ending; the next one may work
             log_failure(error, "answering")
 

@@ -82,16 +82,26 @@ class RequestQueue:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None
 
+    def waits(self, *kinds: type[Request]) -> bool:
+        """Whether the next request of the window is there and of one of these kinds."""
+        if not self._waiting:
+            return False
+        with self._changed:
+            return isinstance(self._next_of_window(), kinds)
+
     def take_if(self, *kinds: type[Request]) -> Request | None:
         """The next request of the window, if there is one now and it is of one of these kinds."""
         if not self._waiting:
             return None
         with self._changed:
-            first = next((each for each in self._waiting if not isinstance(each, AnswerOthers)), None)
+            first = self._next_of_window()
             if first is None or not isinstance(first, kinds):
                 return None
             self._waiting.remove(first)
             return first
+
+    def _next_of_window(self) -> Request | None:
+        return next((each for each in self._waiting if not isinstance(each, AnswerOthers)), None)
 
     def waiting(self) -> Request | AnswerOthers | None:
         """The request that `take` would return immediately; None if it would wait."""

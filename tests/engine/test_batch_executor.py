@@ -136,7 +136,7 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
             seen.setdefault(row.request.row, []).append(of_row.clone())  # type: ignore[attr-defined]
         return [int(of_row.argmax()) for of_row in logits]
 
-    monkeypatch.setattr("engine.runtime.schedule.executor._choose", choose)
+    monkeypatch.setattr("engine.runtime.schedule.together._choose", choose)
     rows = _rows([9, 45], SamplingParams(max_tokens=4))
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])

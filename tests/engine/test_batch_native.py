@@ -53,7 +53,7 @@ def _answers(
             seen.setdefault(row.request.row, []).append(of_row.float())
         return [int(of_row.float().argmax()) for of_row in logits]
 
-    monkeypatch.setattr("engine.runtime.schedule.executor._choose", choose)
+    monkeypatch.setattr("engine.runtime.schedule.together._choose", choose)
     executor = BatchExecutor(loaded, policy)
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     assert isinstance(executor._batch, ContinuousBatch)

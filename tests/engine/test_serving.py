@@ -386,8 +386,8 @@ def test_a_client_that_goes_away_frees_its_place(running: Running) -> None:
         caller.sendall(head.encode() + body)
         _until(lambda: running.desk.state.under_way + running.desk.state.waiting > 0)
     _until(lambda: running.desk.state.under_way + running.desk.state.waiting == 0)
-    batch = running.engine.rows[-1]._executor._batch
-    _until(lambda: batch.pool.held == 0)  # type: ignore[union-attr]
+    scheduler = running.engine.rows[-1]._scheduler
+    _until(lambda: not scheduler.is_busy and (scheduler._together is None or scheduler._together.pool.held == 0))
 
 
 @pytest.mark.parametrize(

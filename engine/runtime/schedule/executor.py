@@ -7,6 +7,7 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine.common.errors import EngineError, RequestCancelled
 from engine.runtime.batch.packed_sweep import PackedModel
@@ -71,8 +72,13 @@ class OneByOne:
         request = new.request
         if request.constraint is not None:
             request.constraint.reset()  # an interrupted try may have advanced it
-        result = self._alone.begin(new).turn(yields)
-        if result is None:
+
+        def interrupted() -> bool:  # a long prompt, too, is left between two layers
+            return yields() or request.cancelled()
+
+        result = self._alone.begin(replace(new, request=replace(request, cancelled=interrupted))).turn(never)
+        assert result is not None
+        if result.finish_reason == "cancelled" and not request.cancelled():
             return None
         return BatchAnswer(
             request.row,

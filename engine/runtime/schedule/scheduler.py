@@ -169,33 +169,40 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Finds a place for those who wait, as far as there is one."""
-        kept = deque[_Asked]()
-        while self._waiting:
-            asked = self._waiting.popleft()
-            if asked.prepared is None and not self._prepare(asked):
+        for asked in list(self._waiting):
+            outcome: Outcome
+            try:
+                if self._place(asked):
+                    self._waiting.remove(asked)
                 continue
-            assert asked.prepared is not None
-            if asked.request.cancelled():
-                asked.end(NOTHING_CAME)
-            elif self._first is None:
-                asked.on_begin()
-                self._first = asked, self.alone.begin(asked.prepared)
-            elif asked.request.sampling.beams == 1 and self._can_share():
-                self._sharing[asked.request.row] = asked
-                self._joined.append(asked)
-            else:
-                kept.append(asked)
-        self._waiting = kept
+            except RequestCancelled:
+                outcome = NOTHING_CAME
+            except Exception as error:  # what is wrong with one request harms no other
+                outcome = error
+            self._waiting.remove(asked)
+            asked.end(outcome)
 
-    def _prepare(self, asked: _Asked) -> bool:
-        request = replace(asked.request, on_text=asked.on_text)
-        try:
-            asked.prepared = replace(self._preparation.prepare(request, request.cancelled), begun_s=asked.begun_s)
-        except RequestCancelled:
-            asked.end(NOTHING_CAME)
-        except EngineError as error:
-            asked.end(error)
-        return asked.prepared is not None
+    def _place(self, asked: _Asked) -> bool:
+        """Whether there is a place for a request, which it has then.
+
+        Raises:
+            RequestCancelled: nobody wants the answer any more.
+        """
+        request = asked.request
+        if asked.prepared is None:
+            prepared = self._preparation.prepare(replace(request, on_text=asked.on_text), request.cancelled)
+            asked.prepared = replace(prepared, begun_s=asked.begun_s)
+        if request.cancelled():
+            raise RequestCancelled
+        if self._first is None:
+            asked.on_begin()
+            self._first = asked, self.alone.begin(asked.prepared)
+        elif request.sampling.beams == 1 and self._can_share():
+            self._sharing[request.row] = asked
+            self._joined.append(asked)
+        else:
+            return False
+        return True
 
     def _can_share(self) -> bool:
         if self._together is None and not self._apart:
