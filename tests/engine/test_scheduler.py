@@ -253,7 +253,7 @@ def test_an_answer_that_gets_company_is_not_read_again(
 
     def request(seed: int) -> BatchRequest:
         ids = tuple(random_prompt(prompt, seed=seed))
-        return BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=20), end_ids=NO_END)
+        return BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=50), end_ids=NO_END)
 
     looks = 0
 
@@ -269,7 +269,7 @@ def test_an_answer_that_gets_company_is_not_read_again(
     assert len(moved) == 1
     (end,) = ends
     assert isinstance(end, GenerationResult)
-    expected = Alone(quick).generate_from_ids(request(0).ids, SamplingParams(max_tokens=20), end_ids=NO_END)
+    expected = Alone(quick).generate_from_ids(request(0).ids, SamplingParams(max_tokens=50), end_ids=NO_END)
     # Sweeps round otherwise than single steps; what was moved is what was there.
     agreed = next(
         (n for n, pair in enumerate(zip(end.token_ids, expected.token_ids, strict=True)) if len({*pair}) > 1), 20

@@ -218,7 +218,7 @@ class Scheduler:
         if self._first is None or self._together is None or self._loaded.device.type != "cpu":
             return
         asked, answer = self._first
-        with torch.inference_mode():
+        with torch.no_grad():  # tables and caches made here are written to outside as well
             if answer.leave(self._together.take_over):
                 self._first, self._sharing[asked.request.row] = None, asked
                 asked.reused = asked.reused or answer.reused
@@ -228,7 +228,7 @@ class Scheduler:
         (asked,) = self._sharing.values()
         if self._together is None or asked.prepared is None or self._joined or self._loaded.device.type != "cpu":
             return
-        with torch.inference_mode():
+        with torch.no_grad():  # tables and caches made here are written to outside as well
             answer = self.alone.take_over(asked.prepared, self._together.hand_over)
         if answer is not None:
             self._sharing.clear()
