@@ -236,7 +236,7 @@ class ContinuousBatch:
         work, self._work = self._work, []
         choosing = [each.row for each in work if each.wants_logits]
         for each in work:
-            if each.row.is_reading:
+            if each.row.is_reading and not each.row.sequence.ids:
                 each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
             each.row.has_read(each.tokens)
         tokens = _choose(choosing, logits)
