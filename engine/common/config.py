@@ -101,7 +101,6 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer contains: once, and
             once for each time (OpenAI's); 0 is off.
         logit_bias: (token id, added to its logit), for any number of tokens.
-        shown: control tokens that are part of the answer's text, such as marks around calls of tools.
     """
 
     temperature: float = 0.0
@@ -121,7 +120,6 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    shown: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         checks = (

@@ -211,6 +211,7 @@ class Desk:
             return ticket.is_cancelled() or self.is_closed
 
         stops: tuple[str, ...] = ()
+        shown: tuple[int, ...] = ()
         family, sampling = info.family if (info := self._engine.info) else "", self._sampling
         if ask.text is not None:
             prompt, thinks = rows.text_prompt(ask.text, unwanted), False
@@ -218,7 +219,7 @@ class Desk:
             prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted), rows.implied_stops
             form = form_of(family)
             thinks = any(rows.ends_with(prompt, opens.rstrip()) for opens, _closes in form.thoughts)
-            sampling = replace(sampling, shown=rows.control_tokens_in(form.marks))
+            shown = rows.control_tokens_in(form.marks)
         if ask.counts_only:
             ticket.tell(Ended("stop", len(prompt), 0, 0))
             return None
@@ -248,6 +249,7 @@ class Desk:
             sampling=replace(sampling, stop=(*sampling.stop, *stops)),
             constraint=constraint,
             chances=log,
+            shown=shown,
             on_text=on_text,
             cancelled=unwanted,
         )

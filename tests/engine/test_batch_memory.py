@@ -15,9 +15,9 @@ from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
-from engine.runtime.batch import executor
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.engine import Engine
+from engine.runtime.schedule import together
 from engine.runtime.schedule.row import PagePool
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -36,7 +36,7 @@ class _Seen:
         self.answered = self.ahead = self.most_pages = 0
         self.pools = list[PagePool]()
         self.policies = list[BatchPolicy]()
-        asked, take, made, seen = PreparedJob.asked, PagePool.take, executor.ContinuousBatch.__init__, self
+        asked, take, made, seen = PreparedJob.asked, PagePool.take, together.ContinuousBatch.__init__, self
 
         def counting(job: PreparedJob) -> Iterator[tuple[float, RowRequest | Answer]]:
             for number, row in enumerate(asked(job), 1):
@@ -48,14 +48,14 @@ class _Seen:
             seen.most_pages = max(seen.most_pages, pool.held)
             return page
 
-        def making(batch: executor.ContinuousBatch, model: Any, policy: BatchPolicy) -> None:
+        def making(batch: together.ContinuousBatch, model: Any, policy: BatchPolicy) -> None:
             made(batch, model, policy)
             seen.pools.append(batch.pool)
             seen.policies.append(policy)
 
         monkeypatch.setattr(PreparedJob, "asked", counting)
         monkeypatch.setattr(PagePool, "take", taking)
-        monkeypatch.setattr(executor.ContinuousBatch, "__init__", making)
+        monkeypatch.setattr(together.ContinuousBatch, "__init__", making)
 
     def run(self, engine: Engine, rows: Path, output: Path) -> int:
         """Rows that one job answers."""

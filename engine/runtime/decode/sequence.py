@@ -78,6 +78,7 @@ class AnswerSequence:
         earlier: how many of the first tokens of the prefix are of earlier turns of a chat. The repetition penalty does
             not count them: to the same question the same answer is right.
         chances: takes how likely each token was.
+        shown: control tokens that are part of its text.
 
     Attributes:
         ids: its tokens so far, an end token included.
@@ -95,6 +96,7 @@ class AnswerSequence:
         *,
         earlier: int = 0,
         chances: ChanceLog | None = None,
+        shown: tuple[int, ...] = (),
     ) -> None:
         device = device or torch.device("cpu")
         self._limits, self._constraint = limits, constraint
@@ -108,7 +110,7 @@ class AnswerSequence:
         changes = bool(sampling.logit_bias) or self._penalises_presence
         is_plain = not changes and all(part is None for part in (self._seen, self._dry, constraint, chances))
         self.is_greedy = self._choose is greedy_token and is_plain
-        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.shown)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, shown)
         self._stops = StopStrings(limits.stop)
         self._parts: list[str] = []
         self.ids: list[int] = []

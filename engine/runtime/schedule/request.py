@@ -39,6 +39,7 @@ class BatchRequest:
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
+        shown: control tokens that are part of the answer's text, such as marks around calls of tools.
         on_progress: told how much of the prompt has been read.
         on_text: told after each token of the answer.
         cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
@@ -51,6 +52,7 @@ class BatchRequest:
     constraint: TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
     chances: ChanceLog | None = None
+    shown: tuple[int, ...] = ()
     on_progress: ProgressCallback = ignore_progress
     on_text: TextCallback = ignore_text
     cancelled: CancelCheck = never_cancelled
@@ -133,6 +135,7 @@ class PreparedRow:
             device,
             earlier=self.earlier,
             chances=request.chances,
+            shown=request.shown,
         )
 
     def within(self, room: int) -> PreparedRow:
