@@ -18,7 +18,7 @@ def loading_words(pace: LoadingPace) -> str:
         return translate("Loading", "Opening the model")
     words = {
         "reading": translate("Loading", "Reading weights"),
-        "converting": translate("Loading", "Converting weights, which later starts need not"),
+        "converting": translate("Loading", "Converting weights; later starts skip this"),
         "keeping": translate("Loading", "Saving converted weights for the next start"),
     }.get(progress.phase, translate("Loading", "Loading the model"))
     amount = translate("Loading", "{0} of {1}").format(file_size(progress.done), file_size(progress.total))
