@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import monotonic
 from typing import Protocol
 
@@ -123,10 +124,8 @@ class ChatService:
 
     def answer(self) -> None:
         """Answers chats until none is left, or a job comes that goes on beside them."""
-        try:
+        with _ended():
             self._engine.serve(lambda: self._arrive() or self._requests.waits(StartBatch, SampleBatch))
-        except BaseException as error:  # each request has had its ending; the next one may work
-            log_failure(error, "answering")
 
     def are_due(self) -> bool:
         """Whether chats, or other programs, are to have their turn before a job goes on."""
@@ -137,7 +136,8 @@ class ChatService:
         """Answers chats for as long as the job has computed since, and other programs until none waits."""
         self._answer_others()
         if self._engine.is_answering:
-            self._engine.share(self._arrive)
+            with _ended():
+                self._engine.share(self._arrive)
 
     def give_way(self) -> None:
         """Answers other programs and chats until none is left."""
@@ -153,7 +153,8 @@ class ChatService:
         """Answers chats until none is left."""
         self._arrive()
         if self._engine.is_answering:
-            self._engine.serve(self._arrive)
+            with _ended():
+                self._engine.serve(self._arrive)
 
     def _arrive(self) -> bool:
         while (request := self._requests.take_if(Generate)) is not None:
@@ -187,3 +188,12 @@ class ChatService:
                 )
             )
         self._wrote(0)
+
+
+@contextmanager
+def _ended() -> Iterator[None]:
+    """What breaks here has ended the chats, each of which was told so; the next one, or a job, may go on."""
+    try:
+        yield
+    except BaseException as error:
+        log_failure(error, "answering")

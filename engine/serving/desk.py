@@ -129,8 +129,8 @@ class Desk:
         """Answers who waits for the loaded model, until nobody is left.
 
         Args:
-            pauses: whether the engine is wanted for something else; returns within one layer then, and what is under
-                way goes on with the next call.
+            pauses: whether the engine is wanted for something else; returns after the next token then, and what is
+                under way goes on with the next call.
             stops: whether to begin nothing more.
 
         Returns:

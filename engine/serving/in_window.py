@@ -18,7 +18,7 @@ from engine.serving.link import DeskLink
 class WindowDesk:
     """Answers other programs on the engine's thread, with the model that the window has loaded.
 
-    A chat is answered between two layers of their answers.  A request to load or free a model, or to tune, ends them.
+    A chat is answered between two of their tokens.  A request to load or free a model, or to tune, ends them.
     A batch begins once those under way are done, and then gives way to later ones.
 
     Args:

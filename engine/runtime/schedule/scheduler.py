@@ -197,27 +197,29 @@ class Scheduler:
         if self._first is None:
             asked.on_begin()
             self._first = asked, self.alone.begin(asked.prepared)
-        elif request.sampling.beams == 1 and self._can_share():
+        elif request.sampling.beams == 1 and self._can_share(asked.prepared):
             self._sharing[request.row] = asked
             self._joined.append(asked)
         else:
             return False
         return True
 
-    def _can_share(self) -> bool:
+    def _can_share(self, asked: PreparedRow) -> bool:
         if self._together is None and not self._apart:
             policy = replace(policy_for(self._loaded), ahead=AHEAD_TOKENS)
             try:
                 self._together = ContinuousBatch(PackedModel(self._loaded, policy), policy)
             except LookupError as error:
                 self._apart = str(error)
-        return self._together is not None
+        return self._together is not None and self._together.has_room_for(asked)
 
     def _join(self) -> None:
         """Lets the first one share the sweeps of the others, which are not read again for it then."""
         if self._first is None or self._together is None or self._loaded.device.type != "cpu":
             return
         asked, answer = self._first
+        if not self._together.has_room_for(answer.asked, whole=True):
+            return
         with torch.no_grad():  # tables and caches made here are written to outside as well
             if answer.leave(self._together.take_over):
                 self._first, self._sharing[asked.request.row] = None, asked

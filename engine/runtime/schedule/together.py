@@ -93,14 +93,22 @@ class ContinuousBatch:
         """Rows that share each sweep now, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
+    def has_room_for(self, new: PreparedRow, *, whole: bool = False) -> bool:
+        """Whether a request finds enough pages once the others leave: for all of it; unless `whole`, it also does with
+        as much room for its answer as for its prompt, and the answer may end there."""
+        room = self.pool.capacity * PAGE_TOKENS - len(new.prompt)
+        return new.limits.max_tokens <= room or (not whole and room >= len(new.prompt))
+
     def take_over(self, new: PreparedRow, sequence: AnswerSequence, cache: Any, tokens: int) -> bool:
         """Goes on with an answer whose first `tokens` tokens, prompt included, are in a cache of its own.
 
         Returns:
-            False, and nothing was done, if that cannot be moved, or if there is no room for it now.
+            False, and nothing was done, if that cannot be moved, or if there is no room for it now, or for all that may
+            come of it.
         """
         layers = self._model.layer_pages()
-        if len(self.rows) >= self._policy.rows or not layers or not can_move(cache, layers, tokens):
+        has_place = len(self.rows) < self._policy.rows and self.has_room_for(new, whole=True)
+        if not has_place or not layers or not can_move(cache, layers, tokens):
             return False
         row = PagedRow(new.request, new.prompt, sequence, new.limits.max_tokens, self.pool, self._policy.ahead)
         if not row.take_over(tokens, lambda pages: move(cache, layers, pages, tokens)):
