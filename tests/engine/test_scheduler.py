@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,22 @@ def mixtral() -> LoadedModel:
     return tiny_loaded("mixtral")
 
 
+_SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.3},
+    {"dry_multiplier": 0.8, "dry_range": 64},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logit_bias": ((5, 3.0), (7, -3.0))},
+    {"temperature": 0.8, "top_k": 20, "min_p": 0.02, "seed": 7, "repetition_penalty": 1.1},
+)
+
+
 class Asked:
     """One request and what came of it."""
 
     def __init__(self, prompt: int, most: int, cancel_after: int, text: int) -> None:
         self.ids, self.most, self.cancel_after = tuple(random_prompt(prompt, seed=text % 3)), most, cancel_after
+        self.sampling = SamplingParams(max_tokens=most, **_SAMPLINGS[text % len(_SAMPLINGS)])
         self.ends: list[Outcome] = []
         self.watched: list[int] = []
 
@@ -47,7 +59,7 @@ class Asked:
         return BatchRequest(
             0,
             ids=self.ids,
-            sampling=SamplingParams(max_tokens=self.most),
+            sampling=self.sampling,
             end_ids=NO_END,
             on_text=lambda _text, count: self.watched.append(count),
             cancelled=lambda: bool(self.cancel_after) and len(self.watched) >= self.cancel_after,
@@ -56,7 +68,7 @@ class Asked:
     def check(self, alone: Alone) -> None:
         (end,) = self.ends
         assert isinstance(end, GenerationResult)
-        expected = alone.generate_from_ids(self.ids, SamplingParams(max_tokens=self.most), end_ids=NO_END)
+        expected = alone.generate_from_ids(self.ids, self.sampling, end_ids=NO_END)
         count = min(self.most, self.cancel_after or self.most)
         assert end.token_ids == expected.token_ids[:count]
         assert end.finish_reason == ("cancelled" if count < self.most else "length")
@@ -236,9 +248,11 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @native
-@pytest.mark.parametrize("prompt", [5, 31, 32, 70])
+@pytest.mark.parametrize(
+    ("prompt", "sampling"), [*((prompt, {}) for prompt in (5, 31, 32, 70)), *((9, one) for one in _SAMPLINGS[1:])]
+)
 def test_an_answer_that_gets_company_is_not_read_again(
-    quick: LoadedModel, prompt: int, monkeypatch: pytest.MonkeyPatch
+    quick: LoadedModel, prompt: int, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved = list[int]()
     own: Callable[..., bool] = ContinuousBatch.take_over
@@ -250,10 +264,10 @@ def test_an_answer_that_gets_company_is_not_read_again(
 
     monkeypatch.setattr(ContinuousBatch, "take_over", take_over)
     scheduler, ends = Scheduler(quick), list[Outcome]()
+    asked = SamplingParams(max_tokens=50, **sampling)
 
     def request(seed: int) -> BatchRequest:
-        ids = tuple(random_prompt(prompt, seed=seed))
-        return BatchRequest(0, ids=ids, sampling=SamplingParams(max_tokens=50), end_ids=NO_END)
+        return BatchRequest(0, ids=tuple(random_prompt(prompt, seed=seed)), sampling=asked, end_ids=NO_END)
 
     looks = 0
 
@@ -261,15 +275,16 @@ def test_an_answer_that_gets_company_is_not_read_again(
         nonlocal looks
         looks += 1
         if looks == 6:
-            scheduler.submit(request(1), lambda _outcome: None)
+            scheduler.submit(request(1), ends.append)
         return False
 
     scheduler.submit(request(0), ends.append)
     scheduler.serve(arrive)
     assert len(moved) == 1
-    (end,) = ends
+    end, other = ends
     assert isinstance(end, GenerationResult)
-    expected = Alone(quick).generate_from_ids(request(0).ids, SamplingParams(max_tokens=50), end_ids=NO_END)
+    assert isinstance(other, GenerationResult)
+    expected = Alone(quick).generate_from_ids(request(0).ids, asked, end_ids=NO_END)
     # Sweeps round otherwise than single steps; what was moved is what was there.
     agreed = next(
         (n for n, pair in enumerate(zip(end.token_ids, expected.token_ids, strict=True)) if len({*pair}) > 1), 20

@@ -126,17 +126,18 @@ class PreparedRow:
             device: of the logits.
         """
         request = self.request
-        return AnswerSequence(
-            self.prompt if prefix is None else prefix,
-            request.sampling,
-            self.limits,
-            self.tokenizer,
-            request.constraint,
-            device,
-            earlier=self.earlier,
-            chances=request.chances,
-            shown=request.shown,
-        )
+        with torch.inference_mode(False):  # what it counts is written to within that mode and outside of it
+            return AnswerSequence(
+                self.prompt if prefix is None else prefix,
+                request.sampling,
+                self.limits,
+                self.tokenizer,
+                request.constraint,
+                device,
+                earlier=self.earlier,
+                chances=request.chances,
+                shown=request.shown,
+            )
 
     def within(self, room: int) -> PreparedRow:
         """The same with an answer of at most `room` tokens."""
