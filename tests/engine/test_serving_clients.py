@@ -76,8 +76,9 @@ def test_a_thousand_that_misbehave_leave_nothing_behind() -> None:
                 for each in rude:
                     each.result()
             _until(lambda: _is_idle(running))
-            batch = running.engine.rows[-1]._executor._batch
-            _until(lambda: batch.pool.held == 0)  # type: ignore[union-attr]
+            together = running.engine.rows[-1]._scheduler._together
+            assert together is not None
+            _until(lambda: together.pool.held == 0)
             assert running.chat().status_code == 200
             grown = psutil.Process().memory_info().rss - before
             assert grown < 100 * 2**20, f"{grown / 2**20:.0f} MiB more"
