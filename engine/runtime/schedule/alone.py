@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
@@ -28,8 +28,6 @@ from engine.runtime.decode.generation import (
     Session,
     TextCallback,
     TokenConstraint,
-    ignore_progress,
-    ignore_text,
 )
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence
@@ -48,6 +46,23 @@ TIMED_PROMPT = (
     "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
 )
 _FEWEST_TOKENS = 4
+
+
+class AnswerOptions(TypedDict, total=False):
+    """What may be asked of an answer besides its prompt and sampling: see `BatchRequest`.
+
+    Attributes:
+        end_ids: the empty set lets an answer run to its limit.
+        constraint: unless the answer is searched for with beams; it knows of no token yet.
+        chances: unless the answer is searched for with beams.
+    """
+
+    constraint: TokenConstraint | None
+    end_ids: frozenset[int] | None
+    chances: ChanceLog | None
+    on_progress: ProgressCallback
+    on_text: TextCallback
+    cancelled: CancelCheck
 
 
 class Alone:
@@ -106,75 +121,27 @@ class Alone:
         return lambda prefix: Speculation(session, self._prices, prefix, asked.limits.max_tokens)
 
     def generate(
-        self,
-        messages: Sequence[ChatMessage],
-        sampling: SamplingParams,
-        *,
-        on_progress: ProgressCallback = ignore_progress,
-        on_text: TextCallback = ignore_text,
-        cancelled: CancelCheck = never_cancelled,
-        constraint: TokenConstraint | None = None,
-        chances: ChanceLog | None = None,
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams, **options: Unpack[AnswerOptions]
     ) -> GenerationResult:
         """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
-
-        Args:
-            constraint: what the answer must satisfy, unless it is searched for with beams; it knows of no token yet.
-            chances: takes how likely each token was, unless the answer is searched for with beams.
 
         Raises:
             EngineError: `PROMPT_TOO_LONG`, `INVALID_REQUEST`, `MODEL_UNSUPPORTED` (its template) or
                 `NOT_ENOUGH_MEMORY`.
         """
-        return self.answer(
-            BatchRequest(
-                0,
-                tuple(messages),
-                sampling=sampling,
-                constraint=constraint,
-                chances=chances,
-                on_progress=on_progress,
-                on_text=on_text,
-                cancelled=cancelled,
-            )
-        )
+        return self.answer(BatchRequest(0, tuple(messages), sampling=sampling, **options))
 
     def generate_from_ids(
-        self,
-        ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        end_ids: frozenset[int] | None = None,
-        on_progress: ProgressCallback = ignore_progress,
-        on_text: TextCallback = ignore_text,
-        cancelled: CancelCheck = never_cancelled,
-        constraint: TokenConstraint | None = None,
-        chances: ChanceLog | None = None,
+        self, ids: Sequence[int], sampling: SamplingParams, **options: Unpack[AnswerOptions]
     ) -> GenerationResult:
         """Continues a prompt given as tokens.
-
-        Args:
-            end_ids: tokens that end the answer; `None` is the model's own, the empty set lets it run to its limit.
-            constraint, chances: see `generate`.
 
         Raises:
             EngineError: as `generate`.
         """
         if not ids:
             raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
-        return self.answer(
-            BatchRequest(
-                0,
-                ids=tuple(ids),
-                sampling=sampling,
-                end_ids=end_ids,
-                constraint=constraint,
-                chances=chances,
-                on_progress=on_progress,
-                on_text=on_text,
-                cancelled=cancelled,
-            )
-        )
+        return self.answer(BatchRequest(0, ids=tuple(ids), sampling=sampling, **options))
 
     def answer(self, request: BatchRequest) -> GenerationResult:
         """Answers a request from its beginning to its end.

@@ -126,18 +126,17 @@ class PreparedRow:
             device: of the logits.
         """
         request = self.request
-        with torch.inference_mode(False):  # what it counts is written to within that mode and outside of it
-            return AnswerSequence(
-                self.prompt if prefix is None else prefix,
-                request.sampling,
-                self.limits,
-                self.tokenizer,
-                request.constraint,
-                device,
-                earlier=self.earlier,
-                chances=request.chances,
-                shown=request.shown,
-            )
+        return AnswerSequence(
+            self.prompt if prefix is None else prefix,
+            request.sampling,
+            self.limits,
+            self.tokenizer,
+            request.constraint,
+            device,
+            earlier=self.earlier,
+            chances=request.chances,
+            shown=request.shown,
+        )
 
     def within(self, room: int) -> PreparedRow:
         """The same with an answer of at most `room` tokens."""

@@ -142,6 +142,7 @@ class Scheduler:
             return True
         return any(not asked.tokens for asked in self._sharing.values())
 
+    @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
         try:
@@ -220,18 +221,16 @@ class Scheduler:
         asked, answer = self._first
         if not self._together.has_room_for(answer.asked, whole=True):
             return
-        with torch.no_grad():  # tables and caches made here are written to outside as well
-            if answer.leave(self._together.take_over):
-                self._first, self._sharing[asked.request.row] = None, asked
-                asked.reused = asked.reused or answer.reused
+        if answer.leave(self._together.take_over):
+            self._first, self._sharing[asked.request.row] = None, asked
+            asked.reused = asked.reused or answer.reused
 
     def _part(self) -> None:
         """Lets the last one that shared sweeps go on alone."""
         (asked,) = self._sharing.values()
         if self._together is None or asked.prepared is None or self._joined or self._loaded.device.type != "cpu":
             return
-        with torch.no_grad():  # tables and caches made here are written to outside as well
-            answer = self.alone.take_over(asked.prepared, self._together.hand_over)
+        answer = self.alone.take_over(asked.prepared, self._together.hand_over)
         if answer is not None:
             self._sharing.clear()
             asked.has_moved, self._first = True, (asked, answer)
