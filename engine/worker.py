@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, get_args
 
 import psutil
 
@@ -146,30 +146,34 @@ class Worker:
             engine,
             self._telemetry.request_begins,
             lambda tokens: self._wrote(engine, tokens),
-            lambda: self._others.answer(engine, self._chats.answer_all),
+            lambda: self._others.admit(engine),
         )
         self._batches = BatchService(self._requests, self._writer.send, self._chats)
         while self._go_on(engine):
             pass
 
     def _go_on(self, engine: WorkerEngine) -> bool:
-        """Goes on with chats, or performs the next request once there are none, waiting for one if necessary.
+        """Goes on with answers, or performs the next request once there are none, waiting for one if necessary.
 
         Returns:
             False once the queue is closed.
         """
+        self._others.admit(engine)
         if engine.is_answering:
             self._chats.answer()
-        request = self._requests.take_if(StartBatch, SampleBatch) if engine.is_answering else self._requests.take()
-        if request is None:
-            return engine.is_answering
-        if isinstance(request, AnswerOthers):
-            self._others.answer(engine, self._chats.answer_all)
-        elif isinstance(request, Generate):
+        if self._chats.are_under_way:
+            request: Request | AnswerOthers | None = self._requests.take_if(StartBatch, SampleBatch)
+        elif engine.is_answering and not self._requests.is_closed:
+            request = self._requests.take_if(*get_args(Request))
+        else:
+            request = self._requests.take()
+            if request is None:
+                return False
+        if isinstance(request, Generate):
             self._sampled_s, self._written = time.monotonic(), 0
             self._chats.begin(request)
             return True
-        else:
+        if request is not None and not isinstance(request, AnswerOthers):
             self._requests.end(self._perform(engine, request))
         self._sample(engine, 0.0)
         return True
@@ -188,8 +192,6 @@ class Worker:
         try:
             if isinstance(request, LoadModel):
                 return self._load(engine, request)
-            if isinstance(request, StartBatch | SampleBatch):
-                self._others.make_room()
             if isinstance(request, StartBatch):
                 return self._batches.run(engine, request)
             if isinstance(request, SampleBatch):

@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import SamplingParams
 from engine.process.failures import as_engine_error, log_failure
-from engine.process.requests import AnswerOthers, RequestQueue
+from engine.process.requests import RequestQueue
 from engine.protocol import ChatMessage, Event, Failed, Finished, FinishReason, Generate, Progress, Token
 from engine.telemetry.request_log import RequestLog
 
@@ -65,12 +65,12 @@ class ChatEngine(Protocol):
 
 
 class ChatService:
-    """Has chats answered as they arrive, on the engine's thread.
+    """Has chats and other programs' requests answered as they arrive, on the engine's thread.
 
     Args:
         begins: told which request's work begins.
         wrote: told after each token, and with 0 after an answer's end, how many came.
-        others: answers other programs, until none of them waits or a chat does.
+        others: lets other programs' requests join those that the engine is answering; called often.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class ChatService:
         self._requests, self._send, self._engine = requests, send, engine
         self._begins, self._wrote, self._others = begins, wrote, others
         self._progress_s = 0.0
+        self._open: set[str] = set()
 
     def begin(self, request: Generate) -> None:
         """Takes a request, which ends later."""
@@ -100,6 +101,7 @@ class ChatService:
 
         def on_end(outcome: GenerationOutcome | BaseException) -> None:
             log.ends()
+            self._open.discard(name)
             self._end(name, outcome)
 
         def on_text(text: str, tokens: int) -> None:
@@ -109,6 +111,7 @@ class ChatService:
             self._wrote(tokens - told)
             told = tokens
 
+        self._open.add(name)
         try:
             self._engine.begin(
                 request.messages,
@@ -122,44 +125,46 @@ class ChatService:
         except Exception as error:
             on_end(error)
 
+    @property
+    def are_under_way(self) -> bool:
+        """Whether any chat has not ended yet; other programs' requests may go on longer."""
+        return bool(self._open)
+
     def answer(self) -> None:
-        """Answers chats until none is left, or a job comes that goes on beside them."""
+        """Answers who asks until nobody is left, or the window wants something else: a job goes on beside chats, and
+        all else waits for them, but for no other program."""
         with _ended():
-            self._engine.serve(lambda: self._arrive() or self._requests.waits(StartBatch, SampleBatch))
+            self._engine.serve(self._is_wanted_elsewhere)
 
     def are_due(self) -> bool:
-        """Whether chats, or other programs, are to have their turn before a job goes on."""
+        """Whether who asks is to have a turn before a job goes on."""
         self._arrive()
-        return self._engine.is_due() or isinstance(self._requests.waiting(), AnswerOthers)
+        return self._engine.is_due()
 
     def take_turns(self) -> None:
-        """Answers chats for as long as the job has computed since, and other programs until none waits."""
-        self._answer_others()
+        """Answers who asks for as long as the job has computed since."""
         if self._engine.is_answering:
             with _ended():
                 self._engine.share(self._arrive)
 
     def give_way(self) -> None:
-        """Answers other programs and chats until none is left."""
-        self._answer_others()
-        self.answer_all()
-
-    def _answer_others(self) -> None:
-        while isinstance(self._requests.waiting(), AnswerOthers):
-            self._requests.take()
-            self._others()
-
-    def answer_all(self) -> None:
-        """Answers chats until none is left."""
+        """Answers who asks until nobody is left."""
         self._arrive()
         if self._engine.is_answering:
             with _ended():
                 self._engine.serve(self._arrive)
 
+    def _is_wanted_elsewhere(self) -> bool:
+        self._arrive()
+        if self._open:
+            return self._requests.waits(StartBatch, SampleBatch)
+        return self._requests.window_waits or self._requests.is_closed
+
     def _arrive(self) -> bool:
         while (request := self._requests.take_if(Generate)) is not None:
             assert isinstance(request, Generate)
             self.begin(request)
+        self._others()
         return False
 
     def _read(self, name: str, done: int, total: int) -> None:

@@ -89,6 +89,19 @@ class RequestQueue:
         with self._changed:
             return isinstance(self._next_of_window(), kinds)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the window wants nothing any more."""
+        return self._closed
+
+    @property
+    def window_waits(self) -> bool:
+        """Whether the window has asked for something that nobody has taken yet."""
+        if not self._waiting:
+            return False
+        with self._changed:
+            return self._next_of_window() is not None
+
     def take_if(self, *kinds: type[Request]) -> Request | None:
         """The next request of the window, if there is one now and it is of one of these kinds."""
         if not self._waiting:

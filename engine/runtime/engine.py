@@ -264,14 +264,14 @@ class Engine:
         self._schedule().share(until)
 
     def live_rows(self) -> LiveRows:
-        """Answers requests of many clients at once with the loaded model, until it is closed.
+        """Answers requests of many clients with the loaded model, together with all others, until it is closed.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model.
         """
         from engine.runtime.schedule.live import LiveRows  # a chat does without
 
-        return LiveRows(self._ready())
+        return LiveRows(self._ready(), self._schedule())
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
         """Answers a job's rows with the loaded model; chats may be answered while the watcher gives way.

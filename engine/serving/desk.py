@@ -15,7 +15,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from engine.common.config import SamplingParams
-from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
 from engine.runtime.decode.generation import ChanceLog, Chances
@@ -72,7 +72,6 @@ class Desk:
         self._sampling = SamplingParams()
         self._logs: WeakKeyDictionary[Ticket, RequestLog] = WeakKeyDictionary()
         self._numbers = 0
-        self._stops = never_cancelled
         self.is_closed = False
 
     def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
@@ -125,35 +124,38 @@ class Desk:
         with self.changed:
             self._model = model
 
-    def answer(self, pauses: CancelCheck = never_cancelled, stops: CancelCheck = never_cancelled) -> bool:
+    def answer(self) -> None:
         """Answers who waits for the loaded model, until nobody is left.
-
-        Args:
-            pauses: whether the engine is wanted for something else; returns after the next token then, and what is
-                under way goes on with the next call.
-            stops: whether to begin nothing more.
-
-        Returns:
-            Whether it is done, and not only paused.
 
         Raises:
             BaseException: the model cannot be run.
         """
-        self._stops = stops
+        self._rows_now().run(_Arriving(self._next), self._ended)
+
+    def admit(self) -> None:
+        """Lets who waits for the loaded model join those that the engine is answering.
+
+        Raises:
+            BaseException: the model cannot be run.
+        """
+        if self._waiting or self._under_way:
+            self._rows_now().take(_Arriving(self._next), self._ended)
+
+    def _rows_now(self) -> LiveRows:
         if self._rows is None:
             self._rows = self._engine.live_rows()
-        return self._rows.run(_Arriving(self._next), self._ended, pauses)
+        return self._rows
 
     def free(self) -> None:
         """Frees keys and values before the model is freed, or another needs the room; ends what is under way."""
-        rows, self._rows = self._rows, None
-        if rows is not None:
-            rows.close()
         with self.changed:
             left = list(self._under_way.values())
             self._under_way.clear()
         for ticket in left:
             ticket.tell(Refused(EngineError(ErrorCode.BUSY, "The model was taken away: try again later.")))
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.close()
 
     def refuse(self, failure: EngineError, model: Path | None = None) -> None:
         """Nobody who is being answered or waits gets an answer, unless it is for another model than this."""
@@ -181,7 +183,7 @@ class Desk:
 
     def _next(self) -> BatchRequest | None:
         """The next request for the loaded model, if it is its turn."""
-        while not self._stops():
+        while True:
             ticket = None
             with self.changed:
                 gone = self._without_the_gone()
@@ -201,7 +203,6 @@ class Desk:
             else:
                 if request is not None:
                     return request
-        return None
 
     def _begin(self, ticket: Ticket) -> BatchRequest | None:
         rows, ask = self._rows, ticket.ask
@@ -266,7 +267,9 @@ class Desk:
 
     def _ended(self, answer: BatchAnswer) -> None:
         with self.changed:
-            ticket = self._under_way.pop(answer.row)
+            ticket = self._under_way.pop(answer.row, None)
+        if ticket is None:  # told already that the model was taken away
+            return
         self._logs[ticket].ends()
         if answer.error is not None:
             ticket.tell(Refused(answer.error))

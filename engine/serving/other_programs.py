@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,28 +31,25 @@ class OtherPrograms:
 
     # --- the engine's thread ----------------------------------------------------------------------
 
-    def answer(self, engine: DeskEngine, answer_next: Callable[[], object]) -> None:
-        """Answers who waits; see `WindowDesk`."""
-        with self._lock:
-            command, self._command = self._command, None
+    def admit(self, engine: DeskEngine) -> None:
+        """Lets who waits join those that the engine is answering; see `WindowDesk`."""
+        command = self._command
+        if command is not None:
+            with self._lock:
+                command, self._command = self._command, None
         if command is not None:
             if self._desk is None and command.address:
                 from engine.serving.in_window import WindowDesk  # imports torch
 
-                self._desk = WindowDesk(engine, self._requests, answer_next)
+                self._desk = WindowDesk(engine, self._requests)
                 self._desk.model_is(self._model)
             if self._desk is not None:
                 self._desk.connect(command)
         if self._desk is not None:
-            self._desk.answer()
+            self._desk.admit()
 
     def model_is(self, model: Path | None) -> None:
         """The window has loaded this model, or is about to free the one it had."""
         self._model = model
         if self._desk is not None:
             self._desk.model_is(model)
-
-    def make_room(self) -> None:
-        """Before something that needs the memory."""
-        if self._desk is not None:
-            self._desk.make_room()

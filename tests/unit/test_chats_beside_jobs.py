@@ -39,7 +39,7 @@ class Breaking:
     share = serve
 
 
-@pytest.mark.parametrize("how", ["answer", "take_turns", "give_way", "answer_all"])
+@pytest.mark.parametrize("how", ["answer", "take_turns", "give_way"])
 def test_what_breaks_chats_ends_them_and_nothing_else(how: str) -> None:
     events = list[Event]()
     requests = RequestQueue(events.append)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch_files.rows import Constraint
@@ -13,7 +15,7 @@ from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnsw
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.token_bytes import token_bytes
 from engine.runtime.load.tokenizer import token_id
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Check, Preparation, never
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
 
 if TYPE_CHECKING:
@@ -29,12 +31,19 @@ _OF_ONE = (
 
 
 class LiveRows:
-    """Answers requests as they arrive, many in each sweep.  Not thread-safe."""
+    """Answers requests as they arrive, many in each sweep.  Not thread-safe.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    Args:
+        scheduler: of this model, whose other requests share the sweeps; `None` for one that nobody else uses.
+    """
+
+    def __init__(self, loaded: LoadedModel, scheduler: Scheduler | None = None) -> None:
         self._loaded = loaded
-        self._scheduler = Scheduler(loaded)
+        self._scheduler = scheduler or Scheduler(loaded)
+        self._is_shared = scheduler is not None
         self._most = policy_for(loaded).rows
+        self._under_way = 0
+        self._is_closing = False
         self._preparation = Preparation(loaded)
         self._constrained: ConstrainedAnswers | None = None
         self._failed: list[BaseException] = []
@@ -48,8 +57,8 @@ class LiveRows:
 
     @property
     def under_way(self) -> int:
-        """Requests that are being answered now."""
-        return self._scheduler.under_way
+        """Requests of these clients that are being answered now."""
+        return self._under_way
 
     def prompt(self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...], cancelled: CancelCheck) -> list[int]:
         """The tokens of a conversation.
@@ -104,41 +113,55 @@ class LiveRows:
             self._constrained = ConstrainedAnswers.of(self._loaded)
         return self._constrained.begin(constraint)
 
-    def run(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback, pauses: Check = never) -> bool:
-        """Answers requests until none is left; `requests` may end now and go on while others are under way.
-
-        Returns:
-            Whether none is left; else `pauses` came true, and the next call goes on.
+    def take(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
+        """Lets requests join those under way, as many as there are places; `requests` may end now and go on later.
 
         Raises:
-            EngineError: the model cannot be run.
+            BaseException: what keeps the model from answering anybody; those under way got no answer.
         """
-        failed = self._failed
+        while not self._failed and self._under_way < self._most and (request := next(requests, None)) is not None:
+            self._submit(request, on_answer)
+        if self._failed:
+            failed, self._failed = self._failed.pop(), []
+            raise failed
 
-        def take(request: BatchRequest) -> None:
-            def ended(outcome: Outcome) -> None:
-                answer = _answer(request, outcome)
-                if answer is not None:
-                    on_answer(answer)
-                elif isinstance(outcome, BaseException):
-                    failed.append(outcome)
+    def run(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
+        """Answers requests until none is left; others may join them meanwhile.
 
-            self._scheduler.submit(request, ended)
+        Raises:
+            BaseException: as `take`.
+        """
 
         def arrive() -> bool:
-            while self._scheduler.under_way < self._most and (request := next(requests, None)) is not None:
-                take(request)
-            return bool(failed) or pauses()
+            if not self._failed:
+                self.take(requests, on_answer)
+            return bool(self._failed)
 
-        while not (interrupted := arrive()) and self._scheduler.is_busy:
+        self.take(requests, on_answer)
+        while self._under_way:
             self._scheduler.serve(arrive)
-        if failed:
-            raise failed.pop()
-        return not interrupted
+            self.take(requests, on_answer)
 
     def close(self) -> None:
-        """Frees keys and values.  Safe to call twice."""
-        self._scheduler.close()
+        """Ends what is under way, and frees keys and values that nobody else needs.  Safe to call twice."""
+        self._is_closing = True
+        if not self._is_shared:
+            self._scheduler.close()
+            return
+        with suppress(Exception):  # it has been told to everybody then
+            self._scheduler.serve(lambda: not self._under_way)
+
+    def _submit(self, request: BatchRequest, on_answer: AnswerCallback) -> None:
+        def ended(outcome: Outcome) -> None:
+            self._under_way -= 1
+            answer = _answer(request, outcome)
+            if answer is not None:
+                on_answer(answer)
+            elif isinstance(outcome, BaseException):
+                self._failed.append(outcome)
+
+        self._under_way += 1
+        self._scheduler.submit(replace(request, cancelled=lambda: self._is_closing or request.cancelled()), ended)
 
 
 def _answer(request: BatchRequest, outcome: Outcome) -> BatchAnswer | None:
