@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
-from app.widgets.fit_words import duration
-from app.widgets.quantities import SEPARATOR, figures, file_size, number
+from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number
 from engine.checkpoint.downloads.queue import Download, DownloadState
 
 translate = QCoreApplication.translate

@@ -8,7 +8,7 @@ from PySide6.QtCore import QCoreApplication
 
 from app.theme import ColourName
 from app.widgets.plan_bars import BarPart, TierBar, memory_parts
-from app.widgets.quantities import SEPARATOR, figures, file_size, number
+from app.widgets.quantities import SEPARATOR, figures, file_size
 from engine.checkpoint.hub import Candidate
 from engine.tuning.fit import FitRow, FitSpeed
 
@@ -65,19 +65,6 @@ def range_words(speed: FitSpeed | None) -> str:
 def first_token_words(speed: FitSpeed) -> str:
     """`first token after 0.8 s`."""
     return translate("Fit", "first token after {0} s").format(figures(speed.ttft))
-
-
-def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3 h 20 min`, `2 days`."""
-    if seconds < 90:
-        return translate("Fit", "{0} s").format(number(max(1, seconds), 0))
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return translate("Fit", "{0} min").format(minutes)
-    hours, rest = divmod(minutes, 60)
-    if hours < 10 and rest:
-        return translate("Fit", "{0} h {1} min").format(hours, rest)
-    return translate("Fit", "{0} h").format(hours) if hours < 48 else translate("Fit", "{0} days").format(hours // 24)
 
 
 def fit_bars(row: FitRow) -> tuple[TierBar, ...]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import QCoreApplication
 
 from app.services.loading_pace import LoadingPace
-from app.widgets.fit_words import duration
-from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.quantities import SEPARATOR, duration, file_size
 
 translate = QCoreApplication.translate
 

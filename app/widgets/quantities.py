@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QLocale
+from PySide6.QtCore import QCoreApplication, QLocale
+
+translate = QCoreApplication.translate
 
 SEPARATOR = "  ·  "
 """Separates figures on one line."""
@@ -59,3 +61,16 @@ def count(value: int) -> str:
 def percent(fraction: float) -> str:
     """A fraction of 1 in whole per cent, rounded down."""
     return f"{int(fraction * 100)}%"
+
+
+def duration(seconds: float) -> str:
+    """`40 s`, `12 min`, `3 h 20 min`, `2 days`."""
+    if seconds < 90:
+        return translate("Fit", "{0} s").format(number(max(1, seconds), 0))
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return translate("Fit", "{0} min").format(minutes)
+    hours, rest = divmod(minutes, 60)
+    if hours < 10 and rest:
+        return translate("Fit", "{0} h {1} min").format(hours, rest)
+    return translate("Fit", "{0} h").format(hours) if hours < 48 else translate("Fit", "{0} days").format(hours // 24)

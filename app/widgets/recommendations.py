@@ -11,8 +11,8 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePol
 from app.theme import set_look, use_tabular_figures
 from app.widgets.card import muted_label
 from app.widgets.fit_table import draw_verdict_mark
-from app.widgets.fit_words import Presence, duration, range_words, speed_words, verdict_words
-from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
+from app.widgets.quantities import SEPARATOR, duration, file_size
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation
 
 translate = QCoreApplication.translate

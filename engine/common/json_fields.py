@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -14,8 +16,23 @@ from engine.common.errors import ErrorCode
 
 
 @functools.cache
-def _field_types(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+def field_types(cls: type) -> dict[str, Any]:
+    """The declared types of a dataclass's fields, by name."""
+    return typing.get_type_hints(cls, localns=_LaterNames(cls))
+
+
+class _LaterNames(dict[str, Any]):
+    """Names that the class's module gives when it is asked for them, besides those that it has."""
+
+    def __init__(self, cls: type) -> None:
+        super().__init__()
+        self._give = vars(sys.modules[cls.__module__]).get("__getattr__")
+
+    def __missing__(self, name: str) -> Any:
+        if self._give is not None:
+            with contextlib.suppress(AttributeError):
+                return self._give(name)
+        raise KeyError(name)  # then it is one of the module's own
 
 
 def from_fields(cls: type, raw: dict[str, Any]) -> Any:
@@ -24,7 +41,7 @@ def from_fields(cls: type, raw: dict[str, Any]) -> Any:
     Raises:
         EngineError, LookupError, TypeError, ValueError: the fields do not match.
     """
-    hints = _field_types(cls)
+    hints = field_types(cls)
     unknown = raw.keys() - hints.keys()
     if unknown:
         raise TypeError(f"{cls.__name__} has no field {sorted(unknown)[0]!r}")
@@ -40,7 +57,7 @@ def fields_of(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         EngineError, LookupError, TypeError, ValueError: the fields do not match.
     """
-    hints = _field_types(cls)
+    hints = field_types(cls)
     return {name: _convert(hints[name], value) for name, value in raw.items()}
 
 

@@ -154,7 +154,7 @@ def _change_import_utils(module: Any) -> None:
 
 def _kept_structure(folder: str, build: Callable[[str], Any]) -> Any:
     """What the library exports from this folder, from our cache; built and kept if it is not there."""
-    key = [importlib.metadata.version(_LIBRARY.rstrip(".")), folder, os.stat(folder).st_mtime_ns]
+    key = [importlib.metadata.version(_LIBRARY.rstrip(".")), os.path.realpath(folder), os.stat(folder).st_mtime_ns]
     file = cache_dir() / "transformers-exports.json"
     with suppress(OSError, ValueError, LookupError, TypeError):
         kept = json.loads(file.read_bytes())

@@ -10,14 +10,31 @@ then not saved unless requested.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from engine.common.config import EngineConfig
 from engine.common.model_info import ModelInfo
-from engine.hardware.measured import Measurements
-from engine.planner.plan_parts import Plan
-from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
+
+if TYPE_CHECKING:
+    from engine.hardware.measured import Measurements
+    from engine.planner.plan_parts import Plan
+    from engine.tuning.result import Contestant, Timed, TuningKind, TuningResult
+
+_LATER = {
+    "Measurements": "engine.hardware.measured",
+    "Plan": "engine.planner.plan_parts",
+    **dict.fromkeys(("Contestant", "Timed", "TuningKind", "TuningResult"), "engine.tuning.result"),
+}
+"""Modules of what only messages of a run have in them: every start of window and worker would wait for them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
 
 Stage = Literal["probing", "waiting", "measuring", "planning", "loading", "timing", "restoring"]
 STAGES: tuple[Stage, ...] = ("probing", "waiting", "measuring", "planning", "loading", "timing", "restoring")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import BatchJob, BatchStart, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.json_fields import field_types
 from engine.protocol import (
     MAX_LINE_BYTES,
     TERMINAL,
@@ -74,7 +75,7 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
     if hint is BatchJob:
         return JOB
     if dataclasses.is_dataclass(hint):
-        return st.builds(hint, **{name: values(t) for name, t in typing.get_type_hints(hint).items()})
+        return st.builds(hint, **{name: values(t) for name, t in field_types(hint).items()})
     if get_origin(hint) is typing.Literal:
         return st.sampled_from(get_args(hint))
     if get_origin(hint) is dict:
@@ -239,4 +240,4 @@ def test_defaults_may_be_left_out() -> None:
 
 
 def test_every_terminal_event_names_its_request() -> None:
-    assert all("request_id" in typing.get_type_hints(cls) for cls in TERMINAL)
+    assert all("request_id" in field_types(cls) for cls in TERMINAL)
