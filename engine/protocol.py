@@ -41,7 +41,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 HEARTBEAT_S = 1.0
 """Interval of `Heartbeat`, also while the worker computes; several missing ones mean that it hangs."""
 
@@ -151,11 +151,13 @@ class Token:
     Attributes:
         text: what to append.
         generated_tokens: how many tokens have been generated so far in this answer.
+        reasoning: what to append to what the model thinks before it answers; it is no part of the text.
     """
 
     request_id: str
     text: str
     generated_tokens: int
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,9 @@ class EngineConfig:
     kv_precision: KvPrecision = "auto"
 
 
+Thinking = Literal["auto", "off", "on", "low", "medium", "high"]
+THINKINGS: tuple[Thinking, ...] = ("auto", "off", "on", "low", "medium", "high")
+
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's and KoboldCpp's: they keep the turns of a chat template and the punctuation of lists unpunished."""
 MOST_BREAKERS = 100
@@ -76,7 +79,7 @@ MOST_BREAKERS = 100
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen.
+    """How the next token is chosen, and whether the model thinks before it answers.
 
     What is on is applied in llama.cpp's order: bias, penalties, DRY, what the answer must satisfy, top-k, top-p,
     min-p, temperature, and then one draw.  Tokens that end an answer are never penalised.
@@ -101,6 +104,8 @@ class SamplingParams:
         presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer contains: once, and
             once for each time (OpenAI's); 0 is off.
         logit_bias: (token id, added to its logit), for any number of tokens.
+        thinking: whether, and how much, the model reasons before its answer, where its chat template can tell it;
+            `auto` is as the model does, or not at all if the answer must satisfy a schema.
     """
 
     temperature: float = 0.0
@@ -120,6 +125,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    thinking: Thinking = "auto"
 
     def __post_init__(self) -> None:
         checks = (
@@ -141,6 +147,10 @@ class SamplingParams:
             value = getattr(self, name)
             if not holds or not math.isfinite(value):
                 raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
+        if self.thinking not in THINKINGS:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"thinking is {self.thinking!r}, but must be one of {', '.join(THINKINGS)}."
+            )
         for token, bias in self.logit_bias:
             if token < 0 or not -100 <= bias <= 100:
                 raise EngineError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.common.config import Thinking
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -17,6 +19,8 @@ class ModelInfo:
         experts, experts_per_token: 0 for dense models.
         weights_bytes, experts_bytes: bytes held by non-expert and expert weights.
         kv_bytes_per_token: bytes of KV that one more token of context costs.
+        thinking: the values of `SamplingParams.thinking` that its chat template knows, besides `auto`.
+        thinks: whether its answers may begin with reasoning.
         template_note: set when the tokenizer has no chat template, and says what is used instead.
     """
 
@@ -36,6 +40,8 @@ class ModelInfo:
     kv_bytes_per_token: int
     device_note: str = ""
     template_note: str = ""
+    thinking: tuple[Thinking, ...] = ()
+    thinks: bool = False
 
     @property
     def is_tuned(self) -> bool:

@@ -49,6 +49,7 @@ class ChatEngine(Protocol):
         *,
         on_progress: Callable[[int, int], None],
         on_text: Callable[[str, int], None],
+        on_reasoning: Callable[[str, int], None],
         cancelled: Callable[[], bool],
         on_end: Callable[[GenerationOutcome | BaseException], None],
         on_begin: Callable[[], None],
@@ -104,12 +105,19 @@ class ChatService:
             self._open.discard(name)
             self._end(name, outcome)
 
-        def on_text(text: str, tokens: int) -> None:
+        def wrote(tokens: int) -> None:
             nonlocal told
             log.has_written(tokens)
-            self._send(Token(name, text, tokens))
             self._wrote(tokens - told)
             told = tokens
+
+        def on_text(text: str, tokens: int) -> None:
+            self._send(Token(name, text, tokens))
+            wrote(tokens)
+
+        def on_reasoning(text: str, tokens: int) -> None:
+            self._send(Token(name, "", tokens, text))
+            wrote(tokens)
 
         self._open.add(name)
         try:
@@ -118,6 +126,7 @@ class ChatService:
                 request.sampling,
                 on_progress=on_progress,
                 on_text=on_text,
+                on_reasoning=on_reasoning,
                 cancelled=lambda: self._requests.is_cancelled(name),
                 on_end=on_end,
                 on_begin=lambda: self._begins(name),

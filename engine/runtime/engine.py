@@ -19,8 +19,9 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
-from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.generation import GenerationResult, TextCallback, ignore_text
 from engine.runtime.decode.prompt import encode
+from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
@@ -196,8 +197,9 @@ class Engine:
         sampling: SamplingParams,
         *,
         on_progress: Callable[[int, int], None],
-        on_text: Callable[[str, int], None],
+        on_text: TextCallback,
         cancelled: Callable[[], bool],
+        on_reasoning: TextCallback = ignore_text,
     ) -> GenerationResult:
         """Answer the last of `messages`, and whatever else is asked meanwhile.
 
@@ -206,7 +208,13 @@ class Engine:
         """
         ended: list[Outcome] = []
         self.begin(
-            messages, sampling, on_progress=on_progress, on_text=on_text, cancelled=cancelled, on_end=ended.append
+            messages,
+            sampling,
+            on_progress=on_progress,
+            on_text=on_text,
+            on_reasoning=on_reasoning,
+            cancelled=cancelled,
+            on_end=ended.append,
         )
         self.serve(lambda: bool(ended))
         outcome = ended[0]
@@ -220,14 +228,16 @@ class Engine:
         sampling: SamplingParams,
         *,
         on_progress: Callable[[int, int], None],
-        on_text: Callable[[str, int], None],
+        on_text: TextCallback,
         cancelled: Callable[[], bool],
         on_end: OnEnd,
         on_begin: Callable[[], None] = lambda: None,
+        on_reasoning: TextCallback = ignore_text,
     ) -> None:
         """Takes a request that is answered in `serve`, or in `share` while a job runs.
 
         Args:
+            on_text, on_reasoning: told what is answered, and apart from it what the model thinks before.
             on_end: told how it ended, once.
             on_begin: see `Scheduler.submit`.
 
@@ -235,14 +245,23 @@ class Engine:
             EngineError: `INVALID_REQUEST` without a model.
         """
         loaded, scheduler = self._ready(), self._schedule()
+        answer = SplitAnswer(loaded.info.family, on_text, on_reasoning)
 
         def ended(outcome: Outcome) -> None:
+            answer.end()
             if not isinstance(outcome, BaseException):
+                outcome = replace(outcome, text=answer.text, reasoning=answer.reasoning)
                 note_use(self._place, _how(loaded.info), outcome.tokens_per_s, outcome.generated_tokens)
             on_end(outcome)
 
         request = BatchRequest(
-            0, tuple(messages), sampling=sampling, on_progress=on_progress, on_text=on_text, cancelled=cancelled
+            0,
+            tuple(messages),
+            sampling=sampling,
+            on_prepared=answer.begin,
+            on_progress=on_progress,
+            on_text=answer.take,
+            cancelled=cancelled,
         )
         scheduler.submit(request, ended, on_begin)
 

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from engine.batch_files.openai_requests import BadRequestError, read_call, read_sampling, read_text
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import (
     Lines,
     Service,

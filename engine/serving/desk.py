@@ -36,7 +36,6 @@ from engine.serving.asking import (
     closing,
     too_many,
 )
-from engine.serving.replies import form_of
 from engine.telemetry.request_log import RequestLog
 
 LONGEST_ANSWER = 2**31
@@ -213,18 +212,16 @@ class Desk:
 
         stops: tuple[str, ...] = ()
         shown: tuple[int, ...] = ()
-        family, sampling = info.family if (info := self._engine.info) else "", self._sampling
+        family = info.family if (info := self._engine.info) else ""
+        sampling = replace(self._sampling, **{"max_tokens": LONGEST_ANSWER, **ask.sampling})
         if ask.text is not None:
             prompt, thinks = rows.text_prompt(ask.text, unwanted), False
         else:
-            prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted), rows.implied_stops
-            form = form_of(family)
-            thinks = any(rows.ends_with(prompt, opens.rstrip()) for opens, _closes in form.thoughts)
-            shown = rows.control_tokens_in(form.marks)
+            prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted, sampling.thinking), rows.implied_stops
+            thinks, shown = rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
         if ask.counts_only:
             ticket.tell(Ended("stop", len(prompt), 0, 0))
             return None
-        sampling = replace(sampling, **{"max_tokens": LONGEST_ANSWER, **ask.sampling})
         constraint = rows.constrained(ask.constraint) if ask.constraint is not None else None
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1

@@ -16,8 +16,8 @@ from engine.batch_files.openai_requests import BadRequestError, read_constraint,
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError, ErrorCode
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import Lines, Service, Streamed, body_of, opened, status_of, while_connected
 from engine.serving.tools import ToolUse, openai_tools
 

@@ -21,9 +21,9 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError, ErrorCode
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.process.failures import as_engine_error, log_failure
 from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Spoken, Thought, reply_reader
 from engine.serving.service import (
     Lines,
     Service,

@@ -25,8 +25,8 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
+from engine.families.replies.reader import Part, ReplyReader, Thought, reply_reader
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.replies import Part, ReplyReader, Thought, reply_reader
 from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, while_connected
 from engine.serving.tools import ToolUse, openai_tools
 

@@ -44,7 +44,7 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def begin(self, messages, sampling, *, on_progress, on_text, cancelled, on_end, on_begin):
+    def begin(self, messages, sampling, *, on_progress, on_text, on_reasoning, cancelled, on_end, on_begin):
         self._waiting.append((messages, on_progress, on_text, cancelled, on_end))
 
     @property

@@ -261,10 +261,10 @@ def test_a_transaction_that_was_not_finished_is_not_read(tmp_path: Path) -> None
     for number in range(2):
         database.add_message(Message(f"m{number}", "c", None, "user", "text"))
     log = Path(f"{path}-wal").read_bytes()
-    rows = len(list(Pages(path).rows(lambda values: len(values) == 13)))
+    rows = len(list(Pages(path).rows(lambda values: len(values) == 15)))
     Path(tmp_path / "cut.sqlite3").write_bytes(path.read_bytes())
     Path(tmp_path / "cut.sqlite3-wal").write_bytes(log[:-1])
-    cut = len(list(Pages(tmp_path / "cut.sqlite3").rows(lambda values: len(values) == 13)))
+    cut = len(list(Pages(tmp_path / "cut.sqlite3").rows(lambda values: len(values) == 15)))
     database.close()
     assert (rows, cut) == (2, 1)
 

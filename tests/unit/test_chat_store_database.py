@@ -24,8 +24,8 @@ from app.services.chat_store.records import (
     sampling_from_json,
     sampling_to_json,
 )
-from app.services.chat_store.recovery import open_checked
-from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, migrate, version_of
+from app.services.chat_store.recovery import open_checked, recover
+from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, connect, migrate, version_of
 from app.services.chat_store.search import search
 from app.services.chat_store.tree import MessageTree
 from engine.common.config import SamplingParams
@@ -60,8 +60,9 @@ def test_a_conversation_comes_back_as_it_was(database: ChatDatabase) -> None:
     finished = replace(
         messages[1], content="longer", state=MessageState.PARTIAL, reason="why", stats=AnswerStats("stop", 3, 4, 0.5, 9)
     )
+    finished = replace(finished, reasoning="hm\x00", reasoning_s=2.5)
     database.update_message(finished)
-    assert database.messages(conversation.id)[1] == finished
+    assert database.messages(conversation.id)[1] == replace(finished, reasoning="hm\ufffd")
 
 
 def test_changes_touch_only_the_fields_that_they_name(database: ChatDatabase) -> None:
@@ -171,6 +172,58 @@ def test_an_older_file_is_brought_up_to_date_and_a_newer_one_left_alone(tmp_path
     with pytest.raises(NewerDatabaseError):
         open_checked(path)
     assert path.read_bytes() == before
+
+
+def filled_before_reasoning(path: Path) -> None:
+    """A file of the first version, with a chat of a question and a long answer."""
+    connection = connect(path)
+    migrate(connection, MIGRATIONS[:1])
+    add = "INSERT INTO conversations (id, title, created_at, updated_at) VALUES (?, 'old', 1, 2)"
+    connection.execute(add, (f"c{ID}",))
+    for number, (role, content) in enumerate((("user", "where is it"), ("assistant", "in Paris " * 900))):
+        parent = f"m{number - 1}{ID}" if number else None
+        values = (f"m{number}{ID}", f"c{ID}", parent, role, content)
+        connection.execute(
+            "INSERT INTO messages (id, conversation_id, parent_id, role, content, state, created_at, chosen) "
+            "VALUES (?, ?, ?, ?, ?, 'complete', 3, 1)",
+            values,
+        )
+    connection.close()
+
+
+ID = "0123456789abcdef"
+
+
+def test_a_file_from_before_there_was_reasoning_gets_room_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    filled_before_reasoning(path)
+    database = open_checked(path)
+    question, answer = database.messages(f"c{ID}")
+    assert (question.content, question.reasoning, answer.reasoning_s) == ("where is it", "", 0.0)
+    begun = Message("new", f"c{ID}", answer.id, "assistant", "", MessageState.STREAMING)
+    database.add_message(begun)
+    thought = replace(begun, content="again", state=MessageState.COMPLETE, reasoning="sharks", reasoning_s=3.5)
+    database.update_message(thought)
+    assert database.messages(f"c{ID}")[1:] == (answer, thought)
+    assert [hit.message_id for hit in search(database.connection, "Paris")] == [answer.id]
+    assert search(database.connection, "sharks") == ()  # what was said is found, not what was thought
+    database.close()
+    open_checked(path).close()
+
+
+def test_a_damaged_file_with_rows_of_both_kinds_is_recovered(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    filled_before_reasoning(path)
+    database = open_checked(path)
+    first, second = database.messages(f"c{ID}")
+    later = Message(f"m2{ID}", f"c{ID}", second.id, "assistant", "and", reasoning="hm", reasoning_s=1.5)
+    database.add_message(later)
+    database.close()
+    path.write_bytes(bytes(100) + path.read_bytes()[100:])
+    database, recovery = recover(path)
+    assert recovery.lost == 0
+    assert database.messages(f"c{ID}") == (first, second, later)
+    database.close()
 
 
 def test_a_migration_that_fails_changes_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,9 @@ def chats(draw: st.DrawFn) -> tuple[Conversation, list[Message]]:
         parent = draw(st.sampled_from([None, *(f"m{n}" for n in range(number))]))
         state = draw(st.sampled_from([MessageState.COMPLETE, MessageState.PARTIAL, MessageState.FAILED]))
         role = draw(st.sampled_from(["user", "assistant"]))
-        tree.add(
-            Message(f"m{number}", "c", parent, role, draw(texts), state, draw(texts), "", "m", draw(times), draw(stats))
-        )
+        thought = (draw(texts), draw(times)) if role == "assistant" else ("", 0.0)
+        message = Message(f"m{number}", "c", parent, role, draw(texts), state, draw(texts), "", "m", draw(times))
+        tree.add(replace(message, stats=draw(stats), reasoning=thought[0], reasoning_s=thought[1]))
     if len(tree):
         tree.choose(draw(st.sampled_from([m.id for m in tree.messages()])))
     return conversation, tree.messages()
@@ -74,7 +75,7 @@ def test_markdown_gives_back_the_visible_path(chat: tuple[Conversation, list[Mes
         return
     text = to_markdown(conversation, path)
     again, turns = from_markdown(text)
-    assert [(m.role, m.content) for m in turns] == [(m.role, m.content) for m in path]
+    assert [(m.role, m.content, m.reasoning) for m in turns] == [(m.role, m.content, m.reasoning) for m in path]
     assert again.system_prompt == conversation.system_prompt
     assert MessageTree(turns).path() == turns
 
@@ -86,6 +87,19 @@ def test_a_message_that_looks_like_a_mark_survives(content: str) -> None:
     message = Message("m", "c", None, "user", content)
     _, turns = from_markdown(to_markdown(Conversation("c", "t"), [message]))
     assert [turn.content for turn in turns] == [content]
+
+
+def test_reasoning_is_a_section_that_viewers_fold() -> None:
+    thought = "Hm.\n\n</details>\n<!-- switchyard:answer -->\n\nNo."
+    path = [
+        Message("q", "c", None, "user", "Where?"),
+        Message("a", "c", "q", "assistant", "Paris.", reasoning=thought, reasoning_s=12.4),
+    ]
+    text = to_markdown(Conversation("c", "Chat"), path)
+    assert "<details>\n<summary>Thought for 12 s</summary>\n\nHm." in text
+    _again, turns = from_markdown(text.replace("\n", "\r\n"))
+    assert [turn.content for turn in turns] == ["Where?", "Paris."]
+    assert (turns[1].reasoning, turns[1].reasoning_s) == (thought, 12.4)
 
 
 def test_markdown_from_elsewhere_is_read_by_its_headings() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.chat import Tool, ToolCall
-from engine.serving.replies import Part, Spoken, Thought, reply_reader
+from engine.families.replies.reader import Part, Spoken, Thought, reply_reader
 
 WEATHER = Tool(
     "weather", "", '{"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}'

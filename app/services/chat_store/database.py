@@ -28,8 +28,10 @@ _LAST_MOMENT = 2.0**32
 
 CONVERSATION_COLUMNS = "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft"
 MESSAGE_COLUMNS = (
-    "id, conversation_id, parent_id, role, content, state, reason, reason_code, model, created_at, stats, chosen"
+    "id, conversation_id, parent_id, role, content, state, reason, reason_code, model, created_at, stats, chosen, "
+    "reasoning, reasoning_s"
 )
+_PLACES = ",".join("?" * len(MESSAGE_COLUMNS.split(",")))
 
 
 def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
@@ -64,8 +66,9 @@ def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
 
 
 def message_from_row(row: tuple[Any, ...]) -> Message:
-    """A record from a row of MESSAGE_COLUMNS."""
-    id_, conversation_id, parent_id, role, content, state, reason, reason_code, model, created, stats, chosen = row
+    """A record from a row of MESSAGE_COLUMNS, or one from a file's pages that lacks the last two."""
+    id_, conversation_id, parent_id, role, content, state, reason, reason_code, model, created, *rest = row
+    stats, chosen, reasoning, reasoning_s = rest if len(rest) == 4 else (*rest, "", 0.0)
     return Message(
         id=text_of(id_),
         conversation_id=text_of(conversation_id),
@@ -79,6 +82,8 @@ def message_from_row(row: tuple[Any, ...]) -> Message:
         created_at=_moment(created),
         stats=_stats(stats),
         chosen=bool(chosen),
+        reasoning=text_of(reasoning),
+        reasoning_s=_moment(reasoning_s),
     )
 
 
@@ -90,7 +95,7 @@ def text_of(value: object) -> str:
 
 
 def _moment(value: object) -> float:
-    """Seconds since 1970; 0 for a value that is not a valid date."""
+    """Seconds, such as those since 1970; 0 for a value that cannot be any."""
     return float(value) if isinstance(value, int | float) and 0 <= value < _LAST_MOMENT else 0.0
 
 
@@ -123,6 +128,8 @@ def message_values(message: Message) -> tuple[Any, ...]:
         message.created_at,
         stats,
         int(message.chosen),
+        clean_text(message.reasoning),
+        message.reasoning_s,
     )
 
 
@@ -172,7 +179,7 @@ class ChatDatabase:
                     conversation_values(conversation),
                 )
                 c.executemany(
-                    f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                    f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})",
                     (message_values(message) for message in messages),
                 )
 
@@ -212,18 +219,18 @@ class ChatDatabase:
         with transaction(self.connection) as c:
             self._unchoose(message.conversation_id, message.parent_id)
             c.execute(
-                f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})",
                 message_values(dataclasses.replace(message, chosen=True)),
             )
 
     def update_message(self, message: Message) -> None:
-        """Write a message's text, state, reason and stats."""
-        _, _, _, _, content, state, reason, code, model, _, stats, _ = message_values(message)
+        """Write a message's text and reasoning, state, reason and stats."""
+        _, _, _, _, content, state, reason, code, model, _, stats, _, reasoning, reasoning_s = message_values(message)
         with transaction(self.connection) as c:
             c.execute(
-                "UPDATE messages SET content = ?, state = ?, reason = ?, reason_code = ?, model = ?, stats = ? "
-                "WHERE id = ?",
-                (content, state, reason, code, model, stats, message.id),
+                "UPDATE messages SET content = ?, state = ?, reason = ?, reason_code = ?, model = ?, stats = ?, "
+                "reasoning = ?, reasoning_s = ? WHERE id = ?",
+                (content, state, reason, code, model, stats, reasoning, reasoning_s, message.id),
             )
 
     def save_step(self, message: Message) -> None:

@@ -110,6 +110,8 @@ def _message(raw: dict[str, Any], conversation_id: str) -> Message:
         created_at=_time(raw.get("created_at", 0.0)),
         stats=None if stats is None else _stats(stats),
         chosen=bool(raw.get("chosen", False)),
+        reasoning=_text(raw.get("reasoning", "")),
+        reasoning_s=_time(raw.get("reasoning_s", 0.0)),
     )
 
 

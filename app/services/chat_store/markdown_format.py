@@ -1,7 +1,8 @@
 """Chats as Markdown: the visible path, readable anywhere, and importable again.
 
-Each turn starts with a comment line that a viewer hides; a line of a message that looks like one is escaped with a
-backslash.  Markdown from other programs is split at its headings ("## You", "## Assistant").
+Each turn starts with a comment line that a viewer hides, and reasoning is a section that it folds; a line of a message
+that looks like one is escaped with a backslash.  Markdown from other programs is split at its headings ("## You",
+"## Assistant").
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from app.services.chat_store.json_format import NotAChatFileError, Whole
 from app.services.chat_store.records import Conversation, Message, MessageState, clean_text, new_id
@@ -17,8 +19,21 @@ from engine.protocol import Role
 _MARK = "<!-- switchyard:"
 _HEADINGS: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "Assistant"}
 _TURN = re.compile(r"^<!-- switchyard:(system|user|assistant) -->\n## [^\n]*\n\n", re.MULTILINE)
+_THOUGHT = re.compile(
+    r"<!-- switchyard:thought ([0-9]{1,12}(?:\.[0-9]{1,9})?) -->\n<details>\n<summary>[^\n]*</summary>\n\n"
+    r"(.*?)\n\n</details>\n<!-- switchyard:answer -->\n\n",
+    re.DOTALL,
+)
 _FOREIGN = re.compile(r"^#{1,6}[ \t]*(you|user|human|assistant|system|system prompt)[ \t]*:?[ \t]*\r?$", re.I | re.M)
 _FOREIGN_ROLES: dict[str, Role] = {"assistant": "assistant", "system": "system", "system prompt": "system"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    role: Role
+    content: str
+    reasoning: str = ""
+    reasoning_s: float = 0.0
 
 
 def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
@@ -27,13 +42,29 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
     parts = [f"# {title}\n\n"]
     if conversation.system_prompt:
         parts.append(_turn("system", conversation.system_prompt))
-    parts.extend(_turn(message.role, message.content) for message in path)
+    parts.extend(_turn(message.role, message.content, _folded(message)) for message in path)
     return "".join(parts)
 
 
-def _turn(role: Role, content: str) -> str:
-    escaped = re.sub(rf"^(\\*{re.escape(_MARK)})", r"\\\1", content, flags=re.MULTILINE)
-    return f"{_MARK}{role} -->\n## {_HEADINGS[role]}\n\n{escaped}\n\n"
+def _turn(role: Role, content: str, before: str = "") -> str:
+    return f"{_MARK}{role} -->\n## {_HEADINGS[role]}\n\n{before}{_escaped(content)}\n\n"
+
+
+def _folded(message: Message) -> str:
+    """What was thought before an answer, as a section that viewers fold; empty if there is nothing."""
+    if not message.reasoning:
+        return ""
+    summary = f"<summary>Thought for {message.reasoning_s:.0f} s</summary>"
+    head = f"{_MARK}thought {message.reasoning_s:.2f} -->\n<details>\n{summary}\n\n"
+    return f"{head}{_escaped(message.reasoning)}\n\n</details>\n{_MARK}answer -->\n\n"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(rf"^(\\*{re.escape(_MARK)})", r"\\\1", text, flags=re.MULTILINE)
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(rf"^\\(\\*{re.escape(_MARK)})", r"\1", text, flags=re.MULTILINE)
 
 
 def from_markdown(text: str) -> Whole:
@@ -52,40 +83,52 @@ def from_markdown(text: str) -> Whole:
         title="" if title == "Chat" else title,
         created_at=now,
         updated_at=now,
-        system_prompt="\n\n".join(content for role, content in turns if role == "system"),
+        system_prompt="\n\n".join(turn.content for turn in turns if turn.role == "system"),
     )
     messages: list[Message] = []
-    for role, content in turns:
-        if role != "system":
+    for turn in turns:
+        if turn.role != "system":
             parent = messages[-1].id if messages else None
-            message = Message(new_id(), conversation.id, parent, role, content, MessageState.COMPLETE, created_at=now)
+            message = Message(
+                new_id(),
+                conversation.id,
+                parent,
+                turn.role,
+                turn.content,
+                MessageState.COMPLETE,
+                created_at=now,
+                reasoning=turn.reasoning,
+                reasoning_s=turn.reasoning_s,
+            )
             messages.append(message)
     return conversation, messages
 
 
-def _own(text: str) -> tuple[str, list[tuple[Role, str]]] | None:
+def _own(text: str) -> tuple[str, list[_Read]] | None:
     # An editor may have changed the line endings of the markers; those inside a message belong to the message.
     if not _TURN.search(text) and "\r\n" in text:
         text = text.replace("\r\n", "\n")
     marks = list(_TURN.finditer(text))
     if not marks:
         return None
-    turns: list[tuple[Role, str]] = []
+    turns: list[_Read] = []
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     for mark, end in zip(marks, ends, strict=True):
         content = text[mark.end() : end].removesuffix("\n").removesuffix("\n")
-        content = re.sub(rf"^\\(\\*{re.escape(_MARK)})", r"\1", content, flags=re.MULTILINE)
-        turns.append((_role(mark[1]), content))
+        thought = _THOUGHT.match(content)
+        reasoning, seconds = (_unescaped(thought[2]), float(thought[1])) if thought else ("", 0.0)
+        content = _unescaped(content[thought.end() :] if thought else content)
+        turns.append(_Read(_role(mark[1]), content, reasoning, seconds))
     return _title(text[: marks[0].start()]), turns
 
 
-def _foreign(text: str) -> tuple[str, list[tuple[Role, str]]]:
+def _foreign(text: str) -> tuple[str, list[_Read]]:
     marks = list(_FOREIGN.finditer(text))
     if not marks:
         return "", []
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     turns = [
-        (_FOREIGN_ROLES.get(mark[1].lower(), "user"), text[mark.end() : end].strip())
+        _Read(_FOREIGN_ROLES.get(mark[1].lower(), "user"), text[mark.end() : end].strip())
         for mark, end in zip(marks, ends, strict=True)
     ]
     return _title(text[: marks[0].start()]), turns

@@ -52,6 +52,7 @@ class Message:
         reason: why an answer is partial or failed, in one sentence.
         reason_code: the `ErrorCode` (or `cancelled`, `interrupted`) behind `reason`.
         chosen: whether this sibling is on the visible path.
+        reasoning: what the model thought before it answered, for `reasoning_s` seconds.
     """
 
     id: str
@@ -66,6 +67,8 @@ class Message:
     created_at: float = 0.0
     stats: AnswerStats | None = None
     chosen: bool = True
+    reasoning: str = ""
+    reasoning_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +160,8 @@ def _is_bias(pair: object) -> bool:
 
 def _is_of_type(name: str, value: object) -> bool:
     default = getattr(SamplingParams(), name)
+    if isinstance(default, str):
+        return isinstance(value, str)
     if name == "seed":
         return value is None or type(value) is int
     if name == "logit_bias":

@@ -32,6 +32,9 @@ CUT_OFF = "The rest of this message was on a damaged part of the chat file."
 _SURE_CHARACTERS = 16
 """Ids of at least this length do not collide by chance."""
 
+_MESSAGE_VALUES = tuple(1 + len(MESSAGE_COLUMNS.split(",")) - newer for newer in (0, 2))
+"""Columns of a message, and of one that was written before there was reasoning."""
+
 _SIDE_FILES = ("-wal", "-shm")
 
 
@@ -239,7 +242,7 @@ def _is_conversation(values: tuple[Value, ...]) -> bool:
 
 def _is_message(values: tuple[Value, ...]) -> bool:
     return (
-        len(values) == 1 + len(MESSAGE_COLUMNS.split(","))
+        len(values) in _MESSAGE_VALUES
         and values[0] is None
         and all(isinstance(values[place], str | bytes) for place in (1, 2, 4, 5))
         and isinstance(values[3], str | bytes | None)

@@ -72,7 +72,13 @@ _VERSION_1: Migration = (
     "INSERT INTO messages_fts (rowid, content) VALUES (new.seq, new.content); END",
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1,)
+# What a model thought before its answer.  It is not searched: a search finds what was said.
+_VERSION_2: Migration = (
+    "ALTER TABLE messages ADD COLUMN reasoning TEXT NOT NULL DEFAULT ''",
+    "ALTER TABLE messages ADD COLUMN reasoning_s REAL NOT NULL DEFAULT 0.0",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

@@ -57,9 +57,14 @@ class ReplyForm:
         """All marks that it must see, also where the vocabulary counts them as control tokens."""
         if self.has_channels:
             return HARMONY_MARKS
-        found = [mark for pair in self.thoughts for mark in pair]
+        found = list(self.marks_of_thoughts)
         found += [mark for form in self.calls for mark in (form.opens, form.closes, *_INNER_MARKS) if mark]
         return tuple(dict.fromkeys([*found, *self.left_out]))
+
+    @property
+    def marks_of_thoughts(self) -> tuple[str, ...]:
+        """Those that it must see where no tool can be called."""
+        return HARMONY_MARKS if self.has_channels else tuple(mark for pair in self.thoughts for mark in pair)
 
 
 _INNER_MARKS = ("[ARGS]", "[CALL_ID]", '<|"|>', "<｜tool▁sep｜>")

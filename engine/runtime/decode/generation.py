@@ -127,6 +127,7 @@ class GenerationResult:
         token_ids: the generated tokens.
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
+        reasoning: what the model thought before it, if that was told apart; see `SplitAnswer`.
     """
 
     text: str
@@ -140,6 +141,7 @@ class GenerationResult:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
     stopped_by: str = ""
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

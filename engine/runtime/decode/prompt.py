@@ -12,7 +12,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from engine.common.chat import ChatMessage, Tool, ToolCall
+from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.families.replies.thinking import thinking_values
 from engine.foreign_text.marks import encode_marked
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
 from engine.foreign_text.templates import TemplateRefusedError
@@ -37,8 +39,11 @@ def chat_prompt(
     messages: Sequence[ChatMessage],
     cancelled: CancelCheck = never_cancelled,
     tools: Sequence[Tool] = (),
+    thinking: Thinking = "auto",
 ) -> list[int]:
     """Token ids of the conversation, ready for the assistant's answer.
+
+    What was thought before earlier answers is the template's to keep or to leave out; most leave it out.
 
     The checkpoint's own template and tokenizer run in a process that can be stopped.  A system message that the
     template refuses or leaves out becomes the beginning of the first user message.  Control tokens that a person typed
@@ -62,7 +67,7 @@ def chat_prompt(
         return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
 
     turns = [_turn(message) for message in messages]
-    render = partial(_render, tokenizer, cancelled=cancelled, tools=tools)
+    render = partial(_render, tokenizer, cancelled=cancelled, tools=tools, thinking=thinking)
     folded = _fold_system(turns)
     try:
         try:
@@ -128,6 +133,8 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
+        if not (message.tool_calls and message.content):
+            turn["thinking"] = message.reasoning  # gpt-oss's name for it, whose template refuses it beside those
     if message.tool_calls:
         turn["tool_calls"] = [
             {
@@ -147,6 +154,7 @@ def _render(
     turns: list[dict[str, Any]],
     cancelled: CancelCheck,
     tools: Sequence[Tool],
+    thinking: Thinking,
     *,
     mark: bool = False,
 ) -> str:
@@ -155,7 +163,9 @@ def _render(
     Args:
         mark: control tokens in the turns, for `_encode_marked`.
     """
+    template = _template(tokenizer, tools)
     values = {
+        **thinking_values(template, thinking),
         "messages": turns,
         "tools": [_described(tool) for tool in tools] or None,
         "documents": None,
@@ -164,7 +174,7 @@ def _render(
     }
     control, maybe = _control_tokens(tokenizer) if mark else (None, [])
     try:
-        return FOREIGN_TEXT.render(_template(tokenizer, tools), values, cancelled, control=control, maybe_control=maybe)
+        return FOREIGN_TEXT.render(template, values, cancelled, control=control, maybe_control=maybe)
     except ForeignTextError as error:
         raise _template_at_fault(str(error)) from error
 

@@ -22,6 +22,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.opening import open_devices
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.sites import ExpertsSite, verify
+from engine.families.replies.thinking import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
@@ -254,6 +255,8 @@ def _hand_over(
         kv_bytes_per_token=kv_bytes,
         device_note=" ".join(filter(None, notes)),
         template_note=template_note(tokenizer),
+        thinking=thinking_choices(template_text(tokenizer)),
+        thinks=may_think(template_text(tokenizer), opened.profile.family),
     )
     return LoadedModel(
         model=opened.model,

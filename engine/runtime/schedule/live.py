@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool
+from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.token_bytes import token_bytes
-from engine.runtime.load.tokenizer import token_id
 from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
 
@@ -60,14 +60,20 @@ class LiveRows:
         """Requests of these clients that are being answered now."""
         return self._under_way
 
-    def prompt(self, messages: tuple[ChatMessage, ...], tools: tuple[Tool, ...], cancelled: CancelCheck) -> list[int]:
+    def prompt(
+        self,
+        messages: tuple[ChatMessage, ...],
+        tools: tuple[Tool, ...],
+        cancelled: CancelCheck,
+        thinking: Thinking = "auto",
+    ) -> list[int]:
         """The tokens of a conversation.
 
         Raises:
             EngineError: `PROMPT_TOO_LONG`, or as `chat_prompt`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
-        return self._fitting(self._preparation.prompt(messages, cancelled, tools))
+        return self._fitting(self._preparation.prompt(messages, cancelled, tools, thinking))
 
     def text_prompt(self, text: str, cancelled: CancelCheck) -> list[int]:
         """The tokens of a text to continue.
@@ -81,10 +87,9 @@ class LiveRows:
         self._preparation.fitting(prompt)
         return prompt
 
-    def ends_with(self, prompt: list[int], text: str) -> bool:
-        """Whether a prompt ends with a text, apart from white space."""
-        tail = str(self._loaded.tokenizer.decode(prompt[-12:]))
-        return tail.rstrip().endswith(text)
+    def thinks(self, prompt: list[int]) -> bool:
+        """Whether a prompt ends by opening the model's reasoning."""
+        return self._preparation.replies.thinks(prompt)
 
     def token_text(self, token: int) -> str:
         """What a token stands for."""
@@ -94,14 +99,9 @@ class LiveRows:
         """What it adds to the text."""
         return token_bytes(self._loaded.tokenizer, token)
 
-    def control_tokens_in(self, marks: tuple[str, ...]) -> tuple[int, ...]:
-        """The special tokens of the vocabulary of which these marks are made."""
-        added = self._loaded.tokenizer.added_tokens_decoder.items()
-        return tuple(index for index, token in added if token.special and any(token.content in mark for mark in marks))
-
-    def has_token(self, text: str) -> bool:
-        """Whether the vocabulary has a token for this text."""
-        return token_id(self._loaded.tokenizer, text) is not None
+    def shown(self, *, calls: bool) -> tuple[int, ...]:
+        """The control tokens of the vocabulary that are marks in answers; `calls` if tools may be called."""
+        return self._preparation.replies.shown(calls=calls)
 
     def constrained(self, constraint: Constraint) -> ConstrainedAnswer:
         """What makes an answer satisfy a constraint.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from engine.common.chat import ChatMessage, FinishReason, Tool
-from engine.common.config import SamplingParams
+from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.generation import (
@@ -24,6 +24,7 @@ from engine.runtime.decode.generation import (
 )
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
+from engine.runtime.decode.split_answer import Replies
 from engine.runtime.loaded_model import LoadedModel
 
 
@@ -39,8 +40,10 @@ class BatchRequest:
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
-        shown: control tokens that are part of the answer's text, such as marks around calls of tools.
+        shown: control tokens that are part of the answer's text, such as marks around calls of tools; for `messages`,
+            those around the reasoning.
         on_progress: told how much of the prompt has been read.
+        on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
         on_text: told after each token of the answer.
         cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
     """
@@ -53,6 +56,7 @@ class BatchRequest:
     end_ids: frozenset[int] | None = None
     chances: ChanceLog | None = None
     shown: tuple[int, ...] = ()
+    on_prepared: Callable[[bool], None] = lambda _thinks: None
     on_progress: ProgressCallback = ignore_progress
     on_text: TextCallback = ignore_text
     cancelled: CancelCheck = never_cancelled
@@ -156,8 +160,15 @@ class Preparation:
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
         """Strings that end every answer to a conversation."""
+        self.replies = Replies(loaded.tokenizer, loaded.info.family)
 
-    def prompt(self, messages: Sequence[ChatMessage], cancelled: CancelCheck, tools: Sequence[Tool] = ()) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[ChatMessage],
+        cancelled: CancelCheck,
+        tools: Sequence[Tool] = (),
+        thinking: Thinking = "auto",
+    ) -> list[int]:
         """The tokens of a conversation.
 
         Raises:
@@ -165,7 +176,7 @@ class Preparation:
         """
         if self._encodes:
             return source_prompt(self._tokenizer, messages, cancelled)
-        return chat_prompt(self._tokenizer, messages, cancelled, tools)
+        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking)
 
     def fitting(self, prompt: list[int]) -> int:
         """Tokens that may follow a prompt.
@@ -192,10 +203,12 @@ class Preparation:
         if request.ids:
             prompt, stop = list(request.ids), sampling.stop
         else:
-            prompt = self.prompt(request.messages, cancelled)
+            prompt = self.prompt(request.messages, cancelled, thinking=sampling.thinking)
             stop = (*sampling.stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
                 earlier = self._earlier(request.messages, prompt, cancelled)
+            request.on_prepared(not self._encodes and self.replies.thinks(prompt))
+            request = replace(request, shown=self.replies.shown(calls=False))
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         limits = AnswerLimits.within(self.fitting(prompt), sampling, end_ids, stop)
         return PreparedRow(request, prompt, limits, self._tokenizer, earlier, begun_s)

@@ -126,12 +126,13 @@ class _Marked:
 
     def __init__(self, form: ReplyForm, tools: _Callable, *, thinks: bool) -> None:
         self._form, self._tools = form, tools
-        self._until = form.thoughts[0][1] if thinks else ""
-        """What ends the reasoning; empty outside of it."""
+        self._until = tuple(closes for _opens, closes in form.thoughts) if thinks else ()
+        """What ends the reasoning, any of it; nothing outside of it."""
         self._call: CallForm | None = None
         self._held = ""
         self._has_spoken = self._has_thought = False
         self._may_be_bare = form.bare is not None and tools.any
+        self._has_left_out = False
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -168,7 +169,7 @@ class _Marked:
         """One part out of what is held; None if more text is needed."""
         if self._call is not None:
             return self._step_in_call(self._call)
-        marks = [self._until] if self._until else self._marks()
+        marks = self._until or self._marks()
         at, _longest, mark = min(
             ((self._held.find(each), -len(each), each) for each in marks if each in self._held), default=(-1, 0, "")
         )
@@ -177,10 +178,12 @@ class _Marked:
         before, self._held = self._held[:at], self._held[at + len(mark) :]
         parts = self._plain(before)
         if self._until:
-            self._until = ""
+            self._until = ()
         elif mark in (thoughts := dict(self._form.thoughts)):
-            self._until = thoughts[mark]
-        elif mark not in self._form.left_out:
+            self._until = (thoughts[mark],)
+        elif mark in self._form.left_out:
+            self._has_left_out = True
+        else:
             self._call = next(form for form in self._form.calls if form.opens == mark)
         return parts
 
@@ -201,8 +204,9 @@ class _Marked:
 
     def _marks(self) -> list[str]:
         marks = [form.opens for form in self._form.calls] if self._tools.any else []
-        marks += self._form.left_out
-        # Reasoning comes first; later such a mark is something that the answer is about.
+        # Reasoning comes first, and what goes with it; later such a mark is something that the answer is about.
+        if self._tools.any or self._has_left_out or not self._has_spoken:
+            marks += self._form.left_out
         return marks if self._has_spoken else [*marks, *(opens for opens, _closes in self._form.thoughts)]
 
     def _certain(self, marks: Sequence[str]) -> list[Part] | None:

@@ -1,0 +1,94 @@
+"""Reasoning and answer apart: what the prompt of a model has begun, which of its marks must be seen, and the split."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, form_of, reply_reader
+from engine.runtime.decode.generation import TextCallback, ignore_text
+
+_TAIL_TOKENS = 12
+"""Enough for every mark with what may follow it in a prompt."""
+
+
+class Replies:
+    """How a model's answers are to be read.
+
+    Args:
+        tokenizer: transformers' tokenizer of the model.
+        family: its `model_type`.
+    """
+
+    def __init__(self, tokenizer: Any, family: str) -> None:
+        self._tokenizer, self.form = tokenizer, form_of(family)
+        self._shown = cache(self._control_tokens)
+
+    def thinks(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends by opening the model's reasoning."""
+        tail = str(self._tokenizer.decode(list(prompt[-_TAIL_TOKENS:]))).rstrip()
+        return any(tail.endswith(opens.rstrip()) for opens, _closes in self.form.thoughts)
+
+    def shown(self, *, calls: bool) -> tuple[int, ...]:
+        """The control tokens that a reader of its answers must see; `calls` if tools may be called."""
+        return self._shown(self.form.marks if calls else self.form.marks_of_thoughts)
+
+    def _control_tokens(self, marks: tuple[str, ...]) -> tuple[int, ...]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        return tuple(index for index, token in added if token.special and any(token.content in mark for mark in marks))
+
+
+class SplitAnswer:
+    """Tells an answer apart from the reasoning before it, while both arrive.
+
+    Args:
+        family: the `model_type` of who gives it.
+        on_text: takes the answer's text.
+        on_reasoning: takes the text of the reasoning.
+
+    Attributes:
+        text, reasoning: all that came.
+    """
+
+    def __init__(
+        self, family: str, on_text: TextCallback = ignore_text, on_reasoning: TextCallback = ignore_text
+    ) -> None:
+        self._family, self._on_text, self._on_reasoning = family, on_text, on_reasoning
+        self._reader: ReplyReader | None = None
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._tokens = 0
+
+    def begin(self, thinks: bool) -> None:
+        """The prompt is known; `thinks` if it has opened the reasoning.  Whatever came before is forgotten."""
+        self._reader = reply_reader(self._family, (), thinks=thinks, is_call=False)
+        self._texts, self._thoughts = [], []
+
+    def take(self, text: str, tokens: int) -> None:
+        """See `TextCallback`: more of what the model writes."""
+        self._tokens = tokens
+        self._tell(self._reader.feed(text) if self._reader is not None else [Spoken(text)])
+
+    def end(self) -> None:
+        """Nothing comes any more: tells what was held back."""
+        if self._reader is not None and (parts := self._reader.end()):
+            self._tell(parts)
+
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._thoughts)
+
+    def _tell(self, parts: Sequence[Part]) -> None:
+        thought = "".join(part.text for part in parts if isinstance(part, Thought))
+        text = "".join(part.text for part in parts if isinstance(part, Spoken))
+        if thought:
+            self._thoughts.append(thought)
+            self._on_reasoning(thought, self._tokens)
+        if text or not thought:
+            self._texts.append(text)
+            self._on_text(text, self._tokens)

@@ -1,0 +1,224 @@
+"""Reasoning is told apart from the answer on its whole way: through the engine, the service and the next prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.common.chat import ChatMessage
+from engine.common.config import EngineConfig, SamplingParams, Thinking
+from engine.common.errors import ErrorCode
+from engine.families.replies.thinking import may_think, thinking_choices, thinking_values
+from engine.process.chats import ChatService
+from engine.process.requests import RequestQueue
+from engine.protocol import Event, Finished, Generate, Token
+from engine.runtime.engine import Engine
+from tests.engine.thinking_models import OPENED, SWITCHED, thinking_checkpoint, write_for
+from tests.refusals import refused
+
+SAMPLED = SamplingParams(temperature=0.5, max_tokens=200)
+QWEN = "<think>\nLet me see: 1 < 2.\n</think>\n\nIt is <b>Paris</b>."
+HARMONY = (
+    "<|channel|>analysis<|message|>Let me see: 1 < 2.<|end|><|start|>assistant<|channel|>final<|message|>"
+    "It is <b>Paris</b>."
+)
+THOUGHT, SAID = "Let me see: 1 < 2.", "It is <b>Paris</b>."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("thinking")
+    return {
+        "switched": thinking_checkpoint("mixtral", place / "switched"),
+        "opened": thinking_checkpoint("mixtral", place / "opened", OPENED),
+        "harmony": thinking_checkpoint("gpt_oss", place / "harmony"),
+    }
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.unload()
+
+
+def load(engine: Engine, folder: Path) -> Engine:
+    config = EngineConfig(str(folder), device="cpu", precision="fp32", threads=1)
+    engine.load(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    return engine
+
+
+class Chats:
+    """A chat service with this engine, and what it tells the window."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.events = list[Event]()
+        self._requests = RequestQueue(self.events.append)
+        self._service = ChatService(
+            self._requests, self.events.append, engine, lambda _name: None, lambda _tokens: None
+        )
+
+    def ask(self, *questions: str, sampling: SamplingParams = SAMPLED, cancel_after: int | None = None) -> None:
+        for number, question in enumerate(questions):
+            self._requests.accept(Generate(str(number), (ChatMessage("user", question),), sampling))
+        if cancel_after is not None:
+            send = self._service._send
+
+            def sends(event: Event) -> None:
+                send(event)
+                if isinstance(event, Token) and event.generated_tokens == cancel_after:
+                    self._requests.cancel(event.request_id)
+
+            self._service._send = sends  # type: ignore[method-assign]
+        assert self._service.are_due()
+        self._service.answer_all()
+
+    def told(self, name: str = "0") -> tuple[str, str]:
+        tokens = [event for event in self.events if isinstance(event, Token) and event.request_id == name]
+        counts = [token.generated_tokens for token in tokens]
+        assert counts == sorted(counts)
+        return "".join(token.reasoning for token in tokens), "".join(token.text for token in tokens)
+
+    def ending(self, name: str = "0") -> Finished:
+        (ending,) = [each for each in self.events if isinstance(each, Finished) and each.request_id == name]
+        return ending
+
+
+@pytest.mark.parametrize(
+    ("model", "written"), [("switched", QWEN), ("opened", QWEN.removeprefix("<think>\n")), ("harmony", HARMONY)]
+)
+def test_an_answer_streams_with_its_reasoning_apart(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, model: str, written: str
+) -> None:
+    write_for(monkeypatch, lambda _prompt: written)
+    load(engine, folders[model])
+    chats = Chats(engine)
+    chats.ask("Where?")
+    thought, said = chats.told()
+    assert (thought.strip(), said.strip()) == (THOUGHT, SAID)
+    assert chats.ending().finish_reason == "stop"
+    seen = [token for token in chats.events if isinstance(token, Token)]
+    assert seen[-1].generated_tokens == chats.ending().generated_tokens
+    assert sum(bool(token.reasoning) for token in seen) > 5  # token by token, not in the end
+    result = engine.generate(
+        [ChatMessage("user", "Where?")],
+        SAMPLED,
+        on_progress=lambda _done, _total: None,
+        on_text=lambda _text, _tokens: None,
+        cancelled=lambda: False,
+    )
+    assert (result.reasoning.strip(), result.text.strip()) == (THOUGHT, SAID)
+
+
+@pytest.mark.parametrize(("model", "written"), [("switched", QWEN), ("harmony", HARMONY)])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_an_answer_that_is_cut_in_the_middle_of_a_thought_is_all_thought(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, model: str, written: str, stopped: bool
+) -> None:
+    write_for(monkeypatch, lambda _prompt: written)
+    load(engine, folders[model])
+    chats, cut = Chats(engine), written.index("1 <") // 2
+    if stopped:
+        chats.ask("Where?", cancel_after=cut)
+    else:
+        chats.ask("Where?", sampling=replace(SAMPLED, max_tokens=cut))
+    thought, said = chats.told()
+    assert said == ""
+    assert THOUGHT.startswith(thought)
+    assert chats.ending().finish_reason == ("cancelled" if stopped else "length")
+
+
+def test_chats_at_once_are_told_apart_each_for_itself(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_for(monkeypatch, lambda prompt: QWEN if "Where" in prompt else "<think>Why?</think>So." * ("Why" in prompt))
+    load(engine, folders["switched"])
+    chats = Chats(engine)
+    chats.ask("Where?", "Why?", "None")
+    assert tuple(part.strip() for part in chats.told("0")) == (THOUGHT, SAID)
+    assert chats.told("1") == ("Why?", "So.")
+    assert chats.told("2") == ("", "")
+
+
+def test_marks_of_other_things_stay_text_in_a_chat(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "The tag <response> and the tag <think> mean this: </think> </response> <tool_call>{}</tool_call>"
+    write_for(monkeypatch, lambda _prompt: text)
+    load(engine, folders["switched"])
+    chats = Chats(engine)
+    chats.ask("Tags?")
+    assert chats.told() == ("", text)
+
+
+def test_the_template_is_told_whether_to_think(
+    engine: Engine, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = list[str]()
+    write_for(monkeypatch, lambda prompt: prompts.append(prompt) or "So.")  # type: ignore[func-returns-value]
+    load(engine, folders["switched"])
+    assert engine.info is not None
+    assert engine.info.thinking == ("off", "on")
+    assert engine.info.thinks
+    chosen: tuple[Thinking, ...] = ("auto", "off", "on", "high")
+    for thinking in chosen:
+        Chats(engine).ask("Where?", sampling=replace(SAMPLED, thinking=thinking))
+    assert [prompt.endswith("<think></think>") for prompt in prompts] == [False, True, False, False]
+
+
+REMEMBERS = (
+    "{% for message in messages %}{% if message.role == 'assistant' and message.thinking is defined %}"
+    "[{{ message.thinking }}|{{ message.reasoning_content }}]{% endif %}{{ message.content }}{% endfor %}"
+)
+
+
+def test_earlier_reasoning_reaches_the_template_which_decides(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = list[str]()
+    write_for(monkeypatch, lambda prompt: prompts.append(prompt) or "So.")  # type: ignore[func-returns-value]
+    turns = [ChatMessage("user", "a"), ChatMessage("assistant", "b", "hm"), ChatMessage("user", "c")]
+    for name, template in (("keeps", REMEMBERS), ("leaves", SWITCHED)):
+        load(engine, thinking_checkpoint("mixtral", tmp_path / name, template))
+        engine.generate(
+            turns,
+            SAMPLED,
+            on_progress=lambda _done, _total: None,
+            on_text=lambda _text, _tokens: None,
+            cancelled=lambda: False,
+        )
+    assert prompts[0] == "a[hm|hm]bc"
+    assert "hm" not in prompts[1]
+
+
+def test_what_templates_know_is_read_from_their_code() -> None:
+    assert thinking_choices("{% if enable_thinking is defined %}{% endif %}") == ("off", "on")
+    assert thinking_choices("{%- if not thinking is defined %}{% set thinking = false %}{% endif %}") == ("off", "on")
+    assert thinking_choices("{%- if reasoning_effort is not defined %}{% endif %}") == ("low", "medium", "high")
+    assert thinking_choices("{{ reasoning_effort or 'none' }}") == ("off", "low", "medium", "high")
+    assert thinking_choices("{{ reasoning_effort }}{% if enable_thinking %}{% endif %}") == (
+        "off", "low", "medium", "high",
+    )  # fmt: skip
+    # What it writes, texts, and attributes of messages are none of its variables.
+    assert thinking_choices("Say enable_thinking. {{ 'reasoning_effort' }} {{ message.enable_thinking }}") == ()
+    assert (
+        thinking_choices("{% if 'thinking' in message and message.thinking %}{{ message.thinking }}{% endif %}") == ()
+    )
+    assert thinking_values("{{ reasoning_effort }}", "off") == {}
+    assert thinking_values("{{ reasoning_effort }}", "on") == {}
+    assert thinking_values("{{ reasoning_effort or 'none' }}", "off") == {"reasoning_effort": "none"}
+    assert thinking_values("{% if thinking %}{% endif %}{{ enable_thinking }}", "low") == {
+        "thinking": True, "enable_thinking": True,
+    }  # fmt: skip
+    assert thinking_values("{{ enable_thinking }}", "auto") == {}
+    assert may_think("", "gpt_oss")
+    assert may_think("{{ '</think>' }}", "mixtral")
+    assert not may_think("{{ messages }}", "mixtral")
+
+
+def test_other_values_are_refused() -> None:
+    with refused(ErrorCode.INVALID_REQUEST, "thinking"):
+        SamplingParams(thinking="loud")  # type: ignore[arg-type]

@@ -1,0 +1,55 @@
+"""Tiny models that think: real ones, whose tokens are written for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from engine.families.replies import HARMONY_MARKS
+from engine.runtime.decode.sequence import AnswerSequence
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.engine.tiny_tokenizer import TEMPLATE
+
+SWITCHED = TEMPLATE.replace(
+    "<|im_start|>assistant\n{% endif %}",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}",
+)
+"""Like Qwen 3's: it closes the reasoning where it is turned off."""
+OPENED = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+"""Like DeepSeek R1's: it opens the reasoning itself."""
+
+
+def thinking_checkpoint(family: str, folder: Path, template: str = SWITCHED) -> Path:
+    """A tiny model with this template, and with harmony's control tokens in its vocabulary."""
+    tiny_checkpoint(family, folder, vocab_size=340)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY_MARKS)})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_for(monkeypatch: pytest.MonkeyPatch, text_after: Callable[[str], str]) -> None:
+    """Has every model write what `text_after` its prompt, token by token, and then end; for sampled answers."""
+    scripts: dict[int, list[int]] = {}
+    begin = AnswerSequence.__init__
+
+    def begins(
+        self: AnswerSequence, prefix: Any, sampling: Any, limits: Any, tokenizer: Any, *rest: Any, **more: Any
+    ) -> None:
+        begin(self, prefix, sampling, limits, tokenizer, *rest, **more)
+        text = text_after(tokenizer.decode(list(prefix)))
+        scripts[id(self)] = [*tokenizer(text, add_special_tokens=False)["input_ids"], *limits.end_ids][:999]
+        self.is_greedy = False
+
+    def choose(self: AnswerSequence, _logits: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([[scripts[id(self)][len(self.ids)]]])
+
+    monkeypatch.setattr(AnswerSequence, "__init__", begins)
+    monkeypatch.setattr(AnswerSequence, "choose", choose)
