@@ -35,6 +35,7 @@ class Stage(Enum):
     LOADING = "loading"
     QUEUED = "queued"
     READING = "reading"
+    THINKING = "thinking"
     WRITING = "writing"
 
 
@@ -63,7 +64,10 @@ class _Turn:
 
 
 def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessage, ...]:
-    """The messages to send: empty answers are left out, and consecutive turns of one role are merged."""
+    """The messages to send: empty answers are left out, and consecutive turns of one role are merged.
+
+    What was thought goes along: which of it the model reads again, its chat template decides.
+    """
     turns: list[ChatMessage] = []
     if system_prompt.strip():
         turns.append(ChatMessage("system", system_prompt))
@@ -71,9 +75,10 @@ def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessa
         if not message.content.strip():
             continue
         if turns and turns[-1].role == message.role:
-            turns[-1] = ChatMessage(message.role, f"{turns[-1].content}\n\n{message.content}")
+            reasoning = "\n\n".join(filter(None, (turns[-1].reasoning, message.reasoning)))
+            turns[-1] = ChatMessage(message.role, f"{turns[-1].content}\n\n{message.content}", reasoning)
         else:
-            turns.append(ChatMessage(message.role, message.content))
+            turns.append(ChatMessage(message.role, message.content, message.reasoning))
     return tuple(turns)
 
 
@@ -195,9 +200,15 @@ class AnswerQueue(QObject):
             turn.first_at = turn.saved_at = self._clock()
             turn.first_tokens = token.generated_tokens
         turn.tokens, turn.unshown = token.generated_tokens, True
+        answer = turn.answer
+        if token.reasoning:
+            answer = replace(answer, reasoning=answer.reasoning + token.reasoning)
+        if answer.reasoning and not answer.content:  # until the answer begins, or ends without having begun
+            answer = replace(answer, reasoning_s=self._clock() - turn.first_at)
         if token.text:
-            turn.answer = replace(turn.answer, content=turn.answer.content + token.text)
-            turn.unsaved = True
+            answer = replace(answer, content=answer.content + token.text)
+        turn.unsaved = turn.unsaved or bool(token.text or token.reasoning)
+        turn.answer = answer
         if not self._pace.isActive():
             self._pace.start()
             self._emit_texts()
@@ -218,7 +229,8 @@ class AnswerQueue(QObject):
             self.changed.emit(turn.answer)
             elapsed = now - turn.first_at
             rate = (turn.tokens - turn.first_tokens) / elapsed if elapsed > 0.25 else 0.0
-            self._set_phase(turn, Phase(Stage.WRITING, tokens_per_s=round(rate, 1)))
+            stage = Stage.THINKING if turn.answer.reasoning and not turn.answer.content else Stage.WRITING
+            self._set_phase(turn, Phase(stage, tokens_per_s=round(rate, 1)))
         if turn.unsaved and now - turn.saved_at >= SAVE_S:
             turn.unsaved, turn.saved_at = False, now
             self._store.save_step(turn.answer)
@@ -248,7 +260,8 @@ class AnswerQueue(QObject):
         elif turn.cancelling and event.code is not ErrorCode.ENGINE_DIED:
             self._end(turn, MessageState.PARTIAL, "", CANCELLED, None)
         else:
-            state = MessageState.PARTIAL if turn.answer.content else MessageState.FAILED
+            came = turn.answer.content or turn.answer.reasoning
+            state = MessageState.PARTIAL if came else MessageState.FAILED
             self._end(turn, state, event.message, event.code.value, None)
         self._start_waiting()
 

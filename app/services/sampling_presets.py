@@ -12,6 +12,8 @@ from engine.common.model_info import ModelInfo
 
 ANSWER_TOKENS = 1024
 """Longest answer, unless the chat says otherwise."""
+THINKING_TOKENS = 8192
+"""The same of a model that thinks before it answers, which counts as well."""
 
 
 class Preset(Enum):
@@ -22,9 +24,11 @@ class Preset(Enum):
     CREATIVE = SamplingParams(temperature=0.7, top_p=0.95, min_p=0.05, repetition_penalty=1.1, max_tokens=ANSWER_TOKENS)
 
     def beside(self, own: SamplingParams) -> SamplingParams:
-        """The preset with the loop guard of a model's own sampling: a model that loops needs it in every style."""
+        """The preset with the loop guard and the longest answer of a model's own sampling, which it needs in every
+        style."""
         return replace(
             self.value,
+            max_tokens=own.max_tokens,
             dry_multiplier=own.dry_multiplier,
             dry_base=own.dry_base,
             dry_allowed_length=own.dry_allowed_length,
@@ -39,9 +43,13 @@ def own_sampling(model: ModelInfo | None) -> SamplingParams:
     Balanced if no model is known, or if none is suggested: greedy answers of small models loop.
     """
     suggested = suggested_sampling(Path(model.path)) if model is not None and model.path else SamplingParams()
-    if suggested.temperature == 0:
-        return Preset.BALANCED.value
-    return replace(suggested, max_tokens=ANSWER_TOKENS)
+    sampling = Preset.BALANCED.value if suggested.temperature == 0 else suggested
+    return replace(sampling, max_tokens=THINKING_TOKENS if model is not None and model.thinks else ANSWER_TOKENS)
+
+
+def suggests_nothing(own: SamplingParams) -> bool:
+    """Whether a model's own sampling is ours, because its makers suggest none."""
+    return replace(own, max_tokens=ANSWER_TOKENS) == Preset.BALANCED.value
 
 
 def preset_of(sampling: SamplingParams, own: SamplingParams) -> Preset | None:

@@ -19,7 +19,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.services.sampling_presets import Preset, own_sampling, preset_of
+from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
 from app.widgets.popover import Popover
 from app.widgets.quantities import number
 from engine.common.config import MOST_BREAKERS, SamplingParams
@@ -175,7 +175,7 @@ class SamplingPopover(Popover):
             self.fill(own)
 
     def _describe_own(self) -> None:
-        suggests_none = self.own == own_sampling(None)
+        suggests_none = suggests_nothing(self.own)
         text = (
             self.tr("The model suggests nothing: {0}")
             if suggests_none

@@ -74,7 +74,7 @@ class Chats:
 
             self._service._send = sends  # type: ignore[method-assign]
         assert self._service.are_due()
-        self._service.answer_all()
+        self._service.answer()
 
     def told(self, name: str = "0") -> tuple[str, str]:
         tokens = [event for event in self.events if isinstance(event, Token) and event.request_id == name]

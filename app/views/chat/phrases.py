@@ -28,9 +28,8 @@ def phase_text(phase: Phase) -> str:
         return translate("Chat", "waiting for another answer")
     if phase.stage is Stage.READING:
         return translate("Chat", "reading the prompt") + part
-    if phase.tokens_per_s <= 0:
-        return translate("Chat", "writing")
-    return SEPARATOR.join((translate("Chat", "writing"), rate(phase.tokens_per_s)))
+    doing = translate("Chat", "thinking") if phase.stage is Stage.THINKING else translate("Chat", "writing")
+    return SEPARATOR.join((doing, rate(phase.tokens_per_s))) if phase.tokens_per_s > 0 else doing
 
 
 def rate(tokens_per_s: float) -> str:
