@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.common.chat import ChatMessage, Tool, ToolCall
+from engine.common.chat import ChatMessage, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.families.replies.thinking import thinking_values
@@ -122,10 +122,6 @@ def check_length(prompt_tokens: int, context_tokens: int) -> None:
             f"The prompt is {prompt_tokens:,} tokens long, but this model holds {context_tokens:,} together with the "
             f"answer: shorten it by at least {prompt_tokens - context_tokens + 1:,} tokens, or start a new chat.",
         )
-
-
-def _function(call: ToolCall) -> dict[str, Any]:
-    return {"name": call.name, "arguments": json.loads(call.arguments)}
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
