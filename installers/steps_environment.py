@@ -14,12 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import steps_machine
+import steps_torch
 from steps_console import SetupError, Step, run_logged, tail, variables_for_children
+from steps_torch import Build, Choice
 
 TORCH = "2.13.0"
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CUDA_INDEX = "https://download.pytorch.org/whl/cu130"  # the CUDA that PyPI's own Linux build of this torch uses
-CPU_DISK_GB, CUDA_DISK_GB = 3.0, 9.0
+INDEX = "https://download.pytorch.org/whl/"
 PROBE_TIMEOUT_S = 4.0
 LOCKED_RUNTIME, LOCKED_TESTS = "locked-runtime.txt", "locked-tests.txt"
 """Versions and hashes of all packages but PyTorch, beside this file; `lock.py` writes them."""
@@ -34,8 +34,10 @@ def prepare(checkout: Path) -> Environment:
     environment = Environment(checkout)
     environment.make()
     environment.install_libraries()
-    environment.install_torch(cuda=steps_machine.has_nvidia_driver())
+    torch = steps_torch.chosen()
+    environment.install_torch(torch)
     environment.install_switchyard()
+    environment.prove_torch(torch.build)
     environment.build_kernels()
     return environment
 
@@ -68,7 +70,7 @@ class Environment:
             steps_machine.install_packages(
                 {"venv": "python3-venv"}, "This Python cannot create environments (no venv module)", self.log
             )
-        steps_machine.need_disk(self.checkout, CPU_DISK_GB, "Switchyard with its libraries")
+        steps_machine.need_disk(self.checkout, steps_torch.CPU.disk_gb, "Switchyard with its libraries")
         with Step("Creating a private environment in .venv") as step:
             shutil.rmtree(self.folder, ignore_errors=True)
             base = getattr(sys, "_base_executable", None) or sys.executable
@@ -97,30 +99,52 @@ class Environment:
 
     # --- packages -------------------------------------------------------------------------------------
 
-    def install_torch(self, cuda: bool) -> None:
+    def install_torch(self, choice: Choice) -> None:
         """Installs PyTorch alone: its dependencies are there, and other packages must not pull in a bigger build.
 
         Without hashes: the build depends on the machine and on the user's package sources.
         """
-        made_from = "{} {} {}".format(TORCH, "cuda" if cuda else "cpu", self.python_version())
+        build = choice.build
+        made_from = f"{TORCH} {build.label} {self.python_version()}"
         if self._stamp("torch") == made_from:
             return
-        steps_machine.need_disk(self.checkout, CUDA_DISK_GB if cuda else CPU_DISK_GB, "PyTorch")
+        if choice.why:
+            print(f"PyTorch's build for {build.name}: {choice.why}", flush=True)
+        steps_machine.need_disk(self.checkout, build.disk_gb, "PyTorch")
         if self._stamp("torch") is not None:  # possibly the other build, which pip would consider the same
             with Step("Removing the other build of PyTorch") as step:
                 run_logged(step, [self.python, "-m", "pip", "uninstall", "--yes", "torch"], self.log, self.variables)
-        with Step("Installing PyTorch {}, {} build".format(TORCH, "CUDA" if cuda else "CPU")) as step:
-            version = self._install_first_available(step, torch_sources(platform.system(), cuda, is_reachable), cuda)
+        with Step(f"Installing PyTorch {TORCH}, {build.name} build") as step:
+            version = self._install_first_available(step, torch_sources(platform.system(), build, is_reachable), build)
             step.note = f" (torch {version})"
-            if cuda and version.endswith("+cpu"):
-                step.note += "; no CUDA build was available, so models will run on the CPU"
+            if build is not steps_torch.CPU and version.endswith("+cpu"):
+                step.note += f"; no build for {build.name} was available, so models will run on the CPU"
         self._set_stamp("torch", made_from)
 
-    def _install_first_available(self, step: Step, sources: list[list[str]], cuda: bool) -> str:
+    def prove_torch(self, build: Build) -> None:
+        """Computes a little on each card, once for each build, and says what does not work."""
+        made_from = f"{TORCH} {build.label}"
+        if build is steps_torch.CPU or self._stamp("cards") == made_from:
+            return
+        script = (
+            "from engine.devices.card_proof import prove_cards\n"
+            "for card in prove_cards() or ():\n"
+            "    print(card.name, card.failed or 'works', sep=': ')"
+        )
+        with Step("Computing on the graphics card") as step:
+            code, output = run_logged(step, [self.python, "-c", script], self.log, self.variables)
+            cards = output.strip().splitlines() if code == 0 else []
+            step.note = f" ({'; '.join(cards) or 'PyTorch sees no card it can use'})"
+            if any(card.endswith(": works") for card in cards):
+                self._set_stamp("cards", made_from)
+                return
+            step.note += "; models run on the CPU until the card's driver works: see `switchyard doctor`"
+
+    def _install_first_available(self, step: Step, sources: list[list[str]], build: Build) -> str:
         for source in sources:
-            if not cuda and platform.system() == "Linux" and source == sources[-1]:
-                # Without the CPU build, PyPI has only the CUDA build, three times as big.
-                steps_machine.need_disk(self.checkout, CUDA_DISK_GB, "PyTorch's standard build")
+            if build is steps_torch.CPU and platform.system() == "Linux" and source == sources[-1]:
+                # Without the CPU build, PyPI has only a CUDA build, three times as big.
+                steps_machine.need_disk(self.checkout, steps_torch.CUDA_130.disk_gb, "PyTorch's standard build")
             code, output = self._pip_install(step, source)
             if code == 0:
                 return self._installed_version("torch")
@@ -242,19 +266,19 @@ class Environment:
         temporary.replace(self.folder / "switchyard-stamps.json")
 
 
-def torch_sources(system: str, cuda: bool, reachable: Callable[[str], bool]) -> list[list[str]]:
-    """pip arguments for the right build of PyTorch, best first.
+def torch_sources(system: str, build: Build, reachable: Callable[[str], bool]) -> list[list[str]]:
+    """pip arguments for a build of PyTorch, best first.
 
     The user's pip sources are always included: a mirror or a local wheel may have the right build.
     """
     anything = ["torch==" + TORCH]
     if system == "Darwin":
         return [anything]
-    if cuda and system == "Linux":
-        # PyPI's build is the CUDA one; `===` excludes a `+cpu` wheel from the user's sources.
+    if build is steps_torch.CUDA_130 and system == "Linux":
+        # PyPI's build is this one; `===` excludes a `+cpu` wheel from the user's sources.
         return [["torch===" + TORCH], anything]
-    build, index = ("cu130", CUDA_INDEX) if cuda else ("cpu", CPU_INDEX)
-    exact = [f"torch=={TORCH}+{build}"]
+    exact = [f"torch=={TORCH}+{build.label}"]
+    index = INDEX + build.label
     return [[*exact, "--extra-index-url", index] if reachable(index) else exact, anything]
 
 

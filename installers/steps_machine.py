@@ -51,19 +51,6 @@ def has_display() -> bool:
     return any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "QT_QPA_PLATFORM"))
 
 
-def has_nvidia_driver() -> bool:
-    if Path("/proc/driver/nvidia/version").exists():
-        return True
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return False
-    try:
-        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listed.returncode == 0 and "GPU" in listed.stdout
-
-
 def has_compiler() -> bool:
     """Whether there is a C++ compiler.  On a Mac without Apple's tools, `c++` is a stub that offers to install them."""
     if platform.system() == "Darwin":

@@ -26,6 +26,7 @@ from engine.verbs.doctor_checks import (
     folder_findings,
     gpu_findings,
     measurement_findings,
+    proof_findings,
     software_findings,
 )
 from engine.verbs.output import emit
@@ -199,6 +200,7 @@ def run(args: argparse.Namespace) -> int:
         *software_findings(),
         *kernel_findings(hardware),
         *gpu_findings(hardware),
+        *proof_findings(hardware),
         *measurement_findings(hardware),
         *tuning_findings(hardware),
         *display_findings(),

@@ -13,13 +13,14 @@ from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
+from engine.devices.card_proof import prove_cards
 from engine.hardware.disk import DiskKind
 from engine.hardware.measured import changes, load_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, free_disk_bytes
 
 _REINSTALL = "Run `python3 installers/start.py` in the checkout again."
-_OLDEST_CAPABILITY = (7, 5)
-"""Oldest GPU generation that torch for CUDA 13 supports: Turing."""
+_CAPABILITIES = {"12": ((5, 0), (9, 9)), "13": ((7, 5), (99, 9))}
+"""Oldest and newest generations of cards for which torch's builds for CUDA 12.6 and 13 have kernels."""
 _GIB = 2**30
 _DISKS = {
     DiskKind.NVME: ", on an NVMe disk",
@@ -78,6 +79,23 @@ def gpu_findings(hardware: Probe) -> list[Finding]:
     return findings
 
 
+def proof_findings(hardware: Probe) -> list[Finding]:
+    """Whether torch computes on the cards that it sees, where it is built for cards; takes seconds there."""
+    if hardware.compute_gpu is None or (torch_cuda_version() is None and torch_hip_version() is None):
+        return []
+    name, proofs = "card's arithmetic", prove_cards()
+    if proofs is None:
+        return [
+            Finding(name, Status.ADVICE, "torch ended while it was tried on the card.", "Update the card's driver.")
+        ]
+    if not proofs:
+        action = "Update the card's driver and restart; CUDA_VISIBLE_DEVICES may also hide the card."
+        return [Finding(name, Status.ADVICE, "torch sees no card that it can use: models run on the CPU.", action)]
+    if failed := [f"{each.name}: {each.failed}" for each in proofs if each.failed]:
+        return [Finding(name, Status.ADVICE, f"{'; '.join(failed)}.", _REINSTALL)]
+    return [Finding(name, Status.OK, f"tested on {', '.join(each.name for each in proofs)}")]
+
+
 def _gpu_finding(gpu: GpuInfo) -> Finding:
     detail = _described(gpu)
     cuda = torch_cuda_version()
@@ -87,14 +105,18 @@ def _gpu_finding(gpu: GpuInfo) -> Finding:
         if torch_hip_version() is not None:
             return Finding("graphics card", Status.OK, f"{detail}; torch is built for ROCm.")
         detail += "; the installed torch was built without ROCm, so the card is not used."
-        return Finding("graphics card", Status.ADVICE, detail, "Install torch's build for ROCm to use it.")
+        return Finding(
+            "graphics card", Status.ADVICE, detail, f"{_REINSTALL} On Linux it chooses torch's build for ROCm."
+        )
     if cuda is None:
         detail += "; the installed torch was built without CUDA, so the card is not used."
         return Finding("graphics card", Status.ADVICE, detail, _REINSTALL)
-    if _capability(gpu.compute_capability) < _OLDEST_CAPABILITY:
-        detail += f"; torch for CUDA {cuda} no longer runs on cards this old (capability {gpu.compute_capability})."
-        action = "Use --device cpu, or install a torch built for an older CUDA."
-        return Finding("graphics card", Status.ADVICE, detail, action)
+    capability = _capability(gpu.compute_capability)
+    oldest, newest = _CAPABILITIES.get(cuda.partition(".")[0], (capability, capability))
+    if not oldest <= capability <= newest:
+        age = "old" if capability < oldest else "new"
+        detail += f"; torch for CUDA {cuda} has no kernels for cards this {age} (capability {gpu.compute_capability})."
+        return Finding("graphics card", Status.ADVICE, detail, f"{_REINSTALL} It chooses another build of torch.")
     return Finding("graphics card", Status.OK, f"{detail}; torch is built for CUDA {cuda}.")
 
 
@@ -180,8 +202,8 @@ def _installed(distribution: str) -> str | None:
 
 def _capability(text: str | None) -> tuple[int, int]:
     major, _, minor = (text or "").partition(".")
-    # Assume that an unknown one is new enough: loading a model will show.
-    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (99, 0)
+    # Assume that torch has kernels for an unknown one: the proof shows it.
+    return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else (7, 5)
 
 
 def _folder_finding(name: str, folder: Path) -> Finding:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine import cli
+from engine.devices.card_proof import CardProof
 from engine.hardware.cpu import CpuInfo
 from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
@@ -71,6 +72,8 @@ def test_a_folder_that_cannot_be_used_is_a_problem(
         (GPU, "13.0", Status.OK, "built for CUDA 13.0"),
         (GPU, None, Status.ADVICE, "built without CUDA"),
         (replace(GPU, compute_capability="6.1"), "13.0", Status.ADVICE, "this old"),
+        (replace(GPU, compute_capability="6.1"), "12.6", Status.OK, "built for CUDA 12.6"),
+        (replace(GPU, compute_capability="12.0"), "12.6", Status.ADVICE, "this new"),
         (replace(GPU, compute_capability=None, total_bytes=None, driver=None), "13.0", Status.OK, "unknown"),
     ],
 )
@@ -120,6 +123,28 @@ def test_a_card_in_few_words(monkeypatch: pytest.MonkeyPatch, machine: Probe) ->
     gpu = replace(GPU, pcie_width=16, pcie_width_now=8, used_by_others_bytes=3 * 2**30)
     (finding,) = doctor_checks.gpu_findings(replace(machine, gpus=(gpu,), gpu_note=""))
     assert all(fact in finding.detail for fact in ("140 GiB", "3.0 GiB", "PCIe 5.0 x8", "driver 580.65"))
+
+
+@pytest.mark.parametrize(
+    ("proofs", "status", "said"),
+    [
+        ([CardProof("RTX 4090")], Status.OK, "tested on RTX 4090"),
+        ([CardProof("RTX 4090"), CardProof("GTX 1080", "too old")], Status.ADVICE, "GTX 1080: too old."),
+        ([], Status.ADVICE, "no card"),
+        (None, Status.ADVICE, "ended"),
+    ],
+)
+def test_a_card_is_tried(
+    monkeypatch: pytest.MonkeyPatch, machine: Probe, proofs: list[CardProof] | None, status: Status, said: str
+) -> None:
+    monkeypatch.setattr(doctor_checks, "prove_cards", lambda: proofs)
+    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
+    (finding,) = doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note=""))
+    assert (finding.status, said in finding.detail) == (status, True)
+    assert bool(finding.action) == (status != Status.OK)
+    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: None)
+    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: None)
+    assert doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note="")) == []
 
 
 def test_two_kinds_of_cores_and_limits(machine: Probe) -> None:
