@@ -12,6 +12,7 @@ from engine.devices.device import CopyLog, Device, Graph
 from engine.devices.host_memory import aligned
 from engine.devices.memory_budget import MemoryBudget
 from engine.devices.pinned_memory import PinnedMemory
+from engine.hardware.nvml import Nvml, nvidia_gpus
 
 
 def capture_stream(place: torch.device) -> torch.cuda.Stream:
@@ -32,17 +33,20 @@ def capture_stream(place: torch.device) -> torch.cuda.Stream:
 class CudaCapture:
     """See `engine.devices.device.Capture`.
 
-    Captures use a stream of their own, as CUDA cannot capture the default stream, and memory from their own pool, which
-    all segments share: they run one after the other.
+    Captures use a stream of their own, as CUDA cannot capture the default stream, and memory from a pool, which all
+    segments share: they run one after the other.
 
     Args:
         stream: from `capture_stream`, the same for all captures of a card.
+        pools: of the card; this capture takes one, and returns it for the next.
     """
 
-    def __init__(self, place: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, place: torch.device, stream: torch.cuda.Stream, pools: CapturePools) -> None:
         self._place = place
         self._stream = stream
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pools = pools
+        self._held = pools.take()
+        self._pool = self._held.id
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._under_way: torch.cuda.CUDAGraph | None = None
         self._before: torch.cuda.Stream | None = None
@@ -61,7 +65,7 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, which copy experts, must not be restricted by the capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # type: ignore[arg-type]
         except BaseException:
             self._resume()
             raise
@@ -84,8 +88,10 @@ class CudaCapture:
         graph, self._under_way = self._under_way, None
         if graph is None:
             return
-        with contextlib.suppress(RuntimeError):  # CUDA reports the failed capture again
+        try:
             graph.capture_end()
+        except RuntimeError:  # CUDA reports the failed capture again, before the allocator has left the pool
+            end_allocating(self._place, self._pool)
         self._resume()
 
     def close(self) -> None:
@@ -95,11 +101,57 @@ class CudaCapture:
             torch.cuda.current_stream(self._place).synchronize()
         while self._graphs:
             self._graphs.pop().reset()
+        self._pools.give_back(self._held)
 
     def _resume(self) -> None:
         if self._before is not None:
             torch.cuda.set_stream(self._before)
             self._before = None
+
+
+class CapturePools:
+    """Memory pools of one card for captures.  One that ended leaves its pool, and what that holds, to the next.
+
+    With a pool each, memory of the card would be lost to the program with every capture: torch gives back a dead pool's
+    only when it runs short.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._free: list[torch.cuda.MemPool] = []
+
+    def take(self) -> torch.cuda.MemPool:
+        """One that no capture uses."""
+        if self._free:
+            return self._free.pop()
+        with torch.cuda.device(self._place):  # it belongs to the card that is current
+            return torch.cuda.MemPool()
+
+    def give_back(self, pool: torch.cuda.MemPool) -> None:
+        """Ends its use.  Idempotent."""
+        if not any(pool is free for free in self._free):
+            self._free.append(pool)
+
+
+def end_allocating(place: torch.device, pool: tuple[int, int]) -> None:
+    """Lets torch's allocator leave a pool after a failed capture; else all later memory would come from there.
+
+    `CUDAGraph.capture_end` raises before it has done so.  This is what `torch.cuda.use_mem_pool` does at its end.
+    """
+    index = place.index or 0
+    for leave in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+        with contextlib.suppress(RuntimeError, AttributeError):  # it has left already
+            getattr(torch._C, leave)(index, pool)
+
+
+def hard_fraction(budget: int, total: int) -> float:
+    """The part of a card's memory beyond which torch refuses to allocate, so that nothing spills into RAM.
+
+    Args:
+        budget: bytes that are planned with.
+        total: bytes of the card.
+    """
+    return min(1.0, (budget + HEADROOM_BYTES // 2) / max(total, 1))
 
 
 HEADROOM_BYTES = 2**30
@@ -129,7 +181,7 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
     name = f"cuda:{index}"
     place = torch.device("cuda", index)
     try:
-        free, _ = torch.cuda.mem_get_info(place)
+        free, total = torch.cuda.mem_get_info(place)
         clock = CudaClock(place)
         # Weight copies may take long; activations need a stream of higher priority.
         queues = (
@@ -146,18 +198,27 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
             f"Graphics card {name} does not respond ({text}): restart the computer or use --device cpu.",
         ) from error
     usable = max(0, free - HEADROOM_BYTES)
+    budget = usable if vram_bytes is None else min(usable, vram_bytes)
+    torch.cuda.set_per_process_memory_fraction(hard_fraction(budget, total), place)
     log = CopyLog()
     roles = ("compute", "h2d", "d2h", "small copies")
     compute, h2d, d2h, small = (
         CudaStream(f"{name} {role}", queue, clock, log) for role, queue in zip(roles, queues, strict=True)
     )
-    pinned = PinnedMemory(place)
+    pinned, pools = PinnedMemory(place), CapturePools(place)
 
     def allocate(nbytes: int) -> torch.Tensor:
         memory = aligned(nbytes, place)
         # torch may return memory that its current stream still uses, while other streams will write to it.
         torch.cuda.current_stream(place).synchronize()
         return memory
+
+    def left() -> int:
+        free, _ = torch.cuda.mem_get_info(place)
+        if free < HEADROOM_BYTES // 4:  # what torch keeps for later is of use to others now
+            torch.cuda.empty_cache()
+            free, _ = torch.cuda.mem_get_info(place)
+        return free
 
     def close() -> None:
         for stream in (compute, h2d, d2h, small):
@@ -167,7 +228,7 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
     return Device(
         name=name,
         torch_device=place,
-        memory=MemoryBudget(name, usable if vram_bytes is None else min(usable, vram_bytes), allocate),
+        memory=MemoryBudget(name, budget, allocate, left, HEADROOM_BYTES),
         host_memory=pinned,
         compute_stream=compute,
         h2d_stream=h2d,
@@ -176,5 +237,23 @@ def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
         copy_log=log,
         on_close=close,
         compute_follows_caller=True,
-        new_capture=lambda: CudaCapture(place, to_capture),
+        new_capture=lambda: CudaCapture(place, to_capture, pools),
+        identity=identity_of(index),
     )
+
+
+def identity_of(index: int) -> str:
+    """What times depend on: the card, its memory, its driver and its link, as far as they are known."""
+    properties = torch.cuda.get_device_properties(index)
+    numbers = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
+    address = "{:08x}:{:02x}:{:02x}.0".format(*numbers) if min(numbers) >= 0 else ""
+    found = next((card for card in nvidia_gpus(Nvml())[0] if _is_at(card.bus, address)), None)
+    words = [properties.name, f"{properties.total_memory >> 20} MiB"]
+    if found is not None:
+        words += [f"driver {found.driver}", f"PCIe {found.pcie_generation} x{found.pcie_width_now or found.pcie_width}"]
+    return " ".join((*words, f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"HIP {torch.version.hip}"))
+
+
+def _is_at(bus: str | None, address: str) -> bool:
+    """Whether two PCI addresses are the same; the domain has four or eight digits."""
+    return bool(bus and address) and str(bus).lower().zfill(16)[-12:] == address[-12:]

@@ -305,6 +305,7 @@ class Device:
         compute_follows_caller: whether the caller's torch operators are queued on `compute_stream`, in order with
             submitted work. If not, they have finished when they return, and submitted work must be waited for.
         new_capture: starts capturing a graph; None if unsupported.
+        identity: of the very card, its driver and its link, for what is measured and kept; empty if the name says it.
     """
 
     name: str
@@ -319,6 +320,7 @@ class Device:
     on_close: Callable[[], None]
     compute_follows_caller: bool = False
     new_capture: Callable[[], Capture] | None = None
+    identity: str = ""
 
     @cached_property
     def index(self) -> int:

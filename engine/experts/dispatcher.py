@@ -34,6 +34,8 @@ STEP_ELEMENTS = 2**26
 """Elements of the visits [T * k, H] computed at a time: 128 MiB in bf16.  Longer steps are split."""
 
 
+_JOINS_PER_WAIT = 64
+"""Where a step's end is not waited for, one in so many is, to learn what joining both sides costs."""
 _GIVE_BACK_SHARE = 4
 """One part in so many of the cache is given back after a kernel has run out of device memory."""
 
@@ -64,6 +66,7 @@ class HybridExperts(ExpertLayer):
     ) -> None:
         number = layer if number is None else number
         super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
+        self._joins = 0
         self.serve_by(mode)
 
     def serve_by(self, mode: str) -> None:
@@ -176,9 +179,12 @@ class HybridExperts(ExpertLayer):
         end = self.submit(step)
         assert end is not None
         self._notify_prefetcher(step)
-        if not self.device.compute_follows_caller or end.failure is not None:
+        joined = bool(lookup.hits) and not (step.is_prefill or step.hits_on_cpu or step.fetched)
+        self._joins += joined
+        learns = joined and self._joins % _JOINS_PER_WAIT == 0
+        if not self.device.compute_follows_caller or end.failure is not None or learns:
             end.wait()
-            if lookup.hits and not (step.is_prefill or step.hits_on_cpu or step.fetched):
+            if joined:
                 self.latency.observe_both(*self._tokens(lookup, routing), time.perf_counter() - begun_s)
         self.cache.release(lookup, end)
         return sums.result
@@ -223,7 +229,7 @@ class HybridExperts(ExpertLayer):
 
     def _serve_misses(self, step: Step) -> None:
         """Serves the misses whose records are in RAM first, the others as they arrive."""
-        busy_s = sum(self.latency.gpu_s(step.routing.tokens(expert)) for expert in step.lookup.hits)
+        busy_s = self.latency.hits_s([step.routing.tokens(expert) for expert in step.lookup.hits])
         # If non-urgent copies hold all slots in RAM, `cancel` frees them.
         arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step), self.cache.cancel)
         step.held.append(arrivals)

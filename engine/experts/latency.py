@@ -21,7 +21,7 @@ from engine.common.files import write_private
 from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
 
-_VERSION = 1
+_VERSION = 2
 _EWMA_WEIGHT = 0.05
 """Weight of one observation in the exponential moving average."""
 _JOINING_DECAY = 0.998
@@ -109,6 +109,7 @@ class LatencyModel:
         cpu_base_s, cpu_token_s: the CPU takes base + tokens * token.
         gpu_flat_s, gpu_knee_tokens, gpu_token_s: the device takes flat up to the knee, plus token for each one beyond.
         link_latency_s, link_bytes_per_s: of copying a record to the device.
+        gpu_launch_s: the part of `gpu_flat_s` that experts share which are computed by one launch.
     """
 
     precision: str
@@ -120,6 +121,7 @@ class LatencyModel:
     gpu_token_s: float
     link_latency_s: float
     link_bytes_per_s: float
+    gpu_launch_s: float = 0.0
     _cpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _gpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _link: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
@@ -127,7 +129,11 @@ class LatencyModel:
 
     def __post_init__(self) -> None:
         numbers = [getattr(self, item.name) for item in fields(self) if item.type in ("float", "int")]
-        if not all(math.isfinite(number) and number >= 0 for number in numbers) or self.link_bytes_per_s == 0:
+        if (
+            not all(math.isfinite(number) and number >= 0 for number in numbers)
+            or self.link_bytes_per_s == 0
+            or self.gpu_launch_s > self.gpu_flat_s
+        ):
             raise ValueError("invalid latency")
 
     def cpu_s(self, tokens: int) -> float:
@@ -135,8 +141,13 @@ class LatencyModel:
         return (self.cpu_base_s + self.cpu_token_s * tokens) * self._cpu.factor
 
     def gpu_s(self, tokens: int) -> float:
-        """One expert on the device, once it has been copied."""
+        """One expert on the device, once it has been copied, by a launch of its own."""
         return self._gpu_uncorrected_s(tokens) * self._gpu.factor
+
+    def hits_s(self, hits: Sequence[int]) -> float:
+        """Experts that are on the device, with so many tokens each, by one launch."""
+        shared_s = self.gpu_launch_s * self._gpu.factor * (len(hits) - 1)
+        return sum(map(self.gpu_s, hits)) - shared_s if hits else 0.0
 
     @property
     def transfer_s(self) -> float:
@@ -154,7 +165,7 @@ class LatencyModel:
             hits, misses: tokens of each expert that is on the device, and of each that is not.
         """
         here_s = sum(self.cpu_s(tokens) for tokens in misses)
-        there_s = sum(self.gpu_s(tokens) for tokens in hits)
+        there_s = self.hits_s(hits)
         alone_s = here_s + sum(self.cpu_s(tokens) for tokens in hits)
         if alone_s >= max(here_s, there_s) + self._joining_s:
             return False
@@ -171,7 +182,7 @@ class LatencyModel:
 
     def observe_both(self, hits: Sequence[int], misses: Sequence[int], took_s: float) -> None:
         """Both sides computed concurrently: the time beyond the slower side is the cost of joining them."""
-        sides_s = max(sum(map(self.gpu_s, hits)), sum(map(self.cpu_s, misses)))
+        sides_s = max(self.hits_s(hits), sum(map(self.cpu_s, misses)))
         self._joining_s += _EWMA_WEIGHT * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - self._joining_s)
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:

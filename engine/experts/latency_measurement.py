@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
 
-from engine.devices.device import Device
-from engine.devices.memory_budget import MemoryCategory
+from engine.devices.device import CaptureError, Device
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
 from engine.kernels.interface import ExpertKernel, LayerRecords
@@ -18,6 +19,10 @@ from engine.kernels.interface import ExpertKernel, LayerRecords
 _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """A prompt of 2,000 tokens routes about 125 to each of 128 experts, and several times as many to popular ones."""
 _REPEATS = 5
+_REPLAYS = 8
+"""Replays of a captured launch that are timed together: one alone is as short as a card's clock is coarse."""
+_MOST_EXPERTS = 8
+"""Experts of one launch: as many as most models choose for a token."""
 
 
 def measure(
@@ -43,9 +48,9 @@ def measure(
         DeviceMemoryError: one record does not fit on the device.
         EngineError: the device failed.
     """
-    memory = device.memory.allocate(bank.layout.nbytes, MemoryCategory.STAGING)
+    memory = _slots(device, bank.layout.nbytes)
     try:
-        slots = BankLayer("measured", bank.layout, memory.view(1, -1))
+        slots = BankLayer("measured", bank.layout, memory)
         kernel = make_kernel(slots)
         if device.compute_follows_caller:
             _compile(device, kernel, hidden_width, dtype)
@@ -54,12 +59,25 @@ def measure(
         cpu_base_s, cpu_token_s = fit_line(cpu)
         latency_s, bytes_per_s = _link_times(device, bank, slots, begun_s + budget_s * 0.6)
         gpu = _gpu_times(device, kernel, hidden_width, dtype, begun_s + budget_s)
+        together = _launch_times(device, kernel, len(memory), hidden_width, dtype)
     finally:
         device.memory.release(memory)
     flat_s, knee, each_s = fit_knee(gpu)
+    launch_s = min(fit_line(together)[0], flat_s) if len(together) > 1 else 0.0
     return LatencyModel(
-        precision, bank.layout.nbytes, cpu_base_s, cpu_token_s, flat_s, knee, each_s, latency_s, bytes_per_s
+        precision, bank.layout.nbytes, cpu_base_s, cpu_token_s, flat_s, knee, each_s, latency_s, bytes_per_s, launch_s
     )
+
+
+def _slots(device: Device, nbytes: int) -> torch.Tensor:
+    """Memory for as many experts as one launch has, or for one if there is no more: [slots, nbytes].
+
+    Raises:
+        DeviceMemoryError: there is none for one.
+    """
+    with suppress(DeviceMemoryError):
+        return device.memory.allocate(_MOST_EXPERTS * nbytes, MemoryCategory.STAGING).view(_MOST_EXPERTS, -1)
+    return device.memory.allocate(nbytes, MemoryCategory.STAGING).view(1, -1)
 
 
 def fit_line(times: Sequence[tuple[int, float]]) -> tuple[float, float]:
@@ -118,23 +136,57 @@ def _cpu_times(
 def _gpu_times(
     device: Device, kernel: ExpertKernel, width: int, dtype: torch.dtype, until_s: float
 ) -> list[tuple[int, float]]:
+    place = device.torch_device
     times = []
-    stream, place = device.compute_stream, device.torch_device
     for tokens, hidden in _inputs(width, dtype, place, until_s):
         index = torch.zeros(tokens, 1, dtype=torch.int64, device=place)
         weights = torch.ones(tokens, 1, device=place)
+        times.append((tokens, _took_s(device, partial(kernel, hidden, index, weights))))
+    return times
 
-        def work(inputs: tuple[torch.Tensor, ...] = (hidden, index, weights)) -> None:
-            with torch.inference_mode():
-                kernel(*inputs)
 
+def _launch_times(
+    device: Device, kernel: ExpertKernel, slots: int, width: int, dtype: torch.dtype
+) -> list[tuple[int, float]]:
+    """(experts, seconds) of launches for one token and different experts."""
+    place = device.torch_device
+    hidden = torch.full((1, width), 0.01, dtype=dtype, device=place)
+    times = []
+    for experts in (count for count in (1, 2, 4, _MOST_EXPERTS) if count <= slots):
+        index = torch.arange(experts, device=place)[None]
+        weights = torch.full((1, experts), 1 / experts, device=place)
+        times.append((experts, _took_s(device, partial(kernel, hidden, index, weights))))
+    return times
+
+
+def _took_s(device: Device, launch: Callable[[], object]) -> float:
+    """Median seconds that a launch keeps the device.
+
+    Where launches are queued, a captured one is replayed: on an idle card, the host would be measured instead.
+    """
+
+    def work() -> None:
+        with torch.inference_mode():
+            launch()
+
+    with ExitStack() as held:
+        repeated, repeats = work, 1
+        if device.compute_follows_caller and device.new_capture is not None:
+            work()  # what compiles or allocates cannot be captured
+            capture = device.new_capture()
+            held.callback(capture.close)
+            try:
+                capture.begin()
+                work()
+                repeated, repeats = capture.end().replay, _REPLAYS
+            except (RuntimeError, CaptureError):  # kernels for many tokens may read a number back
+                capture.abandon()
         spans = []
         for _ in range(_REPEATS + 1):
-            event = stream.submit(work)
+            event = device.compute_stream.submit(lambda: [repeated() for _ in range(repeats)])
             event.wait()
-            spans.append(event.ended_s - event.started_s)
-        times.append((tokens, statistics.median(spans[1:])))
-    return times
+            spans.append((event.ended_s - event.started_s) / repeats)
+        return statistics.median(spans[1:])
 
 
 def _compile(device: Device, kernel: ExpertKernel, width: int, dtype: torch.dtype) -> None:

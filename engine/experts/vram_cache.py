@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -425,6 +426,7 @@ class VramCache:
         """Handles what has happened since the last step: copies that ended, device memory that others need."""
         if self._tier.copies:
             self._settle()
+        self.device.memory.follow_others(time.monotonic())
         excess = self.device.memory.excess
         if excess and self._memory.segments:
             freed = self.give_back(excess)

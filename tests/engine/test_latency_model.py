@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.devices.opening import open_devices
+from engine.experts import latency_measurement
 from engine.experts.bank import BankLayer
 from engine.experts.latency import Estimate, LatencyModel, latency_file, load_latency, save_latency, split_among
 from engine.experts.latency_measurement import fit_knee, fit_line, measure
@@ -212,7 +214,7 @@ def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(
     for took_s in spans:
         model.observe_both(hits, misses, took_s)
     here_s = sum(map(model.cpu_s, misses))
-    both_s = max(here_s, sum(map(model.gpu_s, hits))) + model._joining_s
+    both_s = max(here_s, model.hits_s(hits)) + model._joining_s
     alone_s = here_s + sum(map(model.cpu_s, hits))
     assert model.prefers_cpu_alone(hits, misses) == (alone_s < both_s)
 
@@ -223,3 +225,81 @@ def test_a_device_that_was_slow_to_join_is_tried_again() -> None:
         model.observe_both([1], [1], 1.0)
     assert model.prefers_cpu_alone([1], [1])
     assert any(not model.prefers_cpu_alone([1], [1]) for _ in range(2000))
+
+
+# An RTX 4090 and int4 experts of Qwen3-30B-A3B: a launch takes 6 us, an expert's bytes 3 us more; the CPU takes 56 us.
+RTX_4090 = LatencyModel("int4", 2_800_000, 50e-6, 6e-6, 9e-6, 16, 1e-6, 10e-6, 25e9, gpu_launch_s=6e-6)
+
+
+@given(st.lists(st.integers(1, 64), max_size=12))
+def test_experts_on_the_device_share_a_launch(hits: list[int]) -> None:
+    own_s = sum(RTX_4090.gpu_s(tokens) - RTX_4090.gpu_launch_s for tokens in hits)
+    assert RTX_4090.hits_s(hits) == pytest.approx(own_s + RTX_4090.gpu_launch_s if hits else 0.0)
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_card_that_has_the_experts_is_not_left_idle(count: int) -> None:
+    assert not replace(RTX_4090).prefers_cpu_alone([1] * count, [1] * (8 - count))
+
+
+def test_a_launch_cannot_take_longer_than_what_it_is_part_of() -> None:
+    with pytest.raises(ValueError, match="invalid"):
+        replace(RTX_4090, gpu_launch_s=1.0)
+
+
+class _Card:
+    """A device whose launches are queued: a captured one takes its own time, any other that of the host."""
+
+    compute_follows_caller = True
+    torch_device = torch.device("cpu")
+
+    def __init__(self, *, can_capture: bool) -> None:
+        self.compute_stream, self.closed, self.abandoned, self._can_capture = self, 0, 0, can_capture
+        self.now_s, self._capturing, self._experts = 0.0, False, 0
+
+    def kernel(self, _hidden: torch.Tensor, index: torch.Tensor, _weights: torch.Tensor) -> None:
+        self._experts = index.numel()
+        if not self._capturing:
+            self.now_s += 100e-6
+
+    def new_capture(self) -> _Card:
+        return self
+
+    def begin(self) -> None:
+        self._capturing = True
+
+    def end(self) -> _Card:
+        self._capturing = False
+        if not self._can_capture:
+            raise RuntimeError("a number was read back")
+        return self
+
+    def abandon(self) -> None:
+        self._capturing = False
+        self.abandoned += 1
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def replay(self) -> None:
+        self.now_s += 6e-6 + 3e-6 * self._experts
+
+    def submit(self, work: Callable[[], object]) -> SimpleNamespace:
+        begun_s = self.now_s
+        work()
+        return SimpleNamespace(wait=lambda: None, started_s=begun_s, ended_s=self.now_s)
+
+
+def test_launches_are_timed_as_the_card_runs_them_not_as_the_host_queues_them() -> None:
+    card = _Card(can_capture=True)
+    times = latency_measurement._launch_times(card, card.kernel, 8, 16, torch.float32)  # type: ignore[arg-type]
+    assert [count for count, _ in times] == [1, 2, 4, 8]
+    assert fit_line(times) == (pytest.approx(6e-6), pytest.approx(3e-6))
+    assert (card.closed, card.abandoned) == (4, 0)
+
+
+def test_what_cannot_be_captured_is_timed_as_it_is() -> None:
+    card = _Card(can_capture=False)
+    times = latency_measurement._launch_times(card, card.kernel, 1, 16, torch.float32)  # type: ignore[arg-type]
+    assert times == [(1, pytest.approx(100e-6))]
+    assert (card.closed, card.abandoned) == (1, 1)

@@ -406,7 +406,8 @@ def _latency(
 ) -> LatencyModel:
     """Measured at the first start with such experts on this machine, and kept."""
     threads = torch.get_num_threads()
-    name = f"{device.name.partition('#')[0]} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
+    place = device.identity or device.name.partition("#")[0]
+    name = f"{place} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
     if runs_kernels(device.torch_device):
         name += " triton"
     precision = str(dtype).removeprefix("torch.")
