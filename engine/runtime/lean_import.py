@@ -8,7 +8,8 @@ Four things, each put right while the module that it is about is imported, whoev
   as is so with some builds of torch, and has its own way for that.
 * The list of all that the library exports, for which it reads its 2,500 files, and that twice: we keep the list of the
   installed version in our cache folder, and read that.
-* A thousand regular expressions for the tensors' names of all its models: those of one model are compiled.
+* A thousand regular expressions for the names of all its models' tensors, and one more for each tensor: those that are
+  looked for in something are compiled.
 
 What was imported before, by a test say, stays as it is: it works the same and took longer.
 """
@@ -185,24 +186,13 @@ def _unpacked(packed: list[Any]) -> dict[Any, Any]:
     return found
 
 
-def _change_conversion_mapping(module: Any) -> None:
-    build = module._build_checkpoint_conversion_mapping
-
-    def build_without_compiling() -> Any:
-        loading: Any = sys.modules["transformers.core_model_loading"]
-        expressions = loading.re
-        loading.re = _LaterExpressions(expressions)
-        try:
-            return build()
-        finally:
-            loading.re = expressions
-
-    module._build_checkpoint_conversion_mapping = build_without_compiling
+def _change_core_model_loading(module: Any) -> None:
+    module.re = _LaterExpressions(module.re)
 
 
 _CHANGES: dict[str, Callable[[Any], None]] = {
     "transformers.utils.import_utils": _change_import_utils,
-    "transformers.conversion_mapping": _change_conversion_mapping,
+    "transformers.core_model_loading": _change_core_model_loading,
 }
 
 

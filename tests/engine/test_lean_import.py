@@ -22,7 +22,10 @@ from engine.runtime.load.library_models import build_skeleton, model_class_for
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_config
 
-_HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "pandas")
+_HEAVY = (
+    "torch._decomp", "torch._dynamo", "torch._export", "torch._inductor", "torch._prims", "torch._refs",
+    "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "pandas",
+)  # fmt: skip
 _PROGRAM = """
 import json, sys
 from engine.common.chat import ChatMessage
@@ -52,6 +55,11 @@ print(json.dumps({
     "compiler": torch._dynamo.__name__,
     "mark": torch.compiler.disable.__module__,
     "llama": models.llama.LlamaConfig.__name__,
+    "drawn": torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist(),
+    "export": torch.export.Dim.__module__,
+    "registered": callable(torch._meta_registrations.meta_fft_c2c),
+    "drawn again": torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist(),
+    "summed": list(torch.nn.functional.gelu(torch.ones(2, 3, device="meta")).sum(0).shape),
 }))
 """
 
@@ -67,6 +75,7 @@ def test_the_first_token_needs_no_compiler(tmp_path: Path) -> None:
             timeout=300,
         ).stdout
     )
+    drawn = torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
     assert told == {
         "heavy": [],
         "tokens": 3,
@@ -74,6 +83,11 @@ def test_the_first_token_needs_no_compiler(tmp_path: Path) -> None:
         "compiler": "torch._dynamo",
         "mark": "torch.compiler",
         "llama": "LlamaConfig",
+        "drawn": drawn,
+        "export": "torch.export.dynamic_shapes",
+        "registered": True,
+        "drawn again": drawn,
+        "summed": [3],
     }
 
 
@@ -139,3 +153,52 @@ def test_the_list_of_exports_need_not_be_kept(tmp_path: Path) -> None:
     cache_dir().parent.mkdir(parents=True)
     cache_dir().write_text("a file where the folder should be", encoding="utf-8")
     assert _kept_structure(str(tmp_path), lambda _folder: {"a": {}}) == {"a": {}}
+
+
+_LATE = """
+import importlib.machinery, sys
+from pathlib import Path
+from engine.runtime import later_modules
+
+later_modules._LATER = ("late", "late_package", "late_broken")
+sys.meta_path.insert(0, later_modules._LaterFinder())
+import late, late_package, late_broken
+
+assert late.__file__.endswith("late.py") and not hasattr(late, "__wrapped__") and not Path("late-ran").exists()
+from late import value
+assert value == 1 and Path("late-ran").read_text() == "once" and late.answer() == "late"
+import late_package.inner
+assert late_package.inner.of_package == 2 and late_package.named == "named"
+for _ in range(2):
+    try:
+        late_broken.anything
+    except ValueError as error:
+        assert str(error) == "broken"
+    else:
+        raise AssertionError
+try:
+    late.missing
+except AttributeError as error:
+    assert "'late' has no attribute 'missing'" in str(error)
+"""
+
+
+def test_a_module_for_later_runs_once_when_it_is_used(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(
+        "import late\nopen('late-ran', 'x').write('once')\nvalue = 1\ndef answer(): return __name__\n"
+    )
+    (tmp_path / "late_broken.py").write_text("raise ValueError('broken')\n")
+    (tmp_path / "late_package").mkdir()
+    (tmp_path / "late_package" / "__init__.py").write_text("ready = 2\ndef __getattr__(name): return name\n")
+    (tmp_path / "late_package" / "inner.py").write_text("from late_package import ready as of_package\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", _LATE],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

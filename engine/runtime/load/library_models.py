@@ -34,6 +34,7 @@ from engine.checkpoint.quantised.declared import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.later_modules import with_all_meta_operators
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 
@@ -188,6 +189,11 @@ def _without_compiler(model_class: Any, config: Any) -> Any | None:
     return model
 
 
+def _as_the_library_does(model_class: Any, config: Any) -> Any:
+    with_all_meta_operators()
+    return model_class(config)
+
+
 def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: FamilyAdapter | None) -> Any:
     """The model without weights: every parameter and buffer on the meta device, in the type it will have.
 
@@ -205,7 +211,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
         del config.quantization_config  # what is built holds plain weights
     try:
         with ContextManagers([*model_class.get_init_context(dtype, False, False, False), _without_first_values()]):
-            model = _without_compiler(model_class, config) or model_class(config)
+            model = _without_compiler(model_class, config) or _as_the_library_does(model_class, config)
             patch_output_recorders(model)
             if adapter is not None:
                 adapter.prepare(model)
