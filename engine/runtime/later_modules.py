@@ -40,7 +40,7 @@ def _complete_generators() -> None:
     import torch
 
     with suppress(ImportError, AttributeError):  # other versions have none
-        torch._C._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)  # type: ignore[attr-defined]
+        torch._C._set_generator_metaclass(importlib.import_module("torch._opaque_base").OpaqueBaseMeta)
 
 
 class _LaterFinder(MetaPathFinder):
