@@ -22,6 +22,7 @@ from engine.experts.early_reads import EARLY_READS, remember
 from engine.runtime.decode.generation import GenerationResult, TextCallback, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.split_answer import SplitAnswer
+from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
@@ -143,6 +144,7 @@ class Engine:
             self._loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
             self._place, self._held = path, held.pop_all()
         note_use(path, _how(self._loaded.info))
+        self._loaded.kept = open_kept(self._loaded)
         self._scheduler = Scheduler(self._loaded)
         self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
         self._asked = config

@@ -24,6 +24,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import KvType
 from engine.protocol import LoadPhase
 from engine.runtime.decoder_layers import LayerDevices
+from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 
@@ -94,6 +95,7 @@ class LoadedModel(ModelParts):
         prepared: files of what an earlier start had converted, which were read in place of that.
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
+        kept: what is kept of prompts and answers that were read or written; None keeps nothing.
     """
 
     info: ModelInfo
@@ -107,6 +109,14 @@ class LoadedModel(ModelParts):
     prepared: tuple[Path, ...] = ()
     speculates: bool = False
     kv_type: KvType | None = None
+    kept: KeptPrefixes | None = None
+
+    def close(self) -> None:
+        """See `ModelParts.close`."""
+        if self.kept is not None:
+            self.kept.close()  # first: what it is writing may be in the model's own cache
+            self.kept = None
+        super().close()
 
     @property
     def caches(self) -> list[VramCache]:

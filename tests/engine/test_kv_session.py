@@ -113,7 +113,7 @@ def test_a_cancelled_prompt_keeps_what_it_has_read() -> None:
     assert seen == [(0, 40), (8, 40), (16, 40), (24, 40)]
     assert session.tokens == 24
     with torch.inference_mode():
-        assert drained(session.read(PROMPT, ignore_progress, never_cancelled))[1] == 24
+        assert drained(session.read(PROMPT, ignore_progress, never_cancelled))[1].tokens == 24
 
 
 def test_long_rope_recomputes_when_it_switches() -> None:

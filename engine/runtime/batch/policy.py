@@ -105,6 +105,7 @@ def _room(loaded: LoadedModel, tokens: int) -> int:
     config = loaded.model.config.get_text_config(decoder=True)
     each = activation_token_bytes(_widest(config), loaded.info.experts_per_token, loaded.model.dtype.itemsize)
     weights = loaded.info.experts_bytes + (loaded.info.weights_bytes if loaded.devices is None else 0)
+    weights += loaded.kept.ram_budget if loaded.kept is not None else 0
     return min(free, loaded.ram_bytes - weights - tokens * each)
 
 

@@ -13,6 +13,7 @@ from engine.common.chat import ChatMessage
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.runtime.decode.generation import ProgressCallback, Reading
 from engine.runtime.decode.prompt import encodable, encode
+from engine.runtime.kept.prefixes import Reused
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import PREFILL
@@ -78,7 +79,7 @@ class EncoderDecoderSession:
         return [self._start]
 
     def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
-        """Encodes the prompt, in one go; logits [1, V] of the first token, and 0 tokens reused."""
+        """Encodes the prompt, in one go; logits [1, V] of the first token, and nothing reused."""
         self.clear()
         yield
         if cancelled():
@@ -99,7 +100,7 @@ class EncoderDecoderSession:
             forced = torch.full_like(logits, -torch.inf)
             forced[:, self._forced_first] = 0
             logits = forced
-        return logits, 0
+        return logits, Reused()
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:  # noqa: ARG002 - of the protocol
         """Appends one token [1, 1] to the answer; logits [1, V] after it."""

@@ -12,6 +12,8 @@ from engine.common.errors import CancelCheck
 if TYPE_CHECKING:
     import torch
 
+    from engine.runtime.kept.prefixes import Reused
+
 ProgressCallback = Callable[[int, int], None]
 """Prompt tokens read so far, and prompt tokens to read."""
 
@@ -54,7 +56,7 @@ class TokenConstraint(Protocol):
         """The answer begins again."""
 
 
-Reading = Generator[None, None, "tuple[torch.Tensor, int]"]
+Reading = Generator[None, None, "tuple[torch.Tensor, Reused]"]
 
 _Result = TypeVar("_Result")
 
@@ -100,7 +102,7 @@ class Session(Protocol):
         """Reads the prompt, with a pause after each part of it.
 
         Returns:
-            logits [1, V] after it, and how many of its tokens were reused from the cache.
+            logits [1, V] after it, and how many of its tokens did not have to be read.
         """
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
@@ -120,7 +122,8 @@ class GenerationResult:
     Attributes:
         text: the answer, without stop string and special tokens; all that was reported, in one piece.
         finish_reason: why it ended.
-        prompt_tokens: length of the whole prompt; `reused_tokens` of them were already in the KV cache.
+        prompt_tokens: length of the whole prompt; `reused_tokens` of them did not have to be read: of these,
+            `from_ram` and `from_disk` had been kept there, and the others were still in the KV cache or in pages.
         generated_tokens: tokens that the model chose, an end-of-sequence token among them.
         ttft_s: seconds from the start of the request to its first token; 0 if there was none.
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
@@ -142,6 +145,8 @@ class GenerationResult:
     accepted_tokens: int = 0
     stopped_by: str = ""
     reasoning: str = ""
+    from_ram: int = 0
+    from_disk: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.draft_head import draft_head_of
+from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
+from engine.runtime.kept.copying import from_cache, into_cache
+from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
 from engine.runtime.kv.growing import grown_capacity
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
@@ -48,9 +51,10 @@ class KvSession:
 
     Args:
         guesses: whether its tokens are going to be guessed, if the model was loaded for that.
+        kept: where it finds prompts that others have read, and offers what it has read itself.
     """
 
-    def __init__(self, loaded: LoadedModel, *, guesses: bool = True) -> None:
+    def __init__(self, loaded: LoadedModel, *, guesses: bool = True, kept: KeptPrefixes | None = None) -> None:
         self._model = loaded.model
         self._context_tokens = loaded.context_tokens
         self._kv_type = loaded.kv_type
@@ -68,6 +72,7 @@ class KvSession:
         self._in_chunks = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
+        self._kept = kept if self._in_chunks else None
         self._cache: Cache | None = None
         self._ids: list[int] = []
         self._prompt_tokens = 0
@@ -99,8 +104,19 @@ class KvSession:
         """Bytes now held, spare capacity included."""
         return cache_bytes(self._cache)
 
+    def keep(self) -> None:
+        """Offers all that is held to those who come later, until it is needed for something else."""
+        cache, kept = self.cache, self._kept
+        if cache is not None and kept is not None:
+            self._leave_graphs()
+            layout = BlockLayout.of_cache(cache, len(self._ids))
+            if layout is not None:
+                kept.offer(self._ids, layout, from_cache(cache, layout))
+
     def clear(self) -> None:
         """Frees the cache."""
+        if self._kept is not None:
+            self._kept.withdraw()
         if self.graphs is not None:
             self.graphs.forget()
         if self._drafter is not None:
@@ -128,7 +144,8 @@ class KvSession:
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
-        reused = self._reuse(prompt)
+        found = self._reuse(prompt)
+        reused = found.tokens
         total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)
         if self._cache is None:
@@ -148,7 +165,7 @@ class KvSession:
             if end < total:
                 yield
         assert logits is not None  # the last token is never reused
-        return logits, reused
+        return logits, found
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
         """Appends one token [1, 1] whose id is `token_id`; logits [1, V] after it."""
@@ -319,23 +336,15 @@ class KvSession:
         if self._ids and self._in_chunks and self._cache is not None and self._forgets():
             self._snapshot = KvSnapshot(self._cache, len(self._ids))
 
-    def _reuse(self, prompt: Sequence[int]) -> int:
-        """Cuts the cache down to what it shares with `prompt` and says how many tokens that is."""
-        shared = _common_prefix(self._ids, prompt) if self._whole else 0
-        shared = min(shared, len(prompt) - 1)
-        held = len(self._ids)
-        if shared and self._cache is not None and not can_take_back(self._cache, held - shared):
-            shared = self._snapshot.length if self._snapshot is not None and self._snapshot.length <= shared else 0
-        keep = (
-            shared > 0
-            and (self._in_chunks or len(prompt) - shared == 1)
-            and max(held, len(prompt)) <= self._exact
-            and not self._crosses(shared, len(prompt))
-            and not self._crosses(shared, held)
-        )
-        if not keep:
+    def _reuse(self, prompt: Sequence[int]) -> Reused:
+        """Cuts the cache down to what it shares with `prompt`, brings what is kept behind that, and counts both."""
+        shared, held = self._shared(prompt), len(self._ids)
+        found = self._kept.find(prompt, shared) if self._kept is not None else None
+        if self._kept is not None:
+            self._kept.withdraw(shared)
+        if not shared:
             self.clear()
-            return 0
+            return self._bring(found, prompt) if found is not None else Reused()
         assert self._cache is not None
         self._whole = False
         if can_take_back(self._cache, held - shared):
@@ -348,7 +357,58 @@ class KvSession:
         self._whole = True
         if self._snapshot is not None and self._snapshot.length > shared:
             self._snapshot = None
-        return shared
+        return self._bring(found, prompt) if found is not None else Reused(shared)
+
+    def _shared(self, prompt: Sequence[int]) -> int:
+        """How much of a prompt the cache can go on from."""
+        shared = _common_prefix(self._ids, prompt) if self._whole else 0
+        shared = min(shared, len(prompt) - 1)
+        held = len(self._ids)
+        if shared and self._cache is not None and not can_take_back(self._cache, held - shared):
+            shared = self._snapshot.length if self._snapshot is not None and self._snapshot.length <= shared else 0
+        keep = (
+            shared > 0
+            and (self._in_chunks or len(prompt) - shared == 1)
+            and max(held, len(prompt)) <= self._exact
+            and not self._crosses(shared, len(prompt))
+            and not self._crosses(shared, held)
+        )
+        return shared if keep else 0
+
+    def _bring(self, found: Found, prompt: Sequence[int]) -> Reused:
+        """Goes on from what is kept of a prompt, of which the cache holds some of its beginning, or nothing."""
+        held = len(self._ids)
+        begin = held // BLOCK_TOKENS * BLOCK_TOKENS
+        if self._crosses(found.tokens, len(prompt)):
+            return Reused(held)
+        if self._cache is None or not can_take_back(self._cache, held - begin):
+            self.clear()
+            begin = 0
+            self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
+            if self._cache is None:
+                return Reused()
+        elif held > begin:
+            self._cache.crop(begin - held)
+        if self._snapshot is not None and self._snapshot.length > begin:
+            self._snapshot = None
+        del self._ids[begin:]
+        self._whole = False
+        try:
+            self._room.make(self._cache, found.tokens)
+            tokens = into_cache(found, self._cache, begin, self._device_of)
+            self._room.count(self._cache)
+        except (LookupError, EngineError):  # of another layout, or there is no room for all of it at once
+            self.clear()
+            return Reused()
+        self._ids, self._whole = list(prompt[:tokens]), True
+        if not tokens:
+            self.clear()
+        return found.reused._replace(held=begin)
+
+    def _device_of(self, layer: int) -> torch.device:
+        if self._devices is None:
+            return self._device
+        return self._devices.devices[self._devices.layers.of_cache_layer(layer)].torch_device
 
     def _crosses(self, before: int, after: int) -> bool:
         """Whether LongRoPE's boundary lies between these two lengths."""

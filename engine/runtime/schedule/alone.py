@@ -32,6 +32,7 @@ from engine.runtime.decode.generation import (
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest, Check, Preparation, PreparedRow, never
 from engine.runtime.schedule.row import PagedRow
@@ -70,16 +71,19 @@ class Alone:
 
     Args:
         speculates: whether coming tokens may be guessed and tried together; `None` is what the model was loaded for.
+        kept: what earlier answers left; `None` reads each prompt that the last answer does not share.
     """
 
-    def __init__(self, loaded: LoadedModel, *, speculates: bool | None = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, speculates: bool | None = None, kept: KeptPrefixes | None = None
+    ) -> None:
         self.loaded = loaded
         self._speculates = loaded.speculates if speculates is None else speculates
         self._prices = StepPrices()
         self._preparation = Preparation(loaded)
         encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self._session: Session = (
-            EncoderDecoderSession(loaded) if encodes else KvSession(loaded, guesses=self._speculates)
+            EncoderDecoderSession(loaded) if encodes else KvSession(loaded, guesses=self._speculates, kept=kept)
         )
 
     @property
@@ -92,8 +96,13 @@ class Alone:
         """Bytes now held by the KV cache, spare capacity included."""
         return self._session.bytes
 
+    def keep(self) -> None:
+        """Lets others find what the last answer left; nothing is copied now."""
+        if isinstance(self._session, KvSession):
+            self._session.keep()
+
     def clear(self) -> None:
-        """Frees the KV cache; the next prompt is read from its beginning."""
+        """Frees the KV cache; the next prompt is read from its beginning, or from what is kept of it."""
         self._session.clear()
 
     def begin(self, asked: PreparedRow) -> AloneAnswer:
@@ -186,7 +195,7 @@ class AloneAnswer:
         request = asked.request
         self._reading = session.read(asked.prompt, request.on_progress, request.cancelled)
         self._writing: Generator[None, None, Decoded] | None = self._written(None) if begun is not None else None
-        self._reused = 0
+        self._reused = Reused()
         self._request: int | None = None
         """Number of the recorded request; 0 if nothing was recorded when it began."""
 
@@ -274,7 +283,7 @@ class AloneAnswer:
         return decode(logits, steps, answer, request.on_text, request.cancelled)
 
     @property
-    def reused(self) -> int:
+    def reused(self) -> Reused:
         """Tokens of the prompt that did not have to be read."""
         return self._reused
 
@@ -303,12 +312,14 @@ class AloneAnswer:
             text=done.text,
             finish_reason=done.reason,
             prompt_tokens=len(self.asked.prompt),
-            reused_tokens=self._reused,
+            reused_tokens=self._reused.tokens,
             generated_tokens=len(done.ids),
             ttft_s=done.first_s - self.asked.begun_s,
             tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
             stopped_by=done.stopped_by,
+            from_ram=self._reused.ram,
+            from_disk=self._reused.disk,
             guessed_tokens=guesses.guessed if guesses is not None else 0,
             accepted_tokens=guesses.accepted if guesses is not None else 0,
         )

@@ -115,7 +115,7 @@ class BatchExecutor:
         why = why_not_packed(loaded.model)
         if not why:
             try:
-                self._batch = ContinuousBatch(PackedModel(loaded, self.policy), self.policy)
+                self._batch = ContinuousBatch(PackedModel(loaded, self.policy), self.policy, kept=loaded.kept)
             except LookupError as error:
                 why = str(error)
         self.note = f"Rows are answered one by one: {why}." if why else ""

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingLayer
 from engine.runtime.kv.narrow import NarrowLayer
+from engine.runtime.kv.parts import has_parts, held_parts, parts_of_pages
 
 _NARROW = (KvType.INT8, KvType.FP16)
 
@@ -24,7 +25,7 @@ def can_move(cache: Any, layers: list[PagedLayer], tokens: int) -> bool:
 def move(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int) -> None:
     """Writes the first `tokens` tokens of a cache that `can_move` into `pages`."""
     for states, paged in zip(cache.layers, layers, strict=True):
-        for target, source in zip(_of_pages(paged), _of_cache(states), strict=True):
+        for target, source in zip(parts_of_pages(paged), held_parts(states), strict=True):
             _fill(target, source[:, :tokens], pages)
 
 
@@ -34,7 +35,7 @@ def move_back(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens:
     if len(held) != len(layers) or not all(_holds_as(*pair) for pair in zip(held, layers, strict=True)):
         return False
     for states, paged in zip(held, layers, strict=True):
-        parts = [_taken(part, pages, tokens) for part in _of_pages(paged)]
+        parts = [_taken(part, pages, tokens) for part in parts_of_pages(paged)]
         if type(states) is NarrowLayer:
             states.restore(parts)
         else:
@@ -52,28 +53,13 @@ def _taken(part: torch.Tensor, pages: torch.Tensor, tokens: int) -> torch.Tensor
 
 
 def _fits(states: Any, paged: PagedLayer, tokens: int) -> bool:
-    known = type(states) in (GrowingLayer, NarrowLayer) or (
-        type(states) is GrowingWindowLayer and states.cumulative_length < states.sliding_window
-    )
-    if not known or states.get_seq_length() < tokens:
+    if not has_parts(states, tokens):
         return False
-    held, room = _of_cache(states), _of_pages(paged)
+    held, room = held_parts(states), parts_of_pages(paged)
     return len(held) == len(room) and all(
         (source.shape[0], source.shape[2:], source.dtype) == (target.shape[1], target.shape[3:], target.dtype)
         for source, target in zip(held, room, strict=True)
     )
-
-
-def _of_cache(states: Any) -> list[torch.Tensor]:
-    """Keys and values [H, n, D] of the one sequence, and their scales [H, n] if they have any."""
-    if type(states) is NarrowLayer:
-        return states.stored()
-    return [states.keys[0], states.values[0]]
-
-
-def _of_pages(paged: PagedLayer) -> list[torch.Tensor]:
-    """The same of pages: [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]."""
-    return [part for part in (paged.keys, paged.values, paged.key_scales, paged.value_scales) if part is not None]
 
 
 def _fill(target: torch.Tensor, source: torch.Tensor, pages: torch.Tensor) -> None:

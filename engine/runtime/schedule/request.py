@@ -70,7 +70,8 @@ class BatchAnswer:
         text: the answer, without stop string and special tokens; for a failed row, its text so far.
         finish_reason: why it ended.
         prompt_tokens, generated_tokens: lengths; `token_ids` are the generated ones, including an end token.
-        shared_tokens: prompt tokens reused from rows with the same prefix.
+        shared_tokens: prompt tokens that did not have to be read: `from_ram` and `from_disk` of them had been kept
+            there, the others were reused from rows with the same prefix.
         error: why the row could not be answered; `None` if it was.
         stopped_by: the stop string that ended it; empty if none did.
     """
@@ -84,6 +85,8 @@ class BatchAnswer:
     shared_tokens: int = 0
     error: EngineError | None = None
     stopped_by: str = ""
+    from_ram: int = 0
+    from_disk: int = 0
 
 
 class BatchOutcome(Enum):

@@ -12,8 +12,11 @@ import torch
 
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, Piece
+from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
 from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.kept.block import BlockLayout
+from engine.runtime.kept.copying import from_pages, into_pages
+from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 
 Prefix = bytes
@@ -149,6 +152,9 @@ class PagedRow:
         self._reserved = 0
         self.held = 0
         self.shared = 0
+        self.kept = Reused()
+        """What was brought from where it is kept; part of `shared`."""
+        self._was_looked_for = False
         self._once_read = 0
         """Tokens that had been read when it stepped aside: `shared` counts what it never had to read."""
         self._prefix = NO_PREFIX
@@ -222,6 +228,27 @@ class PagedRow:
             self._published, self._prefix = self.held, self.following
             self._look_ahead()
 
+    def bring_kept(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
+        """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
+        if self._was_looked_for or self.held % PAGE_TOKENS:
+            return
+        self._was_looked_for = True
+        found = kept.find(self.prompt, self.held)
+        if found is None or found.layout != BlockLayout.of_pages(layers):
+            return
+        self.piece(found.tokens - self.held)
+        there = into_pages(found, layers, self.pages, self.held)
+        new = there - self.held
+        if new > 0:
+            self.shared += max(0, min(there, self._prompt_tokens) - max(self.held, self._once_read))
+            self.kept = found.reused
+            self.has_read(new)
+
+    def offer(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
+        """Has all that it holds kept, for its pages are going to be used by others."""
+        layout = BlockLayout.of_pages(layers)
+        kept.take(self.read, layout, from_pages(layers, self.pages, layout) if layout is not None else None)
+
     def piece(self, tokens: int) -> Piece:
         """Its next tokens, with pages for them."""
         while len(self._pages) < pages_for(self.held + tokens):
@@ -255,6 +282,8 @@ class PagedRow:
             self.shared,
             error,
             self.sequence.stopped_by,
+            self.kept.ram,
+            self.kept.disk,
         )
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -20,6 +20,7 @@ from engine.common.errors import EngineError, RequestCancelled
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.kept.prefixes import Reused
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check, Preparation, PreparedRow, never
@@ -42,7 +43,8 @@ class Scheduler:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._preparation = Preparation(loaded)
-        self.alone = Alone(loaded)
+        self._kept = loaded.kept
+        self.alone = Alone(loaded, kept=self._kept)
         self._waiting: deque[_Asked] = deque()
         self._first: tuple[_Asked, AloneAnswer] | None = None
         self._joined: deque[_Asked] = deque()
@@ -51,6 +53,7 @@ class Scheduler:
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
         self._sharing: dict[int, _Asked] = {}
         self._numbers = 0
+        self._rests = True
         self._times = _Times()
 
     @property
@@ -88,6 +91,7 @@ class Scheduler:
         """
         if not self.is_busy:
             self._times.start()
+            self._rest(False)
         self._numbers += 1
         self._waiting.append(_Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter()))
 
@@ -97,6 +101,7 @@ class Scheduler:
             self._turn(until)
             if until():
                 break
+        self._rest(not self.is_busy)
         self._times.leave()
 
     def is_due(self) -> bool:
@@ -116,6 +121,7 @@ class Scheduler:
             self._turn(enough)
             if enough():
                 break
+        self._rest(not self.is_busy)
         self._times.leave()
 
     def close(self) -> None:
@@ -129,11 +135,18 @@ class Scheduler:
             if together is not None:
                 together.free()
         self._forget()
+        self._rest(True)
 
     def _forget(self) -> None:
         """What was read alone may be half written, or be what filled the memory: the next one starts from nothing."""
         with suppress(EngineError):
             self.alone.clear()
+
+    def _rest(self, rests: bool) -> None:
+        """Whether nobody is answered now: what is kept is written then."""
+        if self._kept is not None and rests is not self._rests:
+            self._rests = rests
+            self._kept.answering(-1 if rests else 1)
 
     def _awaited(self) -> bool:
         """Whether anybody waits for a first token."""
@@ -209,7 +222,8 @@ class Scheduler:
         if self._together is None and not self._apart:
             policy = replace(policy_for(self._loaded), ahead=AHEAD_TOKENS)
             try:
-                self._together = ContinuousBatch(PackedModel(self._loaded, policy), policy)
+                model = PackedModel(self._loaded, policy)
+                self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True)
             except LookupError as error:
                 self._apart = str(error)
         return self._together is not None and self._together.has_room_for(asked)
@@ -223,7 +237,8 @@ class Scheduler:
             return
         if answer.leave(self._together.take_over):
             self._first, self._sharing[asked.request.row] = None, asked
-            asked.reused = asked.reused or answer.reused
+            if not asked.reused.tokens:
+                asked.reused = answer.reused
 
     def _part(self) -> None:
         """Lets the last one that shared sweeps go on alone."""
@@ -248,6 +263,7 @@ class Scheduler:
             self._first = None
             if isinstance(result, GenerationResult) and asked.has_moved:
                 result = asked.timed(result)
+            self.alone.keep()
             asked.end(result)
 
     def _sweep(self) -> None:
@@ -285,7 +301,7 @@ class _Asked:
     begun_s: float
     prepared: PreparedRow | None = None
     has_moved: bool = False
-    reused: int = 0
+    reused: Reused = field(default_factory=Reused)
     tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -309,6 +325,8 @@ class _Asked:
             0.0,
             answer.token_ids,
             stopped_by=answer.stopped_by,
+            from_ram=answer.from_ram,
+            from_disk=answer.from_disk,
         )
         return self.timed(result)
 
@@ -317,7 +335,9 @@ class _Asked:
         took = self.last_s - self.first_s
         return replace(
             result,
-            reused_tokens=max(result.reused_tokens, self.reused),
+            reused_tokens=max(result.reused_tokens, self.reused.tokens),
+            from_ram=max(result.from_ram, self.reused.ram),
+            from_disk=max(result.from_disk, self.reused.disk),
             ttft_s=self.first_s - self.begun_s if self.tokens else 0.0,
             tokens_per_s=(self.tokens - 1) / took if self.tokens > 1 and took > 0 else 0.0,
         )

@@ -16,6 +16,7 @@ from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.schedule.moving import can_move, move, move_back
 from engine.runtime.schedule.request import AnswerCallback, BatchOutcome, Check, PreparedRow, never
 from engine.runtime.schedule.row import PagedRow, PagePool
@@ -28,10 +29,23 @@ class ContinuousBatch:
 
     Args:
         most_pages: for tests, a page limit below what the policy's bytes allow.
+        kept: where the beginnings of prompts are found.
+        keeps: whether what rows leave is kept there too.
     """
 
-    def __init__(self, model: PackedModel, policy: BatchPolicy, most_pages: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PackedModel,
+        policy: BatchPolicy,
+        most_pages: int | None = None,
+        *,
+        kept: KeptPrefixes | None = None,
+        keeps: bool = False,
+    ) -> None:
         self._model, self._policy = model, policy
+        # With a window of its own a row holds other values than a chat.
+        self._kept = kept if not policy.window else None
+        self._keeps = keeps
         pages = min(model.pages, most_pages or model.pages)
         model.allocate(pages)
         self.pool = PagePool(pages)
@@ -230,6 +244,8 @@ class ContinuousBatch:
                 work.append(Work(row, 1))
                 continue
             row.share_pages()
+            if self._kept is not None and (layers := self._model.layer_pages()):
+                row.bring_kept(self._kept, layers)
             if left <= 0 or row.following in being_read:
                 continue  # another row is computing the page that this one will share
             if row.following is not None:
@@ -255,6 +271,8 @@ class ContinuousBatch:
             row.request.on_text(text, len(row.sequence.ids))
             if reason is not None:
                 self.rows.remove(row)
+                if self._kept is not None and self._keeps:
+                    row.offer(self._kept, self._model.layer_pages())
                 row.close()
                 on_row(row.answer(reason))
 

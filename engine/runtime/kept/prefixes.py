@@ -1,0 +1,394 @@
+"""Prompts and answers whose keys and values are there already: found by their content, wherever they were computed.
+
+What the last answer left stays where it is, in the cache that computed it.  While nobody is being answered it is
+written to disk, block by block; a request that needs the cache for something else first copies what is not there yet
+into RAM.  So no token is held twice by this, nothing is copied for a chat that goes on, and no answer is slowed down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from engine.common.files import is_full
+from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, block_keys
+from engine.runtime.kept.files import KeptFiles, Key, Writing
+
+_READERS = max(1, min(4, os.cpu_count() or 1))
+_NICE = 10
+_SPARE_SHARE = 20
+"""One part in so many of the machine's RAM is left to other programs."""
+_LOOK_AGAIN_S = 0.5
+_log = logging.getLogger(__name__)
+
+CopyBlock = Callable[[int, torch.Tensor], None]
+"""Copies the block with this index into these bytes."""
+
+
+class Reused(NamedTuple):
+    """Tokens of a prompt that did not have to be read: those still in the cache or in pages, and kept ones."""
+
+    held: int = 0
+    ram: int = 0
+    disk: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """All of them."""
+        return sum(self)
+
+
+@dataclass(slots=True)
+class _Block:
+    """In RAM.  `is_settled`: it is on disk, or cannot be."""
+
+    index: int
+    layout: BlockLayout
+    data: torch.Tensor
+    is_settled: bool = False
+
+
+@dataclass
+class _Source:
+    """What an answer left in the cache that computed it."""
+
+    keys: list[Key]
+    layout: BlockLayout
+    copy: CopyBlock
+    next: int = 0
+    """The first block that may not be kept yet."""
+    is_refused: bool = False
+    """Whether the disk has no room for more of it."""
+
+
+@dataclass
+class Found:
+    """The beginning of a prompt that is kept."""
+
+    keys: list[Key]
+    layout: BlockLayout
+    _store: KeptPrefixes
+    reused: Reused = field(default_factory=Reused)
+
+    @property
+    def tokens(self) -> int:
+        """How long it is, as far as it turns out to be sound."""
+        return len(self.keys) * BLOCK_TOKENS
+
+    def bring(self, first: int, take: CopyBlock) -> int:
+        """Gives `take` the blocks from the one with index `first` on, in any order and on several threads.
+
+        Returns:
+            Tokens that are there now, those before `first` included: fewer than `tokens` if a file is damaged.
+        """
+        return self._store._bring(self, first, take)
+
+
+class KeptPrefixes:
+    """What is kept for one loaded model.
+
+    Args:
+        root: says which model it is, and how it computes: what is kept for another one is not found.
+        ram_bytes: the most that its blocks take in RAM.
+        files: where it lies on disk; None keeps nothing there.
+        most_tokens: longer contexts are not kept: their beginning depends on what follows it.
+    """
+
+    def __init__(
+        self, root: Key, ram_bytes: int, files: KeptFiles | None = None, most_tokens: int = sys.maxsize
+    ) -> None:
+        self._root, self._files, self._most_tokens = root, files, most_tokens
+        self.ram_budget = ram_bytes
+        self._changed = threading.Condition()
+        self._blocks: OrderedDict[Key, _Block] = OrderedDict()
+        self._ram = 0
+        self._source: _Source | None = None
+        self._layouts: dict[bytes, BlockLayout | None] = {}
+        self._writer: threading.Thread | None = None
+        self._answering = 0
+        self._is_closed = False
+        self._is_writing = False
+        self.note = ""
+        """A sentence for people once something cannot be kept; empty before."""
+
+    @property
+    def ram_bytes(self) -> int:
+        """What its blocks take in RAM."""
+        return self._ram
+
+    @property
+    def disk_bytes(self) -> int:
+        """What is on disk, of all models."""
+        return self._files.nbytes if self._files is not None else 0
+
+    def find(self, ids: Sequence[int], least: int = 0) -> Found | None:
+        """The longest kept beginning of a prompt, which leaves its last token to be computed.
+
+        Args:
+            least: tokens that the caller has; one that is no longer is of no use.
+        """
+        if not BLOCK_TOKENS <= len(ids) - 1 <= self._most_tokens - 1 or least + BLOCK_TOKENS > len(ids) - 1:
+            return None
+        found, has = list[Key](), least // BLOCK_TOKENS
+        for key in block_keys(self._root, ids, len(ids) - 1):
+            if len(found) >= has and not self._is_kept(key):
+                break
+            found.append(key)
+        if len(found) * BLOCK_TOKENS <= least:
+            return None
+        layout = self._layout_of(found[has])
+        return Found(found, layout, self) if layout is not None else None
+
+    def offer(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock) -> None:
+        """An answer has ended: `copy` gives what is held of these tokens, until `withdraw`.
+
+        Args:
+            layout: of what it gives; None if that cannot be kept.
+        """
+        if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
+            return
+        with self._changed:
+            self._source = _Source(list(block_keys(self._root, ids, len(ids))), layout, copy)
+            self._changed.notify_all()
+        self._begin_writing()
+
+    def take(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock | None) -> None:
+        """Keeps what is held of these tokens at once, as far as there is room; see `offer`."""
+        if layout is None or copy is None or not BLOCK_TOKENS <= len(ids) <= self._most_tokens:
+            return
+        with self._changed:
+            self._take(_Source(list(block_keys(self._root, ids, len(ids))), layout, copy), 0)
+            self._changed.notify_all()
+        self._begin_writing()
+
+    def withdraw(self, tokens: int = 0) -> None:
+        """All but the first `tokens` tokens of what was offered is going to be overwritten: now or never."""
+        with self._changed:
+            source, self._source = self._source, None
+            if source is not None:
+                self._take(source, max(source.next, tokens // BLOCK_TOKENS))
+
+    def answering(self, change: int) -> None:
+        """One more of those who answer is at work, or one less: nothing is written before all of them rest."""
+        with self._changed:
+            self._answering = max(0, self._answering + change)
+            self._changed.notify_all()
+
+    def settle(self, patience_s: float) -> bool:
+        """Waits until all that can be written is; whether it is."""
+        self._begin_writing()
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._is_writing and self._next() is None, patience_s)
+
+    def give_back(self) -> None:
+        """Frees all of its RAM."""
+        with self._changed:
+            self._source = None
+            self._blocks.clear()
+            self._ram = 0
+
+    def close(self, patience_s: float = 1.0) -> None:
+        """Writes what is left, for so long at most, and frees everything.  Harmless if repeated."""
+        if self._writer is not None and not self._is_closed:
+            with self._changed:
+                self._answering = 0
+                self._changed.notify_all()
+            self.settle(patience_s)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        self.give_back()
+
+    # --- bringing back --------------------------------------------------------------------------------
+
+    def _layout_of(self, key: Key) -> BlockLayout | None:
+        block = self._blocks.get(key)
+        if block is not None:
+            return block.layout
+        described = self._files.describe(key) if self._files is not None else None
+        if described is None:
+            return None
+        description, nbytes = described
+        if description not in self._layouts:
+            self._layouts[description] = BlockLayout.read(description)
+        layout = self._layouts[description]
+        return layout if layout is not None and layout.nbytes == nbytes else None
+
+    def _bring(self, found: Found, first: int, take: CopyBlock) -> int:
+        ram, memory = [0] * len(found.keys), threading.local()
+
+        def bring(at: int) -> bool:
+            block = self._blocks.get(found.keys[at])
+            with torch.inference_mode():  # what takes it was made in this mode, which each thread has for itself
+                if block is not None and block.layout == found.layout:
+                    take(at, block.data)
+                    ram[at] = BLOCK_TOKENS
+                    return True
+                data: torch.Tensor | None = getattr(memory, "data", None)
+                if data is None:
+                    data = memory.data = torch.empty(found.layout.nbytes, dtype=torch.uint8)
+                if self._files is None or not self._files.read_into(found.keys[at], memoryview(data.numpy())):  # type: ignore[arg-type]
+                    return False
+                take(at, data)
+                return True
+
+        with ThreadPoolExecutor(_READERS, "kept-reader") as pool:
+            brought = list(pool.map(bring, range(first, len(found.keys))))
+        sound = first + (brought.index(False) if False in brought else len(brought))
+        from_ram = sum(ram[:sound])
+        found.reused = Reused(0, from_ram, (sound - first) * BLOCK_TOKENS - from_ram)
+        self._used(found.keys[:sound])
+        return sound * BLOCK_TOKENS
+
+    def _used(self, keys: list[Key]) -> None:
+        with self._changed:
+            for key in reversed(keys):
+                if key in self._blocks:
+                    self._blocks.move_to_end(key)
+        if self._files is not None:
+            self._files.used(keys)
+
+    # --- keeping in RAM; all of it under the lock -------------------------------------------------------
+
+    def _is_kept(self, key: Key) -> bool:
+        return key in self._blocks or (self._files is not None and self._files.has(key))
+
+    def _take(self, source: _Source, first: int) -> None:
+        for index in range(first, len(source.keys)):
+            if self._is_kept(source.keys[index]):
+                continue
+            if not self._make_room(source.layout.nbytes, source.keys):
+                break
+            self._hold(source, index)
+
+    def _hold(self, source: _Source, index: int) -> None:
+        data = torch.empty(source.layout.nbytes, dtype=torch.uint8)
+        source.copy(index, data)
+        self._blocks[source.keys[index]] = _Block(index, source.layout, data, self._files is None)
+        self._ram += data.nbytes
+
+    def _make_room(self, nbytes: int, spared: Sequence[Key]) -> bool:
+        """Frees what was of no use for longest, but nothing of the sequence that wants the room."""
+        memory = psutil.virtual_memory()
+        free = memory.available - memory.total // _SPARE_SHARE
+        budget = min(self.ram_budget, self._ram + max(0, free))
+        if self._ram + nbytes <= budget:
+            return True
+        mine = set(spared)
+        for is_settled in (True, False):
+            for key in [key for key, block in self._blocks.items() if key not in mine]:
+                if self._ram + nbytes <= budget:
+                    return True
+                if self._blocks[key].is_settled is is_settled:
+                    self._ram -= self._blocks.pop(key).data.nbytes
+        return self._ram + nbytes <= budget
+
+    # --- writing, on a thread of its own ----------------------------------------------------------------
+
+    def _begin_writing(self) -> None:
+        with self._changed:
+            if self._writer is None and self._files is not None and not self._is_closed:
+                self._writer = threading.Thread(target=self._write, name="kept-prefixes", daemon=True)
+                self._writer.start()
+
+    def _write(self) -> None:
+        _give_way()
+        while True:
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closed or self._next() is not None)
+                if self._is_closed:
+                    return
+                self._is_writing = True
+            try:
+                self._write_some()
+            except OSError as error:
+                self._give_up(error)
+                return
+
+    def _write_some(self) -> None:
+        """All that there is to write, or until a request comes."""
+        files = self._files
+        assert files is not None
+        with files.writing() as writing:
+            if writing is None:
+                with self._changed:
+                    self._changed.wait(_LOOK_AGAIN_S)
+                return
+            memory = torch.empty(0, dtype=torch.uint8)
+            while (wanted := self._wanted(memory)) is not None:
+                key, index, layout, memory, spared = wanted
+                writing.spare(spared)
+                self._written(key, self._add(writing, key, index, layout, memory))
+
+    @staticmethod
+    def _add(writing: Writing, key: Key, index: int, layout: BlockLayout, data: torch.Tensor) -> bool:
+        return writing.add(key, index, layout.described, memoryview(data.numpy()))  # type: ignore[arg-type]
+
+    def _wanted(self, memory: torch.Tensor) -> tuple[Key, int, BlockLayout, torch.Tensor, list[Key]] | None:
+        """The next block to write: its key, index, layout and bytes, and what must not give way to it."""
+        with self._changed:
+            key = self._next()
+            if key is None:
+                return None
+            block, source = self._blocks.get(key), self._source
+            if block is not None:
+                return key, block.index, block.layout, block.data, [key]
+            assert source is not None
+            if memory.nbytes != source.layout.nbytes or any(memory is each.data for each in self._blocks.values()):
+                memory = torch.empty(source.layout.nbytes, dtype=torch.uint8)
+            source.copy(source.next, memory)
+            return key, source.next, source.layout, memory, source.keys
+
+    def _next(self) -> Key | None:
+        if self._answering or self._files is None:
+            return None
+        for key, block in self._blocks.items():
+            if not block.is_settled:
+                return key
+        source = self._source
+        while source is not None and source.next < len(source.keys) and not source.is_refused:
+            if not self._files.has(source.keys[source.next]):
+                return source.keys[source.next]
+            source.next += 1
+        return None
+
+    def _written(self, key: Key, is_there: bool) -> None:
+        with self._changed:
+            block, source = self._blocks.get(key), self._source
+            if block is not None:
+                block.is_settled = True
+            elif source is not None and source.next < len(source.keys) and source.keys[source.next] == key:
+                source.next, source.is_refused = source.next + is_there, not is_there
+
+    def _give_up(self, error: OSError) -> None:
+        why = "the disk is full" if is_full(error) else error.strerror or str(error)
+        self.note = f"What is computed of chats is not kept on disk: {why}."
+        _log.warning("kept context cannot be written: %s", error)
+        with self._changed:
+            self._files, self._is_writing = None, False
+            for block in self._blocks.values():
+                block.is_settled = True
+            self._changed.notify_all()
+
+
+def _give_way() -> None:
+    """Lets everything else on this machine go first, as far as the system can tell threads apart."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,0 +1,255 @@
+"""What is kept of prompts and answers is found again, by content alone, and changes no token."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.common.config import EngineConfig, SamplingParams
+from engine.kernels.native.build import library_path
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.kept.block import BLOCK_TOKENS
+from engine.runtime.kept.files import KeptFiles
+from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.load.kept_context import open_kept, why_not_kept
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.tiny_families import tiny_checkpoint
+
+ROOT = bytes(16)
+native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+POLICY = BatchPolicy(rows=5, kv_bytes=2**24, sweep_tokens=64, micro_batch_tokens=64, ahead=16)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> LoadedModel:
+    return tiny_loaded("qwen3_moe", context_tokens=512)
+
+
+@pytest.fixture
+def kept(qwen: LoadedModel, tmp_path: Path) -> Iterator[KeptPrefixes]:
+    """On disk too."""
+    qwen.kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    yield qwen.kept
+    qwen.kept.close()
+    qwen.kept = None
+
+
+def ask(scheduler: Scheduler, *prompts: Sequence[int], tokens: int = 8) -> list[GenerationResult]:
+    """All at once."""
+    ends: dict[int, Outcome] = {}
+    for number, prompt in enumerate(prompts):
+        request = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=tokens), end_ids=NO_END)
+        scheduler.submit(request, lambda outcome, number=number: ends.update({number: outcome}))  # type: ignore[misc]
+    scheduler.serve()
+    results = [ends[number] for number in range(len(prompts))]
+    assert all(isinstance(result, GenerationResult) for result in results), results
+    return results  # type: ignore[return-value]
+
+
+def fresh(loaded: LoadedModel, prompt: Sequence[int], tokens: int = 8) -> tuple[int, ...]:
+    return Alone(loaded).generate_from_ids(list(prompt), SamplingParams(max_tokens=tokens), end_ids=NO_END).token_ids
+
+
+def further(prompt: Sequence[int], result: GenerationResult, seed: int = 5) -> list[int]:
+    return [*prompt, *result.token_ids, *random_prompt(10, seed=seed)]
+
+
+A, B = random_prompt(210, seed=1), random_prompt(150, seed=2)
+
+
+def test_a_chat_goes_on_after_another_one(qwen: LoadedModel, kept: KeptPrefixes) -> None:
+    scheduler = Scheduler(qwen)
+    (first,) = ask(scheduler, A)
+    assert (first.reused_tokens, first.token_ids) == (0, fresh(qwen, A))
+    ask(scheduler, B)
+    again = further(A, first)
+    (second,) = ask(scheduler, again)
+    assert second.token_ids == fresh(qwen, again)
+    assert second.reused_tokens == 217 // BLOCK_TOKENS * BLOCK_TOKENS == second.from_ram + second.from_disk
+    (third,) = ask(scheduler, further(again, second))
+    assert third.reused_tokens == len(again) + 7  # still there
+    assert third.from_ram + third.from_disk == 0
+    scheduler.close()
+
+
+def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path) -> None:
+    scheduler = Scheduler(qwen)
+    (first,) = ask(scheduler, A)
+    assert kept.settle(30)
+    scheduler.close()
+    kept.close()
+    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    scheduler, again = Scheduler(qwen), further(A, first)
+    (second,) = ask(scheduler, again)
+    assert second.token_ids == fresh(qwen, again)
+    assert (second.reused_tokens, second.from_disk) == (192, 192)
+    scheduler.close()
+    restarted.close()
+
+
+def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: LoadedModel, kept: KeptPrefixes) -> None:
+    scheduler = Scheduler(qwen)
+    ask(scheduler, A)
+    ask(scheduler, [*A[:100], *B[:90]])
+    (result,) = ask(scheduler, A)
+    assert (result.reused_tokens, result.token_ids) == (192, fresh(qwen, A))
+    scheduler.close()
+
+
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    """A model whose steps and sweeps the native kernels compute."""
+
+    def spread(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
+
+    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("kept") / "model", prepare=spread)
+    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    yield model
+    model.close()
+
+
+@native
+def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedModel, tmp_path: Path) -> None:
+    quick.kept = kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    scheduler, prompts = Scheduler(quick), [A[:140], B[:150], random_prompt(140, seed=3)]
+    first = ask(scheduler, *prompts, tokens=20)
+    together = scheduler._together
+    assert together is not None
+    most = 8 if quick.kv_type is None else 4  # sweeps and steps round int8 from slightly different numbers
+    for prompt, result in zip(prompts, first, strict=True):
+        (second,) = ask(scheduler, further(prompt, result))
+        assert second.reused_tokens >= 128
+        assert second.token_ids[:most] == fresh(quick, further(prompt, result))[:most]
+    for forget in (False, True):
+        if forget:
+            together.pool.forget_prefixes()
+        others = [further(*each) for each in zip(prompts, first, strict=True)]
+        answered = ask(scheduler, random_prompt(9, seed=8), *others)
+        for prompt, result in zip(others, answered[1:], strict=True):
+            assert result.token_ids[:most] == fresh(quick, prompt)[:most]
+            assert result.reused_tokens >= 128
+            assert (result.from_ram + result.from_disk > 0) or not forget
+    assert together.pool.held == 0
+    scheduler.close()
+    kept.close()
+    quick.kept = None
+
+
+@native
+def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
+    quick.kept = kept = KeptPrefixes(ROOT, 2**26)
+    scheduler = Scheduler(quick)
+    ask(scheduler, A[:180])
+    scheduler.close()
+    executor, answers = BatchExecutor(quick, POLICY), dict[int, BatchAnswer]()
+    prompts = [[*A[:150], *random_prompt(20, seed=seed)] for seed in range(3)]
+    rows = [
+        BatchRequest(n, ids=tuple(prompt), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
+        for n, prompt in enumerate(prompts)
+    ]
+    before = kept.ram_bytes
+    executor.run(iter(rows), lambda answer: answers.update({answer.row: answer}))
+    executor.close()
+    for number, prompt in enumerate(prompts):
+        assert answers[number].token_ids == fresh(quick, prompt)
+        if POLICY.kv_type is quick.kv_type:  # else pages hold something else, and nothing of it is taken
+            assert answers[number].shared_tokens >= 128
+    assert kept.ram_bytes == before
+    kept.close()
+    quick.kept = None
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "another version"])
+def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path, damage: str) -> None:
+    scheduler = Scheduler(qwen)
+    (first,) = ask(scheduler, A)
+    assert kept.settle(30)
+    scheduler.close()
+    kept.close()
+    files = sorted(tmp_path.glob("*.kept"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    assert len(files) == 3
+    damaged, content = files[1], bytearray(files[1].read_bytes())
+    content[{"another version": 7}.get(damage, -5)] ^= 4
+    damaged.write_bytes({"cut": content[:-9], "emptied": b""}.get(damage, content))
+    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    scheduler, again = Scheduler(qwen), further(A, first)
+    (second,) = ask(scheduler, again)
+    assert second.token_ids == fresh(qwen, again)
+    assert second.reused_tokens == 64
+    assert restarted.settle(30)  # written again
+    assert damaged.stat().st_size == files[0].stat().st_size
+    scheduler.close()
+    restarted.close()
+
+
+def test_a_folder_that_cannot_be_written_is_told_once(qwen: LoadedModel, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    qwen.kept = kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path / "file" / "folder"))
+    scheduler = Scheduler(qwen)
+    (first,) = ask(scheduler, A)
+    kept.settle(30)
+    assert "not kept on disk" in kept.note
+    ask(scheduler, B)
+    (second,) = ask(scheduler, further(A, first))
+    assert (second.reused_tokens, second.from_ram) == (192, 192)
+    scheduler.close()
+    kept.close()
+    qwen.kept = None
+
+
+def test_nothing_is_written_while_somebody_is_answered(qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path) -> None:
+    scheduler, seen = Scheduler(qwen), list[int]()
+    request = BatchRequest(
+        0,
+        ids=tuple(B),
+        sampling=SamplingParams(max_tokens=4),
+        end_ids=NO_END,
+        on_text=lambda _text, _count: seen.append(len(list(tmp_path.glob("*")))),
+    )
+    ask(scheduler, A)
+    scheduler.submit(request, lambda _outcome: None)
+    before = threading.Event()
+    before.wait(0.05)
+    there = len(list(tmp_path.glob("*.kept")))
+    scheduler.serve()
+    assert len(seen) >= 4
+    assert len(set(seen)) == 1, (seen, there)
+    scheduler.close()
+
+
+def test_models_whose_layers_sum_up_keep_nothing_and_say_so() -> None:
+    assert "not kept" in why_not_kept(tiny_loaded("qwen3_next").model)
+    loaded = tiny_loaded("olmoe")
+    assert why_not_kept(loaded.model) == ""
+    kept = open_kept(loaded)
+    assert kept is not None
+    kept.close()
+
+
+def test_models_of_one_kind_share_nothing(tmp_path: Path) -> None:
+    folder, ids = KeptFiles(tmp_path, lambda _folder, _held: 2**28), random_prompt(130)
+    loaded = tiny_loaded("olmoe")
+    loaded.kept = KeptPrefixes(bytes(16), 2**26, folder)
+    scheduler = Scheduler(loaded)
+    ask(scheduler, ids)
+    assert loaded.kept.settle(30)
+    scheduler.close()
+    loaded.kept.close()
+    other = KeptPrefixes(bytes(15) + b"1", 2**26, folder)
+    assert other.find([*ids, 1]) is None
+    other.close()
+    assert torch.is_grad_enabled()
