@@ -1,14 +1,16 @@
-"""Sampling settings: the model's own, a preset, or custom values."""
+"""Sampling settings: the model's own, a preset, or custom values; and how much a model is to think."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QIntValidator
 from PySide6.QtWidgets import (
+    QComboBox,
     QDoubleSpinBox,
     QGridLayout,
     QHBoxLayout,
@@ -22,7 +24,8 @@ from PySide6.QtWidgets import (
 from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
 from app.widgets.popover import Popover
 from app.widgets.quantities import number
-from engine.common.config import MOST_BREAKERS, SamplingParams
+from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
+from engine.common.model_info import ModelInfo
 
 translate = QCoreApplication.translate
 
@@ -51,11 +54,38 @@ class SamplingPopover(Popover):
             self.presets[preset] = button
             line.addWidget(button)
         self.column.addLayout(line)
+        self._thinking: Thinking = "auto"
         self._make_fields()
         self._lay_out_fields()
+        self.set_thinking(())
+
+    def set_model(self, model: ModelInfo | None) -> None:
+        """The loaded model, whose own settings are shown if the former model's were."""
+        self.set_own(own_sampling(model))
+        self.set_thinking(model.thinking if model is not None else ())
+
+    def set_thinking(self, choices: Sequence[Thinking]) -> None:
+        """What the loaded model can be told about thinking; nothing is shown if it can be told nothing."""
+        self.thinking.clear()
+        for choice in ("auto", *choices):
+            self.thinking.addItem(thinking_text(choice), choice)
+        for widget in (self.thinking, self._thinking_label):
+            widget.setVisible(bool(choices))
+        self._show_thinking()
+
+    def _show_thinking(self) -> None:
+        # A chat may have been told how much to think by another model: this one thinks as it would then.
+        wanted = (self._thinking, "on") if self._thinking in ("low", "medium", "high") else (self._thinking,)
+        self.thinking.setCurrentIndex(max((0, *(self.thinking.findData(choice) for choice in wanted))))
+
+    def _on_thinking(self) -> None:
+        self._thinking = self.thinking.currentData()
+        self._on_edited()
 
     def _make_fields(self) -> None:
         """In the order of the Tab key, which is that of `_lay_out_fields`."""
+        self.thinking = QComboBox(self)
+        self.thinking.activated.connect(self._on_thinking)
         self.temperature = self._decimal(0.0, 2.0, 0.1)
         self.top_k = self._whole(0, 10_000)
         self.top_k.setSpecialValueText(self.tr("off"))
@@ -135,9 +165,18 @@ class SamplingPopover(Popover):
                 self.tr("Beam search if above 1; ignores temperature, top-k, top-p and min-p"),
             ),
         )
+        self._thinking_label = self._label(
+            self.tr("Thinking"),
+            self.thinking,
+            self.tr("Whether the model reasons before it answers; its thoughts count as tokens of the answer"),
+            grid,
+            0,
+            0,
+            3,
+        )
         field: QWidget
         for place, (name, field, tip) in enumerate(rows):
-            at_row, at_column = place % ROWS, place // ROWS * 2
+            at_row, at_column = 1 + place % ROWS, place // ROWS * 2
             self._label(name, field, tip, grid, at_row, at_column)
             field.setFixedWidth(112)
         self._label(
@@ -145,7 +184,7 @@ class SamplingPopover(Popover):
             self.dry_breakers,
             self.tr("Repetitions are not followed across these texts; \\n is a line break"),
             grid,
-            ROWS,
+            ROWS + 1,
             0,
             3,
         )
@@ -154,7 +193,7 @@ class SamplingPopover(Popover):
             self.stop,
             self.tr("An answer ends before the first of these"),
             grid,
-            ROWS + 1,
+            ROWS + 2,
             0,
             3,
         )
@@ -167,12 +206,12 @@ class SamplingPopover(Popover):
         self.temperature.setFocus()
 
     def set_own(self, own: SamplingParams) -> None:
-        """The loaded model's own settings, which are shown if the former model's were."""
-        showed_own = self.sampling() == self.own
+        """What a model's own settings are; they are shown if the former ones were."""
+        showed_own = _drawn(self.sampling()) == self.own
         self.own = own
         self._describe_own()
         if showed_own:
-            self.fill(own)
+            self.fill(replace(own, thinking=self._thinking))
 
     def _describe_own(self) -> None:
         suggests_none = suggests_nothing(self.own)
@@ -190,9 +229,9 @@ class SamplingPopover(Popover):
 
     def name_of(self, sampling: SamplingParams | None) -> str:
         """A short name of these settings; None means the model's own."""
-        if sampling is None or sampling == self.own:
+        if sampling is None or _drawn(sampling) == self.own:
             return self.own_button.text()
-        return preset_text(preset_of(sampling, self.own))
+        return preset_text(preset_of(_drawn(sampling), self.own))
 
     def without_beams(self) -> None:
         """Hide beam search where it is not available."""
@@ -204,6 +243,8 @@ class SamplingPopover(Popover):
     def fill(self, sampling: SamplingParams) -> None:
         """Show these settings."""
         self._filling = True
+        self._thinking = sampling.thinking
+        self._show_thinking()
         self.temperature.setValue(sampling.temperature)
         self.top_k.setValue(sampling.top_k)
         self.top_p.setValue(sampling.top_p)
@@ -238,12 +279,14 @@ class SamplingPopover(Popover):
             dry_allowed_length=self.dry_allowed_length.value(),
             dry_range=self.dry_range.value(),
             dry_breakers=_split(self.dry_breakers.text())[:MOST_BREAKERS],
+            thinking=self._thinking,
         )
 
     def _choose_preset(self, preset: Preset) -> None:
         self._choose(preset.beside(self.own))
 
     def _choose(self, sampling: SamplingParams) -> None:
+        sampling = replace(sampling, thinking=self._thinking)
         self.fill(sampling)
         self.changed.emit(None if sampling == self.own else sampling)
 
@@ -254,9 +297,9 @@ class SamplingPopover(Popover):
             self.changed.emit(None if sampling == self.own else sampling)
 
     def _show_preset(self, sampling: SamplingParams) -> None:
-        is_own = sampling == self.own
+        is_own = _drawn(sampling) == self.own
         self.own_button.setChecked(is_own)
-        now = None if is_own else preset_of(sampling, self.own)
+        now = None if is_own else preset_of(_drawn(sampling), self.own)
         for preset, button in self.presets.items():
             button.setChecked(preset is now)
         for field in (self.dry_base, self.dry_allowed_length, self.dry_range, self.dry_breakers):
@@ -271,7 +314,7 @@ class SamplingPopover(Popover):
 
     def _label(
         self, name: str, field: QWidget, tip: str, grid: QGridLayout, row: int, column: int, span: int = 1
-    ) -> None:
+    ) -> QLabel:
         label = QLabel(name, self)
         label.setProperty("role", "secondary")
         label.setBuddy(field)
@@ -281,6 +324,7 @@ class SamplingPopover(Popover):
         field.setAccessibleDescription(tip)
         grid.addWidget(label, row, column)
         grid.addWidget(field, row, column + 1, 1, span)
+        return label
 
     def _decimal(self, least: float, most: float, step: float) -> QDoubleSpinBox:
         box = QDoubleSpinBox(self)
@@ -311,6 +355,23 @@ def preset_text(preset: Preset | None) -> str:
     }[preset]
 
 
+def thinking_text(thinking: Thinking) -> str:
+    """How much a model is to think, in words."""
+    return {
+        "auto": translate("Chat", "As the model does"),
+        "off": translate("Chat", "Off"),
+        "on": translate("Chat", "On"),
+        "low": translate("Chat", "Low"),
+        "medium": translate("Chat", "Medium"),
+        "high": translate("Chat", "High"),
+    }[thinking]
+
+
+def _drawn(sampling: SamplingParams) -> SamplingParams:
+    """How tokens are drawn: all but thinking, which presets leave as it is."""
+    return replace(sampling, thinking="auto")
+
+
 def sampling_words(sampling: SamplingParams) -> str:
     """What settings say but for their limits: `temperature 0.3, min-p 0.1, loop guard 0.8`."""
     draws: list[tuple[str, float, bool]]
@@ -329,7 +390,10 @@ def sampling_words(sampling: SamplingParams) -> str:
         (translate("Chat", "repetition penalty {0}"), sampling.repetition_penalty, sampling.repetition_penalty != 1),
         (translate("Chat", "loop guard {0}"), sampling.dry_multiplier, sampling.uses_dry),
     ]
-    return ", ".join(text.format(_short(value)) for text, value, counts in (*draws, *penalties) if counts)
+    words = [text.format(_short(value)) for text, value, counts in (*draws, *penalties) if counts]
+    if sampling.thinking != "auto":
+        words.append(translate("Chat", "thinking {0}").format(thinking_text(sampling.thinking).lower()))
+    return ", ".join(words)
 
 
 def _short(value: float) -> str:

@@ -153,6 +153,11 @@ class ScriptedEngine(QObject):
     def read(self, done: int, total: int) -> None:
         self._now.deliver(Progress(self.request_id, "prefill", done, total))
 
+    def think(self, *texts: str) -> None:
+        for text in texts:
+            self._tokens[self.request_id] += 1
+            self._now.deliver(Token(self.request_id, "", self._tokens[self.request_id], text))
+
     def write(self, *texts: str) -> None:
         for text in texts:
             self._tokens[self.request_id] += 1

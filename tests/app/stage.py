@@ -30,6 +30,7 @@ from app.services.services import Services
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.batch import BatchPage
+from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.main_window import MainWindow
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
@@ -80,6 +81,13 @@ def choose(scores: list[float], k: int) -> list[int]:
 | 3 | 0.61 |
 | 7 | 0.22 |
 """
+
+THOUGHT = """The user asks why the wheels stop. Let me go through it:
+
+1. A **retarder** grips the wheel flanges from both sides.
+2. It measures the speed with radar, so `exit_speed` depends on how far the car still has to roll.
+
+A light car on a wet rail needs less. I should mention the hump first. Two short paragraphs are enough."""
 
 
 class StagedEngine(ScriptedBatches):
@@ -215,6 +223,10 @@ class Stage:
         self.chat.presenter.open(conversation.id)
         self.until(lambda: len(self.chat.transcript.turns) == 2)
 
+    def answers(self) -> list[AnswerMessage]:
+        """Those on screen, top to bottom."""
+        return [turn for turn in self.chat.transcript.turns if isinstance(turn, AnswerMessage)]
+
     @contextlib.contextmanager
     def signalled(self, signal: object) -> Iterator[None]:
         """Waits for a signal that what is inside brings about, or that has come already: a moment at most."""
@@ -318,6 +330,36 @@ def _chat_answering(stage: Stage) -> None:
     stage.chat.composer.box.entered.emit()
     stage.engine.write("Here:\n\n```python\nprint(1)  # " + "a long line " * 12 + "\n```\n")
     stage.until(lambda: "a long line" in stage.chat.transcript.turns[-1].body.plain_text())  # type: ignore[union-attr]
+
+
+def _chat_thought(stage: Stage) -> None:
+    """Two answers after a thought each: one is folded, the other is not."""
+    told = "The cars roll down the hump, and **retarders** beside the rails brake each of them as much as it needs."
+    failing = "Then the next one down the track brakes harder, and a skate on the rail is the last resort."
+    for question, answer in (("Why do the cars not crash into each other?", told), ("And if one fails?", failing)):
+        stage.chat.composer.box.setPlainText(question)
+        stage.chat.composer.box.entered.emit()
+        stage.engine.think(THOUGHT)
+        stage.engine.write(answer)
+        stage.engine.finish()
+    for turn, seconds in zip(stage.answers(), (12.4, 7.0), strict=True):
+        turn.set_row(replace(turn.row, message=replace(turn.row.message, reasoning_s=seconds)))
+    stage.answers()[-1].thought.header.click()
+
+
+def _chat_thinking(stage: Stage) -> None:
+    """A thought that is being thought, unfolded."""
+    stage.chat.composer.box.setPlainText("Why do the cars not crash into each other?")
+    stage.chat.composer.box.entered.emit()
+    stage.engine.think(THOUGHT[: len(THOUGHT) // 2])
+    thought = stage.answers()[-1].thought
+    thought.header.click()
+    stage.until(lambda: thought.body is not None and "retarder" in thought.body.plain_text())
+
+
+def _chat_thinking_setting(stage: Stage) -> None:
+    stage.chat.composer.set_model(replace(STARTER, thinking=("off", "low", "medium", "high")))
+    stage.chat.composer.edit_sampling()
 
 
 def _chat_code_only(stage: Stage) -> None:
@@ -624,6 +666,9 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-list": _chat_list,
     "chat-system-prompt": _chat_system_prompt,
     "chat-sampling": _chat_sampling,
+    "chat-thought": _chat_thought,
+    "chat-thinking": _chat_thinking,
+    "chat-thinking-setting": _chat_thinking_setting,
     "chat-models": _chat_models,
     "chat-loading": _chat_loading,
     "chat-no-model": _chat_no_model,

@@ -16,7 +16,6 @@ from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
-from app.services.sampling_presets import own_sampling
 from app.views.batch.answer_card import AnswerCard
 from app.views.batch.form_foot import FormFoot
 from app.views.batch.input_card import InputCard
@@ -319,11 +318,11 @@ class NewJob(QWidget):
         self._forecasts.answered.connect(self._on_forecast)
         self._client.state_changed.connect(lambda _state: self._show_state())
         self._client.model_loaded.connect(self._on_model)
-        self.answers.popover.set_own(own_sampling(self._client.model))
+        self.answers.popover.set_model(self._client.model)
         self._show_state()
 
     def _on_model(self, model: ModelInfo) -> None:
-        self.answers.popover.set_own(own_sampling(model))
+        self.answers.popover.set_model(model)
         self._show_state()
 
     def _lay_out(self) -> None:

@@ -1,4 +1,4 @@
-"""An answer: its Markdown, a note if something went wrong, and the line of statistics and actions below."""
+"""An answer: the thought before it, its Markdown, a note on trouble, and the line of statistics and actions below."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from app.services.chat_store import MessageState
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
+from app.views.chat.thought import Thought
 from app.views.chat.version_switch import VersionSwitch
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
@@ -40,6 +41,8 @@ class AnswerMessage(QWidget):
         self._phase: Phase | None = None
         self._engine_is_down = False
         self._note_text = ""
+        self.thought = Thought(self)
+        self.thought.link_activated.connect(self.link_activated)
         self.body = MarkdownView(self)
         self.body.link_activated.connect(self.link_activated)
         self._note = self._build_note()
@@ -64,6 +67,7 @@ class AnswerMessage(QWidget):
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(8)
+        column.addWidget(self.thought)
         column.addWidget(self.body)
         column.addWidget(self._note)
         column.addWidget(Flow(self._versions, self._figures, actions, parent=self))
@@ -73,6 +77,11 @@ class AnswerMessage(QWidget):
     @property
     def message_id(self) -> str:
         return self._row.message.id
+
+    @property
+    def row(self) -> MessageRow:
+        """What is shown."""
+        return self._row
 
     @property
     def figures(self) -> str:
@@ -89,20 +98,8 @@ class AnswerMessage(QWidget):
         self._row = row
         message = row.message
         streaming = message.state is MessageState.STREAMING
-        shown = self.body.markdown()
-        if message.content != shown:
-            if streaming and message.content.startswith(shown):
-                self.body.append_markdown(message.content[len(shown) :])
-            elif message.content.startswith(shown) and shown:
-                self.body.append_markdown(message.content[len(shown) :])
-                self.body.finish()
-            elif streaming:
-                self.body.set_markdown("")
-                self.body.append_markdown(message.content)
-            else:
-                self.body.set_markdown(message.content)
-        elif not streaming:
-            self.body.finish()
+        self.thought.set_message(message)
+        self.body.show_growing(message.content, grows=streaming)
         self.body.setVisible(bool(message.content))
         if not streaming:
             self._phase = None

@@ -15,7 +15,6 @@ from app.services.chat_store import ChatStore, Conversation, MessageState, Searc
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
-from app.services.sampling_presets import own_sampling
 from app.services.settings import STARTER, Settings
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
@@ -188,7 +187,7 @@ class ChatView(Page):
         store.failed.connect(self.notice_banner.show_text)
         store.exported.connect(lambda path: self.toast.show_text(self.tr("Written to {0}").format(path)))
         self._on_engine(client.state)
-        self.composer.set_own_sampling(own_sampling(client.model))
+        self.composer.set_model(client.model)
 
     def _add_shortcuts(self) -> None:
         standard = QKeySequence.StandardKey
@@ -403,7 +402,7 @@ class ChatView(Page):
             self.notice_banner.show_text(model.template_note)
         self._show_hint()
         self._count()
-        self.composer.set_own_sampling(own_sampling(model))
+        self.composer.set_model(model)
 
     def _show_hint(self) -> None:
         state, model = self._client.state, self._client.model

@@ -12,7 +12,7 @@ from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.system_prompt_popover import SystemPromptPopover
 from app.widgets.quantities import count, percent
 from app.widgets.sampling_popover import SamplingPopover
-from engine.common.config import SamplingParams
+from engine.common.model_info import ModelInfo
 
 SPACING_PX = 10
 
@@ -91,9 +91,9 @@ class Composer(QFrame):
         if with_draft:
             self.set_text(conversation.draft)
 
-    def set_own_sampling(self, own: SamplingParams) -> None:
-        """The loaded model's own settings, which hold where a chat has none."""
-        self._sampling.set_own(own)
+    def set_model(self, model: ModelInfo | None) -> None:
+        """The loaded model, whose own settings hold where a chat has none."""
+        self._sampling.set_model(model)
         if self._conversation is not None:
             self._show_sampling(self._conversation)
 

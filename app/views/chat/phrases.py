@@ -8,7 +8,7 @@ from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Message, MessageState
 from app.services.settings import STARTER
-from app.widgets.quantities import SEPARATOR, count, file_size, number, percent
+from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 
@@ -65,16 +65,35 @@ def stats_text(message: Message) -> str:
     return SEPARATOR.join(parts)
 
 
+def thought_text(seconds: float, *, thinking: bool) -> str:
+    """How long a model has thought before its answer, or thinks now; 0 if that is unknown."""
+    if thinking:
+        return translate("Chat", "Thinking… {0}").format(duration(seconds))
+    if seconds <= 0:
+        return translate("Chat", "Thought")
+    return translate("Chat", "Thought for {0}").format(duration(seconds))
+
+
 def trouble_text(message: Message) -> str:
     """What went wrong with an answer and what to do; empty if nothing did."""
     if message.role != "assistant" or message.reason_code in ("", CANCELLED):
-        return ""
+        return _only_thought(message)
     text = message.reason or translate("Chat", "The answer is incomplete.")
     if message.state is MessageState.PARTIAL:
         text += " " + translate("Chat", "The text so far is kept.")
     elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:
         text += " " + translate("Chat", "Your message is kept: edit it, or start a new chat.")
     return text
+
+
+def _only_thought(message: Message) -> str:
+    """That a model's thoughts took all the room that there was for its answer."""
+    reason = message.stats.finish_reason if message.stats is not None else ""
+    if message.content or not message.reasoning or reason not in ("length", "context"):
+        return ""
+    if reason == "context":
+        return translate("Chat", "The context was full before the answer began: start a new chat.")
+    return translate("Chat", "It was still thinking when it reached the limit: raise Max tokens, or let it think less.")
 
 
 def model_text(model: ModelInfo) -> str:

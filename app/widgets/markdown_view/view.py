@@ -19,7 +19,7 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import QMenu, QSizePolicy, QWidget
 
-from app.theme import colours
+from app.theme import Theme, colours
 from app.widgets.markdown_view.column import PaneColumn
 from app.widgets.markdown_view.document_pane import DocumentPane
 from app.widgets.markdown_view.plain_text import plain_text
@@ -51,7 +51,7 @@ class MarkdownView(QWidget):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._style = Style(colours(), self.font())
+        self._style = Style(self.theme(), self.font())
         self._source: list[str] = []
         self._parser = StreamParser()
         self._is_streaming = False
@@ -73,7 +73,25 @@ class MarkdownView(QWidget):
         self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
         self.setAccessibleName(self.tr("Answer"))
 
+    def theme(self) -> Theme:
+        """The colours to draw with."""
+        return colours()
+
     # The text
+
+    def show_growing(self, text: str, *, grows: bool) -> None:
+        """Shows a text of which a beginning may be shown already; `grows` if there will be more of it.
+
+        What was only appended is only appended here.
+        """
+        shown = self.markdown()
+        if not text.startswith(shown) or (text and not shown and not grows):
+            self.set_markdown("" if grows else text)
+            shown = self.markdown()
+        if text != shown:
+            self.append_markdown(text[len(shown) :])
+        if not grows and self._is_streaming:
+            self.finish()
 
     def set_markdown(self, text: str) -> None:
         """Shows a complete text instead of the present one."""
@@ -223,7 +241,7 @@ class MarkdownView(QWidget):
 
     def _restyle(self) -> None:
         self.ensurePolished()
-        style = Style(colours(), self.font())
+        style = Style(self.theme(), self.font())
         if not style.same_as(self._style):
             self._style = style
             self._heights.clear()
@@ -266,9 +284,9 @@ class MarkdownView(QWidget):
         menu.addAction(self.tr("Select all"), self.select_all)
         menu.addSeparator()
         menu.addAction(
-            self.tr("Copy answer as plain text"), lambda: QGuiApplication.clipboard().setText(self.plain_text())
+            self.tr("Copy all as plain text"), lambda: QGuiApplication.clipboard().setText(self.plain_text())
         )
-        menu.addAction(self.tr("Copy answer as Markdown"), self.copy_all)
+        menu.addAction(self.tr("Copy all as Markdown"), self.copy_all)
         return menu
 
     # Events

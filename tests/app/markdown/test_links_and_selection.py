@@ -115,13 +115,13 @@ def test_the_menu_offers_copying(make_view: ViewMaker) -> None:
         "Copy",
         "Copy link",
         "Select all",
-        "Copy answer as plain text",
-        "Copy answer as Markdown",
+        "Copy all as plain text",
+        "Copy all as Markdown",
     ]
     assert not actions["Copy"].isEnabled()
-    actions["Copy answer as plain text"].trigger()
+    actions["Copy all as plain text"].trigger()
     assert QGuiApplication.clipboard().text() == "Some text"
-    actions["Copy answer as Markdown"].trigger()
+    actions["Copy all as Markdown"].trigger()
     assert QGuiApplication.clipboard().text() == "Some *text*"
     actions["Copy link"].trigger()
     assert QGuiApplication.clipboard().text() == "https://example.org"

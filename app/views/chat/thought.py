@@ -1,0 +1,145 @@
+"""What a model thought before its answer: one quiet line, which opens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from time import monotonic
+
+from PySide6.QtCore import QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtGui import QPainter, QPaintEvent
+from PySide6.QtWidgets import QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+
+from app.icons import icon
+from app.services.chat_store import Message, MessageState
+from app.theme import Theme, colours, themed, use_tabular_figures
+from app.views.chat.icon_button import ICON_PX, IconButton
+from app.views.chat.phrases import thought_text
+from app.widgets.markdown_view import MarkdownView
+
+COPIED_MS = 1500
+TICK_MS = 1000
+BAR_PX = 2
+INDENT_PX = 14
+
+
+class ThoughtText(MarkdownView):
+    """Markdown in a calmer colour."""
+
+    def theme(self) -> Theme:
+        theme = colours()
+        return replace(theme, text=theme.muted)
+
+
+class Thought(QWidget):
+    """Hidden while there is no reasoning.  Folded, nothing of the text is laid out.
+
+    Signals: link_activated.
+    """
+
+    link_activated = Signal(QUrl)
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._message: Message | None = None
+        self._told_s = 0.0
+        self.body: ThoughtText | None = None
+        """The text, once it has been opened."""
+        self.header = QPushButton(self)
+        self.header.setProperty("kind", "fold")
+        self.header.setCheckable(True)
+        self.header.setIconSize(QSize(ICON_PX, ICON_PX))
+        self.header.setCursor(Qt.CursorShape.PointingHandCursor)
+        self.header.toggled.connect(self._on_toggled)
+        use_tabular_figures(self.header)
+        self.copy_button = IconButton("copy", self.tr("Copy what it thought"), self._copy, self)
+        self._tick = QTimer(self, interval=TICK_MS)
+        self._tick.timeout.connect(self._show_header)
+        line = QHBoxLayout()
+        line.setContentsMargins(0, 0, 0, 0)
+        line.setSpacing(2)
+        line.addWidget(self.header)
+        line.addWidget(self.copy_button)
+        line.addStretch(1)
+        self._column = column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(6)
+        column.addLayout(line)
+        self._show_fold()
+        self.hide()
+
+    @property
+    def is_open(self) -> bool:
+        return self.header.isChecked()
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the answer has not begun yet."""
+        message = self._message
+        return message is not None and message.state is MessageState.STREAMING and not message.content
+
+    def set_message(self, message: Message) -> None:
+        """Show this answer's reasoning."""
+        self._message, self._told_s = message, monotonic()
+        self.setVisible(bool(message.reasoning))
+        if message.reasoning and self.is_thinking:
+            if not self._tick.isActive():
+                self._tick.start()
+        else:
+            self._tick.stop()
+        self._show_header()
+        self._show_text()
+
+    def _show_header(self) -> None:
+        message = self._message
+        if message is None:
+            return
+        # Between two tokens of a slow model the time goes on.
+        since_s = monotonic() - self._told_s if self.is_thinking else 0.0
+        self.header.setText(thought_text(message.reasoning_s + since_s, thinking=self.is_thinking))
+        # A screen reader need not say each second.
+        spoken = self.tr("Thinking") if self.is_thinking else self.header.text()
+        if spoken != self.header.accessibleName():
+            self.header.setAccessibleName(spoken)
+
+    def _show_fold(self) -> None:
+        self.header.setIcon(icon("chevron-down" if self.is_open else "chevron-right", "muted"))
+        tip = self.tr("Fold what the model thought") if self.is_open else self.tr("Show what the model thought")
+        self.header.setToolTip(tip)
+        state = self.tr("unfolded") if self.is_open else self.tr("folded")
+        self.header.setAccessibleDescription(f"{state}. {tip}")
+        self.copy_button.setVisible(self.is_open)
+
+    def _on_toggled(self) -> None:
+        if self.is_open and self.body is None:
+            self.body = body = ThoughtText(self)
+            body.setAccessibleName(self.tr("What the model thought"))
+            body.link_activated.connect(self.link_activated)
+            indented = QHBoxLayout()
+            indented.setContentsMargins(INDENT_PX, 0, 0, 4)
+            indented.addWidget(body)
+            self._column.addLayout(indented)
+            QWidget.setTabOrder(self.copy_button, body)
+        if self.body is not None:
+            self.body.setVisible(self.is_open)
+        self._show_fold()
+        self._show_text()
+        self.update()
+
+    def _show_text(self) -> None:
+        message, body = self._message, self.body
+        if message is None or body is None or not self.is_open:
+            return
+        body.show_growing(message.reasoning, grows=self.is_thinking)
+
+    def _copy(self) -> None:
+        if self.body is not None:
+            self.body.copy_all()
+            self.copy_button.set_icon("check", self.tr("Copied"))
+            restore = self.tr("Copy what it thought")
+            QTimer.singleShot(COPIED_MS, self, lambda: self.copy_button.set_icon("copy", restore))
+
+    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+        if self.body is not None and self.is_open:
+            painter = QPainter(self)
+            painter.fillRect(BAR_PX, self.body.y(), BAR_PX, self.body.height(), themed("border"))
+            painter.end()
