@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Protocol, get_args
 
 import psutil
 
-from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
-from engine.process.batch import BatchService
+from engine.process.batch import BatchService, JobRunner
 from engine.process.chats import PROGRESS_S, ChatEngine, ChatService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
@@ -71,6 +71,11 @@ TELEMETRY_S = 0.5
 class WorkerEngine(ChatEngine, Protocol):
     """The engine as the worker uses it, implemented by `engine.runtime.engine.Engine`."""
 
+    on_news: Callable[[], None]
+
+    @property
+    def is_busy(self) -> bool: ...
+
     @property
     def info(self) -> ModelInfo | None: ...
     @property
@@ -105,7 +110,7 @@ class WorkerEngine(ChatEngine, Protocol):
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate: ...
 
-    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
+    def job_runner(self) -> JobRunner: ...
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
@@ -149,8 +154,10 @@ class Worker:
             lambda: self._others.admit(engine),
         )
         self._batches = BatchService(self._requests, self._writer.send, self._chats)
+        engine.on_news = self._requests.look_after_others
         while self._go_on(engine):
             pass
+        self._settle()
 
     def _go_on(self, engine: WorkerEngine) -> bool:
         """Goes on with answers, or performs the next request once there are none, waiting for one if necessary.
@@ -159,11 +166,11 @@ class Worker:
             False once the queue is closed.
         """
         self._others.admit(engine)
-        if engine.is_answering:
+        if engine.is_busy:
             self._chats.answer()
         if self._chats.are_under_way:
             request: Request | AnswerOthers | None = self._requests.take_if(StartBatch, SampleBatch)
-        elif engine.is_answering and not self._requests.is_closed:
+        elif engine.is_busy and not self._requests.is_closed:
             request = self._requests.take_if(*get_args(Request))
         else:
             request = self._requests.take()
@@ -174,7 +181,9 @@ class Worker:
             self._chats.begin(request)
             return True
         if request is not None and not isinstance(request, AnswerOthers):
-            self._requests.end(self._perform(engine, request))
+            ending = self._perform(engine, request)
+            if ending is not None:
+                self._requests.end(ending)
         self._sample(engine, 0.0)
         return True
 
@@ -187,13 +196,21 @@ class Worker:
         elif elapsed >= TELEMETRY_S:
             self._sample(engine, self._written / elapsed)
 
-    def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent:
+    def _settle(self) -> None:
+        """Stops jobs before something that cannot be done beside them."""
+        batches = self._batches
+        batches.settle(lambda: self._chats.answer_while(lambda: batches.are_running))
+
+    def _perform(self, engine: WorkerEngine, request: Request) -> TerminalEvent | None:
+        """How it ended; None if it has only been begun."""
         doing = {LoadModel: "loading the model", UnloadModel: "freeing the model"}.get(type(request), "answering")
         try:
+            if isinstance(request, StartBatch):
+                self._batches.start(engine, request)
+                return None
+            self._settle()
             if isinstance(request, LoadModel):
                 return self._load(engine, request)
-            if isinstance(request, StartBatch):
-                return self._batches.run(engine, request)
             if isinstance(request, SampleBatch):
                 return self._batches.sample(engine, request)
             if isinstance(request, StartTuning):

@@ -47,6 +47,7 @@ class JobEntry:
         plan: the plan at its last start; None if there was none.
         under_way: rows that currently share each sweep through the weights; 0 while unknown.
         beside_chat: it runs, but shares the engine with a chat.
+        beside_jobs: how many other jobs share it, too.
         turn: its place in the queue, 1 for the next; 0 if it is not queued.
         ran_tokens, ran_s: tokens generated in the last run, and its seconds.
         blocked: why it runs without making progress, as a sentence.
@@ -70,6 +71,7 @@ class JobEntry:
     plan: BatchPlanned | None = None
     under_way: int = 0
     beside_chat: bool = False
+    beside_jobs: int = 0
     turn: int = 0
     ran_tokens: int = 0
     ran_s: float = 0.0

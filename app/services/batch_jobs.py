@@ -1,4 +1,4 @@
-"""The window's batch jobs: one runs, others are queued, and none is lost if the engine or the window ends."""
+"""The window's batch jobs: some run, others are queued, and none is lost if the engine or the window ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ WATCH_MS = 2000
 
 
 class BatchJobs(QObject):
-    """Sends one job at a time to the engine, in the order of the queue.
+    """Sends jobs to the engine in the order of the queue, a few at a time.
+
+    Args:
+        at_once: how many may run at the same time.
 
     Signals:
         changed: a `JobEntry` that is new or has changed.
@@ -46,22 +49,27 @@ class BatchJobs(QObject):
     trouble = Signal(str)
 
     def __init__(
-        self, client: EngineClient, parent: QObject | None = None, *, clock: Callable[[], float] = time.time
+        self,
+        client: EngineClient,
+        parent: QObject | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        at_once: Callable[[], int] = lambda: 1,
     ) -> None:
         super().__init__(parent)
-        self._client, self._clock = client, clock
+        self._client, self._clock, self._at_once = client, clock, at_once
         self._entries: dict[str, JobEntry] = {}
         self._turns: list[str] = []
-        self._running = ""
-        self._run: BatchRun | None = None
-        self._wish = JobState.PAUSED
+        self._runs: dict[str, BatchRun] = {}
+        self._wishes: dict[str, JobState] = {}
+        """What is to become of a running job once it has stopped, if not paused."""
         self._held = self._is_listed = False
         self._bin: dict[str, JobEntry] = {}
         self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
         self._watch = QTimer(self, interval=WATCH_MS)
         self._watch.timeout.connect(self.list_again)
         client.state_changed.connect(self._on_state)
-        client.model_loaded.connect(self._start_next)
+        client.model_loaded.connect(self.start_more)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -75,16 +83,16 @@ class BatchJobs(QObject):
         return self._entries.get(key)
 
     @property
-    def running(self) -> JobEntry | None:
-        """The job that the engine works on."""
-        return self._entries.get(self._running)
+    def running(self) -> list[JobEntry]:
+        """The jobs that the engine works on, in the order in which they began."""
+        return [self._entries[key] for key in self._runs]
 
     def list_again(self) -> None:
         """Reads the journals; `listed` follows."""
         # The check for a running process briefly takes a job's lock: not while a job of ours may need it.
         # Nor while a removed job is still being deleted: it would be listed again.
         busy = any(task.is_busy for task in (self._listing, self._saving, self._discarding))
-        if not busy and not self._running:
+        if not busy and not self._runs:
             self._listing.ask(load_jobs, self._on_listed)
 
     # --- actions ----------------------------------------------------------------------------------
@@ -95,7 +103,7 @@ class BatchJobs(QObject):
         self._bin.pop(key, None)
         self._turns.append(key)
         self._put(JobEntry(key, job, JobState.QUEUED, self._clock(), total=total))
-        self._start_next()
+        self.start_more()
         return key
 
     def resume(self, key: str, start: BatchStart = "resume") -> None:
@@ -109,7 +117,7 @@ class BatchJobs(QObject):
             if start == "restart":
                 entry = replace(entry, result="", errors="")
             self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
-            self._start_next()
+            self.start_more()
 
     def config_to_resume(self, key: str) -> EngineConfig | None:
         """The configuration that a job needs to be resumed; None if the loaded one will do.
@@ -172,16 +180,17 @@ class BatchJobs(QObject):
     # --- holding the queue ------------------------------------------------------------------------
 
     def hold(self) -> None:
-        """Pauses the queue until `release`: the running job waits for its next turn."""
+        """Pauses the queue until `release`: running jobs wait for their next turn."""
         self._held = True
-        if self._running and self._entries[self._running].state is JobState.RUNNING:
-            self._wish = JobState.QUEUED
-            self._cancel()
+        for entry in self.running:
+            if entry.state is JobState.RUNNING:
+                self._wishes[entry.key] = JobState.QUEUED
+                self._runs[entry.key].cancel()
 
     def release(self) -> None:
         """Ends `hold`."""
         self._held = False
-        self._start_next()
+        self.start_more()
 
     def close_down(self) -> None:
         """Saves the state; jobs are listed as paused at the next start."""
@@ -198,39 +207,38 @@ class BatchJobs(QObject):
 
     # --- the queue --------------------------------------------------------------------------------
 
-    def _start_next(self, *_: object) -> None:
+    def start_more(self, *_: object) -> None:
+        """Starts waiting jobs as far as more may run now."""
         able = self._client.state in (EngineState.READY, EngineState.BUSY) and self._client.model is not None
-        if self._running or self._held or not self._turns or not able:
-            return
-        key = self._turns.pop(0)
+        while able and not self._held and self._turns and len(self._runs) < self._at_once():
+            self._start(self._turns.pop(0))
+        for entry in self.running:
+            if entry.beside_jobs != len(self._runs) - 1:
+                self._put(replace(entry, beside_jobs=len(self._runs) - 1), to_file=False)
+
+    def _start(self, key: str) -> None:
         entry = self._entries[key]
         model = self._client.model.name if self._client.model is not None else ""
         job = entry.job
-        self._running = key
-        self._wish = JobState.PAUSED
         # However this run ends, the next one resumes from its answers.
         beside_chat = self._client.state is EngineState.BUSY
         resumed = replace(job, start="resume")
         info = self._client.model
         if info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
             entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
+        self._runs[key] = run = self._client.start_batch(job)
         self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, beside_chat=beside_chat))
-        self._run = run = self._client.start_batch(job)
-        run.planned.connect(self._on_planned)
-        run.progressed.connect(self._on_progressed)
-        run.answered.connect(self._on_answered)
-        run.finished.connect(self._on_finished)
-
-    def _cancel(self) -> None:
-        if self._run is not None:
-            self._run.cancel()
+        run.planned.connect(partial(self._on_planned, key))
+        run.progressed.connect(partial(self._on_progressed, key))
+        run.answered.connect(partial(self._on_answered, key))
+        run.finished.connect(partial(self._on_finished, key))
 
     def _end_by_wish(self, key: str, state: JobState) -> None:
         entry = self._entries[key]
-        if key == self._running:
-            self._wish = state
+        if key in self._runs:
+            self._wishes[key] = state
             self._put(replace(entry, state=JobState.STOPPING))
-            self._cancel()
+            self._runs[key].cancel()
         elif entry.state is JobState.QUEUED:
             self._turns.remove(key)
             self._put(replace(entry, state=state))
@@ -240,21 +248,21 @@ class BatchJobs(QObject):
     # --- events of the engine ---------------------------------------------------------------------
 
     def _on_state(self, state: EngineState) -> None:
-        entry = self.running
-        # A job alone leaves the engine READY; what makes it BUSY is a chat, with which the job shares the engine.
+        # Jobs alone leave the engine READY; what makes it BUSY is a chat, with which they share the engine.
         beside_chat = state is EngineState.BUSY
-        if entry is not None and entry.beside_chat != beside_chat:
-            self._put(replace(entry, beside_chat=beside_chat), to_file=False)
-        self._start_next()
+        for entry in self.running:
+            if entry.beside_chat != beside_chat:
+                self._put(replace(entry, beside_chat=beside_chat), to_file=False)
+        self.start_more()
 
-    def _on_planned(self, plan: BatchPlanned) -> None:
-        self._put(replace(self._entries[self._running], plan=plan), to_file=False)
+    def _on_planned(self, key: str, plan: BatchPlanned) -> None:
+        self._put(replace(self._entries[key], plan=plan), to_file=False)
 
-    def _on_answered(self, event: BatchRows) -> None:
-        self.answered.emit(self._running, event.rows)
+    def _on_answered(self, key: str, event: BatchRows) -> None:
+        self.answered.emit(key, event.rows)
 
-    def _on_progressed(self, event: BatchProgress) -> None:
-        entry, now = self._entries[self._running], self._clock()
+    def _on_progressed(self, key: str, event: BatchProgress) -> None:
+        entry, now = self._entries[key], self._clock()
         total = event.total if event.total >= 0 else entry.total
         new = replace(
             entry,
@@ -269,12 +277,15 @@ class BatchJobs(QObject):
         )
         self._put(new, to_file=total != entry.total)
 
-    def _on_finished(self, event: BatchFinished | Failed) -> None:
-        entry = self._entries[self._running]
-        self._running, self._run = "", None
-        entry = replace(entry, blocked="", beside_chat=False, under_way=0, ends_low_s=None, ends_high_s=None)
+    def _on_finished(self, key: str, event: BatchFinished | Failed) -> None:
+        entry = self._entries[key]
+        del self._runs[key]
+        wish = self._wishes.pop(key, JobState.PAUSED)
+        entry = replace(
+            entry, blocked="", beside_chat=False, beside_jobs=0, under_way=0, ends_low_s=None, ends_high_s=None
+        )
         if isinstance(event, BatchFinished):
-            entry = self._ended(entry, event)
+            entry = self._ended(entry, event, wish)
         elif event.code in (ErrorCode.ENGINE_DIED, ErrorCode.DISK_FULL):
             entry = replace(entry, state=JobState.PAUSED, reason=event.message)
         else:
@@ -282,9 +293,9 @@ class BatchJobs(QObject):
         if entry.state is JobState.QUEUED:
             self._turns.insert(0, entry.key)
         self._put(entry)
-        self._start_next()
+        self.start_more()
 
-    def _ended(self, entry: JobEntry, event: BatchFinished) -> JobEntry:
+    def _ended(self, entry: JobEntry, event: BatchFinished, wish: JobState) -> JobEntry:
         entry = replace(entry, ran_tokens=event.tokens, ran_s=event.seconds)
         if event.output:
             entry = replace(entry, result=event.output, errors=event.errors, note=event.note)
@@ -294,10 +305,10 @@ class BatchJobs(QObject):
             )
         if event.done:  # a job stopped before it began reports nothing about earlier runs
             entry = replace(entry, done=event.done, failed=event.failed)
-        if entry.state is not JobState.STOPPING and self._wish is JobState.PAUSED:
+        if entry.state is not JobState.STOPPING and wish is JobState.PAUSED:
             why = self.tr("The engine was needed for something else, such as another model; no answered row is lost.")
             return replace(entry, state=JobState.PAUSED, reason=why)
-        return replace(entry, state=self._wish)
+        return replace(entry, state=wish)
 
     # --- saving -----------------------------------------------------------------------------------
 

@@ -78,7 +78,9 @@ class Services:
         """The queue of batch jobs."""
         from app.services.batch_jobs import BatchJobs
 
-        return BatchJobs(self.client)
+        jobs = BatchJobs(self.client, at_once=lambda: self.settings.jobs_at_once)
+        self.settings.changed.connect(jobs.start_more)
+        return jobs
 
     @cached_property
     def sample(self) -> BatchSample:

@@ -24,6 +24,7 @@ T = TypeVar("T", bool, int, float, str)
 STARTER = "starter"
 DEFAULT_FONT_PX = 14
 SAVE_DELAY_MS = 400
+DEFAULT_JOBS_AT_ONCE, MOST_JOBS_AT_ONCE = 2, 8
 DEFAULT_SERVER_PORT = 8490
 
 
@@ -111,6 +112,15 @@ class Settings(QObject):
     @kv_precision.setter
     def kv_precision(self, value: KvPrecision) -> None:
         self.set("kv_precision", value)
+
+    @property
+    def jobs_at_once(self) -> int:
+        """How many batch jobs share the engine; others wait for their turn."""
+        return max(1, min(MOST_JOBS_AT_ONCE, self.get("jobs_at_once", DEFAULT_JOBS_AT_ONCE)))
+
+    @jobs_at_once.setter
+    def jobs_at_once(self, value: int) -> None:
+        self.set("jobs_at_once", value)
 
     @property
     def serves_others(self) -> bool:

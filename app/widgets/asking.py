@@ -54,22 +54,33 @@ def ask(
 def before_loading(jobs: BatchJobs, parent: QWidget, load: Answer) -> None:
     """Does `load`, which loads a model, at once if no job runs, else after the user agrees to pause the job."""
     running = jobs.running
-    if running is None:
+    if not running:
         load()
         return
 
     def pause_and_load() -> None:
-        if jobs.running is not None:
-            jobs.pause(running.key)
+        for entry in jobs.running:
+            jobs.pause(entry.key)
         load()
 
-    ask(
-        parent.window(),
-        translate("Asking", "A batch job is running."),
-        translate(
-            "Asking",
-            "Loading a model pauses it. No answered row is lost: you can resume it later, with the same model and "
-            "precision.",
-        ),
-        [(translate("Asking", "Pause the job"), "do", pause_and_load)],
-    )
+    if len(running) == 1:
+        question, words, choice = (
+            translate("Asking", "A batch job is running."),
+            translate(
+                "Asking",
+                "Loading a model pauses it. No answered row is lost: you can resume it later, with the same model and "
+                "precision.",
+            ),
+            translate("Asking", "Pause the job"),
+        )
+    else:
+        question, words, choice = (
+            translate("Asking", "{0} batch jobs are running.").format(len(running)),
+            translate(
+                "Asking",
+                "Loading a model pauses them. No answered row is lost: you can resume them later, with the same model "
+                "and precision.",
+            ),
+            translate("Asking", "Pause the jobs"),
+        )
+    ask(parent.window(), question, words, [(choice, "do", pause_and_load)])

@@ -1,8 +1,9 @@
-"""Batch jobs in the engine process: their events, and how they share the engine with chats."""
+"""Batch jobs in the engine process: several at once, each with its own events, beside chats."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -20,24 +21,30 @@ from engine.batch_files.messages import (
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
-from engine.process.requests import AnswerOthers, RequestQueue
-from engine.protocol import Event, Generate
+from engine.process.failures import as_engine_error, log_failure
+from engine.process.requests import RequestQueue
+from engine.protocol import Event, Failed, LoadModel, TerminalEvent, UnloadModel
+from engine.tuning.messages import StartTuning
 
+_SETTLING_S = 0.01
 _ROWS_S = 0.25
 _MOST_ROWS = 24
 _MOST_CHARACTERS = 400
 
 
+JobRunner = Callable[[PreparedJob, JobWatcher], JobEnding]
+
+
 class BatchEngine(Protocol):
     """What batches need of an engine."""
 
-    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding: ...
+    def job_runner(self) -> JobRunner: ...
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
 
 class Chats(Protocol):
-    """The chats beside a job."""
+    """The chats beside a sample."""
 
     def are_due(self) -> bool:
         """Whether one is to have its turn."""
@@ -50,32 +57,71 @@ class Chats(Protocol):
 
 
 class BatchService:
-    """Runs jobs on the engine thread."""
+    """Runs jobs, each on a thread of its own beside the engine's, and samples on the engine's."""
 
     def __init__(self, requests: RequestQueue, send: Callable[[Event], None], chats: Chats) -> None:
         self._requests, self._send = requests, send
         self._chats = chats
+        self._threads: list[threading.Thread] = []
+        self._is_settling = False
 
-    def run(self, engine: BatchEngine, request: StartBatch) -> BatchFinished:
+    def start(self, engine: BatchEngine, request: StartBatch) -> None:
+        """Begins a job, which ends later.
+
+        Raises:
+            EngineError: no model is loaded.
+        """
+        runner = engine.job_runner()
+        thread = threading.Thread(target=self._run, args=(runner, request), name="batch-job", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    @property
+    def are_running(self) -> bool:
+        """Whether any job has not ended yet."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return bool(self._threads)
+
+    def settle(self, meanwhile: Callable[[], None]) -> None:
+        """Stops all jobs, which can be resumed later; `meanwhile` does what they want of the engine's thread."""
+        self._is_settling = True
+        try:
+            while self.are_running:
+                meanwhile()
+                if self._threads:
+                    self._threads[0].join(_SETTLING_S)
+        finally:
+            self._is_settling = False
+
+    def _run(self, runner: JobRunner, request: StartBatch) -> None:
+        ending: TerminalEvent
+        try:
+            ending = self._answered(runner, request)
+        except BaseException as error:  # whatever happened, end this job; the others go on
+            log_failure(error, "answering")
+            failure = as_engine_error(error, "answering")
+            ending = Failed(request.request_id, failure.code, failure.message)
+        self._requests.end(ending)
+
+    def _answered(self, runner: JobRunner, request: StartBatch) -> BatchFinished:
         """Runs one job until it is done or stopped.
 
         Raises:
-            EngineError: see `Engine.run_batch`.
+            EngineError: see `run_whole_job`.
         """
         events = _JobEvents(request.request_id, self._send)
 
         def cancelled() -> bool:
-            # A request to load or unload a model: the job can be resumed later, so let the request go first.
-            waiting = self._requests.waiting()
-            return self._requests.is_cancelled(request.request_id) or not (
-                waiting is None or isinstance(waiting, Generate | StartBatch | AnswerOthers)
-            )
+            if self._is_settling or self._requests.is_cancelled(request.request_id):
+                return True
+            # The job can be resumed later, so let these go first.
+            return self._requests.waits(LoadModel, UnloadModel, StartTuning, SampleBatch)
 
-        watcher = self._watcher(events, events.answer, self._chats.give_way, self._chats.take_turns, cancelled)
+        watcher = JobWatcher(events.pace, events.answer, _never, _nothing, cancelled, events.plan)
         try:
-            # Opening a huge pdf or ten thousand files takes long: do not keep a chat waiting for it.
+            # Opening a huge pdf or ten thousand files takes long.
             prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
-            ending = engine.run_batch(prepared, watcher)
+            ending = runner(prepared, watcher)
         except StoppedError:
             return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
         finally:
@@ -122,7 +168,15 @@ class BatchService:
             return run
 
         chats = self._chats
-        watcher = self._watcher(events, answered, untimed(chats.give_way), untimed(chats.take_turns), cancelled)
+        watcher = JobWatcher(
+            events.pace,
+            answered,
+            chats.are_due,
+            untimed(chats.give_way),
+            cancelled,
+            events.plan,
+            share=untimed(chats.take_turns),
+        )
         with contextlib.suppress(StoppedError):
             with clock.stopped():
                 prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
@@ -131,16 +185,14 @@ class BatchService:
         finished = not cancelled()
         return BatchFinished(request.request_id, finished, done, failed, 0, tokens, clock.now(), "")
 
-    def _watcher(
-        self,
-        events: _JobEvents,
-        on_answer: Callable[[Answer, str], None],
-        give_way: Callable[[], None],
-        share: Callable[[], None],
-        cancelled: Callable[[], bool],
-    ) -> JobWatcher:
-        due = self._chats.are_due
-        return JobWatcher(events.pace, on_answer, due, give_way, cancelled, events.plan, share=share)
+
+def _never() -> bool:
+    """Chats are answered between the layers of jobs, by who calls these."""
+    return False
+
+
+def _nothing() -> None:
+    """There is nobody to give way to."""
 
 
 class _JobEvents:

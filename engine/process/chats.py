@@ -145,6 +145,12 @@ class ChatService:
         with _ended():
             self._engine.serve(self._is_wanted_elsewhere)
 
+    def answer_while(self, goes_on: Callable[[], bool]) -> None:
+        """Answers who asks, and goes on with jobs, while `goes_on()` and there is something to do."""
+        self._arrive()
+        with _ended():
+            self._engine.serve(lambda: self._arrive() or not goes_on())
+
     def are_due(self) -> bool:
         """Whether who asks is to have a turn before a job goes on."""
         self._arrive()

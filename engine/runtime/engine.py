@@ -46,6 +46,8 @@ class Engine:
         self._telemetry: ModelTelemetry | None = None
         self._asked: EngineConfig | None = None
         self._place = Path()
+        self.on_news: Callable[[], None] = lambda: None
+        """Called on any thread when `serve` has something to do for a job."""
         self._held = contextlib.ExitStack()  # keeps others from moving or removing the loaded model
 
     @property
@@ -145,7 +147,7 @@ class Engine:
             self._place, self._held = path, held.pop_all()
         note_use(path, _how(self._loaded.info))
         self._loaded.kept = open_kept(self._loaded)
-        self._scheduler = Scheduler(self._loaded)
+        self._scheduler = Scheduler(self._loaded, lambda: self.on_news())
         self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
         self._asked = config
         return self._loaded.info
@@ -272,6 +274,11 @@ class Engine:
         """Whether requests wait or are being answered."""
         return self._scheduler is not None and self._scheduler.is_busy
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether `serve` has anything to do, for requests or for jobs."""
+        return self._scheduler is not None and (self._scheduler.is_busy or self._scheduler.background.is_busy)
+
     def serve(self, until: Check = never) -> None:
         """See `Scheduler.serve`."""
         self._schedule().serve(until)
@@ -295,14 +302,25 @@ class Engine:
         return LiveRows(self._ready(), self._schedule())
 
     def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
-        """Answers a job's rows with the loaded model; chats may be answered while the watcher gives way.
+        """Answers a job's rows with the loaded model on this thread; nothing else is answered meanwhile.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model, and see `run_whole_job`.
         """
-        from engine.runtime.batch.whole_job import run_whole_job  # which the first chat need not wait for
+        from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
-        return run_whole_job(prepared, self._ready(), watcher)
+        return run_whole_job(prepared, OwnHost(self._ready()), watcher)
+
+    def job_runner(self) -> Callable[[PreparedJob, JobWatcher], JobEnding]:
+        """Runs a job, on a thread of its own, whose rows are answered in `serve` together with other jobs' rows.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model.
+        """
+        from engine.runtime.batch.whole_job import SharedHost, run_whole_job
+
+        host = SharedHost(self._schedule().background)
+        return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""
@@ -312,7 +330,7 @@ class Engine:
 
     def _forget(self) -> None:
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._scheduler.forget()
 
     def _schedule(self) -> Scheduler:
         self._ready()

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,opening,decode,prefill,batch,cache,disk,kernels,quality,loops,speculation,telemetry,monitor,download}",
+        metavar="{startup,opening,decode,prefill,batch,chats,cache,disk,kernels,quality,loops,speculation,telemetry,monitor,download}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -115,6 +115,14 @@ def add_parser(subparsers: Any) -> None:
     _add_common(batch, repeats=3)
     add_engine_options(batch)
     batch.set_defaults(run=_run_batch)
+
+    chats = kinds.add_parser("chats", help="several chats at once against one after the other, and one beside a batch")
+    _add_model(chats)
+    chats.add_argument("--chats", type=positive_int, default=8, metavar="N", help="asked at the same time")
+    chats.add_argument("--tokens", type=positive_int, default=64, metavar="N", help="generated for each")
+    _add_common(chats, repeats=3)
+    add_engine_options(chats)
+    chats.set_defaults(run=_run_chats)
 
     cache = kinds.add_parser("cache", help="cache policies on recorded routing; cost of the bookkeeping")
     cache.add_argument(
@@ -312,6 +320,14 @@ def _run_batch(args: argparse.Namespace) -> int:
         bench_schedules(config, SchedulesPlan(args.rows, args.tokens, args.repeats, args.micro_batch), report, note)
         return _emit(report, args)
     bench_batch(config, BatchBenchPlan(args.rows, args.tokens, args.repeats, args.peers), report, note)
+    return _emit(report, args)
+
+
+def _run_chats(args: argparse.Namespace) -> int:
+    from engine.bench.chats import ChatsPlan, bench_chats
+
+    report = _report()
+    bench_chats(_config(args), ChatsPlan(args.chats, args.tokens, args.repeats), report, note)
     return _emit(report, args)
 
 

@@ -44,11 +44,19 @@ class ScriptedBatches(ScriptedEngine):
     # --- what the test makes it do ---
 
     def tell(
-        self, done: int, total: int = -1, *, failed: int = 0, rate: float = 0.0, left: float = -1.0, blocked: str = ""
+        self,
+        done: int,
+        total: int = -1,
+        *,
+        failed: int = 0,
+        rate: float = 0.0,
+        left: float = -1.0,
+        blocked: str = "",
+        of: int = -1,
     ) -> None:
-        """Progress of the latest job; `left` are seconds, of which the upper end is twice as far."""
+        """Progress of a job, the latest one if not told; `left` are seconds, of which the upper end is twice as far."""
         high = left * 2 if left >= 0 else -1.0
-        self.jobs[-1].deliver(BatchProgress(self.jobs[-1].id, done, failed, total, rate, left, high, blocked))
+        self.jobs[of].deliver(BatchProgress(self.jobs[of].id, done, failed, total, rate, left, high, blocked))
 
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         run = (self.samples if sample else self.jobs)[-1]
@@ -61,9 +69,9 @@ class ScriptedBatches(ScriptedEngine):
             BatchPlanned(run.id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured)
         )
 
-    def end(self, done: int, failed: int = 0, *, finished: bool = True) -> None:
-        """The latest job ends, finished or stopped."""
-        self.jobs[-1].end(BatchFinished(self.jobs[-1].id, finished, done, failed, done, 10 * done, 2.0, ""))
+    def end(self, done: int, failed: int = 0, *, finished: bool = True, of: int = -1) -> None:
+        """A job ends, finished or stopped: the latest one if not told."""
+        self.jobs[of].end(BatchFinished(self.jobs[of].id, finished, done, failed, done, 10 * done, 2.0, ""))
 
     def end_sample(self, done: int = 3, *, finished: bool = True) -> None:
         self.samples[-1].end(BatchFinished(self.samples[-1].id, finished, done, 0, 0, 10 * done, 2.0, ""))

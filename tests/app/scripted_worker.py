@@ -51,6 +51,8 @@ class ScriptedEngine:
     def is_answering(self):
         return bool(self._waiting)
 
+    is_busy = is_answering
+
     def serve(self, until):
         while self._waiting:
             *asked, on_end = self._waiting.pop(0)

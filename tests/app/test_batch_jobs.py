@@ -113,6 +113,41 @@ def test_jobs_run_one_after_the_other(jobs: BatchJobs, engine: ScriptedBatches, 
     assert [run.command.job.input for run in engine.jobs] == [str(tmp_path / "one.csv"), str(tmp_path / "two.csv")]
 
 
+def test_several_jobs_run_at_once_and_each_has_its_own_progress(
+    engine: ScriptedBatches, switchyard_home: Path, tmp_path: Path
+) -> None:
+    most = 2
+    jobs = BatchJobs(engine, at_once=lambda: most)
+    keys = [jobs.add(a_job(tmp_path, name), 6) for name in ("one", "two", "three")]
+
+    def states() -> list[JobState]:
+        return [state(jobs, key) for key in keys]
+
+    assert states() == [JobState.RUNNING, JobState.RUNNING, JobState.QUEUED]
+    assert [entry.key for entry in jobs.running] == keys[:2]
+    assert [entry.beside_jobs for entry in jobs.running] == [1, 1]
+    engine.tell(3, 6, of=0)
+    engine.tell(1, 6, failed=1, of=1)
+    assert [(entry.done, entry.failed) for entry in jobs.running] == [(3, 0), (1, 1)]
+    jobs.pause(keys[0])
+    assert states() == [JobState.STOPPING, JobState.RUNNING, JobState.QUEUED]
+    engine.end(3, finished=False, of=0)
+    assert states() == [JobState.PAUSED, JobState.RUNNING, JobState.RUNNING]
+    most = 3
+    jobs.resume(keys[0])
+    assert states() == [JobState.RUNNING] * 3
+    jobs.hold()
+    assert len(engine.cancelled) == 4
+    for number in (1, 2, 3):
+        engine.end(1, finished=False, of=number)
+    assert states() == [JobState.QUEUED] * 3
+    jobs.release()
+    assert states() == [JobState.RUNNING] * 3
+    assert [entry.beside_jobs for entry in jobs.running] == [2, 2, 2]
+    jobs.close_down()
+    jobs.deleteLater()
+
+
 def test_a_job_waits_for_a_model(engine: ScriptedBatches, switchyard_home: Path, tmp_path: Path) -> None:
     waiting = ScriptedBatches(loaded=False)
     jobs = BatchJobs(waiting)

@@ -65,7 +65,11 @@ def test_chats_and_a_job_go_on_beside_each_other(
             ending = service.sample(engine, request)
         else:
             assert isinstance(request, StartBatch)
-            ending = service.run(engine, request)
+            engine.on_news = requests.look_after_others
+            service.start(engine, request)
+            while service.are_running:
+                chats.answer_while(lambda: service.are_running)
+            (ending,) = [event for event in sent if isinstance(event, BatchFinished)]
         chats.answer()
     finally:
         engine.unload()

@@ -1,8 +1,9 @@
-"""Jobs in the engine process go on beside chats, stop for another model, and end once."""
+"""Jobs in the engine process run beside each other, stop for another model, and end once."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,7 @@ from engine.common.errors import ErrorCode
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
-from engine.protocol import ChatMessage, Event, Finished, Generate, LoadModel
-from tests.refusals import refused
+from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, LoadModel
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
 
@@ -40,21 +40,24 @@ class Engine:
         self._between, self._steps = between, steps
         self.seen: list[str] = []
 
-    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+    def job_runner(self) -> Callable[[PreparedJob, JobWatcher], JobEnding]:
+        return self._run
+
+    def _run(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
         watcher.on_plan(_PREDICTION)
         for step in range(self._steps):
             self._between(step)
             if watcher.cancelled():
                 return JobEnding(False, _PACE, 1)
-            if watcher.should_yield():
-                self.seen.append("shares")
-                watcher.take_turns()
+            assert not watcher.should_yield()  # who calls it answers chats
             self.seen.append("works")
             watcher.on_answer(Answer(step, "a" * 1000, "stop", 1, 2), "question")
             watcher.on_pace(_PACE, "")
         return JobEnding(True, _PACE, 6, tokens=12, note="one by one")
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
+        if watcher.should_yield():
+            watcher.take_turns()
         watcher.on_answer(Answer(0, "yes", "stop", 1, 2), "question")
         watcher.on_answer(failed(1, "is empty"), "")
         watcher.on_plan(_PREDICTION.corrected(2.0, 0.5))
@@ -88,11 +91,15 @@ class Process:
         while self._chats:
             self.take_turns()
 
-    def answer_next(self) -> None:
+    def begin(self) -> None:
         request = self.requests.take()
-        assert request is not None
-        if isinstance(request, StartBatch):
-            self.requests.end(self.batches.run(self._engine, request))
+        assert isinstance(request, StartBatch)
+        self.batches.start(self._engine, request)
+
+    def wait(self) -> None:
+        for thread in list(self.batches._threads):
+            thread.join()
+        assert not self.batches.are_running
 
 
 @pytest.fixture
@@ -110,52 +117,54 @@ def _of(kind: type, sent: list[Event]) -> list[Any]:
     return [event for event in sent if isinstance(event, kind)]
 
 
-def test_chats_come_first_and_the_job_goes_on_beside_them(job: BatchJob) -> None:
-    def between(step: int) -> None:
-        if step == 2:
-            process.requests.accept(_chat("first"))
-            process.requests.accept(_chat("second"))
-
-    engine = Engine(between)
+def test_jobs_run_beside_each_other(job: BatchJob) -> None:
+    both = threading.Barrier(2, timeout=10)
+    engine = Engine(lambda step: both.wait() and None if step == 1 else None)
     process = Process(engine)
-    process.requests.accept(StartBatch("job", job))
-    process.answer_next()
-    turn = ["shares", "first", "second", "works"]
-    assert engine.seen == ["works", "works", *turn, *turn, "works", "works"]
-    assert [event.request_id for event in _of(Finished, process.sent)] == ["first", "second"]
-    (ending,) = _of(BatchFinished, process.sent)
+    for name in ("one", "other"):
+        process.requests.accept(StartBatch(name, job))
+        process.begin()
+    process.wait()
+    assert engine.seen == ["works"] * 12
+    endings = {ending.request_id: ending for ending in _of(BatchFinished, process.sent)}
+    assert set(endings) == {"one", "other"}
+    ending = endings["one"]
     assert (ending.finished, ending.done, ending.tokens, ending.note) == (True, 2, 12, "one by one")
-    shown = [row for event in _of(BatchRows, process.sent) for row in event.rows]
-    assert [row.row for row in shown] == list(range(6))
-    assert all(len(row.answer) < 1000 for row in shown)
+    for name in endings:
+        events = [event for event in _of(BatchRows, process.sent) if event.request_id == name]
+        shown = [row for event in events for row in event.rows]
+        assert [row.row for row in shown] == list(range(6))
+        assert all(len(row.answer) < 1000 for row in shown)
     assert _of(BatchProgress, process.sent)[0].total == -1
-    planned = BatchPlanned("job", 24, 3, "", 30, 10.0, 150.0, 450.0, 1.0, 2.0, "link", is_measured=False)
-    assert _of(BatchPlanned, process.sent) == [planned]
+    planned = BatchPlanned("one", 24, 3, "", 30, 10.0, 150.0, 450.0, 1.0, 2.0, "link", is_measured=False)
+    assert planned in _of(BatchPlanned, process.sent)
 
 
-@pytest.mark.parametrize("stop", ["cancel", "another model"])
+@pytest.mark.parametrize("stop", ["cancel", "another model", "another model is about to be loaded"])
 def test_a_job_stops_when_it_is_cancelled_or_another_model_is_wanted(job: BatchJob, stop: str) -> None:
+    is_there, goes_on = threading.Event(), threading.Event()
+
     def between(step: int) -> None:
-        if step == 1 and stop == "cancel":
-            process.requests.cancel("job")
-        elif step == 1:
-            process.requests.accept(LoadModel("load", EngineConfig("other")))
+        if step == 1:
+            is_there.set()
+            assert goes_on.wait(10)
 
     engine = Engine(between)
     process = Process(engine)
     process.requests.accept(StartBatch("job", job))
-    process.answer_next()
+    process.begin()
+    assert is_there.wait(10)
+    if stop == "cancel":
+        process.requests.cancel("job")
+    elif stop == "another model":
+        process.requests.accept(LoadModel("load", EngineConfig("other")))
+    else:
+        process.batches.settle(goes_on.set)
+    goes_on.set()
+    process.wait()
     assert engine.seen == ["works"]
     (ending,) = _of(BatchFinished, process.sent)
     assert not ending.finished
-
-
-def test_a_job_that_waits_lets_the_running_one_go_on(job: BatchJob) -> None:
-    engine = Engine(lambda step: process.requests.accept(StartBatch("next", job)) if step == 1 else None)
-    process = Process(engine)
-    process.requests.accept(StartBatch("job", job))
-    process.answer_next()
-    assert engine.seen == ["works"] * 6
 
 
 def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
@@ -170,8 +179,18 @@ def test_a_sample_shows_each_row_as_it_comes(job: BatchJob) -> None:
 def test_a_job_that_cannot_be_begun_is_refused(job: BatchJob) -> None:
     Path(job.input).unlink()
     process = Process(Engine())
-    with refused(ErrorCode.INVALID_REQUEST):
-        process.batches.run(Engine(), StartBatch("job", job))
+    process.requests.accept(StartBatch("job", job))
+    process.begin()
+    process.wait()
+    (failure,) = _of(Failed, process.sent)
+    assert failure.code is ErrorCode.INVALID_REQUEST
+
+
+def test_a_chat_has_its_turn_beside_a_sample(job: BatchJob) -> None:
+    process = Process(engine := Engine())
+    process.requests.accept(_chat("chat"))
+    process.batches.sample(engine, SampleBatch("sample", job, 3))
+    assert engine.seen == ["chat"]
 
 
 def test_waiting_jobs_that_are_cancelled_end_at_once(job: BatchJob) -> None:

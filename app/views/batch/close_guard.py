@@ -27,13 +27,27 @@ class RunningJobGuard(QObject):
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
         by_hand = event.type() == QEvent.Type.Close and event.spontaneous()
-        if watched is self._window and by_hand and not self._is_leaving and self._jobs.running is not None:
+        if watched is self._window and by_hand and not self._is_leaving and self._jobs.running:
             event.ignore()
-            ask(
-                self._window or self._page,
+            running = len(self._jobs.running)
+            question, words, choice = (
                 self.tr("A batch job is running."),
                 self.tr("It stops with the window. No answered row is lost: you can resume it at the next start."),
-                [(self.tr("Stop it and close"), "do", self._leave)],
+                self.tr("Stop it and close"),
+            )
+            if running > 1:
+                question, words, choice = (
+                    self.tr("{0} batch jobs are running.").format(running),
+                    self.tr(
+                        "They stop with the window. No answered row is lost: you can resume them at the next start."
+                    ),
+                    self.tr("Stop them and close"),
+                )
+            ask(
+                self._window or self._page,
+                question,
+                words,
+                [(choice, "do", self._leave)],
                 self.tr("Keep the window open"),
             )
             return True

@@ -154,11 +154,10 @@ class BatchPage(Page):
         self.form.input.change.setFocus()
 
     def _go_home(self) -> None:
-        """Shows the running job or the newest; the empty page if there is none."""
-        running = self._jobs.running
-        entries = self._jobs.entries
-        if running is not None or entries:
-            self.show_job((running or entries[0]).key)
+        """Shows the job that has run longest, or the newest; the empty page if there is none."""
+        entries = [*self._jobs.running, *self._jobs.entries]
+        if entries:
+            self.show_job(entries[0].key)
         else:
             self._shown = ""
             self.pages.setCurrentWidget(self.empty)

@@ -76,7 +76,7 @@ def status_text(job: JobEntry) -> str:
             return translate("Batch", "Reading the file…")
         return _running_text(job)
     if job.state is JobState.QUEUED:
-        return job.reason or translate("Batch", "Starts when the job before it is done and a model is loaded.")
+        return job.reason or translate("Batch", "Starts when a job before it is done and a model is loaded.")
     if job.state is JobState.STOPPING:
         return translate("Batch", "Finishing the current layer and saving finished rows…")
     if job.state is JobState.ELSEWHERE:
@@ -114,8 +114,11 @@ def _running_text(job: JobEntry) -> str:
     rows = job.under_way or (job.plan.rows_together if job.plan is not None else 0)
     shared = f"{shared_text(rows)}." if rows else ""
     expected = planned_text(job.plan, job.tokens_per_s) if job.plan is not None else ""
+    others = {0: "", 1: translate("Batch", "Another job shares the engine.")}.get(
+        job.beside_jobs, translate("Batch", "{0} other jobs share the engine.").format(job.beside_jobs)
+    )
     chat = translate("Batch", "Chats are answered first.")
-    return " ".join(part for part in (first, shared, expected, chat) if part)
+    return " ".join(part for part in (first, shared, expected, others, chat) if part)
 
 
 def end_text(row: BatchRow) -> str:

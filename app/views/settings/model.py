@@ -10,7 +10,7 @@ from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QSpinBox, QWidget
 
 from app.services.background import LatestTask
-from app.services.settings import STARTER, Settings
+from app.services.settings import MOST_JOBS_AT_ONCE, STARTER, Settings
 from app.views.settings.card import SettingsCard
 
 if TYPE_CHECKING:
@@ -80,6 +80,18 @@ class ModelCard(SettingsCard):
         self._apply.setEnabled(False)
         self.add_row("", self.tr("Changes apply at the next start, or now with this button."), self._apply)
 
+        self.jobs = QSpinBox(self)
+        self.jobs.setRange(1, MOST_JOBS_AT_ONCE)
+        self.jobs.setFixedWidth(140)
+        self.jobs.lineEdit().setTextMargins(8, 0, 0, 0)
+        self.jobs.setValue(settings.jobs_at_once)
+        self.jobs.valueChanged.connect(self._set_jobs)
+        self.add_row(
+            self.tr("Batch jobs at once"),
+            self.tr("They share each pass through the model; others wait for their turn."),
+            self.jobs,
+        )
+
         tune = QPushButton(self.tr("Tune…"), self)
         tune.clicked.connect(self.tune_wanted)
         self.add_row(self.tr("Speed"), self.tr("Times this machine and keeps the fastest settings."), tune)
@@ -115,6 +127,9 @@ class ModelCard(SettingsCard):
     def _set_guesses(self, on: bool) -> None:
         self._settings.speculation = on
         self._apply.setEnabled(True)
+
+    def _set_jobs(self, count: int) -> None:
+        self._settings.jobs_at_once = count
 
     def _set_kv(self) -> None:
         chosen = self._kv.currentData()

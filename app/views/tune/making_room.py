@@ -24,7 +24,8 @@ class MakingRoom(QObject):
 
     def before_run(self, run: Callable[[], object]) -> None:
         """Does `run` at once if the engine is idle, else after the user agrees."""
-        if self._jobs.running is not None:
+        running = len(self._jobs.running)
+        if running == 1:
             self._ask(
                 self.tr("A batch job is running."),
                 self.tr(
@@ -32,6 +33,15 @@ class MakingRoom(QObject):
                     "No answered row is lost."
                 ),
                 [(self.tr("Pause it and tune"), lambda: self._begin(run))],
+            )
+        elif running:
+            self._ask(
+                self.tr("{0} batch jobs are running.").format(running),
+                self.tr(
+                    "Tuning needs the engine to itself, so the jobs are paused and resume when tuning ends. "
+                    "No answered row is lost."
+                ),
+                [(self.tr("Pause them and tune"), lambda: self._begin(run))],
             )
         elif self._client.answering:
             self._ask(

@@ -60,6 +60,7 @@ class JobRun:
     Args:
         journal: of this job and `manifest`; the caller closes it.
         make_constrained: see `Asking`.
+        clock: seconds of computing; it may stand still while others compute.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class JobRun:
         executor: RowExecutor,
         make_constrained: Callable[[], ConstrainedAnswers],
         watcher: JobWatcher,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prepared, self._manifest, self._journal = prepared, manifest, journal
         self._executor, self._watcher = executor, watcher
@@ -79,7 +81,7 @@ class JobRun:
         self._waits = ""
         self._waits_since_s = 0.0
         done, bad, _tokens = journal.counts()
-        self._clock = ComputingClock()
+        self._clock = ComputingClock(clock)
         self._meter = PaceMeter(done, bad, self._clock.now(), prepared.most_tokens)
         self._keeping = SafeKeeping(journal)
         self._asking = Asking(prepared.job.tries, make_constrained)

@@ -58,24 +58,29 @@ class PackedModel:
 
     Args:
         loaded: of a family that supports this (see `can_pack`).
+        beside: another one of the same model, whose pages it uses; it must keep keys and values in the same way.
 
     Raises:
         LookupError: its layers or its attention are not found where expected.
     """
 
-    def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
+    def __init__(self, loaded: LoadedModel, policy: BatchPolicy, beside: PackedModel | None = None) -> None:
         self._loaded, self._policy = loaded, policy
         self._layers = DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
-        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
+        own = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
+        self._states: PagedStates = own if beside is None else beside._states
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
-        self._probe_attention()
+        if beside is None:
+            self._probe_attention()
         if not self._states.shapes:
             raise LookupError("its attention does not go through the library's attention interface")
-        if loaded.kernels is not None and loaded.device.type == "cpu":
+        if beside is not None:
+            self._native = beside._native
+        elif loaded.kernels is not None and loaded.device.type == "cpu":
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
         if policy.schedule is not HYBRID:
             with suppress(LookupError, DeviceMemoryError):  # then experts are computed as in a chat

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from time import monotonic
+from typing import Protocol, TypeVar
 
 from engine.batch_files.fingerprint import RowCount
 from engine.batch_files.job_list import StopRequest, read_job
@@ -14,20 +17,86 @@ from engine.batch_files.journal import journal_path
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.shards import fingerprint, read_tensors
 from engine.runtime.batch.feed import Asking, RowFeed
-from engine.runtime.batch.job import JobRun
+from engine.runtime.batch.job import JobRun, RowExecutor
 from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
+from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.background import Background, JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, never
 
+_Result = TypeVar("_Result")
 
-def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatcher) -> JobEnding:
+
+class JobHost(Protocol):
+    """Where a job's rows are answered."""
+
+    loaded: LoadedModel
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns, on the thread that may use the model."""
+
+    def executor(self, policy: BatchPolicy) -> ClosingExecutor:
+        """Answers the rows; called on that thread."""
+
+    def seconds(self) -> float:
+        """A clock of the time that jobs have had."""
+
+
+class ClosingExecutor(RowExecutor, Protocol):
+    """An executor that holds memory until it is closed."""
+
+    note: str
+
+    def close(self) -> None: ...
+
+
+class OwnHost:
+    """The calling thread has the model for this job alone."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self.loaded = loaded
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """Does it."""
+        return work()
+
+    def executor(self, policy: BatchPolicy) -> BatchExecutor:
+        """See `JobHost`."""
+        return BatchExecutor(self.loaded, policy)
+
+    def seconds(self) -> float:
+        """See `JobHost`."""
+        return monotonic()
+
+
+class SharedHost:
+    """The jobs of a scheduler; for the thread of one of them."""
+
+    def __init__(self, background: Background) -> None:
+        self._background, self.loaded = background, background.loaded
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """See `Background.call`."""
+        return self._background.call(work)
+
+    def executor(self, policy: BatchPolicy) -> JobRows:
+        """See `Background.join`."""
+        return self._background.join(policy)
+
+    def seconds(self) -> float:
+        """See `JobHost`."""
+        return self._background.seconds
+
+
+def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> JobEnding:
     """Answers the rows of a job and writes its result.
 
     Raises:
         EngineError: the job cannot start or continue; its answers so far are kept.
     """
+    loaded = host.loaded
     directory = Path(loaded.info.path)
     digest = str(fingerprint(directory, read_tensors(directory).values())["headers"])
     so_far = read_job(journal_path(prepared.output)) if prepared.job.start != "restart" else None
@@ -43,12 +112,13 @@ def run_whole_job(prepared: PreparedJob, loaded: LoadedModel, watcher: JobWatche
     with closing(prepared.open_journal(manifest, loaded.info.path)) as journal, StopRequest(journal.path) as stop:
         here = watcher.cancelled
         watcher = replace(watcher, cancelled=lambda: here() or stop.is_made())
-        plan = plan_job(prepared, loaded)
+        plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None:
             watcher.on_plan(plan.prediction)
-        with closing(BatchExecutor(loaded, plan.policy)) as executor:
-            watcher = _watching(watcher, executor)
-            ending = JobRun(prepared, manifest, journal, executor, lambda: ConstrainedAnswers.of(loaded), watcher).run()
+        with closing(host.call(lambda: host.executor(plan.policy))) as executor:
+            constrained = lambda: ConstrainedAnswers.of(loaded)  # noqa: E731
+            run = JobRun(prepared, manifest, journal, executor, constrained, watcher, host.seconds)
+            ending = run.run()
             return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
 
 
@@ -72,7 +142,6 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
             on_answer(*ended)
 
     executor = BatchExecutor(loaded)
-    watcher = _watching(watcher, executor)
     clock = SweepClock(lambda: executor.under_way)
 
     def should_yield() -> bool:
@@ -92,8 +161,3 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         prediction = predicted_after(prepared, loaded, timed, taken)
         if prediction is not None:
             watcher.on_plan(prediction)
-
-
-def _watching(watcher: JobWatcher, executor: BatchExecutor) -> JobWatcher:
-    """Rows that are answered one by one would begin again after each token of a chat, so they wait for its end."""
-    return replace(watcher, share=None) if executor.note else watcher

@@ -28,6 +28,7 @@ from engine.runtime.decode.generation import (
     Session,
     TextCallback,
     TokenConstraint,
+    ignore_progress,
 )
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence
@@ -123,6 +124,10 @@ class Alone:
             return None
         return AloneAnswer(asked, session, self.loaded, self._guessing(asked), row.sequence)
 
+    def go_on(self, asked: PreparedRow, begun: AnswerSequence) -> AloneAnswer:
+        """Goes on with an answer that has begun elsewhere: what was read for it is read again here."""
+        return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked), begun, is_held=False)
+
     def _guessing(self, asked: PreparedRow) -> Callable[[Sequence[int]], Speculation] | None:
         session = self._session
         if not self._speculates or asked.request.sampling.beams > 1 or not isinstance(session, KvSession):
@@ -177,7 +182,8 @@ class AloneAnswer:
 
     Args:
         guessing: makes what guesses coming tokens, if anything does, from the tokens that the answer continues.
-        begun: the answer, if some of it is there: the session holds all tokens but its last.
+        begun: the answer, if some of it is there.
+        is_held: whether the session holds all of its tokens but the last.
     """
 
     def __init__(
@@ -187,14 +193,21 @@ class AloneAnswer:
         loaded: LoadedModel,
         guessing: Callable[[Sequence[int]], Speculation] | None,
         begun: AnswerSequence | None = None,
+        *,
+        is_held: bool = True,
     ) -> None:
         self.asked = asked
         self._session, self._loaded, self._guessing = session, loaded, guessing
         self._guesses: Speculation | None = None
         self._answer = begun
         request = asked.request
-        self._reading = session.read(asked.prompt, request.on_progress, request.cancelled)
-        self._writing: Generator[None, None, Decoded] | None = self._written(None) if begun is not None else None
+        if begun is None:
+            self._reading = session.read(asked.prompt, request.on_progress, request.cancelled)
+        else:
+            self._reading = session.read([*asked.prompt, *begun.ids[:-1]], ignore_progress, request.cancelled)
+        self._writing: Generator[None, None, Decoded] | None = None
+        if begun is not None and is_held:
+            self._writing = self._written(None)
         self._reused = Reused()
         self._request: int | None = None
         """Number of the recorded request; 0 if nothing was recorded when it began."""
@@ -213,7 +226,7 @@ class AloneAnswer:
             with torch.inference_mode():
                 done = self._go_on(until)
         except RequestCancelled:
-            return replace(NOTHING_CAME, prompt_tokens=len(self.asked.prompt))
+            return self._cancelled()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -226,6 +239,15 @@ class AloneAnswer:
         finally:
             RECORDER.end_request()
         return self._result(done) if done is not None else None
+
+    def _cancelled(self) -> GenerationResult:
+        """What there is, if it is given up while something is read."""
+        result, answer = replace(NOTHING_CAME, prompt_tokens=len(self.asked.prompt)), self._answer
+        if answer is None:
+            return result
+        answer.end("cancelled")
+        ids = tuple(answer.ids)
+        return replace(result, text=answer.text, generated_tokens=len(ids), token_ids=ids)
 
     def _record(self) -> None:
         begins, self._request = self._request is None, self._request or 0
@@ -242,7 +264,7 @@ class AloneAnswer:
                 next(self._reading)
             except StopIteration as end:
                 logits, self._reused = end.value
-                self._writing = self._written(logits)
+                self._writing = self._written(logits if self._answer is None else None)
                 break
             if until():
                 return None

@@ -7,89 +7,27 @@ whose layers cannot take many rows at once are answered row by row, as chats.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from engine.common.errors import EngineError, RequestCancelled
+from engine.common.errors import RequestCancelled
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
-from engine.runtime.schedule.request import (
-    AnswerCallback,
-    BatchAnswer,
-    BatchOutcome,
-    BatchRequest,
-    Check,
-    Preparation,
-    PreparedRow,
-    never,
-)
+from engine.runtime.schedule.lane import Lane
+from engine.runtime.schedule.one_by_one import OneByOne
+from engine.runtime.schedule.request import AnswerCallback, BatchOutcome, BatchRequest, Check, Preparation, never
 from engine.runtime.schedule.together import ContinuousBatch
 
 
-class OneByOne:
-    """See `ContinuousBatch`; an interrupted row starts again from its prompt."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._alone = Alone(loaded)
-        self._interrupted: PreparedRow | None = None
-
-    def run(
-        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> BatchOutcome:
-        """See `BatchExecutor.run`."""
-        while True:
-            if cancelled():
-                return BatchOutcome.CANCELLED
-            if should_yield():
-                return BatchOutcome.YIELDED
-            new = self._interrupted or next(prepared, None)
-            self._interrupted = None
-            if new is None:
-                return BatchOutcome.FINISHED
-            try:
-                answer = self._answer(new, lambda: cancelled() or should_yield())
-            except EngineError as error:
-                on_row(new.ended("failed", error))
-                continue
-            if answer is None:
-                self._interrupted = new
-            else:
-                on_row(answer)
-
-    @property
-    def under_way(self) -> tuple[int, int]:
-        """One row, whose tokens only count once it ends."""
-        return 1, 0
-
-    def free(self) -> None:
-        """Frees the KV cache."""
-        self._alone.clear()
-        self._interrupted = None
-
-    def _answer(self, new: PreparedRow, yields: Check) -> BatchAnswer | None:
-        request = new.request
-        if request.constraint is not None:
-            request.constraint.reset()  # an interrupted try may have advanced it
-
-        def interrupted() -> bool:  # a long prompt, too, is left between two layers
-            return yields() or request.cancelled()
-
-        result = self._alone.begin(replace(new, request=replace(request, cancelled=interrupted))).turn(never)
-        assert result is not None
-        if result.finish_reason == "cancelled" and not request.cancelled():
-            return None
-        return BatchAnswer(
-            request.row,
-            result.text,
-            result.finish_reason,
-            result.prompt_tokens,
-            result.generated_tokens,
-            result.token_ids,
-            result.reused_tokens,
-            stopped_by=result.stopped_by,
-        )
+def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[Lane, str]:
+    """Where rows are answered, and why they cannot share this model's layers, for the user; empty if they can."""
+    why = why_not_packed(loaded.model)
+    if not why:
+        try:
+            return ContinuousBatch(PackedModel(loaded, policy), policy, kept=loaded.kept), ""
+        except LookupError as error:
+            why = str(error)
+    return OneByOne(loaded), f"Rows are answered one by one: {why}."
 
 
 class BatchExecutor:
@@ -111,16 +49,8 @@ class BatchExecutor:
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy | None = None) -> None:
         self.policy = policy or policy_for(loaded)
         self._preparation = Preparation(loaded)
-        self._batch: ContinuousBatch | OneByOne | None = None
-        why = why_not_packed(loaded.model)
-        if not why:
-            try:
-                self._batch = ContinuousBatch(PackedModel(loaded, self.policy), self.policy, kept=loaded.kept)
-            except LookupError as error:
-                why = str(error)
-        self.note = f"Rows are answered one by one: {why}." if why else ""
-        if self._batch is None:
-            self._batch = OneByOne(loaded)
+        lane, self.note = lane_for(loaded, self.policy)
+        self._batch: Lane | None = lane
 
     def run(
         self,

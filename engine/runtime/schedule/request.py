@@ -145,10 +145,6 @@ class PreparedRow:
             shown=request.shown,
         )
 
-    def within(self, room: int) -> PreparedRow:
-        """The same with an answer of at most `room` tokens."""
-        return replace(self, limits=replace(self.limits, max_tokens=room, reached="context"))
-
     def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:
         """Its outcome if it never begins."""
         return BatchAnswer(self.request.row, "", reason, len(self.prompt), error=error)

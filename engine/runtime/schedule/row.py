@@ -47,6 +47,8 @@ class PagePool:
         self._prefix_of: dict[int, Prefix] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages that no row holds but that can still be shared."""
+        self.elsewhere = 0
+        """Pages whose memory is in use as a cache of a sequence's own."""
 
     @property
     def held(self) -> int:
@@ -55,7 +57,7 @@ class PagePool:
 
     def reserve(self, pages: int) -> bool:
         """Reserves pages; False if there are not enough."""
-        if self._reserved + pages > len(self._free) + len(self._idle):
+        if pages > 0 and self._reserved + pages + self.elsewhere > len(self._free) + len(self._idle):
             return False
         self._reserved += pages
         return True
@@ -172,6 +174,10 @@ class PagedRow:
     def reserve(self) -> bool:
         """Reserves the pages that it needs to begin; False if there are not enough now."""
         return self._reserve_up_to(len(self.prompt) + self._ahead)
+
+    def reserve_least(self) -> bool:
+        """Reserves the pages without which it cannot go on."""
+        return self._reserve_up_to(len(self.prompt) + 1)
 
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""

@@ -18,13 +18,17 @@ import torch
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError, RequestCancelled
 from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.policy import policy_for, why_not_packed
+from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.kept.prefixes import Reused
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
+from engine.runtime.schedule.background import Background
+from engine.runtime.schedule.executor import lane_for
+from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check, Preparation, PreparedRow, never
-from engine.runtime.schedule.row import PagedRow
+from engine.runtime.schedule.row import PagedRow, pages_for
 from engine.runtime.schedule.together import ContinuousBatch
 
 AHEAD_TOKENS = 256
@@ -38,10 +42,15 @@ OnEnd = Callable[[Outcome], None]
 
 
 class Scheduler:
-    """The requests to one loaded model.  Not for several threads at once."""
+    """The requests to one loaded model, and the jobs in its background.  Not for several threads at once.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    Args:
+        on_news: called on any thread when a job wants `serve` to go on with it.
+    """
+
+    def __init__(self, loaded: LoadedModel, on_news: Callable[[], None] = lambda: None) -> None:
         self._loaded = loaded
+        self.background = Background(loaded, self._job_lane, on_news)
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
         self.alone = Alone(loaded, kept=self._kept)
@@ -96,9 +105,17 @@ class Scheduler:
         self._waiting.append(_Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter()))
 
     def serve(self, until: Check = never) -> None:
-        """Answers requests until none is left, or `until()` comes true, which is asked after each token."""
-        while self.is_busy:
-            self._turn(until)
+        """Answers requests, and goes on with jobs, until there is nothing left to do, or `until()` comes true, which is
+        asked after each token and between layers."""
+        jobs = self.background
+        while self.is_busy or jobs.is_busy:
+            if not jobs.is_busy:
+                self._turn(lambda: until() or jobs.is_busy)
+                self._times.leave()
+            elif self.is_due():
+                self.share(until)
+            else:
+                jobs.go_on(lambda: until() or self.is_due())
             if until():
                 break
         self._rest(not self.is_busy)
@@ -125,14 +142,22 @@ class Scheduler:
         self._times.leave()
 
     def close(self) -> None:
-        """Frees the context, and all that shares it.  Requests that are under way never end."""
+        """Frees the context, and all that shares it.  Requests that are under way never end; jobs do, in a sentence."""
+        self.background.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the context of requests.  Those that are under way never end."""
         self._waiting.clear()
         self._joined.clear()
         self._sharing.clear()
         self._first = None
-        together, self._together = self._together, None
+        together = self._together
         with suppress(EngineError):  # a failed device raises again on its next use
-            if together is not None:
+            if together is not None and together.below:
+                together.close()  # jobs go on in the same pages
+            elif together is not None:
+                self._together = None
                 together.free()
         self._forget()
         self._rest(True)
@@ -151,14 +176,15 @@ class Scheduler:
     def _awaited(self) -> bool:
         """Whether anybody waits for a first token."""
         first = self._first
-        if self._waiting or (first is not None and not first[0].tokens):
+        if first is not None and not first[0].tokens:
             return True
-        return any(not asked.tokens for asked in self._sharing.values())
+        return any(not asked.tokens for asked in (*self._waiting, *self._sharing.values()))
 
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
         try:
+            self._count_alone()
             self._admit()
             if self._first is not None and self._sharing:
                 self._join()
@@ -168,6 +194,7 @@ class Scheduler:
                 shares = bool(self._sharing)
                 self._answer_first(lambda: shares or bool(self._waiting) or until())
             if self._sharing:
+                self._count_alone()
                 self._sweep()
         except BaseException as error:
             self._fail(error)
@@ -177,7 +204,7 @@ class Scheduler:
         """Nobody who asked gets an answer."""
         first = [self._first[0]] if self._first is not None else []
         asked = [*first, *self._sharing.values(), *self._waiting]
-        self.close()
+        self.forget()
         for each in asked:
             each.end(error)
 
@@ -208,7 +235,11 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if request.cancelled():
             raise RequestCancelled
-        if self._first is None:
+        if self._first is None and asked.outgrown is not None:
+            self._first = asked, self.alone.go_on(asked.prepared, asked.outgrown)
+        elif asked.outgrown is not None:
+            return False
+        elif self._first is None:
             asked.on_begin()
             self._first = asked, self.alone.begin(asked.prepared)
         elif request.sampling.beams == 1 and self._can_share(asked.prepared):
@@ -219,6 +250,10 @@ class Scheduler:
         return True
 
     def _can_share(self, asked: PreparedRow) -> bool:
+        return (together := self._shared()) is not None and together.has_room_for(asked)
+
+    def _shared(self) -> ContinuousBatch | None:
+        """Where requests share sweeps; None if they cannot."""
         if self._together is None and not self._apart:
             policy = replace(policy_for(self._loaded), ahead=AHEAD_TOKENS)
             try:
@@ -226,15 +261,43 @@ class Scheduler:
                 self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True)
             except LookupError as error:
                 self._apart = str(error)
-        return self._together is not None and self._together.has_room_for(asked)
+        if self._together is not None:
+            self._together.hands_on, self._together.make_room = True, self._forget_what_is_over
+        return self._together
+
+    def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:
+        """Where jobs are answered: over the pages of requests, if these keep keys and values in the same way.
+
+        On a card each has its own: sweeps of both would be under way in the same memory at once.
+        """
+        together = self._shared() if self._loaded.devices is None else None
+        is_usual = not policy.window and policy.kv_type is self._loaded.kv_type
+        if together is None or not is_usual:
+            return lane_for(self._loaded, policy)
+        model = PackedModel(self._loaded, policy, together.model)
+        return ContinuousBatch(model, policy, above=together, kept=self._kept), ""
+
+    def _count_alone(self) -> None:
+        """The context of who is answered alone takes memory that pages would have."""
+        if self._together is not None:
+            self._together.pool.elsewhere = pages_for(self.alone.kv_tokens)
+
+    def _forget_what_is_over(self) -> bool:
+        """Gives up what is only held in case that somebody goes on with it; whether there was anything."""
+        if self._first is not None or not self.alone.kv_tokens:
+            return False
+        self.alone.clear()
+        self._count_alone()
+        return True
 
     def _join(self) -> None:
         """Lets the first one share the sweeps of the others, which are not read again for it then."""
         if self._first is None or self._together is None or self._loaded.device.type != "cpu":
             return
         asked, answer = self._first
-        if not self._together.has_room_for(answer.asked, whole=True):
+        if asked.outgrown is not None:
             return
+        self._together.pool.elsewhere = 0  # what is moved is not there twice
         if answer.leave(self._together.take_over):
             self._first, self._sharing[asked.request.row] = None, asked
             if not asked.reused.tokens:
@@ -276,6 +339,12 @@ class Scheduler:
             self._together.close()
             for asked in sharing.values():
                 asked.end(error)
+            return
+        for row in self._together.outgrown:
+            asked = self._sharing.pop(row.request.row)
+            asked.outgrown, asked.has_moved = row.sequence, True
+            self._waiting.appendleft(asked)
+        self._together.outgrown = []
 
     def _prepared(self) -> Iterator[PreparedRow]:
         while self._joined:
@@ -301,6 +370,8 @@ class _Asked:
     begun_s: float
     prepared: PreparedRow | None = None
     has_moved: bool = False
+    outgrown: AnswerSequence | None = None
+    """Its answer so far, once it is longer than all pages: it goes on alone."""
     reused: Reused = field(default_factory=Reused)
     tokens: int = 0
     first_s: float = 0.0

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.devices.failures import is_out_of_memory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
@@ -17,20 +18,25 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.moving import can_move, move, move_back
-from engine.runtime.schedule.request import AnswerCallback, BatchOutcome, Check, PreparedRow, never
-from engine.runtime.schedule.row import PagedRow, PagePool
+from engine.runtime.schedule.request import AnswerCallback, Check, PreparedRow, never
+from engine.runtime.schedule.row import PagedRow, PagePool, pages_for
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 
-class ContinuousBatch:
+class ContinuousBatch(Lane):
     """Rows in progress in one model; kept while another request has priority.
+
+    Rows of several sources share each sweep: whoever has the fewest of them in progress begins the next one.  Where
+    pages run short rows step aside, those of less priority and the newest first, and read again later what they had.
 
     Args:
         most_pages: for tests, a page limit below what the policy's bytes allow.
         kept: where the beginnings of prompts are found.
         keeps: whether what rows leave is kept there too.
+        above: rows with priority over these, whose pages they share; the models must do so, too.
     """
 
     def __init__(
@@ -39,18 +45,33 @@ class ContinuousBatch:
         policy: BatchPolicy,
         most_pages: int | None = None,
         *,
+        above: ContinuousBatch | None = None,
         kept: KeptPrefixes | None = None,
         keeps: bool = False,
     ) -> None:
-        self._model, self._policy = model, policy
+        super().__init__()
         # With a window of its own a row holds other values than a chat.
         self._kept = kept if not policy.window else None
         self._keeps = keeps
-        pages = min(model.pages, most_pages or model.pages)
-        model.allocate(pages)
-        self.pool = PagePool(pages)
+        self._model, self._policy, self._above = model, policy, above
+        self.below: list[ContinuousBatch] = []
+        if above is None:
+            pages = min(model.pages, most_pages or model.pages)
+            model.allocate(pages)
+            self.pool = PagePool(pages)
+        else:
+            self.pool = above.pool
+            above.below.append(self)
+        self.outgrown: list[PagedRow] = []
+        """Rows that need more pages than there are, and hold none any more."""
+        self.make_room: Check = never
+        """Called when there is none left: gives up other memory for context, if there is any."""
+        self.hands_on = False
+        """Whether somebody looks after those that `outgrown` lists; others end in a sentence."""
+        self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
+        """As many as there has been memory for."""
         self.rows: list[PagedRow] = []
-        self._waiting: PreparedRow | None = None
+        self._source_of: dict[PagedRow, RowSource] = {}
         self._aside: deque[PagedRow] = deque()
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
@@ -59,22 +80,36 @@ class ContinuousBatch:
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
 
-    def run(
-        self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> BatchOutcome:
-        """Answers rows until there are no more; see `BatchExecutor.run`."""
-        with self._recorded(), self._model.threads():
-            while self._is_sweeping(prepared, on_row):
-                outcome = self._continue(on_row, should_yield, cancelled)
-                if outcome is not None:
-                    return outcome
-        return BatchOutcome.FINISHED
-
     def sweep(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
         """Admits rows and takes all of them through the layers once."""
+        self._asks(prepared, on_row)
         with self._recorded(), self._model.threads():
-            if self._is_sweeping(prepared, on_row):
-                self._continue(on_row, never, never)
+            if self._is_sweeping():
+                while self._continue():
+                    pass
+
+    def go_on(self, until: Check) -> bool:
+        """See `Lane.go_on`."""
+        with self._recorded(), self._model.threads():
+            while self._is_sweeping():
+                if until():
+                    return True
+                self._continue()
+        return False
+
+    def works_on(self, source: RowSource) -> bool:
+        """See `Lane.works_on`."""
+        return self._sweep is not None and any(each.row in source.rows for each in self._work)
+
+    def drop(self, source: RowSource) -> None:
+        """See `Lane.drop`."""
+        if self.works_on(source):
+            self._end_sweep()
+        for row in list(source.rows):
+            self._leave(row)
+        if source in self.sources:
+            self.sources.remove(source)
+        source.next = None
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -91,15 +126,18 @@ class ContinuousBatch:
             if not self.rows:
                 self._request = 0
 
-    def _is_sweeping(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> bool:
+    def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
         if self._sweep is None:
-            self._drop_cancelled(on_row)
-            self._admit(prepared, on_row)
-            if not self.rows:
-                return False
-            self._work = self._next_work()
+            self._drop_cancelled()
+            aside = -1
+            while not (work := self._next()):
+                if len(self._aside) in (0, aside):
+                    return False
+                aside = len(self._aside)  # of which some may have outgrown all pages
+            self._work = work
             self._sweep = self._model.sweep(self._work)
+            self.turns += 1
         return True
 
     @property
@@ -107,42 +145,52 @@ class ContinuousBatch:
         """Rows that share each sweep now, and the tokens generated for them."""
         return len(self.rows), sum(len(row.sequence.ids) for row in self.rows)
 
-    def has_room_for(self, new: PreparedRow, *, whole: bool = False) -> bool:
-        """Whether a request finds enough pages once the others leave: for all of it; unless `whole`, it also does with
-        as much room for its answer as for its prompt, and the answer may end there."""
-        room = self.pool.capacity * PAGE_TOKENS - len(new.prompt)
-        return new.limits.max_tokens <= room or (not whole and room >= len(new.prompt))
+    def has_room_for(self, new: PreparedRow) -> bool:
+        """Whether a request could begin here if all others left."""
+        return pages_for(len(new.prompt) + 1) <= self.pool.capacity
+
+    @property
+    def model(self) -> PackedModel:
+        """For others who share its pages."""
+        return self._model
+
+    def give_way(self) -> bool:
+        """The newest row returns its pages to somebody with priority; whether there is any."""
+        if not self.rows:
+            return False
+        newest = self.rows.pop()
+        if any(each.row is newest for each in self._work):
+            self._end_sweep()
+        newest.step_aside()
+        self._aside.appendleft(newest)
+        return True
 
     def take_over(self, new: PreparedRow, sequence: AnswerSequence, cache: Any, tokens: int) -> bool:
         """Goes on with an answer whose first `tokens` tokens, prompt included, are in a cache of its own.
 
         Returns:
-            False, and nothing was done, if that cannot be moved, or if there is no room for it now, or for all that may
-            come of it.
+            False, and nothing was done, if that cannot be moved, or if there is no room for it now.
         """
         layers = self._model.layer_pages()
-        has_place = len(self.rows) < self._policy.rows and self.has_room_for(new, whole=True)
-        if not has_place or not layers or not can_move(cache, layers, tokens):
+        if len(self.rows) >= self._most_rows or not layers or not can_move(cache, layers, tokens):
             return False
         row = PagedRow(new.request, new.prompt, sequence, new.limits.max_tokens, self.pool, self._policy.ahead)
         if not row.take_over(tokens, lambda pages: move(cache, layers, pages, tokens)):
             return False
-        self.rows.append(row)
-        self.most_rows = max(self.most_rows, len(self.rows))
+        self._begin(row, self._own)
         return True
 
     def hand_over(self, cache: KvSession) -> PagedRow | None:
         """Lets the only row go on in a cache of its own, if it has begun to answer; nobody may be waiting."""
         layers = self._model.layer_pages()
-        if len(self.rows) != 1 or self._aside or self._waiting is not None or self._sweep is not None or not layers:
+        if len(self.rows) != 1 or self._aside or self._own.next is not None or self._sweep is not None or not layers:
             return None
         row = self.rows[0]
         if row.is_reading or not row.sequence.ids:
             return None
         if not cache.take_over(row.read, lambda empty: move_back(empty, layers, row.pages, row.held)):
             return None
-        self.rows.remove(row)
-        row.close()
+        self._leave(row)
         return row
 
     @property
@@ -154,92 +202,148 @@ class ContinuousBatch:
         """See `BatchExecutor.time_parts`."""
         return self._model.time_parts()
 
-    def close(self) -> None:
-        """Drops all rows and their pages."""
-        if self._sweep is not None:
-            self._sweep.close()
-            self._sweep = None
-        for row in self.rows:
-            row.close()
-        self.rows = []
-        self._aside.clear()
-        self._waiting = None
-
     def free(self) -> None:
         """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
         self._model.close()
+        if self._above is not None and self in self._above.below:
+            self._above.below.remove(self)
 
-    def _continue(self, on_row: AnswerCallback, should_yield: Check, cancelled: Check) -> BatchOutcome | None:
-        """Continues the current sweep to its end, or until it has to stop between two layers."""
+    def _continue(self) -> bool:
+        """Goes on with the current sweep by a layer; whether it goes on after that."""
         assert self._sweep is not None
-        while True:
-            if cancelled():
-                self.close()
-                return BatchOutcome.CANCELLED
-            if should_yield():
-                return BatchOutcome.YIELDED
-            try:
-                next(self._sweep)
-            except StopIteration as end:
-                self._sweep = None
-                self._take(end.value, on_row)
-                return None
-            except BaseException:
-                # No row has advanced: the next try overwrites what was computed.
-                self._sweep = None
+        try:
+            next(self._sweep)
+        except StopIteration as end:
+            self._sweep = None
+            self._take(end.value)
+            return False
+        except BaseException as error:
+            # No row has advanced: the next try overwrites what was computed.
+            self._sweep = None
+            if not _is_memory(error) or not self._lighten():
                 raise
+            return False
+        return True
 
-    def _drop_cancelled(self, on_row: AnswerCallback) -> None:
+    def _lighten(self) -> bool:
+        """After a sweep for which there was not enough memory: makes the next one smaller, with fewer rows or less of a
+        prompt; one that is too much by itself ends.  Whether there was anything to be done."""
+        work, self._work = self._work, []
+        if len(work) > 1:
+            self._most_rows = max(1, len(self.rows) - 1)
+            self.give_way()
+        elif work and work[0].tokens > PAGE_TOKENS:
+            self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
+        elif work:
+            row = work[0].row
+            self._leave(row).on_row(row.answer("failed", _no_memory(row)))
+        return bool(work)
+
+    def _end_sweep(self) -> None:
+        """No row has advanced: what was computed of it is computed again."""
+        sweep, self._sweep, self._work = self._sweep, None, []
+        if sweep is not None:
+            sweep.close()
+
+    def _begin(self, row: PagedRow, source: RowSource) -> None:
+        self.rows.append(row)
+        source.rows.append(row)
+        self._source_of[row] = source
+        self.most_rows = max(self.most_rows, len(self.rows))
+
+    def _leave(self, row: PagedRow) -> RowSource:
+        """A row is over, wherever it stands: returns its pages, and who asked."""
+        (self.rows if row in self.rows else self._aside).remove(row)
+        row.close()
+        source = self._source_of.pop(row)
+        source.rows.remove(row)
+        # There may be memory for more again.
+        self._most_rows, self._sweep_tokens = min(self._policy.rows, self._most_rows + 1), self._policy.sweep_tokens
+        return source
+
+    def _drop_cancelled(self) -> None:
         for row in [*self.rows, *self._aside]:
             if row.request.cancelled():
                 row.sequence.end("cancelled")
-                row.close()
-                (self.rows if row in self.rows else self._aside).remove(row)
-                on_row(row.answer("cancelled"))
+                self._leave(row).on_row(row.answer("cancelled"))
 
-    def _admit(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
-        """Admits rows in order while there are pages: first those that stepped aside, then new ones."""
-        while len(self.rows) < self._policy.rows:
+    def _admit(self) -> None:
+        """Admits rows while there are pages: first those that stepped aside, then new ones."""
+        able = [source for source in self.sources if not source.rests]
+        while len(self.rows) < self._most_rows:
             if self._aside:
-                if not self._aside[0].reserve():
-                    return
+                if not self._reserve(self._aside[0]):
+                    if self.rows or not self._has_outgrown(self._aside[0]):
+                        return
+                    continue
                 self.rows.append(self._aside.popleft())
                 continue
-            new = self._waiting or next(prepared, None)
-            self._waiting = None
+            if not able:
+                return
+            source = min(able, key=lambda source: len(source.rows))
+            new = source.take()
             if new is None:
+                able.remove(source)
+            elif not self._admit_new(new, source):
                 return
-            if new.request.cancelled():
-                on_row(new.ended("cancelled"))
-                continue
-            room = self.pool.capacity * PAGE_TOKENS - len(new.prompt)
-            if self._policy.ahead is not None and 1 <= room < new.limits.max_tokens:
-                new = new.within(room)
-            if new.limits.max_tokens > room:
-                on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
-                continue
-            row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead)
-            if not row.reserve():
-                self._waiting = new
-                return
-            self.rows.append(row)
-            self.most_rows = max(self.most_rows, len(self.rows))
+
+    def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
+        """Whether there was room for a row, or it has ended before it began."""
+        if new.request.cancelled():
+            source.on_row(new.ended("cancelled"))
+            return True
+        needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
+        if pages_for(needs) > self.pool.capacity:
+            source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
+            return True
+        row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead)
+        if not self._reserve(row):
+            source.next = new
+            return False
+        self._begin(row, source)
+        return True
+
+    def _reserve(self, row: PagedRow) -> bool:
+        """Room to begin, or to go on after stepping aside; the least that it needs, if it is the only one."""
+        return self._found(row.reserve) or (not self.rows and self._found(row.reserve_least))
+
+    def _found(self, reserve: Check) -> bool:
+        """Reserves pages, after others have given up theirs if need be."""
+        while not reserve():
+            if not self.make_room() and not any(lane.give_way() for lane in self.below):
+                return False
+        return True
+
+    def _has_outgrown(self, row: PagedRow) -> bool:
+        """Ends a row here that no other keeps from having pages, unless some are only lent; whether it has ended."""
+        if self.pool.held or self.pool.elsewhere:
+            return False
+        source = self._leave(row)
+        if self.hands_on and source is self._own and row.sequence.ids:
+            self.outgrown.append(row)
+        else:
+            source.on_row(row.answer("failed", _no_memory(row)))
+        return True
 
     def _make_room(self) -> None:
         """Reserves a page for each next token of an answer; where there is none left the newest rows step aside."""
         for row in list(self.rows):
-            while row in self.rows and not row.is_reading and not row.reserve_next():
-                newest = self.rows.pop()
-                newest.step_aside()
-                self._aside.appendleft(newest)
+            while row in self.rows and not row.is_reading and not self._found(row.reserve_next):
+                self.give_way()
+
+    def _next(self) -> list[Work]:
+        self._admit()
+        return self._next_work()
 
     def _next_work(self) -> list[Work]:
         """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep."""
         self._make_room()
-        work, left = list[Work](), self._policy.sweep_tokens
+        work, left = list[Work](), self._sweep_tokens
         being_read: set[bytes] = set()
         for row in self.rows:
+            if self._source_of[row].rests:
+                continue
             if not row.is_reading:
                 work.append(Work(row, 1))
                 continue
@@ -255,7 +359,7 @@ class ContinuousBatch:
             left -= tokens
         return work
 
-    def _take(self, logits: torch.Tensor, on_row: AnswerCallback) -> None:
+    def _take(self, logits: torch.Tensor) -> None:
         """After a sweep: samples a token for each row that needs one; rows leave after their last token."""
         work, self._work = self._work, []
         choosing = [each.row for each in work if each.wants_logits]
@@ -270,11 +374,9 @@ class ContinuousBatch:
             text, reason = row.sequence.take(token)
             row.request.on_text(text, len(row.sequence.ids))
             if reason is not None:
-                self.rows.remove(row)
                 if self._kept is not None and self._keeps:
                     row.offer(self._kept, self._model.layer_pages())
-                row.close()
-                on_row(row.answer(reason))
+                self._leave(row).on_row(row.answer(reason))
 
 
 def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
@@ -285,6 +387,18 @@ def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
         token if row.sequence.is_greedy else int(row.sequence.choose(row_logits[None]))
         for row, row_logits, token in zip(rows, logits, most_likely, strict=True)
     ]
+
+
+def _is_memory(error: BaseException) -> bool:
+    return is_out_of_memory(error) or (isinstance(error, EngineError) and error.code is ErrorCode.NOT_ENOUGH_MEMORY)
+
+
+def _no_memory(row: PagedRow) -> EngineError:
+    return EngineError(
+        ErrorCode.NOT_ENOUGH_MEMORY,
+        f"There is not enough memory for {len(row.prompt) + len(row.sequence.ids):,} tokens of context: shorten the "
+        "prompt, close other programs or allow more memory with --ram.",
+    )
 
 
 def _too_long(new: PreparedRow, pages: int) -> EngineError:

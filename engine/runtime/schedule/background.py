@@ -1,0 +1,313 @@
+"""Jobs in the background: several on one loaded model, whose rows share each sweep.
+
+Each job has a thread of its own, which reads its input and writes its result.  What needs the model is done on the
+engine's thread while the job's thread waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import perf_counter, sleep
+from typing import Any, TypeVar
+
+import torch
+
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.lane import Lane, RowSource
+from engine.runtime.schedule.request import (
+    AnswerCallback,
+    BatchAnswer,
+    BatchOutcome,
+    BatchRequest,
+    Check,
+    Preparation,
+    PreparedRow,
+)
+
+_Result = TypeVar("_Result")
+_IDLE_S = 0.005
+_CLOSED = "The engine was needed for something else: resume the job."
+
+
+class Background:
+    """The jobs of one loaded model, as its scheduler sees them.
+
+    Args:
+        make_lane: where rows are answered by a policy, and why they do not share sweeps; see `lane_for`.
+        on_news: called on any thread when there is something to do for the engine's.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        make_lane: Callable[[BatchPolicy], tuple[Lane, str]],
+        on_news: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.loaded, self._make_lane, self.on_news = loaded, make_lane, on_news
+        self._preparation = Preparation(loaded)
+        self._lock = threading.Lock()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._runs: list[_Run] = []
+        self._lanes: dict[Any, _Shared] = {}
+        self._last: Lane | None = None
+        self._is_closed = False
+        self.seconds = 0.0
+        """Of the engine's thread that jobs have had so far."""
+
+    # --- a job's thread ---------------------------------------------------------------------------
+
+    def call(self, work: Callable[[], _Result]) -> _Result:
+        """What `work` returns, or raises, on the engine's thread.
+
+        Raises:
+            EngineError: also `BUSY`, if the model is about to be freed.
+        """
+        over, results, errors = threading.Event(), list[_Result](), list[BaseException]()
+
+        def done() -> None:
+            try:
+                if self._is_closed:
+                    raise EngineError(ErrorCode.BUSY, _CLOSED)
+                results.append(work())
+            except BaseException as error:  # raised again on the thread that waits
+                errors.append(error)
+            finally:
+                over.set()
+
+        with self._lock:
+            self._calls.append(done)
+            is_closed = self._is_closed
+        if is_closed:
+            self._answer_calls()
+        self.on_news()
+        over.wait()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    # --- the engine's thread ----------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any job wants the engine now."""
+        return bool(self._calls or self._runs)
+
+    @torch.inference_mode()  # as requests: both use the same pages
+    def go_on(self, until: Check) -> None:
+        """Goes on with the jobs until `until()` comes true, or none of them wants the engine now."""
+        begun_s = perf_counter()
+        try:
+            while self.is_busy:
+                self._answer_calls()
+                self._settle()
+                lane = self._next_lane()
+                if lane is None:
+                    return
+                self._last = lane
+                if not self._go_on_with(lane, until) and not any(run.is_over for run in self._runs):
+                    sleep(_IDLE_S)  # for room that requests still have
+                    return
+                self._settle()
+                if until():
+                    return
+        finally:
+            self.seconds += perf_counter() - begun_s
+
+    def join(self, policy: BatchPolicy) -> JobRows:
+        """A place for a job's rows, whose sweeps it shares with jobs that keep their context in the same way."""
+        key = policy.kv_type, policy.window, policy.kept
+        shared = self._lanes.get(key)
+        if shared is None:
+            lane, note = self._make_lane(policy)
+            shared = self._lanes[key] = _Shared(lane, note)
+        shared.jobs += 1
+
+        def leave() -> None:
+            shared.jobs -= 1
+            if not shared.jobs:
+                self._lanes.pop(key, None)
+                shared.lane.free()
+
+        return JobRows(self, shared, leave)
+
+    def begin(self, run: _Run) -> None:
+        """Takes a job's rows from now on."""
+        run.shared.lane.sources.append(run.source)
+        self._runs.append(run)
+
+    def rows_of(self, run: _Run, requests: Iterator[BatchRequest]) -> Iterator[PreparedRow]:
+        """A job's rows; what breaks while they are read breaks this job alone."""
+        try:
+            yield from self._preparation.rows(requests, run.answered, run.cancelled)
+        except RequestCancelled:
+            run.outcome = BatchOutcome.CANCELLED
+        except BaseException as error:
+            run.error = error
+
+    def close(self) -> None:
+        """Ends what jobs want: the model is about to be freed."""
+        self._is_closed = True
+        self._answer_calls()
+        for run in list(self._runs):
+            run.error = run.error or EngineError(ErrorCode.BUSY, _CLOSED)
+            self._end(run)
+        lanes, self._lanes = self._lanes, {}
+        for shared in lanes.values():
+            shared.lane.free()
+
+    def _answer_calls(self) -> None:
+        while True:
+            with self._lock:
+                if not self._calls:
+                    return
+                call = self._calls.popleft()
+            call()
+
+    def _next_lane(self) -> Lane | None:
+        """Whose turn it is: the first after the last one."""
+        lanes = list(dict.fromkeys(run.shared.lane for run in self._runs if not run.shared.lane.is_resting))
+        if self._last in lanes:
+            lanes = lanes[lanes.index(self._last) + 1 :] + lanes[: lanes.index(self._last) + 1]
+        return lanes[0] if lanes else None
+
+    def _go_on_with(self, lane: Lane, until: Check) -> bool:
+        """Whether there was anything to go on with."""
+        turns = lane.turns
+
+        def enough() -> bool:
+            others = len(self._lanes) > 1 and lane.turns > turns + 1
+            return self._look() or bool(self._calls) or others or until()
+
+        try:
+            has_more = lane.go_on(enough)
+        except BaseException as error:  # of the model: it is told to all whose rows are there
+            for run in self._runs:
+                if run.shared.lane is lane:
+                    run.error = error
+            return True
+        self._look()
+        return has_more or lane.turns > turns
+
+    def _look(self) -> bool:
+        """Between two layers: whether a job is to be ended now."""
+        is_over = False
+        for run in self._runs:
+            run.look()
+            is_over = is_over or run.is_over
+        return is_over
+
+    def _settle(self) -> None:
+        """Ends the runs that are over."""
+        for run in list(self._runs):
+            run.look()
+            if run.is_over:
+                self._end(run)
+
+    def _end(self, run: _Run) -> None:
+        self._runs.remove(run)
+        lane, source = run.shared.lane, run.source
+        if run.error is not None or run.outcome is BatchOutcome.CANCELLED:
+            lane.drop(source)
+        elif source in lane.sources and run.outcome is BatchOutcome.FINISHED:
+            lane.sources.remove(source)
+        run.ended.set()
+
+
+@dataclass(eq=False)
+class _Shared:
+    """A lane, and how many jobs have a place in it."""
+
+    lane: Lane
+    note: str
+    jobs: int = 0
+
+
+@dataclass(eq=False)
+class _Run:
+    """The rows of one job while its thread waits for them."""
+
+    shared: _Shared
+    source: RowSource
+    on_row: AnswerCallback
+    should_yield: Check
+    cancelled: Check
+    outcome: BatchOutcome | None = None
+    error: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its thread can go on; a sweep with rows of it ends first, unless they are not wanted any more."""
+        if self.error is not None or self.outcome is BatchOutcome.CANCELLED:
+            return True
+        return self.outcome is not None and not self.shared.lane.works_on(self.source)
+
+    def look(self) -> None:
+        """Asks its job how to go on."""
+        if self.error is not None or self.outcome is BatchOutcome.CANCELLED:
+            return
+        try:
+            if self.cancelled():
+                self.outcome = BatchOutcome.CANCELLED
+            elif self.outcome is None and self.should_yield():
+                self.outcome, self.source.rests = BatchOutcome.YIELDED, True
+            elif self.outcome is None and self.shared.lane.has_ended(self.source):
+                self.outcome = BatchOutcome.FINISHED
+        except BaseException as error:
+            self.error = error
+
+    def answered(self, answer: BatchAnswer) -> None:
+        """Tells the job of an answer; what breaks there breaks this job alone."""
+        try:
+            if self.error is None:
+                self.on_row(answer)
+        except BaseException as error:
+            self.error = error
+
+
+class JobRows:
+    """The place of one job's rows among others: see `BatchExecutor`.  For the job's thread."""
+
+    def __init__(self, background: Background, shared: _Shared, leave: Callable[[], None]) -> None:
+        self._background, self._shared, self._leave = background, shared, leave
+        self.note = shared.note
+        self._source: RowSource | None = None
+        self._is_closed = False
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """The job's rows that share sweeps now, and the tokens generated for them."""
+        return self._source.under_way if self._source is not None else (0, 0)
+
+    def run(
+        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+    ) -> BatchOutcome:
+        """See `BatchExecutor.run`: waits for the engine's thread, which asks all of these."""
+        source = self._source = self._source or RowSource(iter(()), on_row)
+        run = _Run(self._shared, source, on_row, should_yield, cancelled)
+        source.prepared, source.on_row = self._background.rows_of(run, rows), run.answered
+        source.rests = source.is_dry = False
+        self._background.call(lambda: self._background.begin(run))
+        run.ended.wait()
+        if run.error is not None:
+            raise run.error
+        assert run.outcome is not None
+        return run.outcome
+
+    def close(self) -> None:
+        """Frees keys and values that no other job needs.  Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            with suppress(EngineError):  # the model has been freed, and all this with it
+                self._background.call(self._give_back)
+
+    def _give_back(self) -> None:
+        if self._source is not None:
+            self._shared.lane.drop(self._source)
+        self._leave()

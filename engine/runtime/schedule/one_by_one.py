@@ -1,0 +1,127 @@
+"""Rows of families whose layers do not take several at once: one after the other, each as if it were a chat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine.common.errors import EngineError
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone, AloneAnswer
+from engine.runtime.schedule.lane import Lane, RowSource
+from engine.runtime.schedule.request import BatchAnswer, Check, PreparedRow
+
+
+class OneByOne(Lane):
+    """See `ContinuousBatch`; sources take turns.
+
+    An answer goes on where it was.  A prompt is left between two layers, and read again from what it has in common with
+    what had been read by then.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__()
+        self._alone = Alone(loaded)
+        self._now: tuple[RowSource, PreparedRow, AloneAnswer] | None = None
+        self._is_written = self._is_left = False
+        self._until: Check = lambda: False
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """One row, whose tokens only count once it ends."""
+        return 1, 0
+
+    def works_on(self, _source: RowSource) -> bool:
+        """Never: a row can be left after each token."""
+        return False
+
+    def has_ended(self, source: RowSource) -> bool:
+        """See `Lane.has_ended`."""
+        return super().has_ended(source) and not self._answers(source)
+
+    def _answers(self, source: RowSource) -> bool:
+        return self._now is not None and self._now[0] is source
+
+    def go_on(self, until: Check) -> bool:
+        """See `Lane.go_on`; asked before each token, and between the layers of a prompt."""
+        self._until = until
+        while True:
+            if until():
+                return True
+            if self._now is None and not self._next():
+                return False
+            assert self._now is not None
+            source, asked, answer = self._now
+            if source.rests:
+                return False
+            try:
+                result = answer.turn(until)
+            except EngineError as error:
+                self._now = None
+                source.on_row(asked.ended("failed", error))
+                continue
+            if result is not None:
+                self._ended(result)
+
+    def drop(self, source: RowSource) -> None:
+        """Gives up a source, and its row if it is being answered."""
+        if self._answers(source):
+            self._now = None
+        if source in self.sources:
+            self.sources.remove(source)
+        source.next = None
+
+    def free(self) -> None:
+        """Frees the KV cache."""
+        self.close()
+        self._alone.clear()
+
+    def _next(self) -> bool:
+        """Begins the next row of whoever waits longest; whether there is one."""
+        for source in [each for each in self.sources if not each.rests]:
+            asked = source.take()
+            if asked is not None:
+                self.sources.remove(source)
+                self.sources.append(source)
+                self.turns += 1
+                self._begin(source, asked)
+                return True
+        return False
+
+    def _begin(self, source: RowSource, asked: PreparedRow) -> None:
+        request = asked.request
+        self._is_written = self._is_left = False
+
+        def on_text(text: str, tokens: int) -> None:
+            self._is_written = True
+            request.on_text(text, tokens)
+
+        def cancelled() -> bool:
+            # A prompt is left between two layers, an answer between two tokens.
+            self._is_left = not self._is_written and self._until()
+            return self._is_left or request.cancelled()
+
+        watched = replace(asked, request=replace(request, cancelled=cancelled, on_text=on_text))
+        self._now = source, asked, self._alone.begin(watched)
+
+    def _ended(self, result: GenerationResult) -> None:
+        assert self._now is not None
+        (source, asked, _answer), self._now = self._now, None
+        request = asked.request
+        if result.finish_reason == "cancelled" and self._is_left and not request.cancelled():
+            self._begin(source, asked)
+            return
+        source.on_row(
+            BatchAnswer(
+                request.row,
+                result.text,
+                result.finish_reason,
+                result.prompt_tokens,
+                result.generated_tokens,
+                result.token_ids,
+                result.reused_tokens,
+                stopped_by=result.stopped_by,
+                from_ram=result.from_ram,
+                from_disk=result.from_disk,
+            )
+        )
