@@ -64,6 +64,19 @@ int main() {
     require(by_team(busy, 20000, 100, 190) > 0.8, "a team that has become faster is not tried again");
     by_team(busy, 20000, 400, 190);
     require(by_team(busy, 20000, 400, 190) < 0.2, "a team that has become slower goes on");
+    // What was found in a moment's noise is soon found to be wrong.
+    Size noisy(true);
+    by_team(noisy, 600, 400, 190);
+    require(by_team(noisy, 200, 400, 190) < 0.2, "noise is not noticed");
+    require(by_team(noisy, 800, 100, 190) > 0.5, "one thread goes on long after the noise");
+    // What was found long ago, with other calls or in another answer, is tried again at once.
+    Size resumed(true);
+    by_team(resumed, 30000, 400, 190);
+    Clock::time += std::chrono::seconds(5);
+    require(by_team(resumed, 200, 100, 190) > 0.7, "an old finding goes on after a pause");
+    by_team(resumed, 30000, 400, 190);
+    Clock::time += std::chrono::seconds(5);
+    require(by_team(resumed, 300, 400, 190) < 0.2, "a slow team goes on after a pause");
     Size equal(true);
     require(by_team(equal, 20000, 190, 190) >= 0.0, "no answer");
     Size alone(false);
