@@ -93,7 +93,6 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
     _add_peers(prefill)
-    prefill.add_argument("--avx2", action="store_true", help="limit everything to AVX2")
     prefill.add_argument(
         "--strategies", action="store_true", help="run on-demand fetch and all experts on the CPU as well"
     )
@@ -197,6 +196,7 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
         metavar="P,P",
         help=f"also run these, in turn (all: {', '.join(_PEERS)})",
     )
+    parser.add_argument("--avx2", action="store_true", help="limit everything, peers too, to AVX2")
 
 
 def _peers(text: str) -> tuple[str, ...]:
@@ -300,20 +300,18 @@ def _run_brute_force(args: argparse.Namespace) -> int:
 
 
 def _run_prefill(args: argparse.Namespace) -> int:
-    if args.avx2:  # before importing torch, which checks once
-        os.environ |= {"SWITCHYARD_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    config, report = _config(args), _report()
     from engine.bench.prefill import PrefillPlan, bench_prefill
 
-    report = _report()
     plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, args.strategies, args.peers)
-    bench_prefill(_config(args), plan, report, note)
+    bench_prefill(config, plan, report, note)
     return _emit(report, args)
 
 
 def _run_batch(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
     from engine.bench.batch import BatchBenchPlan, bench_batch
 
-    config, report = _config(args), _report()
     if args.schedules:
         from engine.bench.batch import SchedulesPlan, bench_schedules
 
@@ -340,10 +338,10 @@ def _run_cache(args: argparse.Namespace) -> int:
 
 
 def _run_disk(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
     from engine.bench.disk import DiskPlan, bench_disk
 
-    report = _report()
-    bench_disk(_config(args), DiskPlan(args.tokens, args.repeats, args.expert_ram), report, note)
+    bench_disk(config, DiskPlan(args.tokens, args.repeats, args.expert_ram), report, note)
     return _emit(report, args)
 
 
@@ -362,10 +360,10 @@ def _run_kernels(args: argparse.Namespace) -> int:
 
 
 def _run_quality(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
     from engine.bench.quality import QualityPlan, bench_quality
 
-    report = _report()
-    bench_quality(_config(args), QualityPlan(args.text, args.tokens, args.peers), report, note)
+    bench_quality(config, QualityPlan(args.text, args.tokens, args.peers), report, note)
     return _emit(report, args)
 
 
@@ -394,12 +392,15 @@ def _run_telemetry(args: argparse.Namespace) -> int:
 
 
 def _config(args: argparse.Namespace) -> EngineConfig:
-    from engine.bench.synthetic import resolve_model
-
-    checkpoint = resolve_model(args.model, note)  # before importing torch: report a mistyped name immediately
+    """What to open; sets the environment of torch, so nothing that imports it comes before."""
     from engine.process.lifetime import quiet_libraries
 
     quiet_libraries()
+    if getattr(args, "avx2", False):
+        os.environ |= {"SWITCHYARD_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    from engine.bench.synthetic import resolve_model
+
+    checkpoint = resolve_model(args.model, note)
     # Random weights, and tokens past an end, repeat themselves: guessed, they would be timed as if all answers did.
     return dataclasses.replace(engine_config(args, str(checkpoint)), speculation="off")
 

@@ -69,6 +69,10 @@ void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
     }
     const TileRow row = tile_row(matrix, block);
     const TileKernels &tiles = *kernels.tiles[matrix.format];
+    if (count == 1) {  // decoding: the memory waits for whatever is done between blocks
+        const QuantisedVector vector = x.quantised(*which);
+        return tiles.formats[matrix.format].dot(row, &vector, 1, out);
+    }
     const int64_t parts = (count + tiles.most - 1) / tiles.most;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = count * part / parts, end = count * (part + 1) / parts;
