@@ -71,6 +71,8 @@ class ApiServer(QObject):
         self._key = ""
         self._key_stays = False
         self._port, self._link = 0, ""
+        self._address = ""
+        """Of this PC in its network; looked up once for each start of the server."""
         self._keys = LatestTask(self)
         self.requests: deque[Served] = deque(maxlen=MOST_SERVED)
 
@@ -98,7 +100,9 @@ class ApiServer(QObject):
     @property
     def url(self) -> str:
         """Where programs find it, as far as the settings say."""
-        host = _network_address() if self._settings.serves == "network" else LOCAL
+        host = LOCAL
+        if self._settings.serves == "network":
+            host = self._address = self._address or _network_address()
         return f"http://{host}:{self._port or self._settings.server_port}"
 
     # --- what people do ---------------------------------------------------------------------------
@@ -173,7 +177,7 @@ class ApiServer(QObject):
             self.changed.emit()
 
     def _start(self, wanted: Listen) -> None:
-        self._lines = LineReader()
+        self._lines, self._address = LineReader(), ""
         process = QProcess(self)
         environment = QProcessEnvironment.systemEnvironment()
         for name, value in self._variables.items():

@@ -108,7 +108,8 @@ CREATE TABLE IF NOT EXISTS manifest (
 );
 CREATE TABLE IF NOT EXISTS answers (
     row INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
-    prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL
+    prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL,
+    reasoning TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS written (
     path TEXT NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL, time_ns INTEGER NOT NULL, digest TEXT NOT NULL
@@ -116,7 +117,7 @@ CREATE TABLE IF NOT EXISTS written (
 """
 _LOCK_S = 1.0
 """Lock timeout: listing jobs takes a lock briefly, and a killed worker may outlive its window a little."""
-_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem"
+_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem, reasoning"
 
 
 def journal_path(output: Path) -> Path:
@@ -150,6 +151,11 @@ class Journal:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.executescript(_SCHEMA)
+                if not self._connection.execute(
+                    "SELECT 1 FROM pragma_table_info('answers') WHERE name = 'reasoning'"
+                ).fetchone():
+                    # A job that was begun before there was this column.
+                    self._connection.execute("ALTER TABLE answers ADD COLUMN reasoning TEXT NOT NULL DEFAULT ''")
                 self._take_over(manifest, settings)
         except BaseException:
             self._unlock()
@@ -187,13 +193,16 @@ class Journal:
             EngineError: `DISK_FULL`: none of them was written; the journal stays usable.
         """
         values = [
-            (a.row, _sound(a.text), a.finish_reason, a.prompt_tokens, a.generated_tokens, _sound(a.problem))
+            (
+                *(a.row, _sound(a.text), a.finish_reason, a.prompt_tokens, a.generated_tokens),
+                *(_sound(a.problem), _sound(a.reasoning)),
+            )
             for a in answers
         ]
         if not values:
             return
         with self._explained(), self._transaction():
-            self._connection.executemany("INSERT INTO answers VALUES (?, ?, ?, ?, ?, ?)", values)
+            self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
         """Whether this row is complete."""
@@ -204,6 +213,11 @@ class Journal:
         query = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
         done, failed, tokens = self._connection.execute(query).fetchone()
         return int(done), int(failed), int(tokens)
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether any answer has some."""
+        return self._connection.execute("SELECT 1 FROM answers WHERE reasoning != '' LIMIT 1").fetchone() is not None
 
     def answers(self) -> Iterator[Answer]:
         """All outcomes so far, in row order."""

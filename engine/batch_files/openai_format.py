@@ -124,9 +124,12 @@ def _line(row: Row, answer: Answer, created_s: int) -> dict[str, Any]:
 def _completion(row: Row, answer: Answer, key: str, created_s: int) -> dict[str, Any]:
     body = row.fields.get("body")
     model = body.get("model") if isinstance(body, dict) else None
+    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "message": message,
         "logprobs": None,
         "finish_reason": _FINISH.get(answer.finish_reason, "stop"),
     }

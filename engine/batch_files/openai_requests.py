@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Role, ToolCall
-from engine.common.config import SamplingParams
+from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import EngineError
 
 _MOST_SEED = 2**63
@@ -129,11 +129,37 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         asked["stop"] = read_stop(body["stop"])
     if body.get("logit_bias"):
         asked["logit_bias"] = _bias(body["logit_bias"])
+    if (thinking := _thinking(body)) is not None:
+        asked["thinking"] = thinking
     try:
         SamplingParams(**asked)
     except EngineError as error:
         raise BadRequestError(f"has an invalid option: {error.message.rstrip('.')}") from None
     return asked
+
+
+_EFFORTS: dict[str, Thinking] = {
+    "none": "off",
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+}
+
+
+def _thinking(body: Mapping[str, Any]) -> Thinking | None:
+    """How much to think: `reasoning_effort`, or `enable_thinking` as other servers take it for the chat template."""
+    effort, values = body.get("reasoning_effort"), body.get("chat_template_kwargs")
+    if effort is not None:
+        if not isinstance(effort, str) or effort not in _EFFORTS:
+            raise BadRequestError(f"has {str(effort)[:20]!r} as reasoning_effort; use {', '.join(_EFFORTS)}")
+        return _EFFORTS[effort]
+    if isinstance(values, Mapping):
+        for name in ("enable_thinking", "thinking"):
+            if isinstance(values.get(name), bool):
+                return "on" if values[name] else "off"
+    return None
 
 
 def read_stop(value: Any) -> tuple[str, ...]:

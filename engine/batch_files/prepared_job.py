@@ -180,7 +180,7 @@ def _template(text: str, source: RowSource) -> Template:
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:
     """Sampling settings; those that came later are omitted if unset, as jobs of earlier versions lack them."""
-    plain, later = SamplingParams(), ("presence_penalty", "frequency_penalty", "logit_bias")
+    plain, later = SamplingParams(), ("presence_penalty", "frequency_penalty", "logit_bias", "thinking")
     return {
         name: value
         for name, value in asdict(sampling).items()

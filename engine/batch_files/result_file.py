@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, datetime, time
 from decimal import Decimal
 from itertools import islice
@@ -29,6 +29,7 @@ from engine.batch_files.tables import ParquetRows
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile, disk_errors_explained
 
+Answered = Iterator[tuple[Row, Answer]]
 _ROWS_AT_ONCE = 512
 _MOST_SHEET_ROWS = 1_048_576
 _MOST_SHEET_COLUMNS = 16_384
@@ -40,26 +41,28 @@ _FIRST_YEAR = 1900
 _NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-def _values(answer: Answer) -> tuple[Any, ...]:
-    return answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, answer.problem
+def _values(answer: Answer, columns: ResultColumns) -> tuple[Any, ...]:
+    """Those of the columns that are added."""
+    tokens = answer.prompt_tokens, answer.generated_tokens
+    return (answer.text, answer.finish_reason, *tokens, answer.problem, answer.reasoning)[: len(columns.added)]
 
 
-def _columns(source: RowSource) -> ResultColumns:
+def _columns(source: RowSource, *, reasoning: bool) -> ResultColumns:
     first = source.columns
     known = set(first)
-    return result_columns(first, [name for name in source.all_columns() if name not in known])
+    later = [name for name in source.all_columns() if name not in known]
+    return result_columns(first, later, reasoning=reasoning)
 
 
 class JsonLinesResult:
     """One object per line; values keep their types."""
 
-    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
-        columns = _columns(source)
+    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:  # noqa: ARG002
         named = dict(zip(columns.own, columns.named, strict=True))
         with open(path, "w", encoding="utf-8", newline="\n") as file:
             for row, answer in answered:
                 own = {named.get(name, name): value for name, value in row.fields.items()}
-                file.write(_json({**own, **dict(zip(columns.added, _values(answer), strict=True))}) + "\n")
+                file.write(_json({**own, **dict(zip(columns.added, _values(answer, columns), strict=True))}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,36 +71,35 @@ class CsvResult:
 
     separator: str
 
-    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
-        columns = _columns(source)
+    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:  # noqa: ARG002
         # With a byte order mark, without which Excel misreads UTF-8.
         with open(path, "w", encoding="utf-8-sig", newline="") as file:
             writer = csv.writer(file, delimiter=self.separator)
             writer.writerow([*columns.named, *columns.added])
             for row, answer in answered:
-                writer.writerow([*(as_text(row.fields.get(name)) for name in columns.own), *_values(answer)])
+                own = (as_text(row.fields.get(name)) for name in columns.own)
+                writer.writerow([*own, *_values(answer, columns)])
 
 
 class ParquetResult:
     """The input's columns unchanged if it was parquet; otherwise text."""
 
-    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:
         import pyarrow as pa
         import pyarrow.parquet
 
-        columns = _columns(source)
         fields = (
             list(source.schema)
             if isinstance(source, ParquetRows)
             else [pa.field(name, pa.string()) for name in columns.named]
         )
-        kinds = (pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string())
-        added = pa.schema(list(zip(columns.added, kinds, strict=True)))
+        kinds = (pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string(), pa.string())
+        added = pa.schema(list(zip(columns.added, kinds[: len(columns.added)], strict=True)))
         schema = pa.schema([*fields, *added])
         with pa.parquet.ParquetWriter(path, schema) as writer:
             batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(columns, answered)
             for own, answers in batches:
-                values = zip(*map(_values, answers), strict=True)
+                values = zip(*(_values(answer, columns) for answer in answers), strict=True)
                 new = [pa.array(column, field.type) for column, field in zip(values, added, strict=True)]
                 writer.write_batch(pa.RecordBatch.from_arrays([*own, *new], schema=schema))
 
@@ -132,9 +134,8 @@ def _as_text(
         yield own, [answer for _row, answer in pairs]
 
 
-def fits_a_sheet(source: RowSource, rows: int) -> bool:
-    """Whether this many rows fit into a sheet with their answers; may read the whole input."""
-    columns = _columns(source)
+def fits_a_sheet(columns: ResultColumns, rows: int) -> bool:
+    """Whether this many rows of these columns fit into a sheet with their answers."""
     return rows < _MOST_SHEET_ROWS and len(columns.own) + len(columns.added) <= _MOST_SHEET_COLUMNS
 
 
@@ -155,11 +156,10 @@ def require_a_sheet(source: RowSource) -> None:
 class SpreadsheetResult:
     """Numbers and dates unchanged, everything else as text that is never a formula; see `fits_a_sheet`."""
 
-    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None:
+    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None:  # noqa: ARG002
         import openpyxl
         from openpyxl.cell import WriteOnlyCell
 
-        columns = _columns(source)
         book = openpyxl.Workbook(write_only=True)
         try:
             sheet = book.create_sheet("Answers")
@@ -174,10 +174,11 @@ class SpreadsheetResult:
             sheet.append([cell(name) for name in (*columns.named, *columns.added)])
             for row, answer in answered:
                 own = [row.fields.get(name) for name in columns.own]
-                text, *rest, problem = _values(answer)
-                if any(isinstance(value, str) and _cut(value) != value for value in (*own, text)):
-                    problem = problem or f"was cut to the {_MOST_CELL_CHARACTERS:,} characters that a cell holds"
-                sheet.append([cell(value) for value in (*own, text, *rest, problem)])
+                texts = (*own, answer.text, answer.reasoning)
+                if not answer.problem and any(isinstance(text, str) and _cut(text) != text for text in texts):
+                    cut = f"was cut to the {_MOST_CELL_CHARACTERS:,} characters that a cell holds"
+                    answer = replace(answer, problem=cut)
+                sheet.append([cell(value) for value in (*own, *_values(answer, columns))])
             book.save(path)
         finally:
             book.close()
@@ -218,7 +219,7 @@ def _text_or_none(value: Any) -> str | None:
 class ResultFormat(Protocol):
     """Writes rows with their answers to a new file."""
 
-    def write(self, path: Path, source: RowSource, answered: Iterator[tuple[Row, Answer]]) -> None: ...
+    def write(self, path: Path, source: RowSource, columns: ResultColumns, answered: Answered) -> None: ...
 
 
 _FORMATS: dict[str, ResultFormat] = {
@@ -294,6 +295,7 @@ def write_result(
     ledger: Ledger | None = None,
     openai: bool = False,
     created_s: int = 0,
+    reasoning: bool = False,
     between: Between = noop,
 ) -> Written:
     """Writes all answered rows in input order, replacing an earlier result of the job.
@@ -304,6 +306,7 @@ def write_result(
         ledger: records what the job wrote; other files are left alone.
         openai: write OpenAI's batch output, with failures in the file of `errors_path`.
         created_s: when the job started, for OpenAI's output; seconds since 1970.
+        reasoning: whether any answer has some, which then has a column of its own.
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
@@ -312,17 +315,18 @@ def write_result(
     ledger = ledger or NothingWritten()
     counted = _Counted(_answered(source, iter(answers), between))
     failures = 0
-    if path.suffix.lower() == ".xlsx" and not fits_a_sheet(source, rows):
+    columns = None if openai else _columns(source, reasoning=reasoning)
+    if path.suffix.lower() == ".xlsx" and columns is not None and not fits_a_sheet(columns, rows):
         path = path.with_suffix(".csv")
     with disk_errors_explained(path.parent), ExitStack() as undo:
         new = undo.enter_context(NewFile(path))
-        if openai:
+        if columns is None:
             bad = undo.enter_context(NewFile(errors_path(path)))
             failures = write_openai(new.path, bad.path, counted, created_s)
             if failures:
                 bad.finish()  # before either is renamed: if there is no room, neither is
         else:
-            _FORMATS[path.suffix.lower()].write(new.path, source, counted)
+            _FORMATS[path.suffix.lower()].write(new.path, source, columns, counted)
         files = [put_in_place(new, path, "result", ledger)]
         if failures:
             files.append(put_in_place(bad, errors_path(path), "errors", ledger))

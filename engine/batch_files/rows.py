@@ -99,7 +99,7 @@ def unique_names(names: list[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
+_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem", "reasoning")
 
 
 class SeenColumns:
@@ -137,7 +137,8 @@ class ResultColumns:
     Attributes:
         own: the input's columns, in order.
         named: their names in the result: columns of later rows are renamed if they clash with added ones.
-        added: names for the answer, its finish reason, its tokens and the row's problem.
+        added: names for the answer, its finish reason, its tokens, the row's problem and, if any row has it, what was
+            thought before the answer.
     """
 
     own: tuple[str, ...]
@@ -145,14 +146,15 @@ class ResultColumns:
     added: tuple[str, ...]
 
 
-def result_columns(first: Sequence[str], later: Sequence[str]) -> ResultColumns:
+def result_columns(first: Sequence[str], later: Sequence[str], *, reasoning: bool = False) -> ResultColumns:
     """Chooses the column names of a result.
 
     Args:
         first: columns at the beginning of the input; added ones are renamed if they clash with these.
         later: further columns of later rows.
+        reasoning: whether any row has some.
     """
-    added = tuple(_free(name, first) for name in _ADDED)
+    added = tuple(_free(name, first) for name in (_ADDED if reasoning else _ADDED[:-1]))
     taken = {*first, *later, *added}
     named = list(first)
     for name in later:
@@ -210,6 +212,7 @@ class Answer:
         finish_reason: as in `Finished`; `failed` if the row could not be answered.
         prompt_tokens, generated_tokens: 0 if the model never saw it.
         problem: why it failed, completing a sentence about the row; empty on success.
+        reasoning: what the model thought before its answer.
     """
 
     row: int
@@ -218,6 +221,7 @@ class Answer:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     problem: str = ""
+    reasoning: str = ""
 
     @property
     def failed(self) -> bool:

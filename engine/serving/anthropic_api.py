@@ -106,6 +106,10 @@ class _Anthropic:
         )
         if body.get("stop_sequences") is not None:
             sampling |= read_sampling({"stop": body["stop_sequences"]})
+        thinking = body.get("thinking")
+        kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+        if kind in ("enabled", "disabled"):
+            sampling["thinking"] = "on" if kind == "enabled" else "off"
         asked = Ask(
             path,
             messages=_messages(body),

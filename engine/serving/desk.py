@@ -19,6 +19,7 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
 from engine.runtime.decode.generation import ChanceLog, Chances
+from engine.runtime.decode.split_answer import thinking_for
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.serving.asking import (
@@ -214,15 +215,16 @@ class Desk:
         shown: tuple[int, ...] = ()
         family = info.family if (info := self._engine.info) else ""
         sampling = replace(self._sampling, **{"max_tokens": LONGEST_ANSWER, **ask.sampling})
+        thinking = thinking_for(sampling, constrained=ask.constraint is not None)
         if ask.text is not None:
             prompt, thinks = rows.text_prompt(ask.text, unwanted), False
         else:
-            prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted, sampling.thinking), rows.implied_stops
+            prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted, thinking), rows.implied_stops
             thinks, shown = rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
         if ask.counts_only:
             ticket.tell(Ended("stop", len(prompt), 0, 0))
             return None
-        constraint = rows.constrained(ask.constraint) if ask.constraint is not None else None
+        constraint = rows.constrained(ask.constraint, prompt, thinking) if ask.constraint is not None else None
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1
         number, told = self._numbers, 0

@@ -6,18 +6,25 @@ only the model that is loaded there can be asked for, so that no program takes i
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.errors import EngineError, ErrorCode
+from engine.process.lifetime import log_to_file
 from engine.serving.front_messages import FRONT_LINES, Listen, Listening, NotListening
 from engine.serving.link import EngineLink
 
 _PATIENCE_S = 20.0
 """The engine comes once it has done what it is doing."""
+
+
+_log = logging.getLogger(__name__)
 
 
 def no_engine() -> None:
@@ -64,12 +71,22 @@ def main() -> None:
     commands, events = sys.stdin.buffer, os.dup(1)
     os.dup2(2, 1)  # whatever prints does not disturb the events
     writing = threading.Lock()
+    logging.captureWarnings(True)
+    log_to_file("server.log", also_stderr=False)
 
     def say(message: object) -> None:
         with writing:
             os.write(events, FRONT_LINES.encode(message))
 
     order: Listen = FRONT_LINES.decode(commands.readline())
+    try:
+        _serve(order, commands, say)
+    except Exception:
+        _log.exception("the server failed")
+        raise
+
+
+def _serve(order: Listen, commands: BinaryIO, say: Callable[[object], None]) -> None:
     from engine.serving.server import Address, Server
     from engine.serving.service import Service
 
@@ -79,15 +96,18 @@ def main() -> None:
     try:
         port = server.start()
     except EngineError as error:
+        _log.warning("%s", error.message)
         say(NotListening(error.message))
         link.close()
         return
+    _log.info("listening at %s, port %d", order.host, port)
     link.start()
     say(Listening(port, link.address, link.secret))
     while commands.read(4096):
         pass
     server.stop()
     link.close()
+    _log.info("ended")
 
 
 if __name__ == "__main__":

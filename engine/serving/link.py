@@ -7,9 +7,7 @@ ones wait for the next engine.  Only a process that was given the secret can con
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +33,7 @@ from engine.serving.asking import (
     too_many,
 )
 from engine.serving.front_messages import forget_link
+from engine.serving.link_folder import LinkFolder
 from engine.serving.wire import Asked, Cancelled, Happened, Line, ModelIs, Prepare, Release, Remark
 
 
@@ -49,9 +48,8 @@ class EngineLink:
 
     def __init__(self) -> None:
         self.secret = secrets.token_hex(32)
-        # A folder of its own, which nobody else may enter; pipes of Windows have no file.
-        place = os.path.join(tempfile.mkdtemp(prefix="switchyard-"), "engine") if os.name == "posix" else None
-        self._listener = Listener(place, authkey=self.secret.encode())
+        self._folder = LinkFolder()
+        self._listener = Listener(self._folder.place, authkey=self.secret.encode())
         self.address = str(self._listener.address)
         self.wake: Callable[[], None] = lambda: None
         self.on_remark: Callable[[str], None] = lambda _text: None
@@ -142,6 +140,7 @@ class EngineLink:
             self._thread.join()
         self._listener.close()
         forget_link(self.address)
+        self._folder.leave()
         if (line := self._line) is not None:
             line.close()
         self.refuse_all(closing().error)

@@ -139,7 +139,7 @@ class _Ollama:
             messages=messages,
             tools=uses.tools,
             text=text,
-            sampling=_sampling(body.get("options")),
+            sampling={**_sampling(body.get("options")), **_thinking(body.get("think"))},
             constraint=read_constraint({"response_format": _format(body.get("format"))}),
         )
         answer = _Answer(name, uses, is_chat="messages" in body)
@@ -261,6 +261,15 @@ def _own_calls(messages: Any) -> Any:
         else entry
         for entry in messages
     ]
+
+
+def _thinking(think: Any) -> dict[str, Any]:
+    """Whether to think: true, false, or how much."""
+    if think is None:
+        return {}
+    if isinstance(think, bool):
+        return {"thinking": "on" if think else "off"}
+    return read_sampling({"reasoning_effort": think})
 
 
 def _sampling(options: Any) -> dict[str, Any]:

@@ -55,11 +55,13 @@ class _Responses:
         constraint = read_constraint({"response_format": form})
         if constraint is not None and uses.constraint is not None:
             raise BadRequestError("has both a text format and a required tool call; leave one of them out")
+        reasoning = body.get("reasoning")
+        effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
         asked = Ask(
             path,
             messages=_messages(body),
             tools=uses.tools,
-            sampling=read_sampling({**body, "max_tokens": body.get("max_output_tokens")}),
+            sampling=read_sampling({**body, "max_tokens": body.get("max_output_tokens"), "reasoning_effort": effort}),
             constraint=uses.constraint or constraint,
         )
         answer = _Answer(name, body, uses)

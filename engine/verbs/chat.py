@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.common.chat import ChatMessage
-from engine.common.config import SamplingParams
+from engine.common.config import THINKINGS, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.verbs.models.progress import ProgressLine
 from engine.verbs.options import add_engine_options, breaker, engine_config, positive_int, seed, stop_string
-from engine.verbs.output import emit, note, write_text
+from engine.verbs.output import emit, note, write_aside, write_text
 from engine.verbs.tracing import traced
 
 if TYPE_CHECKING:
@@ -60,23 +60,53 @@ def _next_line() -> str | None:
             return None
 
 
+class _Shown:
+    """An answer on its way to the terminal, after what the model thinks, which is dimmed.
+
+    Args:
+        quiet: nothing is shown.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet, self._thinks = quiet, False
+
+    def on_reasoning(self, text: str, _tokens: int) -> None:
+        if not self._quiet:
+            self._thinks = True
+            write_aside(text)
+
+    def on_text(self, text: str, _tokens: int) -> None:
+        if text and not self._quiet:
+            self.end_thought()
+            write_text(text)
+
+    def end_thought(self) -> None:
+        """What follows is not thought."""
+        if self._thinks:
+            self._thinks = False
+            write_aside("\n\n")
+
+
 def _turn(engine: Engine, sampling: SamplingParams, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Answers the last message; returns the new conversation, without the message if answering failed."""
+    shown = _Shown()
     try:
         with _stopped_by_ctrl_c() as stopped:
             result = engine.generate(
                 messages,
                 sampling,
                 on_progress=lambda _done, _total: None,
-                on_text=lambda text, _tokens: write_text(text),
+                on_text=shown.on_text,
+                on_reasoning=shown.on_reasoning,
                 cancelled=stopped,
             )
     except EngineError as error:
         note(f"switchyard: {error.message}")
         return messages[:-1]
+    shown.end_thought()
     write_text("\n")
     note(f"[{result.generated_tokens} tokens, {result.tokens_per_s:.1f}/s, first after {result.ttft_s:.2f} s]")
-    return [*messages, ChatMessage("assistant", result.text)]
+    return [*messages, ChatMessage("assistant", result.text, result.reasoning)]
 
 
 @contextlib.contextmanager
@@ -133,6 +163,12 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True)
     group.add_argument(
         "--stop", type=stop_string, action="append", metavar="S", help="end an answer before S; may be repeated"
     )
+    group.add_argument(
+        "--thinking",
+        choices=THINKINGS,
+        help="whether, and how much, the model thinks before it answers, if its chat template can tell it (default: "
+        "auto, as the model does)",
+    )
 
 
 def add_parser(subparsers: Any) -> None:
@@ -177,8 +213,8 @@ def run(args: argparse.Namespace) -> int:
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The `SamplingParams` fields given as options."""
-    names = [name.removeprefix("--").replace("-", "_") for name, *_ in SAMPLING_OPTIONS]
-    given = {name: value for name in [*names, "max_tokens"] if (value := getattr(args, name, None)) is not None}
+    names = [*(name.removeprefix("--").replace("-", "_") for name, *_ in SAMPLING_OPTIONS), "max_tokens", "thinking"]
+    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     if args.stop:
         given["stop"] = tuple(args.stop)
     if args.dry_breaker:
@@ -253,19 +289,23 @@ def _question(args: argparse.Namespace) -> str:
 def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str) -> int:
     system = [ChatMessage("system", args.system)] if args.system else []
     engine, info = load_engine(args)
+    shown = _Shown(quiet=args.json)
     try:
         with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
             result = engine.generate(
                 [*system, ChatMessage("user", question)],
                 replace(engine.default_sampling(), **given),
                 on_progress=lambda _done, _total: None,
-                on_text=lambda text, _tokens: None if args.json else write_text(text),
+                on_text=shown.on_text,
+                on_reasoning=shown.on_reasoning,
                 cancelled=lambda: False,
             )
     finally:
         engine.unload()
+    shown.end_thought()
     document = {
         "text": result.text,
+        "reasoning": result.reasoning,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
         "ttft_s": result.ttft_s,

@@ -54,6 +54,13 @@ def clear_progress() -> None:
     sys.stderr.flush()
 
 
+def write_aside(text: str) -> None:
+    """Writes what is no part of the result, dimmed, to a terminal's stderr; nothing where nobody watches."""
+    if text and sys.stderr.isatty():
+        sys.stderr.write(f"\x1b[2m{plain(text)}\x1b[22m")
+        sys.stderr.flush()
+
+
 def write_text(text: str) -> None:
     """Writes text to stdout unchanged and flushes; for a terminal, control characters are replaced.
 

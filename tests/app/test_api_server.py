@@ -18,6 +18,7 @@ from app.models.served_requests import OUTCOME, PROGRAM, ServedRequests
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
 from app.views.settings.other_programs import OtherProgramsCard
+from engine.common.paths import log_dir
 from engine.serving.front_messages import Served
 from engine.serving.link import DeskLink
 from tests.app.scripted_engine import ScriptedEngine
@@ -170,3 +171,31 @@ def test_requests_in_words(qtbot: QtBot) -> None:
 def _is_free(server: ApiServer) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", int(server.url.rpartition(":")[2]))) != 0
+
+
+def test_the_address_in_the_network_is_looked_up_once_a_start(
+    server: ApiServer, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot
+) -> None:
+    looked = list[str]()
+
+    def look() -> str:
+        looked.append("")
+        return f"10.0.0.{len(looked)}"
+
+    monkeypatch.setattr("app.services.api_server._network_address", look)
+    server.set_served("network")
+    assert [server.url.split(":")[1] for _ in range(3)] == ["//10.0.0.1"] * 3
+    server.set_on(True)
+    qtbot.waitUntil(lambda: on(server), timeout=20_000)
+    assert [server.url.split(":")[1] for _ in range(3)] == ["//10.0.0.2"] * 3
+    server.set_served("pc")
+    assert server.url.startswith("http://127.0.0.1:")
+
+
+def test_the_servers_process_writes_a_log(server: ApiServer, qtbot: QtBot) -> None:
+    server.set_on(True)
+    qtbot.waitUntil(lambda: on(server), timeout=20_000)
+    server.close()
+    lines = (log_dir() / "server.log").read_text(encoding="utf-8").splitlines()
+    assert "listening at 127.0.0.1" in lines[0]
+    assert lines[-1].endswith("ended")

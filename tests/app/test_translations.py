@@ -9,6 +9,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import PySide6
 import pytest
@@ -17,10 +18,14 @@ from PySide6.QtWidgets import QApplication, QPushButton
 from pytestqt.qtbot import QtBot
 
 from app.services.api_server import ApiServer
+from app.services.loading_pace import LoadingPace
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.settings import SettingsPage
+from app.widgets.loading_words import loading_words
+from app.widgets.quantities import SEPARATOR
+from engine.protocol import LoadPhase, Progress
 from tests.app.scripted_engine import ScriptedEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,6 +64,19 @@ def test_every_text_has_a_context(source: Path) -> None:
     contexts = ElementTree.parse(source).getroot().findall("context")
     assert len(contexts) > 10
     assert [m.findtext("source") for c in contexts if not c.findtext("name") for m in c.findall("message")] == []
+
+
+def test_every_phase_of_loading_has_words_that_can_be_translated(source: Path) -> None:
+    contexts = ElementTree.parse(source).getroot().findall("context")
+    (loading,) = [context for context in contexts if context.findtext("name") == "Loading"]
+    found = {message.findtext("source") for message in loading.findall("message")}
+    words = set()
+    for phase in get_args(LoadPhase):
+        pace = LoadingPace()
+        pace.note(Progress("load", phase, 1, 2))
+        words.add(loading_words(pace).split(SEPARATOR)[0])
+    assert len(words) == len(get_args(LoadPhase))
+    assert words <= found
 
 
 def test_no_text_is_translated_in_a_spelling_that_the_tool_misreads() -> None:

@@ -26,17 +26,21 @@ OPENED = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endi
 
 
 def thinking_checkpoint(family: str, folder: Path, template: str = SWITCHED) -> Path:
-    """A tiny model with this template, and with harmony's control tokens in its vocabulary."""
+    """A tiny model with this template, and with marks of reasoning in its vocabulary: harmony's are control tokens."""
     tiny_checkpoint(family, folder, vocab_size=340)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"additional_special_tokens": list(HARMONY_MARKS)})
+    tokenizer.add_tokens(["<think>", "</think>"])
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def write_for(monkeypatch: pytest.MonkeyPatch, text_after: Callable[[str], str]) -> None:
-    """Has every model write what `text_after` its prompt, token by token, and then end; for sampled answers."""
+    """Has every model write what `text_after` its prompt, token by token, and then end.
+
+    Where a constraint does not allow a token of that, the likeliest one that it allows comes instead.
+    """
     scripts: dict[int, list[int]] = {}
     begin = AnswerSequence.__init__
 
@@ -48,8 +52,11 @@ def write_for(monkeypatch: pytest.MonkeyPatch, text_after: Callable[[str], str])
         scripts[id(self)] = [*tokenizer(text, add_special_tokens=False)["input_ids"], *limits.end_ids][:999]
         self.is_greedy = False
 
-    def choose(self: AnswerSequence, _logits: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([[scripts[id(self)][len(self.ids)]]])
+    def choose(self: AnswerSequence, logits: torch.Tensor) -> torch.Tensor:
+        allowed = self._changed(logits)[0]
+        script = scripts[id(self)]
+        token = script[len(self.ids)] if len(self.ids) < len(script) else 0
+        return torch.tensor([[token if allowed[token] > float("-inf") else int(allowed.argmax())]])
 
     monkeypatch.setattr(AnswerSequence, "__init__", begins)
     monkeypatch.setattr(AnswerSequence, "choose", choose)

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,22 @@ def test_answers_come_back_in_order_and_are_counted(home: Path) -> None:
     discard(path)
     assert known_jobs() == []
     assert list(path.parent.iterdir()) == []
+
+
+def test_a_job_from_before_there_was_reasoning_goes_on(home: Path) -> None:
+    path = journal_path(home / "out.csv")
+    Journal(path, _MANIFEST).close()
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("ALTER TABLE answers DROP COLUMN reasoning")
+        connection.execute("INSERT INTO answers VALUES (0, 'old', 'stop', 1, 2, '')")
+    assert [answer.text for answer in read_answers(path)] == ["old"]
+    journal = Journal(path, _MANIFEST)
+    assert not journal.has_reasoning
+    new = Answer(1, "new", "stop", 1, 2, reasoning="why")
+    journal.record([new])
+    assert journal.has_reasoning
+    assert list(journal.answers()) == [Answer(0, "old", "stop", 1, 2), new]
+    journal.close()
 
 
 def test_no_row_has_two_endings_and_a_refused_write_leaves_none_of_it(tmp_path: Path) -> None:

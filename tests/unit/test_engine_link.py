@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -129,3 +131,22 @@ def test_nobody_connects_without_the_secret(link: EngineLink) -> None:
     engine = DeskLink(link.address, link.secret, ScriptedDesk(ends=True))
     until(lambda: link.is_connected)
     engine.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="a pipe of Windows has no folder")
+def test_folders_of_servers_that_were_killed_go_with_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ours = EngineLink()
+    place = Path(ours.address).parent
+    killed = tmp_path / "switchyard-link-abandoned"
+    killed.mkdir()
+    (killed / "engine").touch()
+    other = tmp_path / "switchyard-bench-1"
+    other.mkdir()
+    again = EngineLink()
+    assert {entry.name for entry in tmp_path.iterdir()} == {place.name, Path(again.address).parent.name, other.name}
+    ours.close()
+    again.close()
+    assert [entry.name for entry in tmp_path.iterdir()] == [other.name]

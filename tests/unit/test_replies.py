@@ -164,6 +164,66 @@ def test_however_it_is_cut_each_form_reads_the_same(name: str, data: st.DataObje
     assert _parts(pieces, family=family) == _parts([text], family=family)
 
 
+QUOTED = {
+    "hermes": (
+        "qwen3_moe",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "TEXT"}}\n</tool_call>',
+        "</tool_call>",
+    ),
+    "mistral": ("mistral4", '[TOOL_CALLS]weather[ARGS]{"city": "TEXT"}', "[TOOL_CALLS]"),
+    "granite 3": ("granitemoe", '<|tool_call|>[{"name": "weather", "arguments": {"city": "TEXT"}}]', "<|tool_call|>"),
+    "lfm": ("lfm2_moe", "<|tool_call_start|>[weather(city='TEXT')]<|tool_call_end|>", "<|tool_call_end|>"),
+    "gemma": ("gemma4_text", '<|tool_call>call:weather{city:<|"|>TEXT<|"|>}<tool_call|>', "<tool_call|>"),
+    "deepseek": (
+        "deepseek_v3",
+        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "TEXT"}}<{D}tool▁call▁end{D}>',
+        f"<{D}tool▁call▁end{D}>",
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + '{"city": "TEXT"}<|call|>',
+        "<|end|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", QUOTED)
+@given(st.data())
+def test_a_mark_within_a_text_ends_no_call(name: str, data: st.DataObject) -> None:
+    family, text, mark = QUOTED[name]
+    said = f"a {mark} b"
+    text = text.replace("TEXT", said)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert _parts(pieces, family=family) == [ToolCall("", "weather", json.dumps({"city": said}, ensure_ascii=False))]
+
+
+@pytest.mark.parametrize("escaped", ["\\\\", '\\"'])
+def test_texts_within_calls_end_where_json_says(escaped: str) -> None:
+    call = '{"name": "weather", "arguments": {"city": "' + escaped + ' </tool_call>"}}'
+    text = f"<tool_call>{call}</tool_call>done"
+    read, spoken = _parts(list(text))
+    assert isinstance(read, ToolCall)
+    assert json.loads(read.arguments) == json.loads(call)["arguments"]
+    assert spoken == Spoken("done")
+
+
+def test_a_text_that_never_ends_hides_no_end_of_a_call() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": "Rome}}</tool_call> said'
+    assert _parts([text]) == _parts(list(text)) == [Spoken(text)]
+
+
+def test_a_required_call_may_come_after_a_thought() -> None:
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    expected = [Thought("Hm."), ToolCall("", "weather", '{"city": "Rome"}')]
+    assert _parts(list(f"Hm.</think>\n\n{call}"), thinks=True, is_call=True) == expected
+    assert _parts([call], is_call=True) == expected[1:]
+
+
+def test_a_prompt_that_opened_a_thought_in_another_form_of_the_family_is_read() -> None:
+    assert _parts(["Hm.</think>Paris."], family="mistral", thinks=True) == [Thought("Hm."), Spoken("Paris.")]
+
+
 @pytest.mark.parametrize(
     ("family", "text"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,10 +10,14 @@ from engine.families.replies.call_texts import (
     Calls,
     Schemas,
     braced_calls,
+    braced_texts,
     invoke_calls,
     json_calls,
+    json_texts,
+    later_json_texts,
     mistral_calls,
     python_calls,
+    python_texts,
     separated_calls,
     tool_call,
 )
@@ -27,11 +32,13 @@ class CallForm:
     Attributes:
         opens: the mark before them.
         closes: the mark after them; empty if they end with the answer, or where the next ones begin.
+        texts: what a text is in what stands inside, where a mark means nothing; None if there is nothing to tell it by.
     """
 
     opens: str
     closes: str
     read: ReadCalls
+    texts: Callable[[str], re.Pattern[str] | None] = lambda _inside: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,39 +73,52 @@ class ReplyForm:
         """Those that it must see where no tool can be called."""
         return HARMONY_MARKS if self.has_channels else tuple(mark for pair in self.thoughts for mark in pair)
 
+    @property
+    def begins_thought(self) -> tuple[str, ...]:
+        """With what reasoning begins, as far as it is one token."""
+        return ("<|channel|>",) if self.has_channels else tuple(opens.strip() for opens, _closes in self.thoughts)
+
+    @property
+    def ends_thought(self) -> re.Pattern[str]:
+        """Matches a text that ends where the answer may begin after the reasoning."""
+        if self.has_channels:
+            return re.compile(r"<\|channel\|>\s*final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>$")
+        return re.compile(f"(?:{'|'.join(re.escape(closes) for _opens, closes in self.thoughts)})\\s*$")
+
 
 _INNER_MARKS = ("[ARGS]", "[CALL_ID]", '<|"|>', "<｜tool▁sep｜>")
 """Marks within calls."""
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
-_TOOL_CALL = CallForm("<tool_call>", "</tool_call>", tool_call)
+_TOOL_CALL = CallForm("<tool_call>", "</tool_call>", tool_call, json_texts)
 HERMES = ReplyForm(calls=(_TOOL_CALL,))
 """Hermes, Qwen, GLM, Granite 4."""
 HARMONY = ReplyForm(has_channels=True)
 MISTRAL = ReplyForm(
     thoughts=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
-    calls=(CallForm("[TOOL_CALLS]", "", mistral_calls),),
+    calls=(CallForm("[TOOL_CALLS]", "", mistral_calls, later_json_texts),),
 )
 GRANITE = ReplyForm(
-    calls=(CallForm("<|tool_call|>", "", json_calls), _TOOL_CALL), left_out=("<response>", "</response>")
+    calls=(CallForm("<|tool_call|>", "", json_calls, json_texts), _TOOL_CALL), left_out=("<response>", "</response>")
 )
-LFM = ReplyForm(calls=(CallForm("<|tool_call_start|>", "<|tool_call_end|>", python_calls),))
+LFM = ReplyForm(calls=(CallForm("<|tool_call_start|>", "<|tool_call_end|>", python_calls, python_texts),))
 LLAMA = ReplyForm(
     calls=(
-        CallForm("<|python_start|>", "<|python_end|>", python_calls),
-        CallForm("<|python_tag|>", "", python_calls),
+        CallForm("<|python_start|>", "<|python_end|>", python_calls, python_texts),
+        CallForm("<|python_tag|>", "", python_calls, python_texts),
         _TOOL_CALL,
     ),
     bare=python_calls,
 )
 """Llama 3.1 and later; `<tool_call>` is what many models made from them were taught."""
 GEMMA = ReplyForm(
-    thoughts=(("<|channel>thought\n", "<channel|>"),), calls=(CallForm("<|tool_call>", "<tool_call|>", braced_calls),)
+    thoughts=(("<|channel>thought\n", "<channel|>"),),
+    calls=(CallForm("<|tool_call>", "<tool_call|>", braced_calls, braced_texts),),
 )
 MINIMAX = ReplyForm(calls=(CallForm("<minimax:tool_call>", "</minimax:tool_call>", invoke_calls),))
 DEEPSEEK = ReplyForm(
     calls=(
-        CallForm("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", separated_calls),
+        CallForm("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", separated_calls, later_json_texts),
         CallForm("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", invoke_calls),
         CallForm("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", invoke_calls),
     ),

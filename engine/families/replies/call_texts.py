@@ -17,6 +17,9 @@ Calls = list[tuple[str, str]]
 
 _BROKEN = (ValueError, RecursionError)
 _LONGEST_CODE = 200_000
+_JSON_TEXT = re.compile(r'"(?:[^"\\]|\\(?:.|\Z))*(?:"|\Z)', re.DOTALL)
+_PYTHON_TEXT = re.compile(r"""\"(?:[^"\\]|\\(?:.|\Z))*(?:"|\Z)|'(?:[^'\\]|\\(?:.|\Z))*(?:'|\Z)""", re.DOTALL)
+_BRACED_TEXT = re.compile(r'<\|"\|>.*?(?:<\|"\|>|\Z)', re.DOTALL)
 _NAME = re.compile(r"[\w.-]{1,200}")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -26,6 +29,41 @@ _INVOKE = re.compile(rf'<{_MARK}invoke name="([^"]+)">(.*?)</{_MARK}invoke>', re
 _INVOKE_PARAMETER = re.compile(
     rf'<{_MARK}parameter name="([^"]+)"(?: string="(true|false)")?>(.*?)</{_MARK}parameter>', re.DOTALL
 )
+
+
+def json_texts(inside: str) -> re.Pattern[str] | None:
+    """What is a text within JSON; None where the calls are written otherwise."""
+    return _JSON_TEXT if inside.lstrip()[:1] in ("{", "[") else None
+
+
+def later_json_texts(_inside: str) -> re.Pattern[str]:
+    """The same where a name stands before the JSON."""
+    return _JSON_TEXT
+
+
+def python_texts(_inside: str) -> re.Pattern[str]:
+    """What is a text within a call as Python writes it."""
+    return _PYTHON_TEXT
+
+
+def braced_texts(_inside: str) -> re.Pattern[str]:
+    """What is a text within Gemma's calls."""
+    return _BRACED_TEXT
+
+
+def find_outside(texts: re.Pattern[str] | None, mark: str, held: str) -> int:
+    """Where a mark is that is in no text; -1 if there is none."""
+    at = held.find(mark)
+    if at < 0 or texts is None:
+        return at
+    for text in texts.finditer(held):
+        if at < text.start():
+            break
+        if at < text.end():
+            at = held.find(mark, text.end())
+            if at < 0:
+                break
+    return at
 
 
 def json_calls(text: str, _schemas: Schemas) -> Calls:

@@ -16,7 +16,7 @@ from typing import Protocol
 from engine.common.chat import Tool, ToolCall
 from engine.families import family_of
 from engine.families.replies import COMMON, CallForm, ReadCalls, ReplyForm
-from engine.families.replies.call_texts import json_calls
+from engine.families.replies.call_texts import find_outside, json_calls, json_texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def reply_reader(
         return _FirstCall(reply_reader(family, tools, thinks=thinks, is_call=is_call))
     callable_ones = _Callable(tools)
     if is_call:
-        return _OneCall(callable_ones)
+        return _OneCall(callable_ones, reply_reader(family, (), thinks=thinks, is_call=False))
     form = form_of(family)
     return _Channels(callable_ones) if form.has_channels else _Marked(form, callable_ones, thinks=thinks)
 
@@ -109,16 +109,22 @@ class _FirstCall:
 
 
 class _OneCall:
-    def __init__(self, tools: _Callable) -> None:
-        self._tools, self._text = tools, ""
+    """All but the reasoning is one call."""
+
+    def __init__(self, tools: _Callable, parts: ReplyReader) -> None:
+        self._tools, self._parts, self._text = tools, parts, ""
 
     def feed(self, text: str) -> list[Part]:
-        self._text += text
-        return []
+        return self._thoughts(self._parts.feed(text))
 
     def end(self) -> list[Part]:
+        thoughts = self._thoughts(self._parts.end())
         rest, self._text = self._text, ""
-        return self._tools.calls(rest, json_calls) or ([Spoken(rest)] if rest else [])
+        return thoughts + (self._tools.calls(rest, json_calls) or ([Spoken(rest)] if rest else []))
+
+    def _thoughts(self, parts: list[Part]) -> list[Part]:
+        self._text += "".join(part.text for part in parts if isinstance(part, Spoken))
+        return [part for part in parts if isinstance(part, Thought)]
 
 
 class _Marked:
@@ -132,12 +138,13 @@ class _Marked:
         self._held = ""
         self._has_spoken = self._has_thought = False
         self._may_be_bare = form.bare is not None and tools.any
-        self._has_left_out = False
+        self._has_left_out = self._is_over = False
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
-        if self._is_bare():
-            return []
+        return [] if self._is_bare() else self._steps()
+
+    def _steps(self) -> list[Part]:
         parts: list[Part] = []
         while (part := self._step()) is not None:
             parts += part
@@ -150,10 +157,11 @@ class _Marked:
             self._may_be_bare = False
             if calls := self._tools.calls(rest, self._form.bare):
                 return calls
-        parts: list[Part] = []
         self._held, self._may_be_bare = rest, False
-        while (part := self._step()) is not None:
-            parts += part
+        parts = self._steps()
+        if self._call is not None and not self._tools.calls(self._held, self._call.read):
+            self._is_over = True  # a text that never ends hides no end of a call
+            parts += self._steps()
         rest, self._held = self._held, ""
         if self._call is not None:
             form, self._call = self._call, None
@@ -189,7 +197,7 @@ class _Marked:
 
     def _step_in_call(self, form: CallForm) -> list[Part] | None:
         closes = form.closes or form.opens
-        end = self._held.find(closes)
+        end = find_outside(None if self._is_over else form.texts(self._held), closes, self._held)
         if end < 0:
             return None
         inside, self._held = self._held[:end], self._held[end + len(closes) :]
@@ -271,7 +279,9 @@ class _Channels:
         return []
 
     def _step_in_body(self) -> list[Part] | None:
-        at, mark = min(((self._held.find(each), each) for each in _ENDS if each in self._held), default=(-1, ""))
+        texts = json_texts(self._held) if self._callee else None
+        found = ((find_outside(texts, each, self._held), each) for each in _ENDS if each in self._held)
+        at, mark = min(((at, each) for at, each in found if at >= 0), default=(-1, ""))
         if at < 0:
             if self._callee:
                 return None

@@ -10,6 +10,7 @@ from engine.batch_files.fingerprint import RowCount
 from engine.batch_files.rows import Answer, RowRequest, failed
 from engine.common.errors import EngineError
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check
 
 
@@ -18,6 +19,7 @@ class _UnderWay:
     asked: RowRequest
     tries: int
     constraint: ConstrainedAnswer | None
+    split: SplitAnswer
 
 
 class Asking:
@@ -26,10 +28,11 @@ class Asking:
     Args:
         tries: how often to try a row whose sampled answer is cut before it satisfies its constraint.
         make_constrained: creates what enforces schemas; called once, if a row needs it.
+        family: the model's, whose answers are told apart from its reasoning.
     """
 
-    def __init__(self, tries: int, make_constrained: Callable[[], ConstrainedAnswers]) -> None:
-        self._tries = tries
+    def __init__(self, tries: int, make_constrained: Callable[[], ConstrainedAnswers], family: str = "") -> None:
+        self._tries, self._family = tries, family
         self._make_constrained = make_constrained
         self._constrained: ConstrainedAnswers | None = None
         self._under_way: dict[int, _UnderWay] = {}
@@ -71,8 +74,16 @@ class Asking:
                 self._again.append(row)
                 return None
             problem = f"has an answer that was cut after {answer.generated_tokens:,} tokens, before it was complete"
+        row.split.take(answer.text, answer.generated_tokens)
+        row.split.end()
         ending = Answer(
-            answer.row, answer.text, answer.finish_reason, answer.prompt_tokens, answer.generated_tokens, problem
+            answer.row,
+            row.split.text,
+            answer.finish_reason,
+            answer.prompt_tokens,
+            answer.generated_tokens,
+            problem,
+            row.split.reasoning,
         )
         return ending, question_of(row.asked)
 
@@ -85,8 +96,11 @@ class Asking:
                 constraint = self._constrained.begin(asked.constraint)
             except EngineError as error:
                 return failed(asked.row, f"cannot be answered: {error.message}")
-        self._under_way[asked.row] = _UnderWay(asked, tries, constraint)
-        return BatchRequest(asked.row, asked.messages, sampling=asked.sampling, constraint=constraint)
+        split = SplitAnswer(self._family)
+        self._under_way[asked.row] = _UnderWay(asked, tries, constraint, split)
+        return BatchRequest(
+            asked.row, asked.messages, sampling=asked.sampling, constraint=constraint, on_prepared=split.begin
+        )
 
 
 def question_of(asked: RowRequest) -> str:

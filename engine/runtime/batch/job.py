@@ -59,7 +59,7 @@ class JobRun:
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
-        make_constrained: see `Asking`.
+        make_constrained, family: see `Asking`.
         clock: seconds of computing; it may stand still while others compute.
     """
 
@@ -71,6 +71,7 @@ class JobRun:
         executor: RowExecutor,
         make_constrained: Callable[[], ConstrainedAnswers],
         watcher: JobWatcher,
+        family: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prepared, self._manifest, self._journal = prepared, manifest, journal
@@ -84,7 +85,7 @@ class JobRun:
         self._clock = ComputingClock(clock)
         self._meter = PaceMeter(done, bad, self._clock.now(), prepared.most_tokens)
         self._keeping = SafeKeeping(journal)
-        self._asking = Asking(prepared.job.tries, make_constrained)
+        self._asking = Asking(prepared.job.tries, make_constrained, family)
         self._count = RowCount(None)
 
     def run(self) -> JobEnding:
@@ -269,6 +270,7 @@ class JobRun:
                 ledger=journal,
                 openai=openai,
                 created_s=begun_s,
+                reasoning=journal.has_reasoning,
                 between=between,
             )
 

@@ -117,7 +117,8 @@ def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> 
             watcher.on_plan(plan.prediction)
         with closing(host.call(lambda: host.executor(plan.policy))) as executor:
             constrained = lambda: ConstrainedAnswers.of(loaded)  # noqa: E731
-            run = JobRun(prepared, manifest, journal, executor, constrained, watcher, host.seconds)
+            family = loaded.info.family
+            run = JobRun(prepared, manifest, journal, executor, constrained, watcher, family, host.seconds)
             ending = run.run()
             return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
 
@@ -130,7 +131,7 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
             whole job, corrected by the time these rows took.  It receives no pace.
     """
     on_answer, cancelled = watcher.on_answer, watcher.cancelled
-    asking = Asking(prepared.job.tries, lambda: ConstrainedAnswers.of(loaded))
+    asking = Asking(prepared.job.tries, lambda: ConstrainedAnswers.of(loaded), loaded.info.family)
     asked = islice(prepared.asked(), rows)
     feed = RowFeed(asked, lambda _row: False, asking, RowCount(None), on_answer, never)
     timed = list[BatchAnswer]()

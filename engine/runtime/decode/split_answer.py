@@ -6,11 +6,20 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from engine.common.config import SamplingParams, Thinking
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, form_of, reply_reader
-from engine.runtime.decode.generation import TextCallback, ignore_text
+from engine.runtime.decode.after_thought import AfterThought
+from engine.runtime.decode.generation import TextCallback, TokenConstraint, ignore_text
+from engine.runtime.decode.prompt import encode
+from engine.runtime.load.tokenizer import token_id
 
 _TAIL_TOKENS = 12
 """Enough for every mark with what may follow it in a prompt."""
+
+
+def thinking_for(sampling: SamplingParams, *, constrained: bool) -> Thinking:
+    """How much to think before an answer: none before one that is held to a form, unless that was asked for."""
+    return "off" if constrained and sampling.thinking == "auto" else sampling.thinking
 
 
 class Replies:
@@ -33,6 +42,25 @@ class Replies:
     def shown(self, *, calls: bool) -> tuple[int, ...]:
         """The control tokens that a reader of its answers must see; `calls` if tools may be called."""
         return self._shown(self.form.marks if calls else self.form.marks_of_thoughts)
+
+    def free_before(self, constraint: TokenConstraint, prompt: Sequence[int], thinking: Thinking) -> TokenConstraint:
+        """A constraint that holds for the answer alone, where the model thinks before it.
+
+        That is where the prompt has opened the reasoning, where the model cannot do without, or where it was asked for.
+        """
+        opened = self.thinks(prompt)
+        wanted = self.form.has_channels or thinking not in ("auto", "off")
+        opens = () if opened or not wanted else self._ids(self.form.begins_thought)
+        if not (opened or opens):
+            return constraint
+        written = [encode(self._tokenizer, text, special=False) for text in ("\n", "\n\n")]
+        breaks = [] if self.form.has_channels else [ids[0] for ids in written if len(ids) == 1]
+        shown = self.shown(calls=False)
+        return AfterThought(constraint, self.form.ends_thought, breaks, opens, self._tokenizer, shown)
+
+    def _ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        found = (token_id(self._tokenizer, text) for text in texts)
+        return tuple(index for index in found if index is not None)
 
     def _control_tokens(self, marks: tuple[str, ...]) -> tuple[int, ...]:
         added = self._tokenizer.added_tokens_decoder.items()

@@ -359,10 +359,14 @@ def decode(
     Args:
         logits: [1, V] after the prompt, or `None` if the answer has tokens, the last of which has not been read.
     """
-    if logits is None:
-        logits = session.step(torch.tensor([answer.ids[-1:]]), answer.ids[-1])
     first_s = last_s = 0.0
     reason: FinishReason | None = None
+    if logits is None:
+        if cancelled():  # before it came here
+            text, reason = answer.end("cancelled")
+            on_text(text, len(answer.ids))
+            return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
+        logits = session.step(torch.tensor([answer.ids[-1:]]), answer.ids[-1])
     of_step = 0
     while True:
         token = answer.choose(logits)

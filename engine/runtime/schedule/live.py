@@ -12,7 +12,8 @@ from engine.common.chat import ChatMessage, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.runtime.batch.policy import policy_for
-from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.token_bytes import token_bytes
 from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation
@@ -103,15 +104,15 @@ class LiveRows:
         """The control tokens of the vocabulary that are marks in answers; `calls` if tools may be called."""
         return self._preparation.replies.shown(calls=calls)
 
-    def constrained(self, constraint: Constraint) -> ConstrainedAnswer:
-        """What makes an answer satisfy a constraint.
+    def constrained(self, constraint: Constraint, prompt: list[int], thinking: Thinking = "auto") -> TokenConstraint:
+        """What makes an answer to a prompt satisfy a constraint.
 
         Raises:
             EngineError: the model or the constraint does not allow it.
         """
         if self._constrained is None:
             self._constrained = ConstrainedAnswers.of(self._loaded)
-        return self._constrained.begin(constraint)
+        return self._preparation.replies.free_before(self._constrained.begin(constraint), prompt, thinking)
 
     def take(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
         """Lets requests join those under way, as many as there are places; `requests` may end now and go on later.

@@ -24,7 +24,7 @@ from engine.runtime.decode.generation import (
 )
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
-from engine.runtime.decode.split_answer import Replies
+from engine.runtime.decode.split_answer import Replies, thinking_for
 from engine.runtime.loaded_model import LoadedModel
 
 
@@ -202,12 +202,16 @@ class Preparation:
         if request.ids:
             prompt, stop = list(request.ids), sampling.stop
         else:
-            prompt = self.prompt(request.messages, cancelled, thinking=sampling.thinking)
+            constraint = request.constraint
+            thinking = thinking_for(sampling, constrained=constraint is not None)
+            prompt = self.prompt(request.messages, cancelled, thinking=thinking)
             stop = (*sampling.stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
                 earlier = self._earlier(request.messages, prompt, cancelled)
             request.on_prepared(not self._encodes and self.replies.thinks(prompt))
-            request = replace(request, shown=self.replies.shown(calls=False))
+            if constraint is not None and not self._encodes:
+                constraint = self.replies.free_before(constraint, prompt, thinking)
+            request = replace(request, shown=self.replies.shown(calls=False), constraint=constraint)
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         limits = AnswerLimits.within(self.fitting(prompt), sampling, end_ids, stop)
         return PreparedRow(request, prompt, limits, self._tokenizer, earlier, begun_s)

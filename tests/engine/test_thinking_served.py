@@ -1,0 +1,64 @@
+"""Clients of every interface say in its own words how much a model is to think."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from engine.serving.server import Address, Server
+from engine.serving.service import LibraryModels, Service
+from tests.scripted_desk import ScriptedDesk
+
+ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 9, "stream": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "thinking"),
+    [
+        ("/v1/chat/completions", {}, None),
+        ("/v1/chat/completions", {"reasoning_effort": "high"}, "high"),
+        ("/v1/chat/completions", {"reasoning_effort": "none"}, "off"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}}, "off"),
+        ("/v1/chat/completions", {"chat_template_kwargs": {"thinking": True}}, "on"),
+        ("/v1/responses", {"input": "Hello", "reasoning": {"effort": "low"}}, "low"),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 2000}}, "on"),
+        ("/v1/messages", {"thinking": {"type": "disabled"}}, "off"),
+        ("/api/chat", {"think": True}, "on"),
+        ("/api/chat", {"think": False}, "off"),
+        ("/api/chat", {"think": "medium"}, "medium"),
+    ],
+)
+def test_how_much_to_think_is_read(path: str, fields: dict[str, Any], thinking: str | None) -> None:
+    status, desk = _ask(path, fields)
+    assert status == 200
+    (ticket,) = desk.tickets
+    assert ticket.ask.sampling.get("thinking") == thinking
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"reasoning_effort": "loud"}),
+        ("/v1/chat/completions", {"reasoning_effort": 3}),
+        ("/v1/responses", {"input": "Hello", "reasoning": {"effort": ["low"]}}),
+        ("/api/chat", {"think": "loud"}),
+    ],
+)
+def test_other_words_are_refused(path: str, fields: dict[str, Any]) -> None:
+    status, desk = _ask(path, fields)
+    assert status == 400
+    assert desk.tickets == []
+
+
+def _ask(path: str, fields: dict[str, Any]) -> tuple[int, ScriptedDesk]:
+    desk, models = ScriptedDesk(ends=True), LibraryModels(Path("mixtral"), "mixtral")
+    models.listed = list  # type: ignore[method-assign,assignment]
+    server = Server(Service(desk, models), Address(port=0))
+    url = f"http://127.0.0.1:{server.start()}{path}"
+    try:
+        return httpx2.post(url, json={**ASKED, **fields}, timeout=30).status_code, desk
+    finally:
+        server.stop()
