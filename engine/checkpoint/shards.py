@@ -39,13 +39,18 @@ _ASIDE = re.compile(r"^(adapter_model|consolidated|optimizer|.*\.fp32\b)")
 
 
 def read_tensors(
-    directory: Path, *, names: Collection[str] | None = None, open_file: Opener = open_foreign
+    directory: Path,
+    *,
+    names: Collection[str] | None = None,
+    open_file: Opener = open_foreign,
+    guesses: bool = False,
 ) -> dict[str, TensorEntry]:
     """Every tensor of the checkpoint in `directory`, or in a GGUF file, by name.  Reads headers only.
 
     Args:
         names: of the checkpoint's files, for weights that are not on this machine; `open_file` opens those, and the
             JSON files are in `directory`.
+        guesses: of a GGUF file, with those of the layer that guesses tokens; a checkpoint's are always there.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` (a shard or tensor is missing, cut short or inconsistent), `CHECKPOINT_UNSAFE`
@@ -57,7 +62,7 @@ def read_tensors(
         from engine.checkpoint.gguf.checkpoint import gguf_tensors  # imports numpy, which others do not need
         from engine.checkpoint.gguf.file import read_gguf
 
-        return gguf_tensors(read_gguf(gguf))
+        return gguf_tensors(read_gguf(gguf), guesses=guesses)
     index, file = directory / INDEX_NAME, directory / CONFIG_NAME
     if index.exists():
         tensors = _from_index(directory, index, open_file)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from engine.runtime.schedule.alone import Alone
 from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.test_disk_backed import damage_everything
+from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.test_speculation import Eager
 
 _ALWAYS = ("deepseek_v3", "glm4_moe", "qwen3_5_moe fused")
@@ -45,7 +47,8 @@ class Oracle:
 
     takes_s = 0.0
 
-    def __init__(self, answer: Sequence[int], held: int) -> None:
+    def __init__(self, answer: Sequence[int], held: int, vocabulary: int = 300) -> None:
+        self._vocabulary = vocabulary
         self._answer, self._at, self._draw = answer, -1, random.Random(4)
         self.came_true: list[int] = []
 
@@ -62,7 +65,7 @@ class Oracle:
             return None
         if self._draw.random() < 0.5:
             wrong = self._draw.randrange(len(ids))
-            ids[wrong] = (ids[wrong] + 1) % 300
+            ids[wrong] = (ids[wrong] + 1) % self._vocabulary
         return Guess(tuple(ids), (1.0,) * len(ids), (0,) * len(ids))
 
     def learn(self, guess: Guess, came_true: int) -> None:
@@ -173,14 +176,14 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
         loaded.close()
 
 
-def _answers_stay_the_same(loaded: LoadedModel) -> None:
-    prompt, sampling = random_prompt(30, seed=3), SamplingParams(max_tokens=48)
+def _answers_stay_the_same(loaded: LoadedModel, vocabulary: int = 300) -> None:
+    prompt, sampling = [token % vocabulary for token in random_prompt(30, seed=3)], SamplingParams(max_tokens=48)
     whole = Alone(loaded, speculates=False).generate_from_ids(prompt, sampling, end_ids=NO_END)
     session = Alone(loaded, speculates=True)
     session._prices = Eager()
     kv: Any = session._session
     own = kv.drafters()
-    told = Oracle(whole.token_ids, len(prompt))
+    told = Oracle(whole.token_ids, len(prompt), vocabulary)
     kv.drafters = lambda: [told]
     result = session.generate_from_ids(prompt, sampling, end_ids=NO_END)
     assert result.token_ids == whole.token_ids
@@ -192,6 +195,50 @@ def _answers_stay_the_same(loaded: LoadedModel) -> None:
     alone = Alone(loaded, speculates=False).generate_from_ids(more, sampling, end_ids=NO_END)
     assert by_head.token_ids == alone.token_ids
     assert by_head.guessed_tokens > 0
+
+
+def test_the_head_in_a_gguf_file_is_the_one_it_was_converted_from(tmp_path: Path) -> None:
+    file, _ = unpacked("glm4-moe", tmp_path)
+    draw = np.random.default_rng(3)
+    added: dict[str, Any] = {}
+
+    def with_head(tensors: dict[str, Any]) -> dict[str, Any]:
+        hidden = tensors["token_embd.weight"].shape[1]
+        added["output.weight"] = tensors["output.weight"] * 40  # no two tokens are almost equally likely
+        for name, values in tensors.items():
+            if name.startswith("blk.1."):
+                added[name.replace("blk.1.", "blk.2.")] = values + 0.1 * draw.standard_normal(values.shape)
+        added["blk.2.nextn.eh_proj.weight"] = draw.standard_normal((hidden, 2 * hidden)) * hidden**-0.5
+        for norm in ("enorm", "hnorm", "shared_head_norm"):
+            added[f"blk.2.nextn.{norm}.weight"] = 1 + 0.1 * draw.standard_normal(hidden)
+        added["blk.2.nextn.shared_head_head.weight"] = added["output.weight"]
+        added["blk.2.nextn.embed_tokens.weight"] = tensors["token_embd.weight"]
+        return {**tensors, **added}
+
+    path = rewritten(file, tensors=with_head, block_count=3, nextn_predict_layers=1)
+    plain = loaded_from(path, speculation="auto")
+    try:
+        assert draft_head_of(plain.model) is None
+    finally:
+        plain.close()
+    loaded = loaded_from(path)
+    try:
+        head = draft_head_of(loaded.model)
+        assert head is not None
+        held = {
+            "eh_proj": head.eh_proj,
+            "enorm": head.enorm,
+            "hnorm": head.hnorm,
+            "shared_head_norm": head.norm,
+        }
+        for name, module in held.items():
+            given = torch.from_numpy(added[f"blk.2.nextn.{name}.weight"]).float()
+            torch.testing.assert_close(module.weight, given)
+        given = torch.from_numpy(added["blk.2.attn_output.weight"]).float()
+        torch.testing.assert_close(head.block.self_attn.o_proj.weight, given)
+        _answers_stay_the_same(loaded, 288)
+    finally:
+        loaded.close()
 
 
 def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
 from engine.common.plain_text import plain_line
 from engine.families import GGUF, family_of
-from engine.families.gguf import HEAD_DIM, REQUIRED, Gguf, Key, Made
+from engine.families.family import DraftHead
+from engine.families.gguf import DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
 
 _MOST_LAYERS, _MOST_READ = 4096, 2**20
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -64,18 +65,26 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def gguf_tensors(file: GgufFile) -> dict[str, TensorEntry]:
+def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEntry]:
     """The model's tensors by the names that a checkpoint has for them.
+
+    Args:
+        guesses: with those of the layer behind the last that guesses tokens, where the file has one.
 
     Raises:
         EngineError: as `gguf_config`; `MODEL_UNSUPPORTED` if the file has a tensor that nothing here knows.
     """
     config = gguf_config(file)
-    _, family, file = _opened(file)
+    model_type, family, file = _opened(file)
     layers = int(config["num_hidden_layers"])
+    if guesses and family_of(model_type).draft_head == DraftHead():
+        family = replace(family, tensors={**family.tensors, **DRAFT_HEAD})
+        further = [(name, ways) for name, ways in _expanded(family, range(layers, layers + 1)) if f".{layers}." in name]
+    else:
+        further = []
     left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
-    for name, ways in _expanded(family, layers):
+    for name, ways in (*_expanded(family, range(layers)), *further):
         made = next((made for made in ways if all(_first(source) in file.tensors for source in made.sources)), None)
         if made is None:
             continue
@@ -132,7 +141,7 @@ def _sensible(file: GgufFile) -> Iterator[None]:
 
 
 def _predicts_further(name: str, layers: int) -> bool:
-    """Whether a tensor is of the layers behind the last, which predict further tokens and are not used."""
+    """Whether a tensor is of the layers behind the last, which predict further tokens; they may hold anything."""
     place = name.split(".")
     return place[0] == "blk" and len(place) > 1 and place[1].isdecimal() and int(place[1]) >= layers
 
@@ -454,13 +463,13 @@ def _same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def _expanded(family: Gguf, layers: int) -> Iterator[tuple[str, list[Made]]]:
-    """The names of all tensors that a model of so many layers may have, and what each may be made of."""
+def _expanded(family: Gguf, layers: range) -> Iterator[tuple[str, list[Made]]]:
+    """The names of all tensors that a model with these layers may have, and what each may be made of."""
     for name, ways in zip(family.tensors, _ways(family), strict=True):
         if "{n}" not in name:
             yield name, ways
             continue
-        for layer in range(layers):
+        for layer in layers:
             number = str(layer)
             yield (
                 name.replace("{n}", number),

@@ -143,6 +143,16 @@ FEED_FORWARD: Tensors = {
     **both(f"{LAYER}.mlp.up_proj", "blk.{n}.ffn_up"),
     **both(f"{LAYER}.mlp.down_proj", "blk.{n}.ffn_down"),
 }
+DRAFT_HEAD: Tensors = {
+    f"{LAYER}.{theirs}.weight": f"blk.{{n}}.nextn.{ours}.weight"
+    for theirs, ours in {
+        "enorm": "enorm",
+        "hnorm": "hnorm",
+        "eh_proj": "eh_proj",
+        "shared_head.norm": "shared_head_norm",
+    }.items()
+}
+"""What else a layer that guesses tokens has, under the names of `engine.families.family.DraftHead`."""
 
 
 def attention(query_norm: str = "q_norm", key_norm: str = "k_norm", output: str = "o_proj") -> Tensors:

@@ -105,7 +105,7 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     library_config = read_library_config(directory, raw)
     adapter = adapter_for(raw["model_type"])
     model_class, part = model_class_for(library_config, adapter)
-    tensors = read_tensors(directory)
+    tensors = read_tensors(directory, guesses=guesses)
     check_filled(tensors.values())
     profile = profile_of(raw, tensors.values())
     quantizer = quantizer_for(part)
