@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from engine.kernels.gpu.proof import runs_kernels, why_not
+from engine.kernels.gpu.experts import CardExperts
+from engine.kernels.gpu.experts import can_compute as can_compute_on_card
+from engine.kernels.gpu.proof import kernels_of, why_not
 from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native.experts import NativeExperts, can_compute
 from engine.kernels.native.library import NativeKernels
@@ -19,11 +21,9 @@ def choose_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels | Non
     `kernels`: the native ones, if available.
     """
     in_torch = choose_torch_kernel(module, layer, kernels)
-    if in_torch is not None and runs_kernels(layer.device):
-        from engine.kernels.gpu import experts as on_card  # needs Triton
-
-        if on_card.can_compute(layer, in_torch.math):
-            return on_card.CardExperts(layer, in_torch.math)
+    on_card = kernels_of(layer.device) if in_torch is not None else None
+    if in_torch is not None and on_card is not None and can_compute_on_card(layer, in_torch.math):
+        return CardExperts(layer, in_torch.math, on_card, many_tokens=in_torch)
     if in_torch is None or kernels is None or not can_compute(layer, in_torch.math):
         return in_torch
     return NativeExperts(layer, in_torch.math, kernels, many_tokens=in_torch)

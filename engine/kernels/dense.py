@@ -13,7 +13,7 @@ import torch
 from engine.formats import ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
 from engine.formats.tiles import TiledShape
 from engine.kernels.gpu.linear import CardLinear
-from engine.kernels.gpu.proof import runs_kernels
+from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import StoredMatrices
 from engine.kernels.quantise import quantise
@@ -78,7 +78,7 @@ def quantise_on_cards(
         else:
             matrix = quantise(module.weight, of_this, kernels=kernels)
         bias = module.bias.detach() if module.bias is not None else None
-        forward = CardLinear(matrix, bias, place, with_kernels=of_this.on_card and runs_kernels(place))
+        forward = CardLinear(matrix, bias, place, kernels_of(place) if of_this.on_card else None)
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
         module.register_buffer("tiles", forward.record, persistent=False)  # registered only to be counted
         module.forward = forward  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""The card's kernels against the plain definition, for any device that runs them: a card, or Triton's interpreter."""
+"""Kernels for cards against the plain definition: on a card, in Triton's interpreter, on an emulated card."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.activation import activation_of
 from engine.kernels.gpu.experts import CardExperts, can_compute
+from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.interface import ExpertMath
 from engine.kernels.reference import reference_experts
 
@@ -120,6 +121,7 @@ def layer_of(
 
 
 def check(
+    kernels: CardKernels,
     device: torch.device,
     kind: str,
     precision: str,
@@ -142,7 +144,7 @@ def check(
     layer, meant = layer_of(module, precision, device, pieces)
     math = ExpertMath.of(module)
     assert can_compute(layer, math)
-    kernel = CardExperts(layer, math)
+    kernel = CardExperts(layer, math, kernels)
     index = torch.stack([torch.randperm(experts + 1)[:width] for _ in range(tokens)])
     share = torch.rand(tokens, width)
     x = torch.randn(tokens, hidden).to(torch.float32 if precision == "fp32" else torch.bfloat16)
@@ -156,12 +158,12 @@ def check(
     torch.testing.assert_close(result.float().cpu(), wanted, rtol=tolerance, atol=tolerance * largest)
 
 
-def check_not_numbers(device: torch.device, precision: str) -> None:
+def check_not_numbers(kernels: CardKernels, device: torch.device, precision: str) -> None:
     """What is no number stays none, in its own token alone."""
     torch.manual_seed(2)
     module = module_of("silu", 2, 64, 48, bias=False)
     layer, _ = layer_of(module, precision, device)
-    kernel = CardExperts(layer, ExpertMath.of(module))
+    kernel = CardExperts(layer, ExpertMath.of(module), kernels)
     index, share = torch.tensor([[0, 1], [1, 0]], device=device), torch.full((2, 2), 0.5, device=device)
     for tokens in (1, 9):  # one by one, and in blocks
         x = torch.randn(2 * tokens, 64, device=device).bfloat16()
@@ -174,12 +176,12 @@ def check_not_numbers(device: torch.device, precision: str) -> None:
             assert torch.equal(out[1:], clean[1:])
 
 
-def check_nobody(device: torch.device, precision: str) -> None:
+def check_nobody(kernels: CardKernels, device: torch.device, precision: str) -> None:
     """Ids that are no expert give nothing."""
     torch.manual_seed(3)
     module = module_of("silu", 3, 64, 32, bias=True)
     layer, _ = layer_of(module, precision, device)
-    kernel = CardExperts(layer, ExpertMath.of(module))
+    kernel = CardExperts(layer, ExpertMath.of(module), kernels)
     for nobody in (3, 1 << 40, -1):
         for tokens in (1, 40):
             index = torch.full((tokens, 2), nobody, device=device)

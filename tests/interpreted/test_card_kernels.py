@@ -14,52 +14,56 @@ from engine.formats import FORMATS
 from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import dequantise
 from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu.products import TritonProducts
 from engine.kernels.gpu.proof import prove
-from engine.kernels.gpu.stored import group
+from engine.kernels.gpu.stored import CardKernels, group
 from engine.kernels.quantise import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers
 
 CPU = torch.device("cpu")
+TRITON = CardKernels(TritonProducts(), TritonProducts.most_visits, TritonProducts())
 EVERY_KIND = [(kind, PRECISIONS[number % len(PRECISIONS)]) for number, kind in enumerate(KINDS)]
 EVERY_PRECISION = [(kind, precision) for kind in ("gpt-oss", "relu2 without gate") for precision in PRECISIONS]
 
 
 @pytest.mark.parametrize(("kind", "precision"), [*EVERY_KIND, *EVERY_PRECISION])
 def test_experts_of_few_visits(kind: str, precision: str) -> None:
-    check(CPU, kind, precision, tokens=2, width=2, bias=False, seed=2)
+    check(TRITON, CPU, kind, precision, tokens=2, width=2, bias=False, seed=2)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [*EVERY_KIND, *EVERY_PRECISION])
 def test_experts_of_many_visits(kind: str, precision: str) -> None:
-    check(CPU, kind, precision, tokens=17, width=2, experts=3, seed=3)
+    check(TRITON, CPU, kind, precision, tokens=17, width=2, experts=3, seed=3)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_shapes_that_are_no_multiples(precision: str) -> None:
     for hidden, inner in ((1, 1), (33, 17), (31, 65)):
-        check(CPU, "silu", precision, tokens=1, width=1, hidden=hidden, inner=inner, seed=hidden)
-        check(CPU, "silu", precision, tokens=33, width=1, experts=2, hidden=hidden, inner=inner, seed=inner)
+        check(TRITON, CPU, "silu", precision, tokens=1, width=1, hidden=hidden, inner=inner, seed=hidden)
+        check(TRITON, CPU, "silu", precision, tokens=33, width=1, experts=2, hidden=hidden, inner=inner, seed=inner)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int4", "lut4"])
 def test_prompts_in_big_blocks_and_in_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.kernels.gpu.experts._MANY_VISITS", 40)
-    check(CPU, "silu", precision, tokens=70, width=1, experts=2)
+    check(TRITON, CPU, "silu", precision, tokens=70, width=1, experts=2)
     monkeypatch.setattr("engine.kernels.gpu.experts._INNER_BYTES", 0)
-    check(CPU, "silu", precision, tokens=260, width=1, experts=2)
+    check(TRITON, CPU, "silu", precision, tokens=260, width=1, experts=2)
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_norms_and_gates_that_only_the_module_knows(tokens: int) -> None:
-    check(CPU, "silu", "bf16", tokens=tokens, width=2, norm=lambda out: torch.nn.functional.normalize(out, dim=-1))
-    check(CPU, "own", "bf16", tokens=tokens, width=2)
+    check(
+        TRITON, CPU, "silu", "bf16", tokens=tokens, width=2, norm=lambda out: torch.nn.functional.normalize(out, dim=-1)
+    )
+    check(TRITON, CPU, "own", "bf16", tokens=tokens, width=2)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, in the interpreter
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
 def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
-    check_not_numbers(CPU, precision)
-    check_nobody(CPU, precision)
+    check_not_numbers(TRITON, CPU, precision)
+    check_nobody(TRITON, CPU, precision)
 
 
 def test_groups() -> None:
@@ -79,7 +83,7 @@ def test_linear_layers(precision: str, with_kernels: bool) -> None:
     matrix = quantise(weight, FORMATS[precision])
     matrix.set_table(MXFP4_TABLE)  # a matrix has its own, if any
     for of_layer in (bias, None):
-        forward = CardLinear(matrix, of_layer, CPU, with_kernels=with_kernels)
+        forward = CardLinear(matrix, of_layer, CPU, TRITON if with_kernels else None)
         for shape in ((1, 1, 70), (3, 70), (2, 40, 70), (0, 70)):
             x = torch.randn(shape).bfloat16()
             wanted = torch.nn.functional.linear(x.float(), dequantise(matrix).float())
@@ -88,4 +92,4 @@ def test_linear_layers(precision: str, with_kernels: bool) -> None:
 
 
 def test_the_proof_that_a_card_is_asked_for() -> None:
-    assert prove(CPU) is None
+    assert prove(CPU, TritonProducts()) is None

@@ -18,6 +18,8 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.gpu import products
 from engine.kernels.gpu.experts import CardExperts
+from engine.kernels.gpu.products import TritonProducts
+from engine.kernels.gpu.stored import CardKernels
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.on_devices import MIB, PROMPT, opened, share_misses
 from tests.engine.tiny_families import tiny_checkpoint
@@ -48,7 +50,8 @@ def test_logits_are_those_of_torch(
     options = {"precision": precision, "cache_slots": slots, "vram_bytes": 64 * MIB}
     with opened(folder, **options) as model:
         wanted = [logits(model, tokens) for tokens in (1, 5)]
-    monkeypatch.setattr(kernels, "runs_kernels", lambda place: True)
+    triton = TritonProducts()
+    monkeypatch.setattr(kernels, "kernels_of", lambda place: CardKernels(triton, triton.most_visits, triton))
     launch, turn = products._launch, threading.Lock()
 
     def one_at_a_time(*args: Any, **constants: Any) -> None:

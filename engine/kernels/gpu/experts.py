@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch
 
 from engine.formats.tiles import Pairing
-from engine.kernels.gpu.products import multiply_groups, multiply_visits
-from engine.kernels.gpu.stored import ALIGNMENT, RecordTable, group, stored_matrix
-from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.gpu.stored import ALIGNMENT, CardKernels, GroupedProducts, RecordTable, group, stored_matrix
+from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
 
-FEW_VISITS = 32
-"""Up to this many visits are computed one by one: a token's experts differ, so sorting gains nothing."""
 _MANY_VISITS = 1024
 """From this many visits per expert, large blocks are used."""
 _INNER_BYTES = 64 * 2**20
@@ -36,14 +33,18 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
 class CardExperts:
     """Computes one layer's experts without synchronising with the card, so its steps can be captured in a graph.
 
-    Few visits: each one separately. Many: sorted by expert on the card, and computed in blocks by its matrix units. An
-    expert's output for a token is rounded to the hidden states' type; sums over a token's experts are in fp32.
+    Few visits: each one separately. Many: sorted by expert on the card, and computed in blocks by its matrix units, or
+    by `many_tokens` where there are no kernels for that. An expert's output for a token is rounded to the type of the
+    hidden states; sums over a token's experts are in fp32.
     """
 
     is_capturable = True
 
-    def __init__(self, layer: LayerRecords, math: ExpertMath) -> None:
+    def __init__(
+        self, layer: LayerRecords, math: ExpertMath, kernels: CardKernels, many_tokens: ExpertKernel | None = None
+    ) -> None:
         self.math = math
+        self._kernels, self._many_tokens = kernels, many_tokens
         known = math.activation
         self._first = stored_matrix(
             layer, math.first, math.first_bias, known.pairing if known is not None else Pairing.PLAIN
@@ -59,9 +60,12 @@ class CardExperts:
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """See `engine.kernels.interface.ExpertKernel`."""
-        hidden = hidden_states.to(self._dtype).contiguous()
         tokens, width = top_k_index.shape
-        at_once = max(1, self.rows_at_once // max(width, 1))
+        few_only, most_few = self._kernels.many is None, self._kernels.most_few
+        if few_only and tokens * width > most_few and self._many_tokens is not None:
+            return self._many_tokens(hidden_states, top_k_index, top_k_weights)
+        hidden = hidden_states.to(self._dtype).contiguous()
+        at_once = max(1, (most_few if few_only else self.rows_at_once) // max(width, 1))
         if tokens <= at_once:
             result = self._compute(hidden, top_k_index, top_k_weights)
         else:
@@ -75,7 +79,15 @@ class CardExperts:
         ids = index.reshape(-1).long()
         if not len(ids):
             return torch.zeros_like(hidden)
-        out = self._few(hidden, ids, width) if len(ids) <= FEW_VISITS else self._many(hidden, ids, width)
+        few, many = self._kernels.few, self._kernels.many
+        if many is not None and len(ids) > self._kernels.most_few:
+            out = self._in_groups(many, hidden, ids, width)
+        else:
+            inner = few.multiply_visits(self._first, self._table, hidden, ids, width, self.math.activation)
+            inner = self._gate(inner)
+            if few.adds_up and self.math.norm is None:
+                return few.multiply_visits(self._down, self._table, inner, ids, 1, shares=weights.float().contiguous())
+            out = few.multiply_visits(self._down, self._table, inner, ids, 1)
         if self.math.norm is not None:
             out = self.math.norm(out).masked_fill(self._invalid(ids)[:, None], 0)
         if width == 1:
@@ -87,17 +99,15 @@ class CardExperts:
             result[some] = (rows[some].float() * shares[some]).sum(1)
         return result
 
-    def _few(self, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
-        inner = multiply_visits(self._first, self._table, hidden, ids, width, self.math.activation)
-        return multiply_visits(self._down, self._table, self._gate(inner), ids, 1)
-
-    def _many(self, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
+    def _in_groups(self, many: GroupedProducts, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
         block = 64 if len(ids) >= _MANY_VISITS else 16
         invalid = self._invalid(ids)
         groups = group(ids.masked_fill(invalid, self._experts), self._experts, block)
         count = len(ids)
-        inner = multiply_groups(self._first, self._table, hidden, count, groups, block, width, self.math.activation)
-        out = multiply_groups(self._down, self._table, self._gate(inner), count, groups, block, 1)
+        inner = many.multiply_groups(
+            self._first, self._table, hidden, count, groups, block, width, self.math.activation
+        )
+        out = many.multiply_groups(self._down, self._table, self._gate(inner), count, groups, block, 1)
         return out.masked_fill_(invalid[:, None], 0)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.formats.tiles import TiledMatrix, dequantise
-from engine.kernels.gpu.stored import RecordTable, store
+from engine.kernels.gpu.stored import CardKernels, RecordTable, store
 
 _FEW_TOKENS = 16
 """Up to this many tokens, reading the tiles per token from the card's cache is faster than dequantising."""
@@ -14,19 +14,19 @@ _FEW_TOKENS = 16
 class CardLinear:
     """The `forward` of one tiled linear layer; replaces its weight.
 
-    Few tokens use the tiles directly, if the card runs the kernels; otherwise each call dequantises.
+    Few tokens use the tiles directly, if there are kernels; otherwise each call dequantises.
 
     Args:
         matrix: on any device; copied to `device`.
-        with_kernels: whether the card runs the kernels.
+        kernels: of the card, if it runs them.
     """
 
     def __init__(
-        self, matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device, *, with_kernels: bool
+        self, matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device, kernels: CardKernels | None
     ) -> None:
         self.record, self._stored = store(matrix, bias, device)
-        self._table = RecordTable([self.record]) if with_kernels else None
-        self._ids = torch.zeros(_FEW_TOKENS, dtype=torch.int64, device=device)
+        self._kernels = kernels
+        self._table = RecordTable([self.record])
         shape, record = matrix.shape, self.record[0]
 
         def part(at: int, like: torch.Tensor) -> torch.Tensor:
@@ -44,10 +44,8 @@ class CardLinear:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """[.., columns] -> [.., rows]."""
         rows = input.reshape(-1, self._stored.columns).to(torch.bfloat16).contiguous()
-        if self._table is not None and 0 < len(rows) <= _FEW_TOKENS:
-            from engine.kernels.gpu.products import multiply_visits
-
-            out = multiply_visits(self._stored, self._table, rows, self._ids[: len(rows)], 1)
+        if self._kernels is not None and 0 < len(rows) <= _FEW_TOKENS:
+            out = self._kernels.few.multiply_visits(self._stored, self._table, rows, None, 1)
         else:
             out = torch.nn.functional.linear(rows, dequantise(self._matrix), self._bias)
         return out.view(*input.shape[:-1], self._stored.rows).to(input.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,49 @@ _WORDS = 32
 _GROUP_OUTPUTS = 64
 
 
+class TritonProducts:
+    """`Products` and `GroupedProducts` by Triton's kernels."""
+
+    name = "triton"
+    most_visits = 32  # a token's experts differ, so up to here sorting gains nothing
+    adds_up = False
+
+    def multiply_visits(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        width: int,
+        activation: Activation | None = None,
+        *,
+        shares: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Products.multiply_visits`."""
+        assert shares is None
+        ids = _only_first(x.device)[: len(x)] if ids is None else ids
+        return multiply_visits(matrix, table, x, ids, width, activation)
+
+    def multiply_groups(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        visits: int,
+        groups: ExpertGroups,
+        block: int,
+        width: int,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """See `GroupedProducts.multiply_groups`."""
+        return multiply_groups(matrix, table, x, visits, groups, block, width, activation)
+
+
+@cache
+def _only_first(place: torch.device) -> torch.Tensor:
+    return torch.zeros(TritonProducts.most_visits, dtype=torch.int64, device=place)
+
+
 def multiply_visits(
     matrix: StoredMatrix,
     table: RecordTable,
@@ -30,16 +74,7 @@ def multiply_visits(
     width: int,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """Each visit separately: for few visits, bound by reading weights.
-
-    Args:
-        x: [T, columns], contiguous, of the matrix's type.
-        ids: int64 [visits]: visit v is row v // width of x to expert ids[v].
-        activation: applied to the product, if any.
-
-    Returns:
-        [visits, outputs], zeros for ids that are no expert.
-    """
+    """See `Products.multiply_visits`."""
     visits = len(ids)
     out = x.new_empty(visits, matrix.outputs)
     after = _after(matrix, activation)
@@ -66,11 +101,7 @@ def multiply_groups(
     width: int,
     activation: Activation | None = None,
 ) -> torch.Tensor:
-    """Visits sorted by expert, `block` at a time: for many visits, which share an expert's weights.
-
-    Returns:
-        [visits, outputs], in the original order of visits; unwritten for visits without an expert.
-    """
+    """See `GroupedProducts.multiply_groups`."""
     out = x.new_empty(visits, matrix.outputs)
     after = _after(matrix, activation)
     places = (x, groups.order, groups.block_expert, groups.block_begin, groups.ends, table.offsets, table.base, out)

@@ -1,70 +1,163 @@
-"""Tests once whether a card runs the Triton kernels, with a small problem of each kind."""
+"""Tests once which kernels a card runs, with a small problem of each kind, and chooses the quickest of them."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
-from engine.formats.tiles import Pairing, TiledMatrix, dequantise
+from engine.formats.int4 import INT4
+from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise
 from engine.kernels.activation import Activation, ActivationKind
+from engine.kernels.cuda.driver import NvidiaCard
+from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
+from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.gpu.stored import CardKernels, Products, RecordTable, StoredMatrix, group, store
 from engine.kernels.quantise import quantise
+
+if TYPE_CHECKING:
+    from engine.kernels.gpu.products import TritonProducts
 
 _log = logging.getLogger(__name__)
 
-_OLDEST = (8, 0)
+_OLDEST_FOR_TRITON = (8, 0)
 """Compute capability of NVIDIA's first cards with bf16 matrix units."""
+_MOST_FEW = 128
+"""Visits up to which reading weights takes longer than computing, by an estimate, where both ways are there."""
+_TIMED_ROWS, _TIMED_COLUMNS, _TIMED_EXPERTS = 4096, 2048, 8
+_TIMED_CALLS, _TIMED_RUNS = 10, 3
 
 
-def runs_kernels(device: torch.device) -> bool:
-    """Whether experts and linear layers on this device are computed by the kernels of this package."""
-    return why_not(device) is None
+def kernels_of(device: torch.device) -> CardKernels | None:
+    """The kernels that compute experts and linear layers on this device; `None`: PyTorch's operators do."""
+    return None if device.type != "cuda" else _chosen(_index_of(device)).kernels
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why the kernels do not run on a device, in a few words; `None` if they do."""
+    """Why no kernels run on a device, in a few words; `None` if some do."""
     if device.type != "cuda":
         return "it is not a graphics card"
-    return _why_not(device.index if device.index is not None else torch.cuda.current_device())
+    chosen = _chosen(_index_of(device))
+    return None if chosen.kernels is not None else chosen.reason
+
+
+def _index_of(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    kernels: CardKernels | None
+    reason: str
 
 
 @cache
-def _why_not(index: int) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
+def _chosen(index: int) -> _Chosen:
     device = torch.device("cuda", index)
+    triton, no_triton = _proven("Triton's kernels", device, triton_products)
+    in_cuda, no_cuda = _proven("the kernels in CUDA C", device, cuda_products)
+    if triton is None and in_cuda is None:
+        return _Chosen(None, f"{no_triton}, and {no_cuda}")
+    few = quickest([each for each in (in_cuda, triton) if each is not None], device)
+    most_few = few.most_visits if triton is None else min(few.most_visits, _MOST_FEW)
+    return _Chosen(CardKernels(few, most_few, triton), "")
+
+
+def triton_products(device: torch.device) -> TritonProducts:
+    """Triton's kernels.  Raises `UnavailableError`."""
+    if importlib.util.find_spec("triton") is None:
+        raise UnavailableError("Triton is not installed")
     capability = torch.cuda.get_device_capability(device)
-    if torch.version.hip is None and capability < _OLDEST:
-        return f"its compute capability is {capability[0]}.{capability[1]}, below {_OLDEST[0]}.{_OLDEST[1]}"
+    if torch.version.hip is None and capability < _OLDEST_FOR_TRITON:
+        least = ".".join(map(str, _OLDEST_FOR_TRITON))
+        raise UnavailableError(f"its compute capability is {capability[0]}.{capability[1]}, below {least}")
+    from engine.kernels.gpu.products import TritonProducts
+
+    return TritonProducts()
+
+
+def cuda_products(device: torch.device) -> CudaProducts:
+    """The kernels in CUDA C.  Raises `UnavailableError`."""
+    if torch.version.hip is not None:
+        raise UnavailableError("the kernels in CUDA C are for NVIDIA's cards")
     try:
+        find_nvrtc()
+    except CompileError as error:
+        raise UnavailableError(str(error)) from error
+    return CudaProducts(NvidiaCard(_index_of(device)))
+
+
+Made = TypeVar("Made", bound=Products)
+
+
+class UnavailableError(Exception):
+    """Kernels cannot be tried; the message says why in a few words."""
+
+
+def _proven(name: str, device: torch.device, make: Callable[[torch.device], Made]) -> tuple[Made | None, str]:
+    """The products if the card computes them right, and otherwise why not."""
+    try:
+        products = make(device)
         with torch.inference_mode():
-            failed = prove(device)
-    except Exception as error:  # any compiler or driver error: fall back to torch's operators
-        _log.warning("Triton's kernels do not run on cuda:%d", index, exc_info=True)
-        return f"Triton failed ({type(error).__name__})"
+            failed = prove(device, products)
+    except UnavailableError as error:
+        return None, str(error)
+    except Exception as error:  # any compiler or driver error: other kernels or torch's operators do it
+        _log.warning("%s do not run on %s", name, device, exc_info=True)
+        return None, f"{name} failed ({type(error).__name__})"
     if failed is not None:
-        _log.warning("Triton's kernels compute %s wrongly on cuda:%d", failed, index)
-        return f"Triton's kernels compute {failed} wrongly"
-    return None
+        _log.warning("%s compute %s wrongly on %s", name, failed, device)
+        return None, f"{name} compute {failed} wrongly"
+    return products, ""
 
 
-def prove(device: torch.device) -> str | None:
-    """Compares results with the reference; returns the first kind that is wrong."""
+def quickest(candidates: list[Products], device: torch.device) -> Products:
+    """The products that take the least time for a token's experts, if there is a choice."""
+    if len(candidates) == 1:
+        return candidates[0]
+    with torch.inference_mode():
+        return min(candidates, key=lambda each: _seconds(each, device))
+
+
+def _seconds(products: Products, device: torch.device) -> float:
+    """Of one product of eight visits with an int4 matrix each: long enough that starting kernels is hidden."""
+    shape = TiledShape(_TIMED_ROWS, _TIMED_COLUMNS, INT4)
+    record, matrix = store(TiledMatrix.empty(shape, empty=torch.zeros), None, device)
+    table = RecordTable([record.repeat(_TIMED_EXPERTS, 1)])
+    x = torch.zeros(1, _TIMED_COLUMNS, dtype=torch.bfloat16, device=device)
+    ids = torch.arange(_TIMED_EXPERTS, device=device)
+    found: list[float] = []
+    for _ in range(_TIMED_RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(_TIMED_CALLS):
+            products.multiply_visits(matrix, table, x, ids, _TIMED_EXPERTS)
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return min(found) * 1e-3 / _TIMED_CALLS
+
+
+def prove(device: torch.device, products: Products) -> str | None:
+    """Compares results with the reference; returns the first kind that is wrong.
+
+    Products with `multiply_groups` (`GroupedProducts`) have it tried, too.
+    """
     for each in FORMATS.values():
         if each is BF16 or (each.on_card and each.is_tiled):
             for visits in (3, 40):
-                if not _is_right(each, visits, device):
+                if not _is_right(each, visits, device, products):
                     return each.name
     return None
 
 
-def _is_right(of_weights: WeightFormat, visits: int, device: torch.device) -> bool:
-    from engine.kernels.gpu.products import multiply_groups, multiply_visits
-    from engine.kernels.gpu.stored import RecordTable, StoredMatrix, group, store
-
+def _is_right(of_weights: WeightFormat, visits: int, device: torch.device, products: Products) -> bool:
     rows, columns = 96, 160
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(rows, columns, generator=generator).mul_(columns**-0.5).bfloat16()
@@ -79,10 +172,11 @@ def _is_right(of_weights: WeightFormat, visits: int, device: torch.device) -> bo
         record, matrix = store(tiles, None, device)
     table = RecordTable([record])
     ids = torch.zeros(visits, dtype=torch.int64, device=device)
-    if visits < 16:
-        out = multiply_visits(matrix, table, x.to(device), ids, 1, activation)
+    in_groups = getattr(products, "multiply_groups", None)
+    if visits > products.most_visits and in_groups is not None:
+        out = in_groups(matrix, table, x.to(device), visits, group(ids, 1, 16), 16, 1, activation)
     else:
-        out = multiply_groups(matrix, table, x.to(device), visits, group(ids, 1, 16), 16, 1, activation)
+        out = products.multiply_visits(matrix, table, x.to(device), ids, 1, activation)
     gate, up = (x.float() @ meant.float().T).chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
     return bool(torch.allclose(out.float().cpu(), wanted, rtol=0.05, atol=0.05))

@@ -7,7 +7,7 @@ each has is never brought to the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,6 +15,7 @@ from engine.formats.tiles import Pairing, TiledMatrix
 
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
+    from engine.kernels.activation import Activation
     from engine.kernels.interface import LayerRecords
 
 
@@ -158,3 +159,77 @@ def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) 
             record[0, offset : offset + part.nbytes].copy_(part.detach().contiguous().view(-1).view(torch.uint8))
     shape = matrix.shape
     return record, StoredMatrix(shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing, *offsets)
+
+
+class Products(Protocol):
+    """Kernels that multiply visits one by one, or few that share an expert: bound by reading weights.
+
+    Attributes:
+        name: for notes, and for what is measured with them.
+        most_visits: that one call takes.
+        adds_up: whether `multiply_visits` takes `shares`.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def most_visits(self) -> int: ...
+    @property
+    def adds_up(self) -> bool: ...
+    def multiply_visits(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        width: int,
+        activation: Activation | None = None,
+        *,
+        shares: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiplies each visit.
+
+        Args:
+            x: [T, columns], contiguous, of the matrix's type.
+            ids: int64 [visits]: visit v is row v // width of x to expert ids[v]; `None`: each row to the only record.
+            activation: applied to the product, if any.
+            shares: float32 [tokens, k]: adds up the k visits of each token, with these as weights.
+
+        Returns:
+            [visits, outputs], zeros for ids that are no expert; with shares [tokens, rows].
+        """
+
+
+class GroupedProducts(Protocol):
+    """Kernels that multiply visits sorted by expert, in blocks: bound by computing."""
+
+    def multiply_groups(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        visits: int,
+        groups: ExpertGroups,
+        block: int,
+        width: int,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """Multiplies `block` visits of an expert at a time.
+
+        Returns:
+            [visits, outputs], in the original order of visits; unwritten for visits without an expert.
+        """
+
+
+@dataclass(frozen=True)
+class CardKernels:
+    """The kernels that compute products on one card.
+
+    Attributes:
+        few: for up to `most_few` visits.
+        many: for more; `None`: PyTorch's operators compute them.
+    """
+
+    few: Products
+    most_few: int
+    many: GroupedProducts | None

@@ -33,7 +33,7 @@ from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.formats import STORED, careful, format_of
 from engine.kernels import choose_kernel
-from engine.kernels.gpu.proof import runs_kernels
+from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.kernels.native.linear import quantise_linears, speed_up_linears
@@ -408,8 +408,9 @@ def _latency(
     threads = torch.get_num_threads()
     place = device.identity or device.name.partition("#")[0]
     name = f"{place} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
-    if runs_kernels(device.torch_device):
-        name += " triton"
+    on_card = kernels_of(device.torch_device)
+    if on_card is not None:
+        name += f" {on_card.few.name}"
     precision = str(dtype).removeprefix("torch.")
     known = load_latency(name, precision, seen.layout.nbytes)
     if known is not None:

@@ -1,0 +1,123 @@
+"""Machine code of the kernels, kept on disk by what it was made from: sources, options, compiler, card and driver."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from engine.common.files import write_whole
+from engine.common.paths import cache_dir
+from engine.kernels.cuda.nvrtc import CompileError, Machine, Nvrtc, find_nvrtc
+
+SOURCES = Path(__file__).resolve().parent / "src"
+_MARK = b"switchyard cubin 1\n"
+_OPTIONS = ("-std=c++17", "--ptxas-options=-v")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A kernel, and what it is compiled for.
+
+    Attributes:
+        source: file in `SOURCES`.
+        entry: its name there.
+        threads: of a block.
+        defines: macros and their values.
+    """
+
+    source: str
+    entry: str
+    threads: int
+    defines: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Its source and values, such as `products-Int4-1`."""
+        return "-".join((Path(self.source).stem, *(value for _, value in self.defines)))
+
+
+@cache
+def _texts() -> dict[str, str]:
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()) if path.is_file()}
+
+
+def compile_kernel(kernel: Kernel, architecture: int, nvrtc: Nvrtc) -> Machine:
+    """Machine code for cards of compute capability `architecture` (as 89).
+
+    Raises:
+        CompileError: the compiler refuses it.
+    """
+    texts = _texts()
+    headers = {name: text for name, text in texts.items() if name.endswith(".h")}
+    defines = (f"-D{name}={value}" for name, value in kernel.defines)
+    options = (*_OPTIONS, f"-arch=sm_{architecture}", *defines)
+    return nvrtc.compile(texts[kernel.source], kernel.source, headers, options)
+
+
+def architecture_for(capability: tuple[int, int], nvrtc: Nvrtc) -> int:
+    """The newest architecture that the compiler knows and a card runs: cards run code of their own generation.
+
+    Raises:
+        CompileError: the card is too old or too new for this compiler.
+    """
+    wanted = 10 * capability[0] + capability[1]
+    known = [each for each in nvrtc.architectures() if each // 10 == capability[0] and each <= wanted]
+    if not known:
+        raise CompileError(
+            f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]} makes no code for cards of compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
+    return max(known)
+
+
+def machine_code(kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc: Nvrtc | None = None) -> bytes:
+    """The kernel's machine code for a card, from the cache folder or the compiler.
+
+    A file that is incomplete, changed or not ours is ignored and made again.
+
+    Args:
+        driver: its version; another one gets code of its own.
+        nvrtc: the compiler; by default the one that is found.
+
+    Raises:
+        CompileError: there is no compiler, or it refuses the kernel.
+    """
+    nvrtc = nvrtc or find_nvrtc()
+    architecture = architecture_for(capability, nvrtc)
+    made_from = hashlib.sha256(repr((kernel, _OPTIONS, nvrtc.version, architecture, driver)).encode())
+    for name, text in _texts().items():
+        made_from.update(f"{name}\0{text}\0".encode())
+    folder = cache_dir() / "cuda"
+    stem = f"{kernel.name}-sm_{architecture}-"
+    path = folder / f"{stem}{made_from.hexdigest()[:24]}.cubin"
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    code = compile_kernel(kernel, architecture, nvrtc).code
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, _MARK + hashlib.sha256(code).digest() + code)
+    except OSError as error:  # it is compiled again at the next start
+        _log.warning("the compiled kernel %s could not be kept: %s", path, error)
+    for other in folder.glob(f"{stem}*.cubin"):
+        if other != path:
+            with suppress(OSError):  # another process may have it open
+                other.unlink()
+    return code
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    begin = len(_MARK) + hashlib.sha256().digest_size
+    code = content[begin:]
+    is_whole = content[:begin] == _MARK + hashlib.sha256(code).digest()
+    return code if is_whole and code else None

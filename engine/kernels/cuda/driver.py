@@ -1,0 +1,93 @@
+"""Starts compiled kernels on NVIDIA's cards, through the driver and on PyTorch's streams."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from engine.kernels.cuda.compiled import Kernel, machine_code
+
+
+class Launcher(Protocol):
+    """Something that runs kernels: a card, or what stands for one in tests."""
+
+    @property
+    def multiprocessors(self) -> int: ...
+    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
+        """Queues a kernel on the current stream."""
+
+
+class DriverError(Exception):
+    """The driver refused something; the message is one sentence."""
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError as error:
+        raise DriverError(f"NVIDIA's driver could not be loaded ({error})") from None
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
+    library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    return library
+
+
+def _checked(result: int, did: str) -> None:
+    if result:
+        words = ctypes.c_char_p()
+        _driver().cuGetErrorString(result, ctypes.byref(words))
+        said = words.value.decode(errors="replace") if words.value else f"error {result}"
+        raise DriverError(f"The card's driver could not {did}: {said}")
+
+
+class NvidiaCard:
+    """One card; kernels are compiled and loaded when they are first needed.
+
+    Attributes:
+        driver: version of CUDA that the driver knows.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._device = torch.device("cuda", index)
+        self._functions: dict[Kernel, ctypes.c_void_p] = {}
+        self._modules: list[ctypes.c_void_p] = []  # what functions are part of
+        version = ctypes.c_int()
+        _checked(_driver().cuDriverGetVersion(ctypes.byref(version)), "tell its version")
+        self.driver = str(version.value)
+        properties = torch.cuda.get_device_properties(self._device)
+        self.capability = (properties.major, properties.minor)
+        self._multiprocessors = int(properties.multi_processor_count)
+
+    @property
+    def multiprocessors(self) -> int:
+        """Units that run blocks of threads."""
+        return self._multiprocessors
+
+    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
+        """Queues a kernel on PyTorch's current stream of this card.
+
+        Raises:
+            CompileError, DriverError: it cannot be compiled, loaded or started.
+        """
+        with torch.cuda.device(self._device):
+            function = self._functions.get(kernel) or self._load(kernel)
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            started = _driver().cuLaunchKernel(function, *grid, kernel.threads, 1, 1, 0, stream, parameters, None)
+        _checked(started, f"start {kernel.name}")
+
+    def _load(self, kernel: Kernel) -> ctypes.c_void_p:
+        code = machine_code(kernel, self.capability, self.driver)
+        torch.cuda.current_stream(self._device).synchronize()  # the driver's context is PyTorch's from here on
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        _checked(_driver().cuModuleLoadData(ctypes.byref(module), code), f"load {kernel.name}")
+        self._modules.append(module)
+        found = _driver().cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode())
+        _checked(found, f"find {kernel.entry}")
+        self._functions[kernel] = function
+        return function

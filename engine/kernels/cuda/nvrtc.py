@@ -1,0 +1,174 @@
+"""NVIDIA's run-time compiler, as it comes with PyTorch or in `nvidia-cuda-nvrtc`: CUDA C to machine code of a card.
+
+It needs no card, driver, toolkit or C++ compiler; the machine code of a kernel takes it a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_FOLDERS = (
+    *("nvidia/cu13/lib", "nvidia/cu13/bin/x86_64", "nvidia/cu13/bin"),
+    *("nvidia/cuda_nvrtc/lib", "nvidia/cuda_nvrtc/bin", "torch/lib"),
+)
+"""Within site-packages: of CUDA 13's packages, of CUDA 12's, of PyTorch's builds for Windows."""
+_PATTERN = "nvrtc64_*_0.dll" if sys.platform == "win32" else "libnvrtc.so.*"
+
+
+class CompileError(Exception):
+    """No machine code came out; the message is one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Machine code for one kind of card.
+
+    Attributes:
+        code: a cubin, as drivers load it.
+        log: what the compiler said: with `--ptxas-options=-v` registers and spills.
+    """
+
+    code: bytes
+    log: str
+
+
+class Nvrtc:
+    """One version of the compiler.
+
+    Attributes:
+        version: of CUDA, major and minor.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def architectures(self) -> list[int]:
+        """The compute capabilities that it compiles for, as 75, 80, ..."""
+        count = ctypes.c_int()
+        self._checked(self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "list its architectures")
+        numbers = (ctypes.c_int * count.value)()
+        self._checked(self._library.nvrtcGetSupportedArchs(numbers), "list its architectures")
+        return list(numbers)
+
+    def compile(self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> Machine:
+        """Machine code of a source.
+
+        Args:
+            name: of the source, for messages.
+            headers: texts of the headers that it includes, by name.
+            options: must name a real architecture (`-arch=sm_89`).
+
+        Raises:
+            CompileError: the source or an option is refused.
+        """
+        program = ctypes.c_void_p()
+        texts, names = [text.encode() for text in headers.values()], [each.encode() for each in headers]
+        strings = ctypes.c_char_p * len(headers)
+        made = self._library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), len(headers), strings(*texts), strings(*names)
+        )
+        self._checked(made, f"take {name}")
+        try:
+            given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+            result = self._library.nvrtcCompileProgram(program, len(options), given)
+            log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+            if result:
+                first = next((line for line in log.splitlines() if "error" in line), log[:200] or self._words(result))
+                raise CompileError(f"NVRTC {self.version[0]}.{self.version[1]} does not compile {name}: {first}")
+            return Machine(self._bytes(program, "CUBIN"), log)
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._checked(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"give its {what}")
+        buffer = ctypes.create_string_buffer(max(1, size.value))
+        self._checked(getattr(self._library, f"nvrtcGet{what}")(program, buffer), f"give its {what}")
+        return buffer.raw[: size.value]
+
+    def _checked(self, result: int, did: str) -> None:
+        if result:
+            raise CompileError(f"NVRTC cannot {did} ({self._words(result)})")
+
+    def _words(self, result: int) -> str:
+        return bytes(self._library.nvrtcGetErrorString(result)).decode(errors="replace")
+
+
+MISSING = (
+    "NVIDIA's compiler NVRTC was not found: it comes with PyTorch's CUDA builds, so run the set-up again, or install "
+    "the package nvidia-cuda-nvrtc"
+)
+
+
+def libraries() -> Iterator[Path]:
+    """Files of the compiler, those beside the installed PyTorch first."""
+    places = [*sys.path]
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        places.insert(0, str(Path(torch.origin).parent.parent))
+    seen = set()
+    for place in places:
+        for folder in _FOLDERS:
+            for path in sorted(Path(place or ".", folder).glob(_PATTERN)):
+                if path.resolve() not in seen and ".alt." not in path.name and "builtins" not in path.name:
+                    seen.add(path.resolve())
+                    yield path
+
+
+@cache
+def find_nvrtc() -> Nvrtc:
+    """The compiler.
+
+    Raises:
+        CompileError: there is none.
+    """
+    refused = ""
+    for path in libraries():
+        try:
+            return Nvrtc(path)
+        except (OSError, AttributeError) as error:
+            refused = f"; {path} could not be loaded ({error})"
+    raise CompileError(MISSING + refused)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a kernel takes of a card, in the compiler's words.
+
+    Attributes:
+        registers: per thread.
+        shared_bytes: per block.
+        spilled_bytes: that registers did not suffice for.
+    """
+
+    registers: int
+    shared_bytes: int
+    spilled_bytes: int
+
+
+def usage_in(log: str) -> Usage:
+    """Reads the log of a source with one kernel, compiled with `--ptxas-options=-v`.
+
+    Raises:
+        ValueError: it is not there.
+    """
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        raise ValueError(f"no registers in {log!r}")
+    shared = re.search(r"(\d+) bytes smem", log)
+    spilled = re.findall(r"(\d+) bytes spill", log)
+    return Usage(int(registers[1]), int(shared[1]) if shared else 0, sum(map(int, spilled)))

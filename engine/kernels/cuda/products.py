@@ -1,0 +1,171 @@
+"""Products with matrices in records by the kernels in `products.cu`, as `engine.kernels.gpu.stored.Products`."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from weakref import WeakKeyDictionary
+
+import torch
+
+from engine.kernels.activation import Activation
+from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.driver import Launcher
+from engine.kernels.gpu.stored import RecordTable, StoredMatrix
+
+MOST_VISITS = 1024
+"""As in products.cu."""
+_ROWS = (1, 2, 4, 8)
+"""Visits that share a reading of weights, as kernels are compiled."""
+_THREADS = 128
+_TILED_BLOCK, _PLAIN_BLOCK = 32, 8
+_BLOCKS_PER_MULTIPROCESSOR = 4
+"""That many keep a card's memory busy; fewer, and the columns are split."""
+_LEAST_GROUPS, _LEAST_STEPS = 16, 2
+"""Of a part of the columns: less is not worth adding up."""
+_COUNTERS = 1024
+
+_TILED = {"int8": "Int8", "int4": "Int4", "lut4": "Lut4"}
+_PLAIN = {torch.bfloat16: "PlainBf16", torch.float16: "PlainFp16", torch.float32: "PlainFp32"}
+
+
+class ActivationArguments(ctypes.Structure):
+    """`Activation` in activation.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("has_limit", ctypes.c_int),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, activation: Activation | None) -> ActivationArguments:
+        """`None`: there is none."""
+        if activation is None:
+            return cls(kind=-1)
+        has_limit = math.isfinite(activation.limit)
+        return cls(int(activation.kind), has_limit, activation.limit if has_limit else 0.0, activation.alpha)
+
+
+class ProductArguments(ctypes.Structure):
+    """`ProductArguments` in products.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "ids", "slot_of", "records", "base", "shares")),
+        *((name, ctypes.c_void_p) for name in ("parts", "arrived", "absent")),
+        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at")),
+        *((name, ctypes.c_int) for name in ("experts", "slots", "visits", "width", "together", "columns", "rows")),
+        ("splits", ctypes.c_int),
+        ("pairing", ctypes.c_int),
+        ("activation", ActivationArguments),
+    )
+
+
+def product_kernel(of_format: str, rows: int) -> Kernel:
+    """The kernel for a format of formats.h and this many visits at a time."""
+    return Kernel(
+        "products.cu", "product_kernel", _THREADS, (("SWITCHYARD_FORMAT", of_format), ("SWITCHYARD_ROWS", str(rows)))
+    )
+
+
+def product_kernels() -> list[Kernel]:
+    """All that may be asked for."""
+    return [product_kernel(name, rows) for name in (*_TILED.values(), *_PLAIN.values()) for rows in _ROWS]
+
+
+class CudaProducts:
+    """Products on one card; see `engine.kernels.gpu.stored.Products`.
+
+    A step's calls must come one after the other (on one stream): those with the same table share counters.
+    """
+
+    name = "cuda"
+    most_visits = MOST_VISITS
+    adds_up = True
+
+    def __init__(self, card: Launcher) -> None:
+        self._card = card
+        self._arrived: WeakKeyDictionary[RecordTable, torch.Tensor] = WeakKeyDictionary()
+
+    def multiply_visits(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        ids: torch.Tensor | None,
+        width: int,
+        activation: Activation | None = None,
+        *,
+        shares: torch.Tensor | None = None,
+        slot_of: torch.Tensor | None = None,
+        absent: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Up to `MOST_VISITS` visits; weights of an expert are read once for several of them.
+
+        Args:
+            x: [T, columns], contiguous, of the matrix's type.
+            ids: int64 [visits]: visit v is row v // width of x to expert ids[v]; `None`: each row of x to the first.
+            activation: applied to the product, if any.
+            shares: float32 [tokens, k]: adds up the k visits of each token, with these as weights.
+            slot_of: int32 [experts]: the record of each expert, -1 for none; by default experts are records.
+            absent: int32 [visits]: becomes 1 for visits of experts without a record, 0 for others.
+
+        Returns:
+            [visits, outputs], zeros for ids that are no expert or have no record; [tokens, rows] with shares, to which
+            those contribute nothing.
+        """
+        visits = len(x) if ids is None else len(ids)
+        block = _PLAIN_BLOCK if matrix.format is None else _TILED_BLOCK
+        blocks = -(-matrix.rows // block)
+        leaders = 1 if ids is None else visits
+        splits = self._splits(matrix, blocks * leaders)
+        rows = matrix.rows if shares is not None else matrix.outputs
+        together = shares.shape[1] if shares is not None else 1
+        out = x.new_empty(visits // together, rows)
+        x = x if x.data_ptr() % 16 == 0 else x.clone()
+        arguments = ProductArguments(
+            x=x.data_ptr(), out=out.data_ptr(), ids=_pointer(ids), slot_of=_pointer(slot_of),
+            records=table.offsets.data_ptr(), base=table.base.data_ptr(), shares=_pointer(shares),
+            absent=_pointer(absent), weights_at=matrix.weights_at, scales_at=matrix.scales_at,
+            zeros_at=matrix.zeros_at, bias_at=matrix.bias_at, table_at=matrix.table_at,
+            experts=len(table) if slot_of is None else len(slot_of), slots=len(table), visits=visits, width=width,
+            together=together, columns=matrix.columns, rows=matrix.rows, splits=splits, pairing=int(matrix.pairing),
+            activation=ActivationArguments.of(activation),
+        )  # fmt: skip
+        if splits > 1 or shares is not None:
+            parts = x.new_empty(visits * splits * blocks * block, dtype=torch.float32)
+            arguments.parts = parts.data_ptr()
+            arguments.arrived = self._counters(table, blocks * (1 if shares is not None else leaders)).data_ptr()
+        tokens = None if ids is None else visits // max(width, together)
+        kernel = product_kernel(_name(matrix), _rows_at_once(visits, tokens, arguments.experts))
+        self._card.launch(kernel, (leaders, blocks, splits), arguments)
+        return out
+
+    def _splits(self, matrix: StoredMatrix, blocks: int) -> int:
+        if matrix.format is not None:
+            most = -(-matrix.columns // 32) // _LEAST_GROUPS
+        else:
+            most = matrix.columns * matrix.dtype.itemsize // (16 * 32) // _LEAST_STEPS
+        return max(1, min(-(-_BLOCKS_PER_MULTIPROCESSOR * self._card.multiprocessors // blocks), most))
+
+    def _counters(self, table: RecordTable, count: int) -> torch.Tensor:
+        known = self._arrived.get(table)
+        if known is None or len(known) < count:
+            known = torch.zeros(max(_COUNTERS, count), dtype=torch.int32, device=table.offsets.device)
+            self._arrived[table] = known
+        return known
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _name(matrix: StoredMatrix) -> str:
+    return _PLAIN[matrix.dtype] if matrix.format is None else _TILED[matrix.format.name]
+
+
+def _rows_at_once(visits: int, tokens: int | None, experts: int) -> int:
+    """Few visits share an expert (a token's experts differ), all share a linear layer (`None`)."""
+    wanted = visits if tokens is None else min(tokens, max(2, -(-visits // experts)))
+    return next((rows for rows in _ROWS if rows >= wanted), _ROWS[-1])

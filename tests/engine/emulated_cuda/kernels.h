@@ -1,0 +1,29 @@
+// The kernels as functions: a template of a card's program is called by the names that it would be compiled for.
+#pragma once
+#include "products.cu"
+
+template <class Format>
+bool emulate_rows(int rows, emulated::Index grid, std::uint64_t seed, const ProductArguments& arguments) {
+    const auto run = [&](void (*kernel)(const ProductArguments&)) {
+        emulated::run(grid, THREADS, seed, [&] { kernel(arguments); });
+        return true;
+    };
+    switch (rows) {
+        case 1: return run(product<Format, 1>);
+        case 2: return run(product<Format, 2>);
+        case 4: return run(product<Format, 4>);
+        case 8: return run(product<Format, 8>);
+        default: return false;
+    }
+}
+
+inline bool emulate_product(const char* format, int rows, emulated::Index grid, std::uint64_t seed, const ProductArguments& arguments) {
+    const auto is = [format](const char* name) { return std::strcmp(format, name) == 0; };
+    if (is("Int8")) return emulate_rows<Int8>(rows, grid, seed, arguments);
+    if (is("Int4")) return emulate_rows<Int4>(rows, grid, seed, arguments);
+    if (is("Lut4")) return emulate_rows<Lut4>(rows, grid, seed, arguments);
+    if (is("PlainBf16")) return emulate_rows<PlainBf16>(rows, grid, seed, arguments);
+    if (is("PlainFp16")) return emulate_rows<PlainFp16>(rows, grid, seed, arguments);
+    if (is("PlainFp32")) return emulate_rows<PlainFp32>(rows, grid, seed, arguments);
+    return false;
+}
