@@ -224,7 +224,9 @@ class Desk:
         if ask.counts_only:
             ticket.tell(Ended("stop", len(prompt), 0, 0))
             return None
-        constraint = rows.constrained(ask.constraint, prompt, thinking) if ask.constraint is not None else None
+        constraint = None
+        if ask.constraint is not None:
+            constraint = rows.constrained(ask.constraint, prompt if ask.text is None else None, thinking)
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1
         number, told = self._numbers, 0

@@ -256,6 +256,8 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
     for remark in (info.device_note, info.template_note):
         if remark:
             note(f"switchyard: {remark}")
+    if getattr(args, "thinking", None) not in (None, "auto") and not info.thinking:
+        note("switchyard: this model's chat template cannot be told how much to think, so --thinking changes nothing")
     return engine, info
 
 

@@ -1,7 +1,8 @@
 """A real worker process around an engine that does what the prompt says: run as a program, never imported by tests.
 
-Prompts: `count N` streams N tokens, 10 ms each; `flood N` streams N at once; `print` prints on stdout from Python and
-below it; `raise NAME` raises; `exit` calls sys.exit; `stuck` computes without ever letting another thread run.
+Prompts: `count N` streams N tokens, 10 ms each; `flood N` streams N at once; `think N` N of reasoning and one of
+an answer; `print` prints on stdout from Python and below it; `raise NAME` raises; `exit` calls sys.exit; `stuck`
+computes without ever letting another thread run.
 Models: `slow` loads until it is cancelled, `missing` is not found, anything else loads.
 """
 
@@ -45,7 +46,7 @@ class ScriptedEngine:
         self.info = None
 
     def begin(self, messages, sampling, *, on_progress, on_text, on_reasoning, cancelled, on_end, on_begin):
-        self._waiting.append((messages, on_progress, on_text, cancelled, on_end))
+        self._waiting.append((messages, on_progress, on_text, on_reasoning, cancelled, on_end))
 
     @property
     def is_answering(self):
@@ -69,7 +70,7 @@ class ScriptedEngine:
     def share(self, until):
         self.serve(until)
 
-    def _answer(self, messages, on_progress, on_text, cancelled):
+    def _answer(self, messages, on_progress, on_text, on_reasoning, cancelled):
         verb, _, argument = messages[-1].content.partition(" ")
         on_progress(1, 1)
         count = int(argument) if verb in ("count", "flood") else 0
@@ -79,6 +80,11 @@ class ScriptedEngine:
             on_text(f"{n} ", n)
             if verb == "count":
                 time.sleep(0.01)
+        if verb == "think":
+            count = int(argument) + 1
+            for n in range(1, count):
+                on_reasoning(f"{n} ", n)
+            on_text("so", count)
         if verb == "print":
             print("stray print")  # noqa: T201
             os.write(1, b"stray write\n")

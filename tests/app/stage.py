@@ -32,6 +32,7 @@ from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
+from app.views.chat.thought import Thought
 from app.views.main_window import MainWindow
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.models import ModelsPage
@@ -227,6 +228,12 @@ class Stage:
         """Those on screen, top to bottom."""
         return [turn for turn in self.chat.transcript.turns if isinstance(turn, AnswerMessage)]
 
+    def thought(self) -> Thought:
+        """That of the last answer."""
+        thought = self.answers()[-1].thought
+        assert thought is not None
+        return thought
+
     @contextlib.contextmanager
     def signalled(self, signal: object) -> Iterator[None]:
         """Waits for a signal that what is inside brings about, or that has come already: a moment at most."""
@@ -344,7 +351,7 @@ def _chat_thought(stage: Stage) -> None:
         stage.engine.finish()
     for turn, seconds in zip(stage.answers(), (12.4, 7.0), strict=True):
         turn.set_row(replace(turn.row, message=replace(turn.row.message, reasoning_s=seconds)))
-    stage.answers()[-1].thought.header.click()
+    stage.thought().header.click()
 
 
 def _chat_thinking(stage: Stage) -> None:
@@ -352,7 +359,7 @@ def _chat_thinking(stage: Stage) -> None:
     stage.chat.composer.box.setPlainText("Why do the cars not crash into each other?")
     stage.chat.composer.box.entered.emit()
     stage.engine.think(THOUGHT[: len(THOUGHT) // 2])
-    thought = stage.answers()[-1].thought
+    thought = stage.thought()
     thought.header.click()
     stage.until(lambda: thought.body is not None and "retarder" in thought.body.plain_text())
 

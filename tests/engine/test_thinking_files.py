@@ -116,6 +116,9 @@ def test_the_terminal_dims_what_is_thought(
     told = capsys.readouterr()
     assert told.out == "Red.\x1b[31m\n"  # piped: the answer alone
     assert "Is it" not in told.err
+    assert "--thinking" not in told.err
+    assert run("chat", folders["opened"], *asked, "--thinking", "off") == 0
+    assert "--thinking" in capsys.readouterr().err  # its template cannot be told
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert run("chat", folders["switched"], *asked) == 0
     told = capsys.readouterr()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.chat import Tool, ToolCall
-from engine.families.replies.reader import Part, Spoken, Thought, reply_reader
+from engine.families.replies.reader import Part, Spoken, Thought, form_of, reply_reader
 
 WEATHER = Tool(
     "weather", "", '{"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}'
@@ -353,3 +353,20 @@ def test_a_required_call_is_the_whole_text() -> None:
     text = '{"name":"weather","arguments":{"city":"Rome"}}'
     assert _parts([text[:9], text[9:]], is_call=True) == [ToolCall("", "weather", '{"city": "Rome"}')]
     assert _parts([text[:20]], is_call=True) == [Spoken(text[:20])]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "ends"),
+    [
+        ("qwen3_moe", "<think>Hm.</think>", True),
+        ("qwen3_moe", "<think>Hm.</think>\n\n", True),
+        ("qwen3_moe", "<think>Hm.", False),
+        ("mistral4", "[THINK]Hm.[/THINK]", True),
+        ("gpt_oss", "<|channel|>analysis<|message|>", False),
+        ("gpt_oss", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>", True),
+        ("gpt_oss", "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>", True),
+        ("gpt_oss", "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>", True),
+    ],
+)
+def test_where_an_answer_may_begin_after_a_thought(family: str, text: str, ends: bool) -> None:
+    assert bool(form_of(family).ends_thought.search(text)) is ends

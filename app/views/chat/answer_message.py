@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QLabel, QPushButt
 
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
-from app.services.chat_store import MessageState
+from app.services.chat_store import Message, MessageState
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
@@ -41,8 +41,8 @@ class AnswerMessage(QWidget):
         self._phase: Phase | None = None
         self._engine_is_down = False
         self._note_text = ""
-        self.thought = Thought(self)
-        self.thought.link_activated.connect(self.link_activated)
+        self.thought: Thought | None = None
+        """What was thought before it, if anything was."""
         self.body = MarkdownView(self)
         self.body.link_activated.connect(self.link_activated)
         self._note = self._build_note()
@@ -64,10 +64,9 @@ class AnswerMessage(QWidget):
         below.setSpacing(2)
         for widget in (self._copy, self._again, self._branch, self._continue):
             below.addWidget(widget)
-        column = QVBoxLayout(self)
+        self._column = column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(8)
-        column.addWidget(self.thought)
         column.addWidget(self.body)
         column.addWidget(self._note)
         column.addWidget(Flow(self._versions, self._figures, actions, parent=self))
@@ -98,7 +97,7 @@ class AnswerMessage(QWidget):
         self._row = row
         message = row.message
         streaming = message.state is MessageState.STREAMING
-        self.thought.set_message(message)
+        self._show_thought(message)
         self.body.show_growing(message.content, grows=streaming)
         self.body.setVisible(bool(message.content))
         if not streaming:
@@ -121,6 +120,20 @@ class AnswerMessage(QWidget):
         return QSize(0, super().minimumSizeHint().height())
 
     # --- inside ---
+
+    def _show_thought(self, message: Message) -> None:
+        if message.reasoning and self.thought is None:
+            self.thought = thought = Thought(self)
+            thought.link_activated.connect(self.link_activated)
+            self._column.insertWidget(0, thought)
+            before = self.body.previousInFocusChain()
+            while before is not None and before.focusPolicy() == Qt.FocusPolicy.NoFocus:
+                before = before.previousInFocusChain()
+            if before is not None:
+                QWidget.setTabOrder(before, thought.header)
+                QWidget.setTabOrder(thought.header, thought.copy_button)
+        if self.thought is not None:
+            self.thought.set_message(message)
 
     def _build_note(self) -> QFrame:
         note = QFrame(self)

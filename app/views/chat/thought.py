@@ -31,7 +31,7 @@ class ThoughtText(MarkdownView):
 
 
 class Thought(QWidget):
-    """Hidden while there is no reasoning.  Folded, nothing of the text is laid out.
+    """Folded, nothing of the text is laid out.
 
     Signals: link_activated.
     """
@@ -65,7 +65,6 @@ class Thought(QWidget):
         column.setSpacing(6)
         column.addLayout(line)
         self._show_fold()
-        self.hide()
 
     @property
     def is_open(self) -> bool:

@@ -82,7 +82,7 @@ class ReplyForm:
     def ends_thought(self) -> re.Pattern[str]:
         """Matches a text that ends where the answer may begin after the reasoning."""
         if self.has_channels:
-            return re.compile(r"<\|channel\|>\s*final[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>$")
+            return re.compile(r"<\|channel\|>\s*(?!analysis)[^<\s][^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>$")
         return re.compile(f"(?:{'|'.join(re.escape(closes) for _opens, closes in self.thoughts)})\\s*$")
 
 

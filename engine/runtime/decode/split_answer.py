@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 from engine.common.config import SamplingParams, Thinking
@@ -32,7 +31,7 @@ class Replies:
 
     def __init__(self, tokenizer: Any, family: str) -> None:
         self._tokenizer, self.form = tokenizer, form_of(family)
-        self._shown = cache(self._control_tokens)
+        self._shown: dict[tuple[str, ...], tuple[int, ...]] = {}
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends by opening the model's reasoning."""
@@ -41,7 +40,12 @@ class Replies:
 
     def shown(self, *, calls: bool) -> tuple[int, ...]:
         """The control tokens that a reader of its answers must see; `calls` if tools may be called."""
-        return self._shown(self.form.marks if calls else self.form.marks_of_thoughts)
+        marks = self.form.marks if calls else self.form.marks_of_thoughts
+        if marks not in self._shown:
+            added = self._tokenizer.added_tokens_decoder.items()
+            seen = (index for index, token in added if token.special and any(token.content in mark for mark in marks))
+            self._shown[marks] = tuple(seen)
+        return self._shown[marks]
 
     def free_before(self, constraint: TokenConstraint, prompt: Sequence[int], thinking: Thinking) -> TokenConstraint:
         """A constraint that holds for the answer alone, where the model thinks before it.
@@ -61,10 +65,6 @@ class Replies:
     def _ids(self, texts: Sequence[str]) -> tuple[int, ...]:
         found = (token_id(self._tokenizer, text) for text in texts)
         return tuple(index for index in found if index is not None)
-
-    def _control_tokens(self, marks: tuple[str, ...]) -> tuple[int, ...]:
-        added = self._tokenizer.added_tokens_decoder.items()
-        return tuple(index for index, token in added if token.special and any(token.content in mark for mark in marks))
 
 
 class SplitAnswer:

@@ -104,15 +104,22 @@ class LiveRows:
         """The control tokens of the vocabulary that are marks in answers; `calls` if tools may be called."""
         return self._preparation.replies.shown(calls=calls)
 
-    def constrained(self, constraint: Constraint, prompt: list[int], thinking: Thinking = "auto") -> TokenConstraint:
-        """What makes an answer to a prompt satisfy a constraint.
+    def constrained(
+        self, constraint: Constraint, prompt: list[int] | None = None, thinking: Thinking = "auto"
+    ) -> TokenConstraint:
+        """What makes an answer satisfy a constraint.
+
+        Args:
+            prompt: of the conversation that it answers; None for a text to continue.
+            thinking: how much the model was told to think before.
 
         Raises:
             EngineError: the model or the constraint does not allow it.
         """
         if self._constrained is None:
             self._constrained = ConstrainedAnswers.of(self._loaded)
-        return self._preparation.replies.free_before(self._constrained.begin(constraint), prompt, thinking)
+        answer = self._constrained.begin(constraint)
+        return answer if prompt is None else self._preparation.replies.free_before(answer, prompt, thinking)
 
     def take(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
         """Lets requests join those under way, as many as there are places; `requests` may end now and go on later.

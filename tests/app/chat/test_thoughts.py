@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication
+from PySide6.QtWidgets import QWidget
 from pytestqt.qtbot import QtBot
 
 from app.models.conversation import MessageRow
@@ -16,9 +17,24 @@ from app.theme import colours
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.phrases import thought_text
+from app.views.chat.thought import Thought
 from engine.common.errors import ErrorCode
 from tests.app.chat.chat_page import last_answer, type_and_send
 from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+
+def thought_of(page: ChatView) -> Thought:
+    thought = last_answer(page).thought
+    assert thought is not None
+    return thought
+
+
+def after(widget: QWidget) -> QWidget | None:
+    """What the Tab key goes to next, if it is shown."""
+    at = widget.nextInFocusChain()
+    while at is not None and at.focusPolicy() == Qt.FocusPolicy.NoFocus:
+        at = at.nextInFocusChain()
+    return at
 
 
 def test_a_thought_is_one_quiet_line_that_says_how_long_it_takes(
@@ -26,23 +42,24 @@ def test_a_thought_is_one_quiet_line_that_says_how_long_it_takes(
 ) -> None:
     type_and_send(qtbot, page, "Where?")
     answer = last_answer(page)
-    assert not answer.thought.isVisible()
+    assert answer.thought is None
     engine.think("Let me ", "see.")
     qtbot.waitUntil(lambda: answer._row.message.reasoning == "Let me see.")
-    assert answer.thought.isVisible()
-    assert answer.thought.header.text().startswith("Thinking… ")
-    assert answer.thought.header.accessibleName() == "Thinking"
+    thought = thought_of(page)
+    assert thought.isVisible()
+    assert thought.header.text().startswith("Thinking… ")
+    assert thought.header.accessibleName() == "Thinking"
     assert answer.figures.startswith("thinking")
-    assert answer.thought._tick.isActive()
+    assert thought._tick.isActive()
     assert not answer.body.isVisible()
     engine.write("In **Paris**.")
     qtbot.waitUntil(lambda: answer.body.markdown() == "In **Paris**.")
-    assert answer.thought.header.text() == "Thought for 1 s"
-    assert not answer.thought._tick.isActive()
+    assert thought.header.text() == "Thought for 1 s"
+    assert not thought._tick.isActive()
     assert answer.figures.startswith("writing")
     engine.finish()
     assert answer.figures == "24.6 tokens/s  ·  first token 0.80 s  ·  3 tokens"
-    assert answer.thought.body is None  # folded, none of it is laid out
+    assert thought.body is None  # folded, none of it is laid out
     answer._copy.click()
     assert QGuiApplication.clipboard().text() == "In **Paris**."
 
@@ -52,14 +69,15 @@ def test_a_thought_opens_by_keyboard_and_grows_while_it_is_open(
 ) -> None:
     type_and_send(qtbot, page, "Where?")
     engine.think("Let *me*")
-    answer = last_answer(page)
-    qtbot.waitUntil(answer.thought.isVisible)
-    header = answer.thought.header
+    thought = thought_of(page)
+    header = thought.header
     assert header.focusPolicy() & Qt.FocusPolicy.TabFocus
     assert header.isCheckable()
     assert "folded" in header.accessibleDescription()
+    assert after(header) is thought.copy_button
+    assert after(thought.copy_button) is last_answer(page).body
     qtbot.keyClick(header, Qt.Key.Key_Space)
-    body = answer.thought.body
+    body = thought.body
     assert body is not None
     assert "unfolded" in header.accessibleDescription()
     assert body.accessibleName() == "What the model thought"
@@ -73,11 +91,11 @@ def test_a_thought_opens_by_keyboard_and_grows_while_it_is_open(
     engine.write("Paris.")
     engine.finish()
     qtbot.waitUntil(lambda: not body._is_streaming)
-    answer.thought.copy_button.click()
+    thought.copy_button.click()
     assert QGuiApplication.clipboard().text() == "Let *me* see."
     qtbot.keyClick(header, Qt.Key.Key_Space)
     assert not body.isVisible()
-    assert not answer.thought.copy_button.isVisible()
+    assert not thought.copy_button.isVisible()
 
 
 def test_the_next_prompt_hands_the_thought_to_the_template(
@@ -94,16 +112,16 @@ def test_the_next_prompt_hands_the_thought_to_the_template(
     engine.think("Cut in the mid")
     engine.finish("cancelled")
     answer = last_answer(page)
-    assert answer.thought.header.text().startswith("Thought")
+    assert thought_of(page).header.text().startswith("Thought")
     assert answer.figures.endswith("stopped")
     answer.acted.emit("regenerate")
     assert engine.requests[-1].command.messages == sent
     engine.write("Yes.")
     engine.finish()
-    assert not last_answer(page).thought.isVisible()
+    assert last_answer(page).thought is None
     last_answer(page).version_stepped.emit(-1)
     assert last_answer(page)._row.message.reasoning == "Cut in the mid"
-    assert not last_answer(page).thought.isHidden()
+    assert not thought_of(page).isHidden()
 
 
 def test_a_thought_is_kept_when_the_engine_dies(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:

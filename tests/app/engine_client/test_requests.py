@@ -41,6 +41,16 @@ def test_an_answer_streams_and_ends(running: tuple[EngineClient, Watch], qtbot: 
     assert client.model is None
 
 
+def test_reasoning_arrives_apart_from_the_text(running: tuple[EngineClient, Watch], qtbot: QtBot) -> None:
+    _client, watch = running
+    thoughts = list[str]()
+    answer = watch.ask("think 3")
+    answer.token.connect(lambda token: thoughts.append(token.reasoning))
+    qtbot.waitUntil(lambda: watch.ended(answer), timeout=WAIT_MS)
+    assert (thoughts, watch.text[answer.id]) == (["1 ", "2 ", "3 ", ""], "so")
+    assert watch.generated[answer.id] == 4
+
+
 def test_requests_made_while_starting_wait_for_the_worker(make: Make, qtbot: QtBot) -> None:
     client, watch = make()
     client.start()
