@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
+PromptEnd = Literal["answer", "continue", "whole"]
+"""How the prompt of a conversation ends: where an answer begins, in the middle of its last turn, or after that turn."""
 FinishReason = Literal["stop", "length", "stop_string", "context", "cancelled"]
 
 

@@ -14,20 +14,11 @@ from starlette.routing import Route
 
 from engine.batch_files.openai_requests import BadRequestError, read_call, read_sampling, read_text
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
-from engine.common.errors import EngineError, ErrorCode
-from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
+from engine.common.errors import EngineError
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.service import (
-    Lines,
-    Service,
-    body_of,
-    event_line,
-    opened,
-    server_sent,
-    status_of,
-    while_connected,
-    with_pings,
-)
+from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
+from engine.serving.streams import Lines, event_line, lines_of, opened, server_sent, with_pings
 from engine.serving.tools import ToolUse, read_tool, tool_use
 
 _KINDS = {
@@ -49,15 +40,13 @@ _STOPS: dict[FinishReason, str] = {
 
 def anthropic_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
     """An error in Anthropic's form, with a status that is its own or this."""
-    if isinstance(error, BadRequestError):
-        error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
+    error = of_engine(error)
     status = status or status_of(error)
-    return JSONResponse(error_body(error, status), status)
+    return JSONResponse(_error_body(error, status), status)
 
 
-def error_body(error: EngineError, status: int | None = None) -> dict[str, Any]:
-    """The same as JSON."""
-    kind = _KINDS.get(status or status_of(error), "api_error")
+def _error_body(error: EngineError, status: int) -> dict[str, Any]:
+    kind = _KINDS.get(status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
@@ -88,18 +77,10 @@ class _Anthropic:
 
     async def count_tokens(self, request: Request) -> Response:
         body = await body_of(request)
-        _name, ask = await self._ask(body, _tools(body), counts_only=True)
+        _name, ask = await self._ask(body, _tools(body))
+        return JSONResponse({"input_tokens": await while_connected(request, self._service.prompt_length(ask))})
 
-        async def counted() -> int:
-            tokens = 0
-            async for event in self._service.events(ask):
-                if isinstance(event, Ended):
-                    tokens = event.prompt_tokens
-            return tokens
-
-        return JSONResponse({"input_tokens": await while_connected(request, counted())})
-
-    async def _ask(self, body: Mapping[str, Any], uses: ToolUse, *, counts_only: bool = False) -> tuple[str, Ask]:
+    async def _ask(self, body: Mapping[str, Any], uses: ToolUse) -> tuple[str, Ask]:
         name, path = await self._service.path_of(body.get("model"))
         sampling = read_sampling(
             {key: body[key] for key in ("temperature", "top_p", "top_k", "max_tokens") if key in body}
@@ -110,13 +91,15 @@ class _Anthropic:
         kind = thinking.get("type") if isinstance(thinking, Mapping) else None
         if kind in ("enabled", "disabled"):
             sampling["thinking"] = "on" if kind == "enabled" else "off"
+        messages = _messages(body)
         asked = Ask(
             path,
-            messages=_messages(body),
+            messages=messages,
             tools=uses.tools,
+            # Whoever ends with the model's turn has written how its answer begins.
+            end="continue" if messages[-1].role == "assistant" and messages[-1].content.strip() else "answer",
             sampling=sampling,
             constraint=uses.constraint,
-            counts_only=counts_only,
         )
         return name, asked
 
@@ -126,17 +109,16 @@ class _Anthropic:
             answer.take(event)
         return answer
 
-    async def _stream(self, name: str, ask: Ask, uses: ToolUse) -> Lines:
-        answer, has_begun = _Answer(name, ask, uses), False
-        try:
-            async for event in self._service.events(ask):
-                for line in answer.take(event):
-                    has_begun = True
-                    yield event_line(line, line["type"])
-        except EngineError as error:
-            if not has_begun:
-                raise
-            yield event_line(error_body(error), "error")
+    def _stream(self, name: str, ask: Ask, uses: ToolUse) -> Lines:
+        answer = _Answer(name, ask, uses)
+
+        def failed(error: EngineError) -> list[str]:
+            return [event_line(_error_body(error, status_of(error)), "error")]
+
+        def take(event: Progress) -> list[str]:
+            return [event_line(line, line["type"]) for line in answer.take(event)]
+
+        return lines_of(self._service.events(ask), take, failed)
 
 
 class _Answer:
@@ -166,9 +148,7 @@ class _Answer:
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """What a stream says of an event."""
         if isinstance(event, Began):
-            is_call = self._ask.constraint is not None
-            tools, several = self._ask.tools, self._uses.is_parallel
-            self._reader = reply_reader(event.family, tools, thinks=event.thinks, is_call=is_call, several=several)
+            self._reader = self._uses.reader(event)
             begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
             return [{"type": "message_start", "message": {**begun, "usage": usage}}]
@@ -237,7 +217,12 @@ class _Answer:
         return {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": block}
 
     def _closed(self) -> list[dict[str, Any]]:
-        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}] if self._blocks else []
+        if not self._blocks:
+            return []
+        at, lines = {"index": len(self._blocks) - 1}, []
+        if self._is_open("thinking"):  # clients wait for its signature, of which there is none
+            lines.append({"type": "content_block_delta", **at, "delta": {"type": "signature_delta", "signature": ""}})
+        return [*lines, {"type": "content_block_stop", **at}]
 
 
 def _tools(body: Mapping[str, Any]) -> ToolUse:

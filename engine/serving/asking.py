@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, FinishReason, Tool
+from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool
 from engine.common.errors import EngineError, ErrorCode
 
 MOST_WAITING = 1000
@@ -21,29 +21,24 @@ class Ask:
 
     Attributes:
         model: its path.
-        messages, tools: a conversation; or `text`, to be continued as it stands.
+        messages, tools: a conversation, and how its prompt is to `end`; or `text` or `ids`, tokens, as they stand.
+        special: with what the tokenizer adds at the ends of a text.
         sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
         top_chances: how many likely tokens to name for each token; `None` logs nothing.
-        counts_only: nothing is generated; the prompt's length is the answer.
+        wants: the answer, or only the prompt's length, or only the prompt itself; nothing is generated then.
     """
 
     model: Path
     messages: tuple[ChatMessage, ...] = ()
     tools: tuple[Tool, ...] = ()
+    end: PromptEnd = "answer"
     text: str | None = None
+    ids: tuple[int, ...] = ()
+    special: bool = True
     sampling: dict[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     top_chances: int | None = None
-    counts_only: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Began:
-    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`."""
-
-    prompt_tokens: int
-    thinks: bool
-    family: str = ""
+    wants: Literal["answer", "length", "prompt"] = "answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +48,25 @@ class NamedToken:
     text: str
     logprob: float
     raw: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt for who wants to see it: its text, and the ids and the bytes of its tokens."""
+
+    text: str
+    ids: tuple[int, ...]
+    raw: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`."""
+
+    prompt_tokens: int
+    thinks: bool
+    family: str = ""
+    prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from engine.serving.asking import (
     Event,
     NamedChances,
     NamedToken,
+    Prompt,
     Refused,
     Said,
     State,
@@ -216,17 +217,24 @@ class Desk:
         family = info.family if (info := self._engine.info) else ""
         sampling = replace(self._sampling, **{"max_tokens": LONGEST_ANSWER, **ask.sampling})
         thinking = thinking_for(sampling, constrained=ask.constraint is not None)
-        if ask.text is not None:
-            prompt, thinks = rows.text_prompt(ask.text, unwanted), False
+        if ask.ids:
+            prompt, thinks = rows.known(ask.ids), False
+        elif ask.text is not None:
+            prompt, thinks = rows.text_prompt(ask.text, unwanted, special=ask.special), False
         else:
-            prompt, stops = rows.prompt(ask.messages, ask.tools, unwanted, thinking), rows.implied_stops
-            thinks, shown = rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
-        if ask.counts_only:
+            prompt = rows.prompt(ask.messages, ask.tools, unwanted, thinking, ask.end)
+            stops, thinks, shown = rows.implied_stops, rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
+        if ask.wants != "answer":
+            if ask.wants == "prompt":
+                raw = tuple(tuple(rows.token_bytes(token)) for token in prompt)
+                seen = Prompt(rows.text_of(prompt), tuple(prompt), raw)
+                ticket.tell(Began(len(prompt), thinks, family, seen))
             ticket.tell(Ended("stop", len(prompt), 0, 0))
             return None
+        rows.check_room(prompt)
         constraint = None
         if ask.constraint is not None:
-            constraint = rows.constrained(ask.constraint, prompt if ask.text is None else None, thinking)
+            constraint = rows.constrained(ask.constraint, prompt if ask.messages else None, thinking)
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1
         number, told = self._numbers, 0

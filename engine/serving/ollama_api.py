@@ -15,10 +15,11 @@ from starlette.routing import Route
 from engine.batch_files.openai_requests import BadRequestError, read_constraint, read_messages, read_sampling
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage, ToolCall
-from engine.common.errors import EngineError, ErrorCode
-from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, reply_reader
+from engine.common.errors import EngineError
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.service import Lines, Service, Streamed, body_of, opened, status_of, while_connected
+from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
+from engine.serving.streams import Lines, Streamed, lines_of, opened
 from engine.serving.tools import ToolUse, openai_tools
 
 VERSION = "0.12.0"
@@ -38,8 +39,7 @@ _OPTIONS = {
 
 def ollama_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
     """An error in Ollama's form, with a status that is its own or this."""
-    if isinstance(error, BadRequestError):
-        error = EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
+    error = of_engine(error)
     return JSONResponse({"error": error.message}, status or status_of(error))
 
 
@@ -77,8 +77,7 @@ class _Ollama:
 
     async def show(self, request: Request) -> Response:
         body = await body_of(request)
-        name, path = await self._service.path_of(body.get("model") or body.get("name"))
-        entry = next((each for each in await self._service.models() if each.path == path), LibraryEntry(name, path))
+        _name, entry = await self._service.entry_of(body.get("model") or body.get("name"))
         family = entry.family or "unknown"
         info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
         described = {
@@ -116,13 +115,8 @@ class _Ollama:
         if goes:
             self._service.desk.release(path)
         else:
-            only_loads = Ask(path, (ChatMessage("user", "Hello"),), counts_only=True)
-
-            async def loaded() -> None:
-                async for _event in self._service.events(only_loads):
-                    pass
-
-            await while_connected(request, loaded())
+            only_loads = Ask(path, (ChatMessage("user", "Hello"),))
+            await while_connected(request, self._service.prompt_length(only_loads))
         return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
 
     async def _answer(
@@ -154,19 +148,13 @@ class _Ollama:
 
         return JSONResponse(await while_connected(request, whole()))
 
-    async def _stream(self, asked: Ask, answer: _Answer) -> Lines:
-        has_begun = False
-        try:
-            async for event in self._service.events(asked):
-                if not has_begun:
-                    has_begun = True
-                    yield ""  # from here on errors are part of the stream
-                for line in answer.take(event):
-                    yield json.dumps(line, ensure_ascii=False) + "\n"
-        except EngineError as error:
-            if not has_begun:
-                raise
-            yield json.dumps({"error": error.message}, ensure_ascii=False) + "\n"
+    def _stream(self, asked: Ask, answer: _Answer) -> Lines:
+        def take(event: Progress) -> list[str]:
+            if isinstance(event, Began):
+                return ["", *map(_json_line, answer.take(event))]  # from here on errors are part of the stream
+            return [_json_line(line) for line in answer.take(event)]
+
+        return lines_of(self._service.events(asked), take, lambda error: [_json_line({"error": error.message})])
 
 
 class _Answer:
@@ -183,7 +171,7 @@ class _Answer:
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """The lines of a stream that an event makes."""
         if isinstance(event, Began):
-            self._reader = reply_reader(event.family, self._uses.tools, thinks=event.thinks, is_call=False)
+            self._reader = self._uses.reader(event)
             return []
         if isinstance(event, Said):
             self._first_ns = self._first_ns or time.monotonic_ns()
@@ -237,6 +225,10 @@ class _Answer:
             "eval_count": ended.generated_tokens,
             "eval_duration": now - first,
         }
+
+
+def _json_line(line: dict[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=False) + "\n"
 
 
 def _is_nothing(keep_alive: Any) -> bool:

@@ -25,15 +25,20 @@ from engine.batch_files.openai_requests import (
 )
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
-from engine.families.replies.reader import Part, ReplyReader, Thought, reply_reader
+from engine.families.replies.reader import Part, ReplyReader, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.service import Lines, Service, body_of, event_line, opened, server_sent, while_connected
+from engine.serving.service import Service, body_of, while_connected
+from engine.serving.streams import Lines, event_line, lines_of, opened, server_sent
 from engine.serving.tools import ToolUse, openai_tools
 
 
 def routes(service: Service) -> list[Route]:
     """The paths of this interface."""
-    return [Route(path, _Responses(service).create, methods=["POST"]) for path in ("/v1/responses", "/responses")]
+    api, found = _Responses(service), list[Route]()
+    for version in ("/v1", ""):
+        found.append(Route(f"{version}/responses", api.create, methods=["POST"]))
+        found.append(Route(f"{version}/responses/input_tokens", api.count, methods=["POST"]))
+    return found
 
 
 class _Responses:
@@ -42,6 +47,24 @@ class _Responses:
 
     async def create(self, request: Request) -> Response:
         body = await body_of(request)
+        name, uses, asked = await self._ask(body)
+        answer = _Answer(name, body, uses)
+        if body.get("stream"):
+            return server_sent(await opened(request, self._stream(asked, answer)))
+
+        async def whole() -> dict[str, Any]:
+            async for event in self._service.events(asked):
+                answer.take(event)
+            return answer.response
+
+        return JSONResponse(await while_connected(request, whole()))
+
+    async def count(self, request: Request) -> Response:
+        _name, _uses, asked = await self._ask(await body_of(request))
+        tokens = await while_connected(request, self._service.prompt_length(asked))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def _ask(self, body: Mapping[str, Any]) -> tuple[str, ToolUse, Ask]:
         if body.get("previous_response_id") or body.get("conversation"):
             raise BadRequestError("continues an earlier response, which this server does not store; send all turns")
         if body.get("background"):
@@ -64,29 +87,17 @@ class _Responses:
             sampling=read_sampling({**body, "max_tokens": body.get("max_output_tokens"), "reasoning_effort": effort}),
             constraint=uses.constraint or constraint,
         )
-        answer = _Answer(name, body, uses)
-        if body.get("stream"):
-            return server_sent(await opened(request, self._stream(asked, answer)))
+        return name, uses, asked
 
-        async def whole() -> dict[str, Any]:
-            async for event in self._service.events(asked):
-                answer.take(event)
-            return answer.response
+    def _stream(self, asked: Ask, answer: _Answer) -> Lines:
+        def written(lines: list[dict[str, Any]]) -> list[str]:
+            return [event_line(line, line["type"]) for line in lines]
 
-        return JSONResponse(await while_connected(request, whole()))
-
-    async def _stream(self, asked: Ask, answer: _Answer) -> Lines:
-        has_begun = False
-        try:
-            async for event in self._service.events(asked):
-                for line in answer.take(event):
-                    has_begun = True
-                    yield event_line(line, line["type"])
-        except EngineError as error:
-            if not has_begun:
-                raise
-            for line in answer.failed(error):
-                yield event_line(line, line["type"])
+        return lines_of(
+            self._service.events(asked),
+            lambda event: written(answer.take(event)),
+            lambda error: written(answer.failed(error)),
+        )
 
 
 class _Answer:
@@ -119,9 +130,7 @@ class _Answer:
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """What a stream says of an event."""
         if isinstance(event, Began):
-            is_call = self._uses.constraint is not None
-            tools, several = self._uses.tools, self._uses.is_parallel
-            self._reader = reply_reader(event.family, tools, thinks=event.thinks, is_call=is_call, several=several)
+            self._reader = self._uses.reader(event)
             kinds = ("response.created", "response.in_progress")
             return [self._line(kind, response=dict(self.response)) for kind in kinds]
         if isinstance(event, Said):

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
-from engine.serving import anthropic_api, ollama_api, openai_chat, openai_responses
+from engine.serving import anthropic_api, llama_cpp_api, ollama_api, openai_chat, openai_responses
 from engine.serving.exchange import Noted
 from engine.serving.front_messages import Served
 from engine.serving.service import ClientGoneError, Service
@@ -84,6 +84,7 @@ def make_app(service: Service, address: Address, on_served: Callable[[Served], N
         *openai_responses.routes(service),
         *anthropic_api.routes(service),
         *ollama_api.routes(service),
+        *llama_cpp_api.routes(service),
     ]
     handlers = {EngineError: _failed, BadRequestError: _failed, HTTPException: _failed, Exception: _failed}
     handlers[ClientGoneError] = _failed
@@ -165,7 +166,7 @@ class _Guard:
             return _with_status(shape, 403, f"The server does not answer to the name {host[:80]!r}: use 127.0.0.1.")
         if origin is not None and not self._allows(origin, headers):
             return _with_status(shape, 403, "Web pages may not use this server: name them with --origin.")
-        if address.key and scope["method"] != "OPTIONS":
+        if address.key and scope["method"] != "OPTIONS" and scope["path"] not in llama_cpp_api.HEALTH:
             scheme, _, token = headers.get("authorization", "").strip().partition(" ")
             given = (headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
             if not any(hmac.compare_digest(each.encode("utf-8", "replace"), address.key.encode()) for each in given):

@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
-from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Refused
+from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, Refused
 from engine.serving.exchange import current_exchange
 
 MOST_BODY_BYTES = 32 * 2**20
 SLOWEST_BODY_S = 60.0
 _LARGE_BODY_BYTES = 2**16
-PING_S = 10.0
-"""A stream of events in which nothing has happened for so long says that it is still there."""
-SLOWEST_READER_S = 60.0
-"""A client that takes nothing of a stream for so long is gone."""
 _LISTING_S = 3.0
 _MAYBE_HALF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -45,6 +39,13 @@ STATUS = {
     ErrorCode.ENGINE_DIED: 503,
 }
 """Of the engine's errors; the others are 500."""
+
+
+def of_engine(error: EngineError | BadRequestError) -> EngineError:
+    """An error of either kind, as one with a code."""
+    if isinstance(error, BadRequestError):
+        return EngineError(ErrorCode.INVALID_REQUEST, f"The request {error}.")
+    return error
 
 
 def status_of(error: EngineError) -> int:
@@ -73,10 +74,10 @@ class Models(Protocol):
 
 
 class LibraryModels:
-    """All models of the library, and the one that the server was started with."""
+    """All models of the library, and the one that the server was started with, which may have further names."""
 
-    def __init__(self, default: Path, default_name: str) -> None:
-        self._default, self._name = default, default_name
+    def __init__(self, default: Path, default_name: str, aliases: Sequence[str] = ()) -> None:
+        self._default, self._name, self._aliases = default, default_name, ("", "default", *aliases)
         self._listed: list[LibraryEntry] = []
         self._listed_s = float("-inf")
 
@@ -91,7 +92,7 @@ class LibraryModels:
 
     def find(self, name: str) -> tuple[str, Path]:
         """See `Models`; clients may not name paths of their own."""
-        if name in ("", self._name, "default"):
+        if name == self._name or name in self._aliases:
             return self._name, self._default
         for entry in self.listed():
             if entry.name == name:
@@ -131,6 +132,40 @@ class Service:
         found = await on_a_thread(lambda: self._models.find(short))
         current_exchange().model = found[0]
         return found
+
+    async def entry_of(self, name: Any) -> tuple[str, LibraryEntry]:
+        """A model's name, and what is known about it.
+
+        Raises:
+            EngineError, BadRequestError: as `path_of`.
+        """
+        known, path = await self.path_of(name)
+        entries = await self.models()
+        return known, next((entry for entry in entries if entry.path == path), LibraryEntry(known, path))
+
+    async def prompt(self, ask: Ask) -> Prompt:
+        """A prompt that is not answered.
+
+        Raises:
+            EngineError: there is none.
+        """
+        found = Prompt("", (), ())
+        async for event in self.events(replace(ask, wants="prompt")):
+            if isinstance(event, Began) and event.prompt is not None:
+                found = event.prompt
+        return found
+
+    async def prompt_length(self, ask: Ask) -> int:
+        """How many tokens a prompt has that is not answered.
+
+        Raises:
+            EngineError: there is none.
+        """
+        tokens = 0
+        async for event in self.events(replace(ask, wants="length")):
+            if isinstance(event, Ended):
+                tokens = event.prompt_tokens
+        return tokens
 
     async def events(self, ask: Ask) -> AsyncIterator[Progress]:
         """What happens to a request; if nobody listens any more it is cancelled.
@@ -269,79 +304,3 @@ async def while_connected(request: Request, work: Awaitable[Whole]) -> Whole:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-class Streamed(StreamingResponse):
-    """A stream whose client must keep reading, and which is given up when the client goes away."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Any) -> None:
-            async with asyncio.timeout(SLOWEST_READER_S):
-                await send(message)
-
-        with contextlib.suppress(TimeoutError):
-            await super().__call__(scope, receive, send_in_time)
-
-
-Lines = AsyncIterator[str]
-
-
-def server_sent(lines: Lines) -> Streamed:
-    """A stream of server-sent events."""
-    return Streamed(lines, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-
-
-def event_line(data: Any, name: str = "") -> str:
-    """One server-sent event."""
-    head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
-
-
-async def with_pings(lines: Lines, ping: str) -> Lines:
-    """The same lines, with a ping after the first, and whenever none comes for `PING_S`."""
-    coming = asyncio.ensure_future(anext(lines, None))
-    is_first = True
-    try:
-        while True:
-            done, _pending = await asyncio.wait({coming}, timeout=PING_S)
-            if not done:
-                yield ping
-                continue
-            line = coming.result()
-            if line is None:
-                return
-            yield line
-            if is_first:
-                yield ping
-            is_first = False
-            coming = asyncio.ensure_future(anext(lines, None))
-    finally:
-        coming.cancel()
-        await asyncio.gather(coming, return_exceptions=True)
-        await _closed(lines)
-
-
-async def _closed(lines: Lines) -> None:
-    close: Callable[[], Awaitable[None]] | None = getattr(lines, "aclose", None)
-    if close is not None:
-        await close()
-
-
-async def opened(request: Request, lines: Lines) -> Lines:
-    """The same lines, after the first of them exists: what is refused at once can still be answered with a status.
-
-    Raises:
-        EngineError: the request was refused before its first line.
-        ClientGoneError: the client closed the connection before it.
-    """
-    first = await while_connected(request, anext(lines))
-
-    async def again() -> Lines:
-        try:
-            yield first
-            async for line in lines:
-                yield line
-        finally:
-            await _closed(lines)
-
-    return again()

@@ -10,6 +10,8 @@ from typing import Any
 from engine.batch_files.openai_requests import BadRequestError
 from engine.batch_files.rows import Constraint
 from engine.common.chat import Tool
+from engine.families.replies.reader import ReplyReader, reply_reader
+from engine.serving.asking import Began
 
 MOST_TOOLS = 128
 
@@ -21,6 +23,11 @@ class ToolUse:
     tools: tuple[Tool, ...] = ()
     constraint: Constraint | None = None
     is_parallel: bool = True
+
+    def reader(self, began: Began) -> ReplyReader:
+        """What takes apart an answer that may call them."""
+        is_call, several = self.constraint is not None, self.is_parallel
+        return reply_reader(began.family, self.tools, thinks=began.thinks, is_call=is_call, several=several)
 
 
 def read_tool(name: Any, description: Any, parameters: Any) -> Tool:

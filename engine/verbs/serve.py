@@ -33,6 +33,7 @@ def add_parser(subparsers: Any) -> None:
     )
     options: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("--model", "M", {"default": "starter", "help": "for requests that name no model of the library"}),
+        ("--alias", "N", {"action": "append", "default": [], "help": "another name of that model; may be repeated"}),
         ("--host", "H", {"default": "127.0.0.1", "help": "address to listen on (default 127.0.0.1)"}),
         (
             "--port",
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     link.on_remark = lambda text: note(f"switchyard: {text}")
     idle_s = args.unload_after * 60.0 if args.unload_after else None
     engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED))
-    models = LibraryModels(path, path.name if args.model == str(path) else args.model)
+    models = LibraryModels(path, path.name if args.model == str(path) else args.model, args.alias)
     server = Server(Service(link, models), address)
     try:
         port = server.start()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,12 @@ from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
-@pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
-def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("mixtral", tmp_path / "tiny")
-    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(folder), "--port", "0", "--json"]
-    environment = {**os.environ, "SWITCHYARD_HOME": str(tmp_path / "home")}
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[tuple[str, int]]:
+    """Address and process id of `switchyard serve` with a tiny model, which ends when it is asked to."""
+    model = tiny_checkpoint("mixtral", folder / "tiny")
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--json"]
+    environment = {**os.environ, "SWITCHYARD_HOME": str(folder / "home")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
@@ -32,11 +35,21 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
             text += line
             if line == "}\n":
                 break
-        url = json.loads(text)["url"]
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        yield json.loads(text)["url"], process.pid
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
+def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
+    with served(tmp_path) as (url, server):
+        body = {"messages": HI, "max_tokens": 3}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 3
-        (engine,) = psutil.Process(process.pid).children()
+        (engine,) = psutil.Process(server).children()
         engine.kill()
         engine.wait(10)
         for _ in range(100):  # the server goes on, with another engine
@@ -45,11 +58,6 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
                 break
             assert answer.status_code == 503
         assert answer.json()["usage"]["completion_tokens"] == 3
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -68,35 +76,18 @@ STREAMS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.exhaustive
 @pytest.mark.skipif(os.name != "posix", reason="processes are stopped by signals")
 def test_an_engine_killed_in_mid_stream_ends_each_stream_in_its_own_form(tmp_path: Path) -> None:
-    folder = tiny_checkpoint("mixtral", tmp_path / "tiny")
-    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(folder), "--port", "0", "--json"]
-    environment = {**os.environ, "SWITCHYARD_HOME": str(tmp_path / "home")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        assert process.stdout is not None
-        text = ""
-        while line := process.stdout.readline():
-            text += line
-            if line == "}\n":
-                break
-        url = json.loads(text)["url"]
+    with served(tmp_path) as (url, server):
         for path, (fields, said) in STREAMS.items():
             limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
             body = {**fields, limit: 200, "options": {"num_predict": 200}, "stream": True, "temperature": 0}
             told = None
-            for _ in range(
-                40
-            ):  # the engine of the stream before has been killed, or an answer ended before it could be
-                told = _killed_in_mid_stream(process.pid, url + path, body)
+            # The engine of the stream before has been killed, or an answer ended before it could be.
+            for _ in range(40):
+                told = _killed_in_mid_stream(server, url + path, body)
                 if told is not None and said in told:
                     break
             assert told is not None
             assert said in told, path
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def _killed_in_mid_stream(server: int, url: str, body: dict[str, Any]) -> str | None:

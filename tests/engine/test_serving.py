@@ -495,7 +495,7 @@ def test_each_interface_says_in_its_own_words_that_a_key_is_wrong() -> None:
 
 
 def test_anthropics_streams_say_that_they_are_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.serving.service.PING_S", 0.02)
+    monkeypatch.setattr("engine.serving.streams.PING_S", 0.02)
     desk = ScriptedDesk(ends=False)
     server = Server(Service(desk, made_up_models()), Address(port=0))
     url, pings = f"http://127.0.0.1:{server.start()}", 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from engine.bench.peers.build import Builder, PeerBuildError
-from engine.bench.peers.editions import EDITIONS
+from engine.bench.peers.editions import EDITIONS, LLAMA_CPP
 
 
 def main() -> int:
@@ -23,20 +23,29 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compilers that run at once")
     parser.add_argument("--avx2", action="store_true", help="for AVX2 alone as well, beside the build for this machine")
+    parser.add_argument("--server", action="store_true", help="llama.cpp's server as well, for `bench serve`")
     args = parser.parse_args()
-    if args.source and (not args.only or args.avx2):
-        parser.error("--source names the sources of one program: choose it with --only, and leave out --avx2")
+    if args.source and (not args.only or args.avx2 or args.server):
+        parser.error(
+            "--source names the sources of one program: choose it with --only, and leave out --avx2 and --server"
+        )
+    if args.server:
+        return _build(Builder(LLAMA_CPP, _say, max(1, args.jobs)), "server")
     failed = 0
     for edition in EDITIONS:
         if args.only in (None, edition.name):
-            failed |= _build(Builder(edition, _say, max(1, args.jobs), args.source), args.avx2)
+            failed |= _build(
+                Builder(edition, _say, max(1, args.jobs), args.source), "avx2" if args.avx2 else "libraries"
+            )
     return failed
 
 
-def _build(builder: Builder, avx2: bool) -> int:
+def _build(builder: Builder, what: str) -> int:
     edition = builder.edition
     try:
-        if avx2:
+        if what == "server":
+            used, where = ", ".join(builder.build_server()) or "no special instructions", edition.server()
+        elif what == "avx2":
             builder.build_for_avx2()
             used, where = "AVX2 alone", edition.avx2_tree()
         else:
@@ -44,7 +53,7 @@ def _build(builder: Builder, avx2: bool) -> int:
     except (PeerBuildError, OSError) as failure:
         _say(f"{edition.name} was not built: {failure}.")
         return 1
-    _say(f"{edition.name} is built in {where} with {used}.")
+    _say(f"{edition.name} {'server ' if what == 'server' else ''}is built in {where} with {used}.")
     return 0
 
 

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.bench.gguf_export import Quantisation, write_gguf
-from engine.bench.peers.editions import INTERFACE, Edition
+from engine.bench.peers.editions import INTERFACE, SERVER, Edition
 from engine.bench.peers.instructions import GROUPS, TILE_CONFIG, Instructions, is_x86, working_instructions
 from engine.bench.peers.peer import GgufPeer, PeerError
 from engine.bench.synthetic import make_synthetic
@@ -40,8 +41,9 @@ _PYTHON_PACKAGES = (
     "diskcache>=5.6,<6",
     "jinja2",
 )
-_OFF = ("LLAMA_BUILD_COMMON", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_SERVER",
-        "LLAMA_BUILD_APP", "LLAMA_OPENSSL")  # fmt: skip
+_SERVER_ON = ("LLAMA_BUILD_COMMON", "LLAMA_BUILD_TOOLS", "LLAMA_BUILD_SERVER")
+_OFF = (*_SERVER_ON, "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES", "LLAMA_BUILD_APP", "LLAMA_BUILD_UI",
+        "LLAMA_USE_PREBUILT_UI", "LLAMA_OPENSSL")  # fmt: skip
 _INTERFACE_SOURCE = Path(__file__).with_name("ik_interface.cpp")
 
 
@@ -109,6 +111,32 @@ class Builder:
         with self._alone():
             return self._build()
 
+    def build_server(self) -> list[str]:
+        """Builds its server as well, with what `build` has built; returns the names of the special instructions.
+
+        Raises:
+            PeerBuildError: there is no such build, or it cannot be compiled.
+            OSError: if the cache folder cannot be written.
+        """
+        receipt = self._receipt()
+        instructions = [group for group in GROUPS if group.name in receipt["instructions"]]
+        with self._alone():
+            self.say(f"compiling the server of {self.edition.name}: this takes some minutes")
+            sources = Path(receipt.get("sources") or self._sources())
+            self._compile(instructions, self.edition.home() / "build", sources, server=True)
+        return [group.name for group in instructions]
+
+    def _receipt(self) -> dict[str, Any]:
+        """What `build` has left.
+
+        Raises:
+            PeerBuildError: nothing.
+        """
+        if not self.edition.receipt().is_file():
+            raise PeerBuildError("the build for all of this machine's instructions comes first")
+        receipt: dict[str, Any] = json.loads(self.edition.receipt().read_text(encoding="utf-8"))
+        return receipt
+
     def build_for_avx2(self) -> None:
         """Builds its libraries for AVX2 alone as well, in addition to a build by `build`.
 
@@ -116,9 +144,7 @@ class Builder:
             PeerBuildError: there is no such build, or no AVX2, or it cannot be compiled.
             OSError: if the cache folder cannot be written.
         """
-        if not self.edition.receipt().is_file():
-            raise PeerBuildError("the build for all of this machine's instructions comes first")
-        receipt = json.loads(self.edition.receipt().read_text(encoding="utf-8"))
+        receipt = self._receipt()
         instructions = [group for group in GROUPS if group.name == "AVX2" and group.name in receipt["instructions"]]
         if not instructions:
             raise PeerBuildError("this machine has no AVX2")
@@ -199,10 +225,13 @@ class Builder:
             unpacked.rmdir()
         return source / self.edition.folder
 
-    def _compile(self, instructions: Sequence[Instructions], tree: Path, sources: Path) -> None:
+    def _compile(
+        self, instructions: Sequence[Instructions], tree: Path, sources: Path, *, server: bool = False
+    ) -> None:
         programs = self.edition.venv_python().parent
         options = {"CMAKE_BUILD_TYPE": "Release", "BUILD_SHARED_LIBS": "ON"}
         options |= {"CMAKE_MAKE_PROGRAM": str(programs / "ninja"), **dict.fromkeys(_OFF, "OFF")}
+        options |= dict.fromkeys(_SERVER_ON if server else (), "ON")
         options |= dict(self.edition.options)
         if is_x86():
             options["GGML_NATIVE"] = "OFF"
@@ -220,8 +249,9 @@ class Builder:
             shutil.rmtree(tree)
         defines = [f"-D{key}={value}" for key, value in options.items()]
         self._run([str(programs / "cmake"), "-S", str(sources), "-B", str(tree), "-G", "Ninja", *defines])
-        self._run([str(programs / "cmake"), "--build", str(tree), "--target", "llama", "-j", str(self.jobs)])
-        if self.edition.binding is None:
+        target = SERVER if server else "llama"
+        self._run([str(programs / "cmake"), "--build", str(tree), "--target", target, "-j", str(self.jobs)])
+        if self.edition.binding is None and not server:
             self._compile_interface(tree, sources)
 
     def _compile_interface(self, tree: Path, sources: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.common.paths import cache_dir
 
+SERVER = "llama-server"
 HOW_TO_BUILD = "python -m engine.bench.peers build"
 
 
@@ -76,6 +77,10 @@ class Edition:
     def avx2_tree(self) -> Path:
         """The build for AVX2 alone, whose libraries stand in for those for this machine."""
         return self.home() / "build-avx2"
+
+    def server(self) -> Path:
+        """Its server for other programs, once that is built."""
+        return self.home() / "build" / "bin" / (f"{SERVER}.exe" if os.name == "nt" else SERVER)
 
     def tree(self) -> Path:
         """The build that the benches use now."""

@@ -6,12 +6,11 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine.common.chat import ChatMessage, Tool
+from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.families.replies.thinking import thinking_values
@@ -22,7 +21,7 @@ from engine.runtime.load.tokenizer import knows_chatml, token_id
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{{ '<|im_start|>assistant\n' }}"  # in quotes: jinja drops a line break that ends a template
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"  # quotes keep the line break
 )
 _PLAIN_NAMES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Result"}
 
@@ -40,8 +39,9 @@ def chat_prompt(
     cancelled: CancelCheck = never_cancelled,
     tools: Sequence[Tool] = (),
     thinking: Thinking = "auto",
+    end: PromptEnd = "answer",
 ) -> list[int]:
-    """Token ids of the conversation, ready for the assistant's answer.
+    """Token ids of the conversation, ready for the assistant's answer unless `end` says otherwise.
 
     What was thought before earlier answers is the template's to keep or to leave out; most leave it out.
 
@@ -64,10 +64,15 @@ def chat_prompt(
         )
     messages = [replace(message, content=encodable(message.content)) for message in messages]
     if tokenizer.chat_template is None and not knows_chatml(tokenizer):
-        return _without_final_eos(tokenizer, encode(tokenizer, _plain(messages), special=True, cancelled=cancelled))
+        text = _plain(messages, end)
+        return _without_final_eos(tokenizer, encode(tokenizer, text, special=True, cancelled=cancelled))
 
     turns = [_turn(message) for message in messages]
-    render = partial(_render, tokenizer, cancelled=cancelled, tools=tools, thinking=thinking)
+
+    def render(turns: list[dict[str, Any]], *, mark: bool = False) -> str:
+        text = _render(tokenizer, turns, cancelled, tools, thinking, answers=end == "answer", mark=mark)
+        return _reopened(text, messages[-1].content) if end == "continue" else text
+
     folded = _fold_system(turns)
     try:
         try:
@@ -152,11 +157,13 @@ def _render(
     tools: Sequence[Tool],
     thinking: Thinking,
     *,
-    mark: bool = False,
+    answers: bool,
+    mark: bool,
 ) -> str:
     """What the template writes.
 
     Args:
+        answers: with the beginning of an answer.
         mark: control tokens in the turns, for `_encode_marked`.
     """
     template = _template(tokenizer, tools)
@@ -165,7 +172,7 @@ def _render(
         "messages": turns,
         "tools": [_described(tool) for tool in tools] or None,
         "documents": None,
-        "add_generation_prompt": True,
+        "add_generation_prompt": answers,
         **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
     }
     control, maybe = _control_tokens(tokenizer) if mark else (None, [])
@@ -173,6 +180,18 @@ def _render(
         return FOREIGN_TEXT.render(template, values, cancelled, control=control, maybe_control=maybe)
     except ForeignTextError as error:
         raise _template_at_fault(str(error)) from error
+
+
+def _reopened(text: str, content: str) -> str:
+    """What a template wrote, up to where its last turn can go on."""
+    for said in (content, content.strip()):
+        at = text.rfind(said)
+        if said and at >= 0:
+            return text[: at + len(said)]
+    raise EngineError(
+        ErrorCode.INVALID_REQUEST,
+        "The last message cannot be continued: it is empty, or this model's chat template changes it.",
+    )
 
 
 def _described(tool: Tool) -> dict[str, Any]:
@@ -277,9 +296,10 @@ def _types_control_tokens(tokenizer: Any, messages: Sequence[ChatMessage]) -> bo
     return any(token in message.content for message in messages if message.role != "assistant" for token in special)
 
 
-def _plain(messages: Sequence[ChatMessage]) -> str:
+def _plain(messages: Sequence[ChatMessage], end: PromptEnd) -> str:
     turns = [f"{_PLAIN_NAMES[message.role]}: {message.content.strip()}\n" for message in messages]
-    return "".join(turns) + "Assistant:"
+    text = "".join(turns)
+    return text + "Assistant:" if end == "answer" else text.removesuffix("\n") if end == "continue" else text
 
 
 def _without_final_eos(tokenizer: Any, ids: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, Tool
+from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.runtime.batch.policy import policy_for
@@ -67,26 +67,44 @@ class LiveRows:
         tools: tuple[Tool, ...],
         cancelled: CancelCheck,
         thinking: Thinking = "auto",
+        end: PromptEnd = "answer",
     ) -> list[int]:
-        """The tokens of a conversation.
+        """The tokens of a conversation, which may be too many.
 
         Raises:
-            EngineError: `PROMPT_TOO_LONG`, or as `chat_prompt`.
+            EngineError: as `chat_prompt`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
-        return self._fitting(self._preparation.prompt(messages, cancelled, tools, thinking))
+        return self._preparation.prompt(messages, cancelled, tools, thinking, end)
 
-    def text_prompt(self, text: str, cancelled: CancelCheck) -> list[int]:
-        """The tokens of a text to continue.
+    def text_prompt(self, text: str, cancelled: CancelCheck, *, special: bool = True) -> list[int]:
+        """The tokens of a text, which may be too many; with what the tokenizer adds at its ends if `special`.
 
         Raises:
             EngineError, RequestCancelled: as `prompt`.
         """
-        return self._fitting(encode(self._loaded.tokenizer, text, special=True, cancelled=cancelled))
+        return encode(self._loaded.tokenizer, text, special=special, cancelled=cancelled)
 
-    def _fitting(self, prompt: list[int]) -> list[int]:
+    def known(self, ids: tuple[int, ...]) -> list[int]:
+        """Tokens that somebody else has chosen.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`: this model has no such token.
+        """
+        most = int(self._loaded.model.config.get_text_config().vocab_size)
+        for token in ids:
+            if not 0 <= token < most:
+                words = f"The prompt has the token {token}, but this model has those from 0 to {most - 1:,} only."
+                raise EngineError(ErrorCode.INVALID_REQUEST, words)
+        return list(ids)
+
+    def check_room(self, prompt: list[int]) -> None:
+        """Raises EngineError `INVALID_REQUEST` if a prompt is empty, `PROMPT_TOO_LONG` if no answer fits behind it."""
         self._preparation.fitting(prompt)
-        return prompt
+
+    def text_of(self, tokens: list[int]) -> str:
+        """What tokens stand for, control tokens included."""
+        return str(self._loaded.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def thinks(self, prompt: list[int]) -> bool:
         """Whether a prompt ends by opening the model's reasoning."""

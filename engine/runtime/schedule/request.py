@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from engine.common.chat import ChatMessage, FinishReason, Tool
+from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.runtime.decode.encoder_decoder_session import source_prompt
@@ -167,6 +167,7 @@ class Preparation:
         cancelled: CancelCheck,
         tools: Sequence[Tool] = (),
         thinking: Thinking = "auto",
+        end: PromptEnd = "answer",
     ) -> list[int]:
         """The tokens of a conversation.
 
@@ -174,8 +175,11 @@ class Preparation:
             EngineError, RequestCancelled: as `chat_prompt`.
         """
         if self._encodes:
+            if end == "continue":
+                words = "This model reads a question apart from its answer, which therefore cannot be begun for it."
+                raise EngineError(ErrorCode.INVALID_REQUEST, words)
             return source_prompt(self._tokenizer, messages, cancelled)
-        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking)
+        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end)
 
     def fitting(self, prompt: list[int]) -> int:
         """Tokens that may follow a prompt.

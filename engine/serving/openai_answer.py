@@ -1,0 +1,170 @@
+"""One answer in OpenAI's form: chat completions and completions, whole or as the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine.common.chat import FinishReason, ToolCall
+from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
+from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
+from engine.serving.tools import ToolUse
+
+_FINISH: dict[FinishReason, str] = {
+    "stop": "stop",
+    "stop_string": "stop",
+    "length": "length",
+    "context": "length",
+    "cancelled": "stop",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request, read.
+
+    Attributes:
+        asks: one for each answer, those to the same prompt behind each other.
+        each: answers to each prompt.
+        uses: tools that may be called.
+        is_chat: or else a text is continued.
+        streams, counts: whether it wants a stream, and in it the tokens used.
+    """
+
+    model: str
+    asks: tuple[Ask, ...]
+    each: int
+    uses: ToolUse
+    is_chat: bool
+    streams: bool
+    counts: bool
+
+    def head(self, *, chunk: bool = False) -> dict[str, Any]:
+        """What an answer, or each chunk of one, begins with."""
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": f"{kind}.chunk" if chunk and self.is_chat else kind,
+            "created": int(time.time()),
+            "model": self.model,
+            "system_fingerprint": None,
+        }
+
+    def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The tokens of all answers; a prompt counts once, however often it is answered."""
+        prompts = [answer.ended for answer in answers[:: self.each]]
+        prompt = sum(each.prompt_tokens for each in prompts)
+        generated = sum(answer.ended.generated_tokens for answer in answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in prompts)},
+        }
+
+
+class Answer:
+    """One answer: what has come of it, and what to send for each event."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._reader: ReplyReader | None = None
+        self._said: list[str] = []
+        self._thought: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._chances: list[NamedChances] = []
+        self._named_characters = 0
+        self.ended = Ended("stop", 0, 0, 0)
+
+    def take(self, event: Progress) -> list[dict[str, Any]]:
+        """The deltas of a stream that an event makes."""
+        if isinstance(event, Began):
+            self._reader = self._wanted.uses.reader(event) if self._wanted.is_chat else None
+            return [_delta({"role": "assistant", "content": None})] if self._wanted.is_chat else []
+        if isinstance(event, Said):
+            self._chances += event.chances
+            parts: list[Part] = self._reader.feed(event.text) if self._reader else [Spoken(event.text)]
+            deltas = self._deltas(parts)
+            if event.chances:
+                deltas = deltas or [_delta({"content": ""}) if self._wanted.is_chat else _text_delta("")]
+                deltas[0]["logprobs"] = self._logprobs(list(event.chances), self._named_characters)
+                self._named_characters += sum(len(each.token.text) for each in event.chances)
+            return deltas
+        self.ended = event
+        deltas = self._deltas(self._reader.end() if self._reader else [])
+        last: dict[str, Any] = {"delta": {}} if self._wanted.is_chat else {"text": ""}
+        return [*deltas, {**last, "logprobs": None, "finish_reason": self._reason}]
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """The answer, whole."""
+        said = "".join(self._said)
+        logprobs = self._logprobs(self._chances, 0) if self._chances else None
+        chosen: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": self._reason}
+        if not self._wanted.is_chat:
+            return {**chosen, "text": said}
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        if self._thought:
+            message["reasoning_content"] = "".join(self._thought)
+        if self._calls:
+            message["content"] = said.strip() or None
+            message["tool_calls"] = [_call(call) for call in self._calls]
+        return {**chosen, "message": message}
+
+    def _logprobs(self, chances: list[NamedChances], before: int) -> dict[str, Any]:
+        if self._wanted.is_chat:
+            return {"content": [_logprob(each) for each in chances], "refusal": None}
+        return _completion_logprobs(chances, before)
+
+    @property
+    def _reason(self) -> str:
+        return "tool_calls" if self._calls else _FINISH[self.ended.reason]
+
+    def _deltas(self, parts: list[Part]) -> list[dict[str, Any]]:
+        deltas = []
+        for part in parts:
+            if isinstance(part, ToolCall):
+                self._calls.append(part)
+                deltas.append(_delta({"tool_calls": [{"index": len(self._calls) - 1, **_call(part)}]}))
+            elif isinstance(part, Thought):
+                self._thought.append(part.text)
+                deltas.append(_delta({"reasoning_content": part.text}))
+            elif part.text:
+                self._said.append(part.text)
+                is_chat = self._wanted.is_chat
+                deltas.append(_delta({"content": part.text}) if is_chat else _text_delta(part.text))
+        return deltas
+
+
+def _delta(delta: dict[str, Any]) -> dict[str, Any]:
+    return {"delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _text_delta(text: str) -> dict[str, Any]:
+    return {"text": text, "logprobs": None, "finish_reason": None}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _logprob(chances: NamedChances) -> dict[str, Any]:
+    def entry(token: NamedToken) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.raw)}
+
+    return {**entry(chances.token), "top_logprobs": [entry(token) for token in chances.likeliest]}
+
+
+def _completion_logprobs(chances: list[NamedChances], at: int) -> dict[str, Any]:
+    offsets = []
+    for each in chances:
+        offsets.append(at)
+        at += len(each.token.text)
+    return {
+        "tokens": [each.token.text for each in chances],
+        "token_logprobs": [each.token.logprob for each in chances],
+        "top_logprobs": [{token.text: token.logprob for token in each.likeliest} for each in chances],
+        "text_offset": offsets,
+    }
