@@ -336,11 +336,17 @@ _FORMAT = 1
 """Part of the file's name: increase it when the output for a checkpoint changes."""
 
 
-def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], None] = lambda _text: None) -> Path:
+def gguf_of(
+    checkpoint: Path,
+    quantisation: Quantisation,
+    say: Callable[[str], None] = lambda _text: None,
+    vocabulary: tuple[str, Callable[[GGUFWriter], None]] = ("", add_bare_ids),
+) -> Path:
     """The GGUF file with this checkpoint's weights, in the cache folder, written if missing; a GGUF file is its own.
 
     Args:
         say: called with progress messages.
+        vocabulary: what writes the tokenizer's keys, and its name in that of the file.
 
     Raises:
         EngineError: as `write_gguf`, and `DISK_FULL`.
@@ -352,7 +358,8 @@ def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], N
     made_of = json.dumps([_FORMAT, fingerprint(checkpoint, tensors.values())], sort_keys=True)
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf"
-    path = folder / f"{checkpoint.name}-{digest}-{quantisation.value}.gguf"
+    name, add_vocabulary = vocabulary
+    path = folder / f"{checkpoint.name}{name}-{digest}-{quantisation.value}.gguf"
     if path.is_file():
         return path
     say(f"writing {path}, kept for the next time")
@@ -367,6 +374,6 @@ def gguf_of(checkpoint: Path, quantisation: Quantisation, say: Callable[[str], N
     with disk_errors_explained(folder), staging_folder(folder) as staged:
         # The checkpoint's size bounds the file's, except for float32 norms.
         require_space(folder, sum(entry.nbytes for entry in tensors.values()))
-        write_gguf(checkpoint, staged / path.name, quantisation, on_progress)
+        write_gguf(checkpoint, staged / path.name, quantisation, on_progress, add_vocabulary)
         (staged / path.name).replace(path)
     return path

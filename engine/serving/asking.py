@@ -25,6 +25,7 @@ class Ask:
         special: with what the tokenizer adds at the ends of a text.
         sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
         top_chances: how many likely tokens to name for each token; `None` logs nothing.
+        ignores_end: the answer goes on to its limit, past where the model would end it.
         wants: the answer, or only the prompt's length, or only the prompt itself; nothing is generated then.
     """
 
@@ -38,6 +39,7 @@ class Ask:
     sampling: dict[str, Any] = field(default_factory=dict)
     constraint: Constraint | None = None
     top_chances: int | None = None
+    ignores_end: bool = False
     wants: Literal["answer", "length", "prompt"] = "answer"
 
 

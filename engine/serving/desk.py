@@ -258,6 +258,7 @@ class Desk:
             ids=tuple(prompt),
             sampling=replace(sampling, stop=(*sampling.stop, *stops)),
             constraint=constraint,
+            end_ids=frozenset() if ask.ignores_end else None,
             chances=log,
             shown=shown,
             on_text=on_text,

@@ -1,7 +1,7 @@
 """OpenAI's interface: models, chat completions and completions; embeddings are refused in a sentence.
 
-Of what other servers add to it, this takes `continue_final_message` and `add_generation_prompt` (vLLM), the count of a
-conversation's tokens (llama.cpp), and says how many tokens a model holds.
+Of what other servers add to it, this takes `continue_final_message`, `add_generation_prompt` and `ignore_eos` (vLLM),
+the count of a conversation's tokens (llama.cpp), and says how many tokens a model holds.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class _OpenAi:
             sampling=read_sampling(body),
             constraint=uses.constraint or constraint,
             top_chances=top,
+            ignores_end=body.get("ignore_eos") is True,
         )
         return asked, uses
 
@@ -131,8 +132,9 @@ class _OpenAi:
         path = (await self._service.path_of(body.get("model")))[1]
         sampling, constraint = read_sampling({"max_tokens": 16, **body}), read_constraint(body)
         top = _whole(body, "logprobs", 0, 0, 20) if body.get("logprobs") is not None else None
+        endless = body.get("ignore_eos") is True
         asked = [
-            replace(prompt, sampling=sampling, constraint=constraint, top_chances=top)
+            replace(prompt, sampling=sampling, constraint=constraint, top_chances=top, ignores_end=endless)
             for prompt in _prompts(path, body.get("prompt", ""))
         ]
         return await self._answer(request, body, asked, ToolUse(), is_chat=False)

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,opening,decode,prefill,batch,chats,cache,disk,kernels,quality,loops,speculation,telemetry,monitor,download}",
+        metavar="{startup,opening,decode,prefill,batch,chats,serve,cache,disk,kernels,quality,loops,speculation,telemetry,monitor,download}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -169,6 +169,21 @@ def add_parser(subparsers: Any) -> None:
     _add_common(download, repeats=3)
     download.set_defaults(run=_run_download)
 
+    serve = kinds.add_parser("serve", help="our server and llama.cpp's under the same load: throughput, first token")
+    _add_model(serve)
+    serve.add_argument(
+        "--clients", type=_lengths, default=(1, 4, 16), metavar="N,N", help="at once, a load for each (default 1,4,16)"
+    )
+    serve.add_argument(
+        "--rates", type=_rates, default=(), metavar="R,R", help="questions per second (default: of what they get done)"
+    )
+    serve.add_argument("--questions", type=Path, metavar="FILE", help="JSON lines with a prompt, and perhaps tokens")
+    serve.add_argument("--per-load", type=positive_int, default=32, metavar="N", help="questions asked in each load")
+    serve.add_argument("--threads", type=positive_int, metavar="N", help="of each server (default: all processors)")
+    serve.add_argument("--peers", action="store_true", help="llama.cpp's server as well, in turn")
+    _add_common(serve, repeats=3)
+    serve.set_defaults(run=_run_serve)
+
     loops = kinds.add_parser("loops", help="how many answers to simple questions loop, with DRY and without")
     _add_model(loops)
     loops.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="answers to each of 20 questions")
@@ -209,6 +224,16 @@ def _peers(text: str) -> tuple[str, ...]:
 
 def _lengths(text: str) -> tuple[int, ...]:
     return tuple(positive_int(part) for part in text.split(","))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < 1e6 for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text!r} are no rates; use numbers above 0, such as 0.5,1,2")
+    return rates
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -364,6 +389,18 @@ def _run_quality(args: argparse.Namespace) -> int:
     from engine.bench.quality import QualityPlan, bench_quality
 
     bench_quality(config, QualityPlan(args.text, args.tokens, args.peers), report, note)
+    return _emit(report, args)
+
+
+def _run_serve(args: argparse.Namespace) -> int:
+    from engine.bench.serving import ServingPlan, bench_serving
+    from engine.bench.serving_texts import QUESTIONS, read_questions
+    from engine.bench.synthetic import resolve_model
+
+    questions = read_questions(args.questions) if args.questions else QUESTIONS
+    model, report = resolve_model(args.model, note), _report()
+    plan = ServingPlan(args.clients, args.rates, questions, args.per_load, args.repeats, args.threads, args.peers)
+    bench_serving(model, plan, report, note)
     return _emit(report, args)
 
 

@@ -133,3 +133,10 @@ def test_health_needs_no_key() -> None:
 def test_a_model_answers_to_its_other_names() -> None:
     models = LibraryModels(Path("mixtral"), "mixtral", ["gpt-4o"])
     assert models.find("gpt-4o") == models.find("mixtral") == models.find("") == ("mixtral", Path("mixtral"))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_may_go_on_past_its_end(running: Running, path: str) -> None:
+    asked = {"prompt": "Other", "messages": HELLO, "max_tokens": 150, "ignore_eos": True, "temperature": 0}
+    answer = _ok(running, path, asked)
+    assert (answer["usage"]["completion_tokens"], answer["choices"][0]["finish_reason"]) == (150, "length")

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from gguf import GGUFWriter, TokenType
-
 from engine.bench.gguf_export import Quantisation, write_gguf
+from engine.bench.gguf_texts import add_texts
 from engine.bench.peers.peer import FILE_TYPES, PeerError, quantise
 from engine.bench.synthetic import parse, plain_nbytes, write_checkpoint
 from engine.checkpoint.staging import staging_folder
@@ -50,9 +48,7 @@ def make_synthetic_gguf(model: str, kind: str, say: Callable[[str], None] = lamb
         say(f"making {name} with random weights: {nbytes / 1e9:.1f} GB, deleted later")
         write_checkpoint(checkpoint, shape)
         say("writing them to a GGUF file, deleted later as well")
-        write_gguf(
-            checkpoint, plain, Quantisation.BF16, add_vocabulary=lambda writer: _add_vocabulary(writer, checkpoint)
-        )
+        write_gguf(checkpoint, plain, Quantisation.BF16, add_vocabulary=lambda writer: add_texts(writer, checkpoint))
         say(f"quantising it to {kind} with llama.cpp: {file}, cached")
         try:
             quantise(plain, made, kind)
@@ -62,27 +58,3 @@ def make_synthetic_gguf(model: str, kind: str, say: Callable[[str], None] = lamb
             os.fsync(written.fileno())
         made.replace(file)
     return file
-
-
-_MERGED = "\u0120\u0120"
-"""Two spaces: llama.cpp asks for one merge at least."""
-
-
-def _add_vocabulary(writer: GGUFWriter, checkpoint: Path) -> None:
-    """The checkpoint's tokens: bytes, and made-up words, of which the first becomes the result of the only merge."""
-    content = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
-    special = [token["content"] for token in content["added_tokens"]]
-    tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].__getitem__)
-    words = (at for at, token in enumerate(tokens) if token not in special and len(token) > 1)
-    tokens[next(words, -1)] = _MERGED
-    settings = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([int(TokenType.CONTROL if token in special else TokenType.NORMAL) for token in tokens])
-    writer.add_token_merges([" ".join(_MERGED)])
-    writer.add_bos_token_id(tokens.index(settings["bos_token"]))
-    writer.add_eos_token_id(tokens.index(settings["eos_token"]))
-    writer.add_pad_token_id(tokens.index(settings["pad_token"]))
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(settings["chat_template"])
