@@ -41,7 +41,7 @@ class ServingPlan:
 
     Attributes:
         clients: how many ask at once, a load for each.
-        rates: questions that arrive in a second, a load for each; none: shares of what the slower server gets done.
+        rates: questions that arrive in a second, a load for each; `None`: shares of what the slower server gets done.
         questions: for each load, the list again and again, each time with another number before it.
         per_load: how many.
         threads: of each server; `None`: each processor has one.
@@ -49,7 +49,7 @@ class ServingPlan:
     """
 
     clients: tuple[int, ...]
-    rates: tuple[float, ...]
+    rates: tuple[float, ...] | None
     questions: Sequence[Asked]
     per_load: int
     repeats: int
@@ -93,7 +93,7 @@ def bench_serving(model: Path, plan: ServingPlan, report: Report, say: Callable[
             loads = bench.run(name, partial(closed_loop, clients=clients))
             done = (len(load.answers) / load.seconds for of_one in loads.values() for load in of_one)
             slowest = min(slowest, *done) if clients == max(plan.clients) else slowest
-        rates = plan.rates or tuple(round(share * slowest, 2) for share in _SHARES)
+        rates = plan.rates if plan.rates is not None else tuple(round(share * slowest, 2) for share in _SHARES)
         for number, rate in enumerate(rates):
             bench.run(f"{rate:g} questions/s", partial(open_loop, per_s=rate, seed=number))
 
@@ -124,9 +124,10 @@ class _InTurn:
     def _add(self, name: str, unit: str, values: list[list[float]]) -> None:
         ours, *others = values
         peer, peer_values = (PEER, others[0]) if others else (None, None)
-        self.report.rows.append(
-            row(name, ours, unit, peer=peer, peer_values=peer_values, higher_is_better=unit != "ms")
-        )
+        added = row(name, ours, unit, peer=peer, peer_values=peer_values, higher_is_better=unit != "ms")
+        self.report.rows.append(added)
+        beside = f", {PEER} {added.peer_value:.1f}" if added.peer_value is not None else ""
+        self.say(f"  {name}: {added.value:.1f} {unit}{beside}")
 
 
 class _Numbered:
@@ -173,7 +174,7 @@ def _theirs(file: Path, plan: ServingPlan, longest: int) -> Iterator[_Contestant
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    places, threads = max(*plan.clients, 16), plan.threads or os.cpu_count() or 1
+    places, threads = max([*plan.clients, 16]), plan.threads or os.cpu_count() or 1
     command = [str(LLAMA_CPP.server()), "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--parallel", str(places), "--ctx-size", str(places * longest), "--threads", str(threads)]
     command += ["--threads-batch", str(threads), "--flash-attn", "on", "--cache-ram", "0"]

@@ -175,7 +175,7 @@ def add_parser(subparsers: Any) -> None:
         "--clients", type=_lengths, default=(1, 4, 16), metavar="N,N", help="at once, a load for each (default 1,4,16)"
     )
     serve.add_argument(
-        "--rates", type=_rates, default=(), metavar="R,R", help="questions per second (default: of what they get done)"
+        "--rates", type=_rates, metavar="R,R", help="questions per second, or none (default: of what they get done)"
     )
     serve.add_argument("--questions", type=Path, metavar="FILE", help="JSON lines with a prompt, and perhaps tokens")
     serve.add_argument("--per-load", type=positive_int, default=32, metavar="N", help="questions asked in each load")
@@ -227,6 +227,8 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _rates(text: str) -> tuple[float, ...]:
+    if text == "none":
+        return ()
     try:
         rates = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -22,9 +22,9 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[tuple[str, int]]:
-    """Address and process id of `switchyard serve` with a tiny model, which ends when it is asked to."""
-    model = tiny_checkpoint("mixtral", folder / "tiny")
+def served(folder: Path, model: Path | None = None) -> Iterator[tuple[str, int]]:
+    """Address and process id of `switchyard serve` with a model, or a tiny one, which ends when it is asked to."""
+    model = model or tiny_checkpoint("mixtral", folder / "tiny")
     command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--json"]
     environment = {**os.environ, "SWITCHYARD_HOME": str(folder / "home")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

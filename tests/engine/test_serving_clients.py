@@ -1,8 +1,8 @@
 """Clients at large: a thousand that misbehave, and programs that people use, where they are installed.
 
 `SWITCHYARD_CLIENTS` names a folder with an environment of Python (`bin/python`) that has litellm (with mcp, for tools),
-langchain-openai and llm, and `SWITCHYARD_NODE` one with `node_modules` that has `openai`, `ai` and
-`@ai-sdk/openai-compatible`.
+langchain-openai and llm; `SWITCHYARD_AIDER` one with aider-chat, which wants older packages and a Python below 3.13;
+`SWITCHYARD_NODE` a folder with `node_modules` that has `openai`, `ai` and `@ai-sdk/openai-compatible`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.engine.test_serve_verb import served
 from tests.engine.test_serving import HELLO, Running, _until, serving
+from tests.starter import starter_for_tests
 
 pytestmark = pytest.mark.exhaustive
 MISBEHAVING = 1000
@@ -198,6 +201,36 @@ def test_clients_of_node(name: str, tmp_path: Path) -> None:
         given = f"const URL = {json.dumps(running.url)}, HELLO = {json.dumps(HELLO)};\n"
         script.write_text(NODE[name].replace("        const", given + "        const", 1), encoding="utf-8")
         _run([node, str(script)], tmp_path)
+
+
+def test_aider(tmp_path: Path) -> None:
+    """It asks about a file and has it changed, by streams and whole; its prompts need a model with room for them."""
+    python = Path(os.environ.get("SWITCHYARD_AIDER", "/nowhere")) / "bin" / "python"
+    if not python.exists():
+        pytest.skip("SWITCHYARD_AIDER names no environment with aider-chat")
+    (tmp_path / "hello.py").write_text("print('hello')\n", encoding="utf-8")
+    settings = tmp_path / "settings.yml"
+    settings.write_text("- name: openai/starter\n  extra_params: {max_tokens: 40, temperature: 0}\n", encoding="utf-8")
+    told = ["--no-git", "--yes-always", "--no-check-update", "--no-show-model-warnings", "--no-pretty"]
+    told += ["--analytics-disable", "--map-tokens", "0", "--model-settings-file", str(settings)]
+
+    def aider(model: str, *more: str) -> str:
+        command = [str(python), "-m", "aider", "--model", model, *told, *more, "hello.py"]
+        variables = {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "any", "HOME": str(tmp_path), "PYTHONPATH": ""}
+        variables |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+        environment = {**os.environ, **variables}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        return done.stdout + done.stderr
+
+    with served(tmp_path, starter_for_tests()) as (url, _server):
+        asked = aider("openai/starter", "--chat-mode", "ask", "--message", "What does this program print?")
+        changed = aider(
+            "openai/starter", "--no-stream", "--edit-format", "whole", "--message", "Print goodbye instead."
+        )
+        for said in (asked, changed):
+            assert re.search(r"Tokens: .+ sent, [1-9][\d.k]* received", said), said[-2000:]
+        assert "no model named" in aider("openai/nothing", "--chat-mode", "ask", "--message", "Hello")
 
 
 def _run(command: list[str], folder: Path) -> None:

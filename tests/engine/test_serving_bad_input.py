@@ -1,0 +1,177 @@
+"""What is wrong with a request is said by each interface in its own form, with its own status, streamed or not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from engine.cli import main
+from engine.serving.server import Address
+from tests.engine.test_serving import HELLO, TOOL, Running, serving
+from tests.tiny_checkpoint import write_tiny_checkpoint
+
+PATHS = {
+    "openai": "/v1/chat/completions",
+    "responses": "/v1/responses",
+    "anthropic": "/v1/messages",
+    "ollama": "/api/chat",
+}
+GOOD: dict[str, dict[str, Any]] = {
+    "openai": {"messages": HELLO, "max_tokens": 4},
+    "responses": {"input": "Hello", "max_output_tokens": 4},
+    "anthropic": {"messages": HELLO, "max_tokens": 4},
+    "ollama": {"messages": HELLO, "options": {"num_predict": 4}},
+}
+PARAMETERS: Any = TOOL["function"]["parameters"]  # type: ignore[index]
+FLAT = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+CLAUDES = {"name": "weather", "input_schema": PARAMETERS}
+LONG = [{"role": "user", "content": "word " * 300}]
+IMPOSSIBLE: tuple[dict[str, Any], ...] = ({"type": "shape"}, {"enum": []}, {"type": "object", "minProperties": "x"})
+"""No such type, nothing that would be one, and nonsense."""
+
+
+def _formats(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Requests of each interface for an answer of this schema."""
+    named = {"type": "json_schema", "name": "x", "schema": schema}
+    tool = {"name": "x", "input_schema": schema}
+    return [
+        ("openai", {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}),
+        ("responses", {"text": {"format": named}}),
+        ("anthropic", {"tools": [tool], "tool_choice": {"type": "any"}}),
+        ("ollama", {"format": schema}),
+    ]
+
+
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    # Types.
+    ("openai", {"messages": 3}),
+    ("openai", {"messages": [3]}),
+    ("openai", {"max_tokens": "many"}),
+    ("openai", {"temperature": [1]}),
+    ("openai", {"model": ["mixtral"]}),
+    ("openai", {"stop": [3]}),
+    ("responses", {"input": 3}),
+    ("responses", {"input": [3]}),
+    ("responses", {"max_output_tokens": "many"}),
+    ("responses", {"temperature": "hot"}),
+    ("anthropic", {"messages": 3}),
+    ("anthropic", {"messages": [3]}),
+    ("anthropic", {"max_tokens": "many"}),
+    ("anthropic", {"max_tokens": None}),
+    ("anthropic", {"temperature": "hot"}),
+    ("anthropic", {"system": 3}),
+    ("anthropic", {"stop_sequences": [3]}),
+    ("ollama", {"messages": 3}),
+    ("ollama", {"messages": [3]}),
+    ("ollama", {"options": 3}),
+    ("ollama", {"options": {"temperature": "hot"}}),
+    ("ollama", {"format": 3}),
+    # Tools that contradict each other.
+    ("openai", {"tool_choice": "required"}),
+    ("openai", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}),
+    ("openai", {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}),
+    ("openai", {"tools": [TOOL] * 129}),
+    ("responses", {"tool_choice": "required"}),
+    ("responses", {"tools": [FLAT], "tool_choice": {"type": "function", "name": "other"}}),
+    ("responses", {"tools": [FLAT], "tool_choice": "required", "text": {"format": {"type": "json_object"}}}),
+    ("anthropic", {"tool_choice": {"type": "any"}}),
+    ("anthropic", {"tools": [CLAUDES], "tool_choice": {"type": "tool", "name": "other"}}),
+    ("anthropic", {"tools": [{"name": "weather", "input_schema": "none"}]}),
+    ("ollama", {"tools": "weather"}),
+    ("ollama", {"tools": [{"type": "browser"}]}),
+    # Schemas that cannot be met.
+    *(asked for schema in IMPOSSIBLE for asked in _formats(schema)),
+    # Stop strings by the hundred.
+    ("openai", {"stop": ["a"] * 101}),
+    ("anthropic", {"stop_sequences": ["a"] * 101}),
+    ("ollama", {"options": {"stop": ["a"] * 101}}),
+    # A prompt that is too long.
+    ("openai", {"messages": LONG}),
+    ("responses", {"input": LONG}),
+    ("anthropic", {"messages": LONG}),
+    ("ollama", {"messages": LONG}),
+]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with serving() as found:
+        yield found
+
+
+def _check(api: str, answer: httpx2.Response, status: int, kind: str, code: str | None = None) -> None:
+    """That an error has the form of its interface; OpenAI's are for both of its paths."""
+    assert answer.status_code == status, answer.text
+    said = answer.json()
+    if api == "ollama":
+        assert said.keys() == {"error"}
+        message = said["error"]
+    elif api == "anthropic":
+        assert (said.keys(), said["type"], said["error"].keys()) == ({"type", "error"}, "error", {"type", "message"})
+        assert said["error"]["type"] == kind
+        message = said["error"]["message"]
+    else:
+        assert said.keys() == {"error"}
+        assert said["error"].keys() == {"message", "type", "param", "code"}
+        assert (said["error"]["type"], said["error"]["code"]) == (kind, code)
+        message = said["error"]["message"]
+    assert message.endswith((".", ")")), message
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(("api", "fields"), WRONG)
+def test_what_makes_no_sense(running: Running, api: str, fields: dict[str, Any], streams: bool) -> None:
+    answer = running.post(PATHS[api], {**GOOD[api], **fields, "stream": streams})
+    is_long = LONG in fields.values()
+    _check(api, answer, 400, "invalid_request_error", "context_length_exceeded" if is_long else None)
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_models_that_are_not_there_or_do_not_load(running: Running, api: str) -> None:
+    unknown = "not_found_error" if api == "anthropic" else "invalid_request_error"
+    broken = "overloaded_error" if api == "anthropic" else "server_error"
+    for streams in (False, True):
+        asked = {**GOOD[api], "stream": streams}
+        _check(api, running.post(PATHS[api], {**asked, "model": "nothing"}), 404, unknown, "model_not_found")
+        _check(api, running.post(PATHS[api], {**asked, "model": "broken"}), 503, broken)
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_fields_that_nobody_knows_are_ignored(running: Running, api: str) -> None:
+    more = {"what": {"is": ["this"]}, "stream": False}
+    assert running.post(PATHS[api], {**GOOD[api], **more}).status_code == 200
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_bodies_that_cannot_be_read(running: Running, api: str) -> None:
+    deep = json.dumps(GOOD[api])[:-1].encode() + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+    for body in (b"\xff\xfe", b'{"messages": "\xe4"}', b"{", b"[]", b"", b"NaN", deep):
+        _check(api, httpx2.post(running.url + PATHS[api], content=body, timeout=30), 400, "invalid_request_error")
+
+
+def test_a_wrong_key() -> None:
+    with serving(Address(port=0, key="secret key")) as running:
+        for api, path in PATHS.items():
+            for headers in ({}, {"authorization": "Bearer other"}, {"x-api-key": "other"}):
+                answer = running.post(path, GOOD[api], headers=headers)
+                _check(api, answer, 401, "authentication_error", "invalid_api_key")
+
+
+def test_a_port_in_use_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SWITCHYARD_KEY", raising=False)
+    with serving() as running:
+        assert (
+            main(["serve", "--model", str(write_tiny_checkpoint(tmp_path / "tiny")), "--port", str(running.port)]) == 2
+        )
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{running.port}" in said
+    assert said.count("\n") == 1
