@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine.common.paths import cache_dir
+from engine.formats import FORMATS
 from engine.kernels.cuda import nvrtc
 from engine.kernels.cuda.compiled import Kernel, architecture_for, compile_kernel, machine_code
 from engine.kernels.cuda.nvrtc import CompileError, Machine, Nvrtc, Usage, find_nvrtc, libraries, usage_in
@@ -167,7 +168,8 @@ def test_every_kernel_for_every_card_without_spills(
 ) -> None:
     compiler = from_the_index(package, tmp_path / "package")
     spilling: list[tuple[Kernel, int, int]] = []
-    for kernel in product_kernels():
+    on_cards = [each for each in FORMATS.values() if each.on_card]
+    for kernel in (kernel for each in on_cards for kernel in product_kernels(each)):
         for architecture in architectures:
             usage = usage_in(compile_kernel(kernel, architecture, compiler).log)
             record_property(f"{kernel.name} sm_{architecture}", f"{usage.registers} registers")

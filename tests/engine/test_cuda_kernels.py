@@ -16,10 +16,9 @@ from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, store, stored_matrix
 from engine.kernels.interface import ExpertMath
-from engine.kernels.native.build import BuildError, find_compiler
 from engine.kernels.quantise import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
-from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels
+from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
 
 CPU = torch.device("cpu")
 KERNELS = emulated_kernels()
@@ -27,12 +26,7 @@ FEW_PROCESSORS = emulated_kernels(1)
 """So few that columns are not split."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def with_compiler() -> None:
-    try:
-        find_compiler()
-    except BuildError as error:
-        pytest.skip(str(error))
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize(

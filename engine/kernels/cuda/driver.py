@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Protocol
 
@@ -34,6 +37,7 @@ def _driver() -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    library.cuCtxSetCurrent.argtypes = [pointer]
     return library
 
 
@@ -62,11 +66,25 @@ class NvidiaCard:
         properties = torch.cuda.get_device_properties(self._device)
         self.capability = (properties.major, properties.minor)
         self._multiprocessors = int(properties.multi_processor_count)
+        # PyTorch's own: a thread that has not called CUDA's runtime yet has none.
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        _checked(_driver().cuInit(0), "start")
+        _checked(_driver().cuDeviceGet(ctypes.byref(device), index), "find the card")
+        _checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device), "open the card")
 
     @property
     def multiprocessors(self) -> int:
         """Units that run blocks of threads."""
         return self._multiprocessors
+
+    def prepare(self, kernels: Sequence[Kernel]) -> None:
+        """Compiles kernels at the same time, so that nobody waits for them one by one.
+
+        Raises:
+            CompileError: one cannot be compiled.
+        """
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            list(pool.map(lambda kernel: machine_code(kernel, self.capability, self.driver), kernels))
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
         """Queues a kernel on PyTorch's current stream of this card.
@@ -75,6 +93,7 @@ class NvidiaCard:
             CompileError, DriverError: it cannot be compiled, loaded or started.
         """
         with torch.cuda.device(self._device):
+            _checked(_driver().cuCtxSetCurrent(self._context), "use the card")
             function = self._functions.get(kernel) or self._load(kernel)
             parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
             stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -83,7 +102,6 @@ class NvidiaCard:
 
     def _load(self, kernel: Kernel) -> ctypes.c_void_p:
         code = machine_code(kernel, self.capability, self.driver)
-        torch.cuda.current_stream(self._device).synchronize()  # the driver's context is PyTorch's from here on
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         _checked(_driver().cuModuleLoadData(ctypes.byref(module), code), f"load {kernel.name}")
         self._modules.append(module)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ class Nvrtc:
     """
 
     def __init__(self, path: Path) -> None:
+        if sys.platform == "win32":
+            os.add_dll_directory(str(path.parent))  # it loads a library beside it
         self._library = ctypes.CDLL(str(path))
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))

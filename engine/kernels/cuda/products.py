@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from engine.formats import WeightFormat
 from engine.kernels.activation import Activation
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.driver import Launcher
@@ -69,9 +70,10 @@ def product_kernel(of_format: str, rows: int) -> Kernel:
     )
 
 
-def product_kernels() -> list[Kernel]:
-    """All that may be asked for."""
-    return [product_kernel(name, rows) for name in (*_TILED.values(), *_PLAIN.values()) for rows in _ROWS]
+def product_kernels(of_weights: WeightFormat) -> list[Kernel]:
+    """All that may be asked for to multiply with matrices of a format."""
+    name = _TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
+    return [product_kernel(name, rows) for rows in _ROWS]
 
 
 class CudaProducts:

@@ -17,7 +17,7 @@ from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise
 from engine.kernels.activation import Activation, ActivationKind
 from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
-from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.cuda.products import CudaProducts, product_kernels
 from engine.kernels.gpu.stored import CardKernels, Products, RecordTable, StoredMatrix, group, store
 from engine.kernels.quantise import quantise
 
@@ -30,6 +30,8 @@ _OLDEST_FOR_TRITON = (8, 0)
 """Compute capability of NVIDIA's first cards with bf16 matrix units."""
 _MOST_FEW = 128
 """Visits up to which reading weights takes longer than computing, by an estimate, where both ways are there."""
+_PROVEN_VISITS = (1, 2, 3, 40)
+"""Of one expert: each has kernels of its own."""
 _TIMED_ROWS, _TIMED_COLUMNS, _TIMED_EXPERTS = 4096, 2048, 8
 _TIMED_CALLS, _TIMED_RUNS = 10, 3
 
@@ -90,7 +92,9 @@ def cuda_products(device: torch.device) -> CudaProducts:
         find_nvrtc()
     except CompileError as error:
         raise UnavailableError(str(error)) from error
-    return CudaProducts(NvidiaCard(_index_of(device)))
+    card = NvidiaCard(_index_of(device))
+    card.prepare([kernel for each in _proven_formats() for kernel in product_kernels(each)])
+    return CudaProducts(card)
 
 
 Made = TypeVar("Made", bound=Products)
@@ -149,12 +153,15 @@ def prove(device: torch.device, products: Products) -> str | None:
 
     Products with `multiply_groups` (`GroupedProducts`) have it tried, too.
     """
-    for each in FORMATS.values():
-        if each is BF16 or (each.on_card and each.is_tiled):
-            for visits in (3, 40):
-                if not _is_right(each, visits, device, products):
-                    return each.name
+    for each in _proven_formats():
+        for visits in _PROVEN_VISITS:
+            if not _is_right(each, visits, device, products):
+                return each.name
     return None
+
+
+def _proven_formats() -> list[WeightFormat]:
+    return [each for each in FORMATS.values() if each is BF16 or (each.on_card and each.is_tiled)]
 
 
 def _is_right(of_weights: WeightFormat, visits: int, device: torch.device, products: Products) -> bool:
