@@ -28,6 +28,8 @@ _WARM_TOKENS = 2
 """A batch is timed once so many tokens have come for each of its rows."""
 _FEWEST_SWEEPS, _LEAST_S = 4, 2.0
 """It is timed alone for so long."""
+_BESIDE_SWEEPS = 6
+"""A chat beside it lasts for as long as so many sweeps would take if neither had the other."""
 _NO_END: frozenset[int] = frozenset()
 
 
@@ -211,7 +213,11 @@ def _beside(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> _Beside:
         times = batch.sweeps[sweeps:]
         sweep_s = statistics.median(late - early for early, late in pairwise(times))
         again = random_text(vocabulary, len(prompt), 0, seed=int(prompt[1])).prompt
-        scheduler.submit(_request(again, tokens), ends.append)
+        first = ends[0]
+        assert isinstance(first, GenerationResult)
+        # Long enough for sweeps of the batch to be counted, which has half of the time.
+        lasting = min(round(_BESIDE_SWEEPS * sweep_s * first.tokens_per_s), loaded.context_tokens - len(prompt))
+        scheduler.submit(_request(again, max(tokens, lasting)), ends.append)
         batch_beside = batch.serve(lambda: len(ends) == 2)
     finally:
         batch.stop()

@@ -24,6 +24,7 @@ from engine.planner.batch_prediction import JobPrediction
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Failed, LoadModel, TerminalEvent, UnloadModel
+from engine.telemetry.request_log import RequestLog
 from engine.tuning.messages import StartTuning
 
 _SETTLING_S = 0.01
@@ -125,7 +126,7 @@ class BatchService:
         except StoppedError:
             return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
         finally:
-            events.rows_now()
+            events.ends()
         pace = ending.pace
         return BatchFinished(
             request_id=request.request_id,
@@ -200,10 +201,12 @@ class _JobEvents:
 
     def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
         self._request_id, self._send = request_id, send
+        self._log, self._tokens = RequestLog(), 0
         self._rows: list[BatchRow] = []
         self._rows_s = time.monotonic()
 
     def pace(self, pace: Pace, blocked: str) -> None:
+        self._log.has_answered(self._tokens)
         self._send(
             BatchProgress(
                 request_id=self._request_id,
@@ -222,11 +225,18 @@ class _JobEvents:
         self._send(BatchPlanned.of(self._request_id, prediction))
 
     def answer(self, answer: Answer, question: str) -> None:
+        self._tokens += answer.generated_tokens
+        self._log.has_answered(self._tokens)
         shown = (question[:_MOST_CHARACTERS], answer.text[:_MOST_CHARACTERS])
         row = BatchRow(answer.row, *shown, answer.finish_reason, answer.generated_tokens, answer.problem)
         self._rows = [*self._rows, row][-_MOST_ROWS:]
         if time.monotonic() - self._rows_s >= _ROWS_S:
             self.rows_now()
+
+    def ends(self) -> None:
+        """The job is over."""
+        self.rows_now()
+        self._log.ends()
 
     def rows_now(self) -> None:
         if self._rows:

@@ -41,6 +41,7 @@ NAMES = (
     "queued",  # a request that waits
     "reading",  # its prompt of `count` tokens is read; in a sweep, so many tokens of prompts
     "writing",  # its answer: `count` tokens; in a sweep, so many tokens of answers
+    "job",  # a job's rows get `count` tokens of answers; in a sweep, so many tokens of rows, prompts included
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 
@@ -70,6 +71,7 @@ NAMES = (
     QUEUED,
     READING,
     WRITING,
+    JOB,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))

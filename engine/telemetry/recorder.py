@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.telemetry.device_work import DeviceWork, QueuedWork
-from engine.telemetry.lanes import CPU_ATTENTION, HEAD, PHASE, READING, REQUESTS, SWEEPS, WRITING
+from engine.telemetry.lanes import CPU_ATTENTION, HEAD, JOB, PHASE, READING, REQUESTS, SWEEPS, WRITING
 from engine.telemetry.layer_log import LayerLog
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
@@ -249,10 +249,11 @@ class Recorder:
         """Records what a request did; `request` is of the requests' own numbers."""
         self._mine.ring.append((REQUESTS, name, start_ns, end_ns, -1, -1, 0, tokens, 0, request, -1))
 
-    def swept(self, start_ns: int, written: int, read: int) -> None:
-        """Records what a sweep that ends now was made of: tokens of answers, and of prompts."""
+    def swept(self, start_ns: int, written: int, read: int, of_jobs: int = 0) -> None:
+        """Records what a sweep that ends now was made of: tokens of answers, and of prompts, to requests, and tokens of
+        jobs' rows."""
         end_ns = time.perf_counter_ns()
-        for name, tokens in ((WRITING, written), (READING, read)):
+        for name, tokens in ((WRITING, written), (READING, read), (JOB, of_jobs)):
             if tokens:
                 self.span(SWEEPS, name, start_ns, end_ns, layer=-1, count=tokens)
 

@@ -1,11 +1,11 @@
-"""What one request does: it waits, its prompt is read, its answer is written."""
+"""What one request does: it waits, its prompt is read, its answer is written; or a job: its rows are answered."""
 
 from __future__ import annotations
 
 import itertools
 import time
 
-from engine.telemetry.lanes import QUEUED, READING, WRITING
+from engine.telemetry.lanes import JOB, QUEUED, READING, WRITING
 from engine.telemetry.recorder import RECORDER, Recorder
 
 PIECE_NS = 500_000_000
@@ -35,6 +35,15 @@ class RequestLog:
         if time.perf_counter_ns() - self._since_ns >= PIECE_NS:
             self._end()
 
+    def has_answered(self, tokens: int) -> None:
+        """For a job: its rows have so many tokens of answers."""
+        if self._name != JOB:
+            self._end()
+            self._name, self._tokens, self._told = JOB, 0, 0
+        self._tokens = tokens
+        if time.perf_counter_ns() - self._since_ns >= PIECE_NS:
+            self._end()
+
     def ends(self) -> None:
         """It is over, however it ended."""
         self._end()
@@ -42,6 +51,6 @@ class RequestLog:
     def _end(self) -> None:
         now_ns = time.perf_counter_ns()
         if self._recorder.on:
-            tokens = self._tokens - self._told if self._name == WRITING else self._tokens
+            tokens = self._tokens - self._told if self._name in (WRITING, JOB) else self._tokens
             self._recorder.request_did(self._name, self._since_ns, now_ns, self._number, tokens)
         self._since_ns, self._told = now_ns, self._tokens

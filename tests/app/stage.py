@@ -52,7 +52,7 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.serving.front_messages import Outcome, Served
-from engine.telemetry.lanes import QUEUED, READING, SWEEPS, WRITING
+from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
@@ -421,7 +421,7 @@ def _monitor(stage: Stage) -> None:
 
 
 def _monitor_requests(stage: Stage) -> None:
-    """Five programs ask at about the same time."""
+    """Five programs ask at about the same time, beside a job."""
     _monitor(stage)
     history = stage.services.telemetry.history
     assert history is not None
@@ -434,11 +434,13 @@ def _monitor_requests(stage: Stage) -> None:
         recorder.request_did(QUEUED, begins, reads, number, 0)
         recorder.request_did(READING, reads, writes, number, 400 + 700 * number)
         recorder.request_did(WRITING, writes, ends, number, 180)
+    recorder.request_did(JOB, history.end_ns - 45 * second, history.end_ns - second, 9, 5200)
     sweeps = history.end_ns - 37 * second
     for number in range(130):
         recorder.span(SWEEPS, WRITING, sweeps, sweeps + second // 4, layer=-1, count=1 + number % 70 // 16)
         if number % 9 < 3:
             recorder.span(SWEEPS, READING, sweeps, sweeps + second // 4, layer=-1, count=9 - number % 9)
+        recorder.span(SWEEPS, JOB, sweeps + second // 8, sweeps + second // 4, layer=-1, count=12)
         sweeps += second // 4
     history.add_spans(recorder.take_spans())
     stage.monitor.findChild(TimelineView).refresh()

@@ -49,7 +49,7 @@ def test_the_lane_counts_who_writes_reads_and_waits() -> None:
     assert "requests" not in [lane.key for lane in lanes_of(history, machine=False)]
     history.add_spans(TWO)
     counts = history.requests(np.array([0.0, S, 2 * S, 3 * S, 4 * S]))
-    assert np.allclose(counts, [[0, 0, 1, 2], [0, 1, 0, 0], [1, 1, 1, 0]], atol=0.05)
+    assert np.allclose(counts, [[0, 0, 1, 2], [0, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]], atol=0.05)
     lane = next(lane for lane in lanes_of(history, machine=False) if lane.key == "requests")
     data = read_lane(lane, history, Viewport(0, 4 * S, 4), {})
     assert reading(lane, data, 3) == "2 writing"
@@ -63,15 +63,16 @@ def test_sweeps_say_what_they_were_made_of(qapp: object) -> None:
     recorder.start()
     recorder.swept(0, 8, 480)
     recorder.swept(0, 3, 0)
+    recorder.swept(0, 0, 0, 64)
     spans = recorder.take_spans()
-    assert spans["count"].tolist() == [8, 480, 3]
-    spans["start_ns"], spans["end_ns"] = (0, 0, S), (S, S, 2 * S)
+    assert spans["count"].tolist() == [8, 480, 3, 64]
+    spans["start_ns"], spans["end_ns"] = (0, 0, S, S), (S, S, 2 * S, 2 * S)
     history = History()
     history.add_spans(spans)
     lane = next(lane for lane in lanes_of(history, machine=False) if lane.key == "sweeps")
-    data = read_lane(lane, history, Viewport(0, 2 * S, 2), {})
+    data = read_lane(lane, history, Viewport(0, 2 * S, 160), {})
     assert reading(lane, data, 0) == "8/s written, 480/s read"
-    assert reading(lane, data, 1) == "3/s written"
+    assert reading(lane, data, 159) == "3/s written, 64/s of jobs"
     rows = read_rows([lane], lane_areas([lane], 900, 300, QFont()), history, Viewport(0, 2 * S, 700), {})
     assert rows[0].blocks is not None
 

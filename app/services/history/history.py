@@ -20,6 +20,7 @@ from engine.telemetry.lanes import (
     DISK,
     GPU,
     H2D,
+    JOB,
     PHASE,
     QUEUED,
     READING,
@@ -102,11 +103,11 @@ class History:
                 self._busy.setdefault((lane, device), BusyTime()).add(starts, ends)
             if lane == REQUESTS:
                 self._requests.add(mine)
-                for name in (WRITING, READING, QUEUED):
+                for name in (WRITING, READING, QUEUED, JOB):
                     part = mine[mine["name"] == name]
                     self._add_sum(f"requests {name}", part, (part["end_ns"] - part["start_ns"]).astype(np.float64))
             if lane == SWEEPS:
-                for name in (WRITING, READING):
+                for name in (WRITING, READING, JOB):
                     part = mine[mine["name"] == name]
                     self._add_sum(f"swept {name}", part, part["count"].astype(np.float64))
             if lane in _WITH_BYTES:
@@ -189,8 +190,9 @@ class History:
         return self._requests.between(start_ns, end_ns)
 
     def requests(self, edges_ns: Floats) -> Floats:
-        """How many requests were being written, read, and waiting, on average between neighbouring edges, [3, n]."""
-        spent = [self._read_sum(f"requests {name}", edges_ns) for name in (WRITING, READING, QUEUED)]
+        """How many requests were being written, read, and waiting, and how many jobs went on, on average between
+        neighbouring edges, [4, n]."""
+        spent = [self._read_sum(f"requests {name}", edges_ns) for name in (WRITING, READING, QUEUED, JOB)]
         return np.asarray(np.stack(spent) / np.diff(edges_ns))
 
     @property
@@ -199,8 +201,8 @@ class History:
         return (SWEEPS, 0) in self._busy
 
     def swept_per_s(self, edges_ns: Floats) -> Floats:
-        """Tokens per second of answers and of prompts that sweeps took between neighbouring edges, [2, n]."""
-        taken = [self._read_sum(f"swept {name}", edges_ns) for name in (WRITING, READING)]
+        """Tokens per second of answers, of prompts and of jobs that sweeps took between neighbouring edges, [3, n]."""
+        taken = [self._read_sum(f"swept {name}", edges_ns) for name in (WRITING, READING, JOB)]
         return np.asarray(np.stack(taken) / np.diff(edges_ns) * 1e9)
 
     def gauge(self, name: str, edges_ns: Floats) -> Floats:

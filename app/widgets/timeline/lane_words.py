@@ -19,12 +19,13 @@ def lane_explanation(key: str) -> str:
         "requests": translate(
             "Timeline",
             "A row for each answer that is being worked on, of this window and of other programs: waiting for its turn "
-            "(hatched), its prompt being read (pale), its answer being written. All rows at a moment share each step.",
+            "(hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).",
         ),
         "sweeps": translate(
             "Timeline",
             "What goes through the layers together: one token of each answer that is being written, and (hatched) "
-            "pieces of prompts that are being read. From close up each sweep is a block with its tokens of both.",
+            "pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a "
+            "block with its tokens.",
         ),
         "gpu": translate(
             "Timeline",

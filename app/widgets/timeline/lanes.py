@@ -16,6 +16,9 @@ from engine.telemetry import lanes as engine_lanes
 
 translate = QCoreApplication.translate
 
+_SWEEP_COLUMNS = 8
+"""Columns over which the composition of sweeps is averaged."""
+
 Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount", "requests", "sweeps"]
 BOTH_WAYS = ("disk_io", "pcie")
 """Lanes whose dashed line is the opposite direction, not the total that the area is part of."""
@@ -172,12 +175,19 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
         names = (translate("Timeline", "hit"), translate("Timeline", "fetched"), translate("Timeline", "CPU"))
         return LaneData(history.experts(edges), names=names)
     if lane.kind == "requests":
-        names = (translate("Timeline", "writing"), translate("Timeline", "reading"), translate("Timeline", "waiting"))
+        names = (
+            translate("Timeline", "writing"),
+            translate("Timeline", "reading"),
+            translate("Timeline", "waiting"),
+            translate("Timeline", "in the background"),
+        )
         counts = history.requests(edges)
         return LaneData(counts, scale=nice(max(1.0, float(counts.sum(axis=0).max(initial=0.0)))), names=names)
     if lane.kind == "sweeps":
-        names = (translate("Timeline", "written"), translate("Timeline", "read"))
-        taken = history.swept_per_s(edges)
+        names = (translate("Timeline", "written"), translate("Timeline", "read"), translate("Timeline", "of jobs"))
+        # Requests and jobs take turns in a fraction of a second: what counts is how much of each went through.
+        places = np.unique(np.append(np.arange(0, len(edges) - 1, _SWEEP_COLUMNS), len(edges) - 1))
+        taken = np.repeat(history.swept_per_s(edges[places]), np.diff(places), axis=1)
         return LaneData(taken, scale=nice(1.1 * max(1.0, float(taken.sum(axis=0).max(initial=0.0)))), names=names)
     if lane.kind == "rate":
         rates = history.tokens_per_s(edges)

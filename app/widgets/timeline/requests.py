@@ -10,7 +10,7 @@ from app.theme import themed
 from app.widgets.timeline.blocks import span_label
 from app.widgets.timeline.colours import faded, text_on
 from app.widgets.timeline.viewport import Viewport
-from engine.telemetry.lanes import QUEUED, READING
+from engine.telemetry.lanes import JOB, QUEUED, READING
 from engine.telemetry.records import Records
 
 MOST_ROWS = 16
@@ -52,7 +52,8 @@ def rows_of(spans: Records) -> list[int]:
 
 
 def draw_requests(painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor) -> None:
-    """Joined spans as bars: hatched while a request waits, pale while it is read, full while it is written."""
+    """Joined spans as bars: hatched while a request waits, pale while it is read, full while it is written; a job's are
+    outlined."""
     metrics, rows = QFontMetricsF(painter.font()), rows_of(spans)
     height = area.height() / (max(rows, default=0) + 1)
     lefts = np.clip((spans["start_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
@@ -64,11 +65,15 @@ def draw_requests(painter: QPainter, area: QRectF, spans: Records, viewport: Vie
         name = int(spans["name"][index])
         if name == QUEUED:
             painter.fillRect(bar, QBrush(faded(colour, 150), Qt.BrushStyle.BDiagPattern))
+        elif name == JOB:
+            painter.fillRect(bar, faded(colour, 40))
+            painter.setPen(QPen(faded(colour, 205), 1))
+            painter.drawRect(bar.adjusted(0.5, 0.5, -0.5, -0.5))
         else:
             painter.fillRect(bar, faded(colour, 90 if name == READING else 205))
         text = span_label(spans[index])
         inner = bar.intersected(area).adjusted(4, 0, -3, 0)
         has_room = height >= metrics.height() * 0.8 and inner.width() >= max(_LABEL_PX, metrics.horizontalAdvance(text))
         if name != QUEUED and has_room:
-            painter.setPen(QPen(themed("text") if name == READING else text_on(colour)))
+            painter.setPen(QPen(themed("text") if name in (READING, JOB) else text_on(colour)))
             painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)

@@ -122,7 +122,10 @@ class PackedModel:
         self._choice.took(schedule, tokens, busy_s, reads=reads)
         if RECORDER.on:
             read = sum(each.tokens for each in work if each.row.is_reading)
-            RECORDER.swept(since_ns, tokens - read, read)
+            if self._policy.ahead is None:  # rows of jobs have room for all of their answers
+                RECORDER.swept(since_ns, 0, 0, tokens)
+            else:
+                RECORDER.swept(since_ns, tokens - read, read)
         return self._logits(work, parts, micro_batches)
 
     def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
