@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,7 @@ from pytestqt.qtbot import QtBot
 from app.services.api_server import ApiServer, ServerState
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -39,6 +40,39 @@ def window(settings: Settings, tmp_path: Path, qtbot: QtBot) -> Iterator[tuple[E
     yield client, server
     server.close()
     client.close_now()
+
+
+def test_programs_chats_and_jobs_go_on_at_once(
+    window: tuple[EngineClient, ApiServer], qtbot: QtBot, tmp_path: Path
+) -> None:
+    client, server = window
+    ended, order = dict[str, Any](), list[str]()
+    for name in ("one", "two"):
+        rows = tmp_path / f"{name}.jsonl"
+        rows.write_text("".join(json.dumps({"text": f"Row {row}"}) + "\n" for row in range(60)))
+        job = BatchJob(str(rows), str(tmp_path / f"{name}.out.jsonl"), sampling=SamplingParams(max_tokens=40))
+        run = client.start_batch(job)
+        run.answered.connect(lambda event, name=name: order.extend([name] * len(event.rows)))
+        run.finished.connect(lambda event, name=name: ended.__setitem__(name, event))
+    qtbot.waitUntil(lambda: {"one", "two"} <= set(order), timeout=WAIT_MS)  # neither waits for the other
+    assert not ended
+
+    def ask() -> None:
+        body = {"messages": HELLO, "max_tokens": 60}
+        ended["program"] = httpx2.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+
+    program = threading.Thread(target=ask)
+    program.start()
+    client.generate([ChatMessage("user", "Hello")], SamplingParams(max_tokens=40)).finished.connect(
+        lambda event: ended.__setitem__("chat", event)
+    )
+    qtbot.waitUntil(lambda: len(ended) == 4, timeout=WAIT_MS)
+    program.join()
+    assert ended["program"].status_code == 200
+    assert ended["chat"].generated_tokens > 0
+    for name in ("one", "two"):
+        assert (ended[name].finished, ended[name].done, ended[name].failed) == (True, 60, 0)
+        assert len((tmp_path / f"{name}.out.jsonl").read_text().splitlines()) == 60
 
 
 def test_programs_and_chats_share_it_and_outlive_it(window: tuple[EngineClient, ApiServer], qtbot: QtBot) -> None:

@@ -155,7 +155,7 @@ def test_jobs_have_the_same_number_of_rows_in_each_sweep(mixtral: LoadedModel) -
     left = list[int]()
 
     def look() -> bool:
-        if len(jobs[1].answers) == 11 and not left:
+        if len(jobs[1].answers) >= 9 and not left:
             left.append(len(jobs[0].answers))
         return False
 
@@ -183,7 +183,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     stopped = Job(scheduler, rows, cancelled=lambda: len(stopped.answers) >= 2)
     broken, whole = Job(scheduler, rows, on_row=breaks), Job(scheduler, rows)
     gone = Job(scheduler, unreadable())  # type: ignore[arg-type]
-    other = Job(scheduler, rows, replace(POLICY, window=16, kept=2))
+    other = Job(scheduler, rows, replace(POLICY, window=16, kept=2))  # it has pages of its own
     serve(scheduler, [stopped, broken, whole, gone, other])
     assert stopped.outcomes == [BatchOutcome.CANCELLED]
     assert broken.outcomes == [full]
@@ -191,6 +191,9 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     assert other.outcomes == [BatchOutcome.FINISHED]
     whole.check(mixtral)
     assert not scheduler.background._lanes
+    assert scheduler._together is not None
+    pool = scheduler._together.pool
+    assert (pool.held, pool.reserve(pool.capacity)) == (0, True)  # what was lent has been given back
     scheduler.close()
 
 

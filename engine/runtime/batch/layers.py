@@ -21,6 +21,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PagedLayer, Pieces
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import SparseBlockStruct
+from engine.runtime.batch.few_rows import FewRows
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import knows_layer
@@ -130,6 +131,8 @@ class NativeRows:
         blocks = {index: SparseBlock.of(layers[index], kernels) for index in self._attention}
         self._sparse = {index: block for index, block in blocks.items() if block is not None}
         self._linears = [_linears(layers[index], kernels) for index in range(len(layers))]
+        self.few = FewRows.of(model, self._attention, states, kernels)
+        """Sweeps of a few single tokens, if this model has them."""
         head = model.get_output_embeddings()
         self._head = _linears(head, kernels) if head is not None else []
 

@@ -14,6 +14,7 @@ import torch
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import KvType, PagedLayer, Pieces
 from engine.planner.schedules import HYBRID, Schedule
+from engine.runtime.batch.few_rows import FewRows
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
@@ -111,6 +112,11 @@ class PackedModel:
         """
         tokens, busy_s, since_ns = sum(each.tokens for each in work), 0.0, perf_counter_ns()
         reads = any(each.tokens > 1 for each in work)
+        if not reads and (few := self._few(work)) is not None:
+            yield
+            logits = self._in_one_go(few, work)
+            self._record(work, since_ns)
+            return logits
         schedule = self._schedule(tokens, len(work), reads)
         parts = self._parts(work, schedule)
         micro_batches = [self._prepare(part) for part in parts]
@@ -120,13 +126,30 @@ class PackedModel:
             busy_s += perf_counter() - begun_s
             yield
         self._choice.took(schedule, tokens, busy_s, reads=reads)
-        if RECORDER.on:
-            read = sum(each.tokens for each in work if each.row.is_reading)
-            if self._policy.ahead is None:  # rows of jobs have room for all of their answers
-                RECORDER.swept(since_ns, 0, 0, tokens)
-            else:
-                RECORDER.swept(since_ns, tokens - read, read)
+        self._record(work, since_ns)
         return self._logits(work, parts, micro_batches)
+
+    def _few(self, work: list[Work]) -> FewRows | None:
+        """What computes these rows in one go, if anything does."""
+        few = self._native.few if self._native is not None else None
+        all_choose = all(each.wants_logits for each in work)
+        return few if few is not None and all_choose and few.takes(len(work)) else None
+
+    @torch.inference_mode()
+    def _in_one_go(self, few: FewRows, work: list[Work]) -> torch.Tensor:
+        pieces = Pieces([each.row.piece(1) for each in work])
+        ids = [each.row.next_ids(1)[0] for each in work]
+        return few(ids, [each.row.held for each in work], pieces)
+
+    def _record(self, work: list[Work], since_ns: int) -> None:
+        if not RECORDER.on:
+            return
+        tokens = sum(each.tokens for each in work)
+        read = sum(each.tokens for each in work if each.row.is_reading)
+        if self._policy.ahead is None:  # rows of jobs have room for all of their answers
+            RECORDER.swept(since_ns, 0, 0, tokens)
+        else:
+            RECORDER.swept(since_ns, tokens - read, read)
 
     def _steps(self, micro_batches: list[_MicroBatch], schedule: Schedule) -> Iterator[Callable[[], None]]:
         """The steps of a sweep; it may be interrupted between them."""

@@ -66,6 +66,7 @@ class SingleTokenLayer:
         wants_last: whether only the last token's result is of use, all else than its keys and values being left out.
         attention: the part before the residual in its middle.
         sparse: the part after it; `None` if the library computes that.
+        number: which layer it is.
     """
 
     wants_last = False
@@ -79,7 +80,7 @@ class SingleTokenLayer:
         self._hidden: int = layer.input_layernorm.weight.numel()
         self.attention = attention
         self.sparse = sparse
-        self._number = number
+        self.number = number
         self._routes_apart = False
         self._dense_rows = DenseRows.of(layer)
         RECORDER.layers.name(attention.address, number, has_experts=False)
@@ -130,7 +131,7 @@ class SingleTokenLayer:
         out = self._library_mlp(out)
         if recorder.layer_since_ns == attended_ns:  # no experts, which would have recorded their own span
             recorder.layer_since_ns = ended_ns = perf_counter_ns()
-            recorder.dense(lanes.DENSE, attended_ns, ended_ns, self._number)
+            recorder.dense(lanes.DENSE, attended_ns, ended_ns, self.number)
         return out
 
     @property

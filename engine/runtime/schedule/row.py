@@ -62,6 +62,12 @@ class PagePool:
         self._reserved += pages
         return True
 
+    def lend(self) -> int:
+        """Reserves half of all pages, or as many as there are, for others who use their memory; returns how many."""
+        pages = max(0, min(self.capacity // 2, len(self._free) + len(self._idle) - self._reserved - self.elsewhere))
+        self._reserved += pages
+        return pages
+
     def give_back_reservation(self, pages: int) -> None:
         """Releases the reservation of a row that ends early, or that shares pages instead."""
         self._reserved -= pages

@@ -33,6 +33,9 @@ from engine.runtime.schedule.together import ContinuousBatch
 
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
+_SLICE_S = 0.15
+"""The background goes on for so long at a time: a token after it costs more, for what it needs is in no cache, and
+people do not see so short a pause."""
 _MOST_OWED_S = 2.0
 """Neither side saves up more than this."""
 
@@ -271,9 +274,15 @@ class Scheduler:
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
         together = self._shared() if self._loaded.devices is None else None
-        is_usual = not policy.window and policy.kv_type is self._loaded.kv_type
-        if together is None or not is_usual:
+        if together is None:
             return lane_for(self._loaded, policy)
+        if policy.window or policy.kv_type is not self._loaded.kv_type:
+            pool = together.pool
+            lent = pool.lend()
+            lane, why = lane_for(self._loaded, replace(policy, kv_bytes=lent * together.model.page_bytes))
+            assert isinstance(lane, ContinuousBatch)
+            lane.on_free = lambda: pool.give_back_reservation(lent)
+            return lane, why
         model = PackedModel(self._loaded, policy, together.model)
         return ContinuousBatch(model, policy, above=together, kept=self._kept), ""
 
@@ -428,8 +437,8 @@ class _Times:
         self._owed_s, self._since_s = 0.0, self._clock()
 
     def is_due(self) -> bool:
-        """Whether the background has had as much by now."""
-        return self._owed_s + self._clock() - self._since_s >= 0
+        """Whether the background has had as much by now, and a slice more."""
+        return self._owed_s + self._clock() - self._since_s >= _SLICE_S
 
     @property
     def owes(self) -> bool:

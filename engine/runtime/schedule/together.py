@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,8 @@ class ContinuousBatch(Lane):
         """Rows that need more pages than there are, and hold none any more."""
         self.make_room: Check = never
         """Called when there is none left: gives up other memory for context, if there is any."""
+        self.on_free: Callable[[], None] = _nothing
+        """Called once when its pages are freed."""
         self.hands_on = False
         """Whether somebody looks after those that `outgrown` lists; others end in a sentence."""
         self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
@@ -208,6 +210,8 @@ class ContinuousBatch(Lane):
         self._model.close()
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
+        on_free, self.on_free = self.on_free, _nothing
+        on_free()
 
     def _continue(self) -> bool:
         """Goes on with the current sweep by a layer; whether it goes on after that."""
@@ -377,6 +381,10 @@ class ContinuousBatch(Lane):
                 if self._kept is not None and self._keeps:
                     row.offer(self._kept, self._model.layer_pages())
                 self._leave(row).on_row(row.answer(reason))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:

@@ -1,0 +1,84 @@
+"""A sweep of a few rows with one token each: two native calls a layer, and nothing of the library around them.
+
+Arguments that layers are called with, routing and grouping of experts take as long for a few rows as for hundreds; a
+few chats at once would spend half of their time there.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from engine.families import fast_path_of
+from engine.kernels.native.experts import MAX_TOKENS
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.paged_attention import PagedLayerStruct, Pieces
+from engine.kernels.native.rows import attention_rows
+from engine.kernels.native.structs import AttentionStruct
+from engine.runtime.batch.packed_attention import PagedStates
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.fast_path.dense_rows import one_by_one, product
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+
+
+class FewRows:
+    """The model of a known kind all of whose layers have native attention and native experts.
+
+    Args:
+        attention: of each layer.
+        states: their pages.
+    """
+
+    def __init__(
+        self, model: Any, attention: list[AttentionStruct], states: PagedStates, kernels: NativeKernels
+    ) -> None:
+        inner = model.model
+        self._embed, self._rotary = inner.embed_tokens, inner.rotary_emb
+        self._norm, self._head = inner.norm, model.lm_head
+        self._modules, self._attention = list(inner.layers), attention
+        self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
+        self._states, self._kernels = states, kernels
+        self._hooks = [
+            hooks
+            for module in (*inner.layers, inner.norm)
+            for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+
+    @classmethod
+    def of(
+        cls, model: Any, attention: dict[int, AttentionStruct], states: PagedStates, kernels: NativeKernels
+    ) -> FewRows | None:
+        """That of a model, or `None` if it is of no known kind or some of its layers have no fast path."""
+        if fast_path_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
+            return None
+        forwards = [layer.__dict__.get("forward") for layer in model.model.layers]
+        known = all(isinstance(each, SingleTokenLayer) and each.sparse is not None for each in forwards)
+        if not known or len(attention) < len(forwards):
+            return None
+        return cls(model, [attention[index] for index in range(len(forwards))], states, kernels)
+
+    def takes(self, tokens: int) -> bool:
+        """Whether it computes so many rows now: nobody listens to a layer, or has its routing recorded."""
+        return tokens <= MAX_TOKENS and not any(self._hooks) and all(layer.sparse for layer in self._layers)
+
+    def __call__(self, ids: list[int], positions: list[int], pieces: Pieces) -> torch.Tensor:
+        """Logits [R, V] after one token of each row.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        hidden = self._embed(torch.tensor([ids]))
+        cos, sin = self._rotary(hidden, torch.tensor([positions]))
+        for layer, module, struct in zip(self._layers, self._modules, self._attention, strict=True):
+            paged: PagedLayerStruct = self._states.layer_of(module.self_attn)[1]
+            begun_ns = perf_counter_ns()
+            out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
+            if RECORDER.on:
+                RECORDER.dense(lanes.ATTENTION, begun_ns, perf_counter_ns(), layer.number)
+            assert layer.sparse is not None
+            hidden = layer.sparse.step(out)
+        logits: torch.Tensor = product(self._head, one_by_one(self._norm, hidden))[0]
+        return logits
