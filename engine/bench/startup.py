@@ -6,7 +6,6 @@ engine take is told by Python itself, in a process of its own, as telling it tak
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.bench.report import Report, row
-from engine.bench.window import GUI_WAIT_LIMIT_MS, PATIENCE_S, run_window
+from engine.bench.window import GUI_WAIT_LIMIT_MS, PATIENCE_S, as_installed, run_window
 from engine.checkpoint.library import resolve
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -111,7 +110,7 @@ def _first_token_seconds(starter: Path) -> dict[str, float]:
     """Seconds of each phase from starting the engine process to the first text of an answer."""
     command, variables = python_module("engine.worker")
     started = time.perf_counter()
-    pipe, environment = subprocess.PIPE, {**os.environ, **variables}
+    pipe, environment = subprocess.PIPE, {**as_installed(), **variables}
     reached: dict[type, float] = {}
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as worker:
         assert worker.stdin is not None
@@ -142,7 +141,9 @@ def _import_seconds() -> dict[str, float]:
     """Seconds that the modules of each package take to import, without those that they import."""
     command = [sys.executable, "-X", "importtime", "-c", _IMPORT]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+        done = subprocess.run(
+            command, env=as_installed(), capture_output=True, text=True, timeout=PATIENCE_S, check=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise EngineError(ErrorCode.INTERNAL, f"The engine could not be imported ({error}).") from error
     return seconds_by_package(done.stderr)

@@ -22,11 +22,16 @@ GUI_WAIT_LIMIT_MS = 50.0
 PATIENCE_S = 300.0
 
 
+def as_installed() -> dict[str, str]:
+    """The environment of a process whose start is timed: Python may keep what it compiles, as where it is installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run_window(home: Path, report_variable: str, variables: dict[str, str]) -> dict[str, object]:
     """Runs the real window in a separate home until it has written its report and closed itself."""
     report = home / "report.json"
     command, own = python_module("app.main")
-    environment = {**os.environ, **own, **variables, "SWITCHYARD_HOME": str(home), report_variable: str(report)}
+    environment = {**as_installed(), **own, **variables, "SWITCHYARD_HOME": str(home), report_variable: str(report)}
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         environment.setdefault("QT_QPA_PLATFORM", "offscreen")
     try:

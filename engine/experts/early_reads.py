@@ -40,15 +40,20 @@ class EarlyReads:
         self._starting: threading.Thread | None = None
         self._images: dict[Path, FileImage] = {}
 
-    def begin(self, config: EngineConfig) -> None:
+    def begin(self, config: EngineConfig) -> bool:
         """Begins to read what the last start with these settings has read, on threads.  Once: a process that has its
         engine has other things in RAM and to do.
+
+        Returns:
+            Whether it has not begun before.
         """
         with self._lock:
-            if not self._has_begun:
-                self._has_begun = True
-                self._starting = threading.Thread(target=self._begin, args=(config,), name="early-reads", daemon=True)
-                self._starting.start()
+            if self._has_begun:
+                return False
+            self._has_begun = True
+            self._starting = threading.Thread(target=self._begin, args=(config,), name="early-reads", daemon=True)
+            self._starting.start()
+        return True
 
     @property
     def nbytes(self) -> int:

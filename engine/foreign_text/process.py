@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ import psutil
 from engine.common.errors import RequestCancelled
 from engine.common.paths import python_module
 from engine.common.plain_text import plain_line
-from engine.foreign_text.child import MEMORY_BYTES
+from engine.foreign_text.child import MEMORY_BYTES, TOKENIZER_NAME
 from engine.foreign_text.templates import TemplateRefusedError
 
 _LOOK_S = 0.02
@@ -72,6 +73,7 @@ class ForeignText:
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._stopped: Counter[str] = Counter()
+        self._early: tuple[tuple[object, ...], Future[None]] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -80,10 +82,20 @@ class ForeignText:
 
     def start(self) -> None:
         """Starts the process, if it is not running, before it is needed."""
-        with self._locked(_never):
-            if not self._is_alive():
-                self._end()
-                self._process = _started()
+        if self._lock.acquire(blocking=False):  # who has it starts it
+            try:
+                if not self._is_alive():
+                    self._end()
+                    self._process = _started()
+            finally:
+                self._lock.release()
+
+    def begin_check(self, folder: Path) -> None:
+        """Begins the next `check` of this folder on a thread, if it has a tokenizer.json."""
+        asked, checked = _identity(folder), Future[None]()
+        if asked is not None:
+            self._early = (asked, checked)
+            threading.Thread(target=self._check_early, args=(folder, checked), name="early-check", daemon=True).start()
 
     def check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
         """Loads a model's tokenizer.json and tries it.
@@ -92,8 +104,24 @@ class ForeignText:
             ForeignTextError: it is unusable.
             RequestCancelled: `cancelled()` returned true.
         """
+        early, self._early = self._early, None
+        if early is not None and early[0] == _identity(folder):
+            while not early[1].done():
+                if cancelled():
+                    raise RequestCancelled
+                wait([early[1]], timeout=_LOOK_S)
+            early[1].result()
+            return
         with self._locked(cancelled):
             self._ask({"do": "check", "folder": str(folder)}, cancelled=cancelled)
+
+    def _check_early(self, folder: Path, checked: Future[None]) -> None:
+        try:
+            with self._locked(_never):
+                self._ask({"do": "check", "folder": str(folder)}, cancelled=_never)
+            checked.set_result(None)
+        except BaseException as error:  # told to whoever asks
+            checked.set_exception(error)
 
     def hold(self, tokenizer: Any) -> None:
         """Sends the tokenizer to the process for later `encode` calls; does not wait for it to load."""
@@ -311,6 +339,15 @@ def _started() -> subprocess.Popen[bytes]:
         env={**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false"},
         **apart,
     )
+
+
+def _identity(folder: Path) -> tuple[object, ...] | None:
+    """Of the file that is checked; None if it is not there."""
+    try:
+        status = (folder / TOKENIZER_NAME).stat()
+    except OSError:
+        return None
+    return str(folder), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _memory_of(process: subprocess.Popen[bytes]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.common.collector import without_collector
+from engine.common.errors import EngineError
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
@@ -42,10 +43,16 @@ def _load_libraries() -> None:
 
 
 def begin_reading(config: EngineConfig) -> None:
-    """Begins to read the weights of the first model that this process is asked for, before it has its engine."""
+    """Begins with the first model that this process is asked for, before it has its engine: reads its weights, and has
+    its tokenizer checked.
+    """
+    from engine.checkpoint.names import resolve
     from engine.experts.early_reads import EARLY_READS  # numpy, which torch needs anyway
+    from engine.foreign_text.process import FOREIGN_TEXT
 
-    EARLY_READS.begin(config)
+    if EARLY_READS.begin(config):
+        with contextlib.suppress(EngineError, OSError):  # told when it is loaded
+            FOREIGN_TEXT.begin_check(Path(resolve(config.model)))
 
 
 def import_engine() -> type[Engine]:

@@ -265,3 +265,41 @@ def test_a_tokenizer_nested_beyond_reading(text: ForeignText, tmp_path: Path) ->
     (tmp_path / "tokenizer.json").write_text('{"normalizer":' * 100_000)
     with pytest.raises(ForeignTextError):
         text.check(tmp_path, never)
+
+
+def test_a_check_that_was_begun_early_is_not_made_again(
+    text: ForeignText, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    for folder in (good, bad):
+        folder.mkdir()
+    write_tokenizer(good)
+    (bad / "tokenizer.json").write_text("{}", encoding="utf-8")
+    asked: list[object] = []
+    ask = text._ask
+
+    def counted(request: dict[str, Any], **how: Any) -> Any:
+        asked.append(request["folder"])
+        return ask(request, **how)
+
+    monkeypatch.setattr(text, "_ask", counted)
+    text.begin_check(good)
+    text.start()
+    text.check(good, never)
+    assert asked == [str(good)]
+    text.check(good, never)  # each is of use once
+    assert asked == [str(good)] * 2
+    text.begin_check(bad)
+    with pytest.raises(ForeignTextError, match="fails"):
+        text.check(bad, never)
+    text.begin_check(good)
+    write_tokenizer(good)
+    text.check(good, never)  # the file is not the one that was checked
+    assert asked[2:] == [str(bad), str(good), str(good)]
+    text.begin_check(tmp_path)  # there is none
+    with pytest.raises(ForeignTextError):
+        text.check(tmp_path, never)
+    with text._lock:
+        text.begin_check(good)
+        with pytest.raises(RequestCancelled):
+            text.check(good, lambda: True)
