@@ -33,11 +33,11 @@ def fill_bank(
     reader: TensorReader,
     bank: ExpertBank,
     kernels: NativeKernels | None = None,
-    on_quantised: Callable[[BankLayer], None] = lambda _layer: None,
+    on_made: Callable[[BankLayer], None] = lambda _layer: None,
 ) -> None:
     """Allocates and fills the records of every experts module, layer by layer.
 
-    `on_quantised` is called with each layer whose records have just been quantised.
+    `on_made` is called with each layer whose records have just been quantised, or made of what is stored.
 
     Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
     mixes experts, and for one layer's records before they are quantised if they are (natively, with `kernels`).
@@ -62,7 +62,9 @@ def fill_bank(
                 filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
             if quantises:
                 quantise_layer(room.layers.pop(name), layers[name], kernels)
-                on_quantised(layers[name])
+                on_made(layers[name])
+    for name in repacked.keys() & plan.index.modules.keys():  # they are complete by now
+        on_made(layers[name])
     wanted = {target for site in sites for target in site.targets}
     if wanted - filled:
         raise EngineError(

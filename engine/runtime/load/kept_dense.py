@@ -1,12 +1,14 @@
 """What is no expert of a quantised model is kept too: a bank file with a record for each linear layer and embedding.
 
+Of a file that is quantised already, its linear layers are kept in the form that the kernels read.
+
 Embeddings are kept as they are: reading them with the rest, early and past the page cache, takes half as long.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,13 +22,14 @@ from engine.experts.record_memory import HugePages
 from engine.formats import GROUP, STORED, TiledFormat, careful, format_of
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import formats_of_linears
+from engine.kernels.native.linear import StoredMatrices, formats_of_linears, keepable
 from engine.kernels.quantise import quantise_into
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision
 from engine.runtime.load.kept_records import KEEP_VARIABLE, WORTH_KEEPING, KeptRecords
 from engine.runtime.load.library_conversion import parameter_dtypes
 from engine.runtime.load.prepare_bank import kept_as, require_unchanged, source_of
+from engine.runtime.load.stored import StoredLinears
 from engine.runtime.load.tensor_reader import torch_dtype
 
 _WEIGHT = "weight"
@@ -90,12 +93,38 @@ class KeptDense:
         layout = self._layouts.get(name)
         if layout is None or layout.tiled_shape(_WEIGHT).format is not target_format:
             return None
+        return self._made(name, layout, lambda matrix: quantise_into(weight, matrix, kernels))
+
+    def keeping(self, stored: StoredLinears) -> StoredMatrices:
+        """The same layers, each kept from now on once it has been read."""
+        return _Keeping(self, stored)
+
+    def _made(self, name: str, layout: QuantisedLayout, fill: Callable[[TiledMatrix], None]) -> TiledMatrix:
         record = self._pages.empty((1, layout.nbytes), dtype=torch.uint8)
+        for begin, end in layout.padding:
+            record[:, begin:end].zero_()
         layer = self._bank.adopt(name, layout, record)
         matrix = self.matrix(name)
-        quantise_into(weight, matrix, kernels)
+        fill(matrix)
         self.records.write(layer)
         return matrix
+
+
+class _Keeping:
+    """See `KeptDense.keeping`."""
+
+    def __init__(self, dense: KeptDense, stored: StoredLinears) -> None:
+        self._dense, self._stored = dense, stored
+
+    @property
+    def formats(self) -> Mapping[str, TiledFormat]:
+        return self._stored.formats
+
+    def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix:
+        layout = self._dense._layouts.get(name)
+        if layout is None:
+            return self._stored.matrix(name, kernels)
+        return self._dense._made(name, layout, lambda matrix: self._stored.read_into(name, matrix, kernels))
 
 
 def kept_dense(opened: OpenedCheckpoint, decision: Decision, kernels: NativeKernels | None) -> KeptDense | None:
@@ -105,17 +134,20 @@ def kept_dense(opened: OpenedCheckpoint, decision: Decision, kernels: NativeKern
         EngineError: `CHECKPOINT_DAMAGED` if a file of the model is gone.
     """
     precision = decision.precision
-    if decision.devices or kernels is None or precision == STORED or not format_of(precision).is_tiled:
+    if decision.devices or kernels is None or os.environ.get(KEEP_VARIABLE) == "0":
         return None
-    model, dense = opened.model, careful(precision, opened.weights)
-    formats = formats_of_linears(model, dense, parameter_dtypes(model, opened.dtype))
-    weights = {name: model.get_submodule(name).weight for name in formats}
-    if os.environ.get(KEEP_VARIABLE) == "0" or sum(weight.nbytes for weight in weights.values()) < WORTH_KEEPING:
+    if precision == STORED:
+        linears, apart, plain = _of_stored(opened)
+    elif format_of(precision).is_tiled:
+        linears, apart, plain = _of_quantised(opened, precision)
+    else:
         return None
-    linears = {name: _layout(weight, formats[name]) for name, weight in weights.items()}
-    plain = _embeddings(opened, set(weights))
+    if sum(layout.unquantised.nbytes for layout in linears.values()) < WORTH_KEEPING:
+        return None
     layers = tuple(BankLayerSpec(name, 1, layout) for name, layout in {**linears, **plain}.items())
-    header = BankHeader(dense, GROUP, BEST_CHECKSUM, source_of(opened.directory, opened.plan), layers)
+    dense = STORED if precision == STORED else careful(precision, opened.weights)
+    group = None if precision == STORED else GROUP
+    header = BankHeader(dense, group, BEST_CHECKSUM, source_of(opened.directory, opened.plan), layers)
     records = KeptRecords(
         header,
         bank_path(opened.directory, f"{kept_as(precision, guesses=opened.guesses)}-dense"),
@@ -123,10 +155,29 @@ def kept_dense(opened: OpenedCheckpoint, decision: Decision, kernels: NativeKern
         lambda made: require_unchanged(opened.directory, opened.plan, made),
         keeps=True,
     )
+    return KeptDense(records, linears, plain, apart)
+
+
+_Linears = tuple[dict[str, QuantisedLayout], set[str], dict[str, RecordLayout]]
+"""Layouts of linear layers, parameters that nothing but these is made of, and layouts of parameters that stay."""
+
+
+def _of_quantised(opened: OpenedCheckpoint, precision: str) -> _Linears:
+    model, dense = opened.model, careful(precision, opened.weights)
+    formats = formats_of_linears(model, dense, parameter_dtypes(model, opened.dtype))
+    weights = {name: model.get_submodule(name).weight for name in formats}
+    linears = {name: _layout(weight, formats[name]) for name, weight in weights.items()}
     shared = {name for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items() for name in pair}
     named = opened.plan.renamed if opened.plan.quantizer is None else {}  # else the library has a use for them
     apart = {f"{name}.{_WEIGHT}" for name in linears} & set(named) - shared
-    return KeptDense(records, linears, plain, apart)
+    return linears, apart, _embeddings(opened, set(weights))
+
+
+def _of_stored(opened: OpenedCheckpoint) -> _Linears:
+    stored = StoredLinears(opened)
+    layers = keepable(opened.model, stored.formats)
+    linears = {name: _layout(module.weight, stored.shape(name).format) for name, module in layers.items()}
+    return linears, stored.read_apart(linears), {}
 
 
 def _embeddings(opened: OpenedCheckpoint, linears: set[str]) -> dict[str, RecordLayout]:

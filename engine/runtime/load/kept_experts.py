@@ -10,11 +10,9 @@ import os
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.sites import ExpertsSite
 from engine.kernels.native.library import NativeKernels
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision
-from engine.runtime.load.fill_bank import is_repacked
 from engine.runtime.load.kept_records import KEEP_VARIABLE, WORTH_KEEPING, KeptRecords
 from engine.runtime.load.prepare_bank import BankSource
 
@@ -34,11 +32,7 @@ def kept_experts(
         return None
     source = BankSource(opened.directory, opened.model, sites, opened.plan, decision.precision, kernels, opened.guesses)
     path = source.bank
-    keeps = all(_takes_long(site, opened) for site in sites)
+    keeps = all(isinstance(site.layout, QuantisedLayout) for site in sites)
     if not keeps and not path.exists():
         return None
     return KeptRecords(source.header(), path, "experts", source.require_unchanged, keeps=keeps)
-
-
-def _takes_long(site: ExpertsSite, opened: OpenedCheckpoint) -> bool:
-    return isinstance(site.layout, QuantisedLayout) and not is_repacked(site, opened.plan)

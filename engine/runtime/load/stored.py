@@ -17,7 +17,7 @@ from engine.experts.sites import ExpertsSite, pairing_of, quantised
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, format_of
 from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels.native.library import NativeKernels
-from engine.runtime.load.blocks import stored_of
+from engine.runtime.load.blocks import Stored, stored_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.repacking import Repacker
@@ -92,23 +92,38 @@ class StoredLinears:
             entry = self._plan.renamed.get(f"{self._tied[name]}.weight")
         return entry
 
+    def shape(self, name: str) -> TiledShape:
+        """Of the weight of the module of this name, one of `formats`."""
+        stored, target = self._stored(name)
+        return TiledShape(stored.rows, stored.columns, target)
+
     def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix:
         """Reads the weight of the module of this name, one of `formats`.
 
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
+        matrix = TiledMatrix.empty(self.shape(name), empty=self._pages.empty)
+        self.read_into(name, matrix, kernels)
+        return matrix
+
+    def read_into(self, name: str, matrix: TiledMatrix, kernels: NativeKernels | None) -> None:
+        """The same, into a matrix of its shape.
+
+        Raises:
+            As `matrix`.
+        """
+        assert self._reader is not None
+        with Repacker(self._reader, kernels) as repacker:
+            repacker.add([([self._stored(name)[0]], matrix)])
+
+    def _stored(self, name: str) -> tuple[Stored, TiledFormat]:
         entry = self._entry(name)
         assert entry is not None
-        stored, target_format = stored_of(entry), linear_format(entry)
+        stored, target = stored_of(entry), linear_format(entry)
         assert stored is not None
-        assert target_format is not None
-        assert self._reader is not None
-        shape = TiledShape(stored.rows, stored.columns, target_format)
-        matrix = TiledMatrix.empty(shape, empty=self._pages.empty)
-        with Repacker(self._reader, kernels) as repacker:
-            repacker.add([([stored], matrix)])
-        return matrix
+        assert target is not None
+        return stored, target
 
 
 def stored_note(plan: LoadingPlan) -> str:

@@ -81,6 +81,7 @@ def read_weights(
     if dense is not None:
         parts.arriving.insert(0, dense.records)  # whose progress has that of the others in it
         on_progress = dense.records.counting(on_progress)
+        linears = [] if dense.records.is_there else linears
     total = plan.nbytes + StoredLinears(opened).read_twice(linears) - _read_apart(plan, dense)
     with TensorReader(on_progress, cancelled, total, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
@@ -89,8 +90,8 @@ def read_weights(
             parts.on_phase(
                 "converting" if any(site.layout is not site.layout.unquantised for site in converted) else "reading"
             )
-            on_quantised = kept.write if kept is not None else lambda _layer: None
-            fill_bank(model, converted, plan, reader, parts.bank, parts.kernels, on_quantised)
+            on_made = kept.write if kept is not None else lambda _layer: None
+            fill_bank(model, converted, plan, reader, parts.bank, parts.kernels, on_made)
             empty_modules(model, sites)
             bind(resident, parts.bank, parts.kernels)
         if parts.disk_backed is not None:
@@ -141,7 +142,7 @@ def _read_rest(
             dense.take_place(model)
             keep_linears(model, dense, parts.kernels)
         if kept and stored is not None and parts.kernels is not None:
-            keep_linears(model, stored, parts.kernels)
+            keep_linears(model, dense.keeping(stored) if dense is not None else stored, parts.kernels)
         return
     load_rest(model, plan, reader, {"": torch.device("cpu")}, apart)
     quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels, stored)
