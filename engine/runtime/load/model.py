@@ -64,6 +64,9 @@ def open_compute_devices(config: EngineConfig) -> list[Device]:
     return open_devices(name, config.vram_bytes)
 
 
+_BANKS = 2
+"""Files of prepared weights that a model may have, each of which may turn out to be damaged."""
+
 _WORTH_MEASURING = 2**30
 """Bytes of a model that is slow enough for kernels chosen by measurement to matter more than the second it takes."""
 
@@ -93,13 +96,15 @@ def load_model(
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
     devices = ModelDevices(open_compute_devices(config))  # a missing one is reported before gigabytes are read
     try:
-        try:
-            return _load(config, devices, on_progress, cancelled, on_phase)
-        except UnusableBankError as error:
-            error.path.unlink(missing_ok=True)
-            reason = error.reason
-        devices = ModelDevices(open_compute_devices(config))
-        return _load(config, devices, on_progress, cancelled, on_phase, made_again(reason))
+        note = ""
+        for _ in range(_BANKS):
+            try:
+                return _load(config, devices, on_progress, cancelled, on_phase, note)
+            except UnusableBankError as error:
+                error.path.unlink(missing_ok=True)
+                note = made_again(error.reason)
+            devices = ModelDevices(open_compute_devices(config))
+        return _load(config, devices, on_progress, cancelled, on_phase, note)
     except (DeviceMemoryError, torch.OutOfMemoryError) as error:
         refusal = str(error).partition("\n")[0]
     # Other programs took the memory during loading, or the estimate was wrong: without the device it runs all the
