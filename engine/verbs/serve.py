@@ -67,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     link.on_remark = lambda text: note(f"switchyard: {text}")
     idle_s = args.unload_after * 60.0 if args.unload_after else None
     engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED))
-    models = LibraryModels(path, path.name if args.model == str(path) else args.model, args.alias)
+    # A path is no name for clients.
+    models = LibraryModels(path, path.name if os.path.lexists(args.model) else args.model, args.alias)
     server = Server(Service(link, models), address)
     try:
         port = server.start()
