@@ -119,9 +119,8 @@ class CudaProducts:
         """
         visits = len(x) if ids is None else len(ids)
         block = _PLAIN_BLOCK if matrix.format is None else _TILED_BLOCK
-        blocks = -(-matrix.rows // block)
         leaders = 1 if ids is None else visits
-        splits = self._splits(matrix, blocks * leaders)
+        _, blocks, splits = grid = grid_of(matrix, leaders, self._card.multiprocessors)
         rows = matrix.rows if shares is not None else matrix.outputs
         together = shares.shape[1] if shares is not None else 1
         out = x.new_empty(visits // together, rows)
@@ -141,15 +140,8 @@ class CudaProducts:
             arguments.arrived = self._counters(table, blocks * (1 if shares is not None else leaders)).data_ptr()
         tokens = None if ids is None else visits // max(width, together)
         kernel = product_kernel(_name(matrix), _rows_at_once(visits, tokens, arguments.experts))
-        self._card.launch(kernel, (leaders, blocks, splits), arguments)
+        self._card.launch(kernel, grid, arguments)
         return out
-
-    def _splits(self, matrix: StoredMatrix, blocks: int) -> int:
-        if matrix.format is not None:
-            most = -(-matrix.columns // 32) // _LEAST_GROUPS
-        else:
-            most = matrix.columns * matrix.dtype.itemsize // (16 * 32) // _LEAST_STEPS
-        return max(1, min(-(-_BLOCKS_PER_MULTIPROCESSOR * self._card.multiprocessors // blocks), most))
 
     def _counters(self, table: RecordTable, count: int) -> torch.Tensor:
         known = self._arrived.get(table)
@@ -157,6 +149,21 @@ class CudaProducts:
             known = torch.zeros(max(_COUNTERS, count), dtype=torch.int32, device=table.offsets.device)
             self._arrived[table] = known
         return known
+
+
+def grid_of(matrix: StoredMatrix, leaders: int, multiprocessors: int) -> tuple[int, int, int]:
+    """Blocks of a launch: visits that lead, blocks of rows, parts of the columns.
+
+    Args:
+        leaders: visits of different experts; 1 for a linear layer.
+    """
+    if matrix.format is not None:
+        blocks, most = -(-matrix.rows // _TILED_BLOCK), -(-matrix.columns // 32) // _LEAST_GROUPS
+    else:
+        blocks = -(-matrix.rows // _PLAIN_BLOCK)
+        most = matrix.columns * matrix.dtype.itemsize // (16 * 32) // _LEAST_STEPS
+    wanted = -(-_BLOCKS_PER_MULTIPROCESSOR * multiprocessors // (leaders * blocks))
+    return leaders, blocks, max(1, min(wanted, most))
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
