@@ -44,7 +44,8 @@ class JobAnswers:
             answers = read_answers(self._entry.journal, after=row - 1, limit=1)
             if not answers or answers[0].row != row:
                 return None
-            return _row(answers[0], self._prompt(row), answers[0].text)
+            whole = _row(answers[0], self._prompt(row), answers[0].text)
+            return replace(whole, reasoning=answers[0].reasoning)
 
     def _prompt(self, row: int) -> str:
         if self._next < 0 or self._next > row:

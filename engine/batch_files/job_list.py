@@ -131,10 +131,13 @@ def read_written(journal: Path) -> list[WrittenFile]:
 def read_answers(journal: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:
     """Some outcomes of a job in row order; none if it cannot be read."""
     chosen = "AND problem != ''" if failed_only else ""
-    query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem FROM answers
-        WHERE row > ? {chosen} ORDER BY row LIMIT ?"""
     try:
         with _read_only(journal) as connection:
+            # Jobs that were begun before there was this column have none.
+            known = {name for _, name, *_ in connection.execute("PRAGMA table_info(answers)")}
+            reasoning = "reasoning" if "reasoning" in known else "''"
+            query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem, {reasoning}
+                FROM answers WHERE row > ? {chosen} ORDER BY row LIMIT ?"""
             return [Answer(*values) for values in connection.execute(query, (after, limit))]
     except sqlite3.Error:
         return []

@@ -112,7 +112,8 @@ class BatchRow:
     Attributes:
         row: its index in the input.
         prompt, answer: their beginnings, for display; the journal has the whole text.
-        finish_reason, generated_tokens, problem: see `engine.batch_files.rows.Answer`.
+        finish_reason, generated_tokens, problem, reasoning: see `engine.batch_files.rows.Answer`; reasoning only where
+            the whole text is shown.
     """
 
     row: int
@@ -121,6 +122,7 @@ class BatchRow:
     finish_reason: str
     generated_tokens: int
     problem: str
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -353,7 +353,9 @@ def test_rows_of_a_finished_job_are_read_from_its_journal(
     start(page, qtbot, table)
     prepared = prepare(engine.jobs[-1].command.job)
     journal = prepared.open_journal(prepared.manifest("m", "fp32"), "M")
-    journal.record([*(Answer(n, f"answer {n} " * 200, "stop", 1, 2) for n in range(5)), failed(5, "is empty")])
+    thoughts = ("", "", "hm " * 200, "", "")
+    answers = [Answer(n, f"answer {n} " * 200, "stop", 1, 2, reasoning=thought) for n, thought in enumerate(thoughts)]
+    journal.record([*answers, failed(5, "is empty")])
     journal.close()
     engine.end(ROWS, 1)
     model = page.job_view.rows.model
@@ -366,8 +368,11 @@ def test_rows_of_a_finished_job_are_read_from_its_journal(
     detail = page.job_view.detail
     qtbot.waitUntil(lambda: len(detail.answer.toPlainText()) == len("answer 1 ") * 200)
     assert detail.isVisible()
+    assert not detail.reasoning.isVisible()
     qtbot.keyClick(table_view, Qt.Key.Key_Down)
     qtbot.waitUntil(lambda: detail.prompt.toPlainText() == "line 2")
+    qtbot.waitUntil(detail.reasoning.isVisible)
+    assert detail.reasoning.toPlainText() == "hm " * 200
     qtbot.keyClick(table_view, Qt.Key.Key_Escape)
     assert not detail.isVisible()
     page.job_view.rows.filters.button(2).click()

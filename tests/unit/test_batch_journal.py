@@ -86,6 +86,7 @@ def test_a_job_from_before_there_was_reasoning_goes_on(home: Path) -> None:
     journal.record([new])
     assert journal.has_reasoning
     assert list(journal.answers()) == [Answer(0, "old", "stop", 1, 2), new]
+    assert read_answers(path) == list(journal.answers())
     journal.close()
 
 

@@ -26,6 +26,7 @@ class RowDetail(Card):
         self._reading = LatestTask(self)
         self._facts = muted_label(self)
         self.prompt = self._box(self.tr("Prompt"))
+        self.reasoning = self._box(self.tr("Reasoning"))
         self.answer = self._box(self.tr("Answer"))
         copy = QPushButton(self.tr("Copy"), self)
         copy.setProperty("compact", "true")
@@ -39,11 +40,15 @@ class RowDetail(Card):
         self.head.addWidget(close)
         self.body.setSpacing(6)
         self.body.addWidget(self._facts)
-        for name, box, share in ((self.tr("Prompt"), self.prompt, 2), (self.tr("Answer"), self.answer, 3)):
-            label = QLabel(name, self)
+        self._labels: dict[QPlainTextEdit, QLabel] = {}
+        for box, share in ((self.prompt, 2), (self.reasoning, 2), (self.answer, 3)):
+            label = QLabel(box.accessibleName(), self)
             label.setProperty("role", "caption")
+            label.setBuddy(box)
             self.body.addWidget(label)
             self.body.addWidget(box, share)
+            self._labels[box] = label
+        self._show_reasoning("")
 
     def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
         """Shows what is known of a row at once, and its full text once read."""
@@ -78,6 +83,12 @@ class RowDetail(Card):
         if row.prompt or not self.prompt.toPlainText():
             self.prompt.setPlainText(row.prompt or self.tr("The input can no longer be read, or the row was not sent."))
         self.answer.setPlainText(row.answer)
+        self._show_reasoning(row.reasoning)
+
+    def _show_reasoning(self, text: str) -> None:
+        self.reasoning.setPlainText(text)
+        for widget in (self.reasoning, self._labels[self.reasoning]):
+            widget.setVisible(bool(text))
 
     def _box(self, name: str) -> QPlainTextEdit:
         box = QPlainTextEdit(self)
