@@ -13,8 +13,17 @@ import pytest
 from engine.common.paths import cache_dir
 from engine.formats import FORMATS
 from engine.kernels.cuda import nvrtc
-from engine.kernels.cuda.compiled import Kernel, architecture_for, compile_kernel, machine_code
-from engine.kernels.cuda.nvrtc import CompileError, Machine, Nvrtc, Usage, find_nvrtc, libraries, usage_in
+from engine.kernels.cuda.compiled import Kernel, compile_kernel, machine_code
+from engine.kernels.cuda.nvrtc import (
+    CompileError,
+    Machine,
+    Nvrtc,
+    Usage,
+    architecture_for,
+    find_nvrtc,
+    libraries,
+    usage_in,
+)
 from engine.kernels.cuda.products import product_kernel, product_kernels
 
 INT4 = product_kernel("Int4", 1)
@@ -104,6 +113,22 @@ def test_without_the_compiler_one_sentence_says_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nvrtc, "libraries", lambda: iter((wrong,)))
     with pytest.raises(CompileError, match="could not be loaded"):
         find_nvrtc()
+    find_nvrtc.cache_clear()
+
+
+def test_of_several_compilers_one_is_taken_that_knows_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old(CountingNvrtc):
+        def architectures(self) -> list[int]:
+            return [61, 70, 86]
+
+    made = {"new": CountingNvrtc((13, 0)), "old": Old((12, 9))}
+    monkeypatch.setattr(nvrtc, "libraries", lambda: iter(made))
+    monkeypatch.setattr(nvrtc, "Nvrtc", lambda path: made[path])
+    find_nvrtc.cache_clear()
+    assert find_nvrtc() is find_nvrtc((8, 6)) is made["new"]
+    assert find_nvrtc((6, 1)) is made["old"]
+    with pytest.raises(CompileError, match=r"makes no code for cards of compute capability 12\.0"):
+        find_nvrtc((12, 0))
     find_nvrtc.cache_clear()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engine.common.files import write_whole
 from engine.common.paths import cache_dir
-from engine.kernels.cuda.nvrtc import CompileError, Machine, Nvrtc, find_nvrtc
+from engine.kernels.cuda.nvrtc import Machine, Nvrtc, architecture_for, find_nvrtc
 
 SOURCES = Path(__file__).resolve().parent / "src"
 _MARK = b"switchyard cubin 1\n"
@@ -60,22 +60,6 @@ def compile_kernel(kernel: Kernel, architecture: int, nvrtc: Nvrtc) -> Machine:
     return nvrtc.compile(texts[kernel.source], kernel.source, headers, options)
 
 
-def architecture_for(capability: tuple[int, int], nvrtc: Nvrtc) -> int:
-    """The newest architecture that the compiler knows and a card runs: cards run code of their own generation.
-
-    Raises:
-        CompileError: the card is too old or too new for this compiler.
-    """
-    wanted = 10 * capability[0] + capability[1]
-    known = [each for each in nvrtc.architectures() if each // 10 == capability[0] and each <= wanted]
-    if not known:
-        raise CompileError(
-            f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]} makes no code for cards of compute capability "
-            f"{capability[0]}.{capability[1]}"
-        )
-    return max(known)
-
-
 def machine_code(kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc: Nvrtc | None = None) -> bytes:
     """The kernel's machine code for a card, from the cache folder or the compiler.
 
@@ -83,12 +67,12 @@ def machine_code(kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc
 
     Args:
         driver: its version; another one gets code of its own.
-        nvrtc: the compiler; by default the one that is found.
+        nvrtc: the compiler; by default one that is found and knows the card.
 
     Raises:
         CompileError: there is no compiler, or it refuses the kernel.
     """
-    nvrtc = nvrtc or find_nvrtc()
+    nvrtc = nvrtc or find_nvrtc(capability)
     architecture = architecture_for(capability, nvrtc)
     made_from = hashlib.sha256(repr((kernel, _OPTIONS, nvrtc.version, architecture, driver)).encode())
     for name, text in _texts().items():

@@ -132,9 +132,25 @@ def libraries() -> Iterator[Path]:
                     yield path
 
 
+def architecture_for(capability: tuple[int, int], nvrtc: Nvrtc) -> int:
+    """The newest architecture that the compiler knows and a card runs: cards run code of their own generation.
+
+    Raises:
+        CompileError: the card is too old or too new for this compiler.
+    """
+    wanted = 10 * capability[0] + capability[1]
+    known = [each for each in nvrtc.architectures() if each // 10 == capability[0] and each <= wanted]
+    if not known:
+        raise CompileError(
+            f"NVRTC {nvrtc.version[0]}.{nvrtc.version[1]} makes no code for cards of compute capability "
+            f"{capability[0]}.{capability[1]}"
+        )
+    return max(known)
+
+
 @cache
-def find_nvrtc() -> Nvrtc:
-    """The compiler.
+def find_nvrtc(capability: tuple[int, int] | None = None) -> Nvrtc:
+    """A compiler: the first, or the first that makes code for cards of this compute capability.
 
     Raises:
         CompileError: there is none.
@@ -142,10 +158,16 @@ def find_nvrtc() -> Nvrtc:
     refused = ""
     for path in libraries():
         try:
-            return Nvrtc(path)
+            found = Nvrtc(path)
+            if capability is not None:
+                architecture_for(capability, found)
         except (OSError, AttributeError) as error:
-            refused = f"; {path} could not be loaded ({error})"
-    raise CompileError(MISSING + refused)
+            refused = f"NVIDIA's compiler {path} could not be loaded ({error})"
+        except CompileError as error:
+            refused = str(error)
+        else:
+            return found
+    raise CompileError(refused or MISSING)
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ def cuda_products(device: torch.device) -> CudaProducts:
     if torch.version.hip is not None:
         raise UnavailableError("the kernels in CUDA C are for NVIDIA's cards")
     try:
-        find_nvrtc()
+        find_nvrtc(torch.cuda.get_device_capability(device))
     except CompileError as error:
         raise UnavailableError(str(error)) from error
     card = NvidiaCard(_index_of(device))
@@ -122,11 +122,15 @@ def _proven(name: str, device: torch.device, make: Callable[[torch.device], Made
 
 
 def quickest(candidates: list[Products], device: torch.device) -> Products:
-    """The products that take the least time for a token's experts, if there is a choice."""
+    """The products that take the least time for a token's experts, if there is a choice; the first if in doubt."""
     if len(candidates) == 1:
         return candidates[0]
-    with torch.inference_mode():
-        return min(candidates, key=lambda each: _seconds(each, device))
+    try:
+        with torch.inference_mode():
+            return min(candidates, key=lambda each: _seconds(each, device))
+    except RuntimeError:  # the card has no memory left for it
+        _log.warning("kernels could not be timed on %s", device, exc_info=True)
+        return candidates[0]
 
 
 def _seconds(products: Products, device: torch.device) -> float:
