@@ -30,6 +30,7 @@ VERBS = {
     "batch": "rows in, rows out: a file of prompts answered into a file",
     "jobs": "batch jobs: list, show, stop, remove",
     "models": "the model library",
+    "kept": "computed context of chats that is kept on disk: show, clear, on, off",
     "serve": "let other programs use the model",
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",

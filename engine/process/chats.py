@@ -50,6 +50,7 @@ class ChatEngine(Protocol):
         on_progress: Callable[[int, int], None],
         on_text: Callable[[str, int], None],
         on_reasoning: Callable[[str, int], None],
+        on_reused: Callable[[int, int, float], None],
         cancelled: Callable[[], bool],
         on_end: Callable[[GenerationOutcome | BaseException], None],
         on_begin: Callable[[], None],
@@ -97,7 +98,7 @@ class ChatService:
             nonlocal reads
             if not reads:
                 reads = True
-                log.reads(total)
+                log.reads(total - done)
             self._read(name, done, total)
 
         def on_end(outcome: GenerationOutcome | BaseException) -> None:
@@ -127,6 +128,7 @@ class ChatService:
                 on_progress=on_progress,
                 on_text=on_text,
                 on_reasoning=on_reasoning,
+                on_reused=log.reuses,
                 cancelled=lambda: self._requests.is_cancelled(name),
                 on_end=on_end,
                 on_begin=lambda: self._begins(name),

@@ -19,7 +19,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
-from engine.runtime.decode.generation import GenerationResult, TextCallback, ignore_text
+from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.load.kept_context import open_kept
@@ -237,6 +237,7 @@ class Engine:
         on_end: OnEnd,
         on_begin: Callable[[], None] = lambda: None,
         on_reasoning: TextCallback = ignore_text,
+        on_reused: ReusedCallback = ignore_reused,
     ) -> None:
         """Takes a request that is answered in `serve`, or in `share` while a job runs.
 
@@ -244,6 +245,7 @@ class Engine:
             on_text, on_reasoning: told what is answered, and apart from it what the model thinks before.
             on_end: told how it ended, once.
             on_begin: see `Scheduler.submit`.
+            on_reused: see `BatchRequest`.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model.
@@ -265,6 +267,7 @@ class Engine:
             on_prepared=answer.begin,
             on_progress=on_progress,
             on_text=answer.take,
+            on_reused=on_reused,
             cancelled=cancelled,
         )
         scheduler.submit(request, ended, on_begin)

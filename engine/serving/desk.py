@@ -262,6 +262,7 @@ class Desk:
             chances=log,
             shown=shown,
             on_text=on_text,
+            on_reused=following.reuses,
             cancelled=unwanted,
         )
 

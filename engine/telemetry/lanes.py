@@ -42,6 +42,8 @@ NAMES = (
     "reading",  # its prompt of `count` tokens is read; in a sweep, so many tokens of prompts
     "writing",  # its answer: `count` tokens; in a sweep, so many tokens of answers
     "job",  # a job's rows get `count` tokens of answers; in a sweep, so many tokens of rows, prompts included
+    "kept in RAM",  # `count` tokens of a request's prompt that were read before, brought from where they are kept
+    "kept on disk",
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 
@@ -72,6 +74,8 @@ NAMES = (
     READING,
     WRITING,
     JOB,
+    KEPT_RAM,
+    KEPT_DISK,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))

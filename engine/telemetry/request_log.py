@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
-from engine.telemetry.lanes import JOB, QUEUED, READING, WRITING
+from engine.telemetry.lanes import JOB, KEPT_DISK, KEPT_RAM, QUEUED, READING, WRITING
 from engine.telemetry.recorder import RECORDER, Recorder
 
 PIECE_NS = 500_000_000
@@ -25,6 +25,20 @@ class RequestLog:
         """It is its turn: a prompt of so many tokens is read."""
         self._end()
         self._name, self._tokens = READING, tokens
+
+    def reuses(self, from_ram: int, from_disk: int, seconds: float) -> None:
+        """So many tokens of its prompt were brought from where they are kept, which took so long until now."""
+        if not from_ram + from_disk:
+            return
+        now_ns = time.perf_counter_ns()
+        at_ns = max(self._since_ns, now_ns - round(seconds * 1e9))
+        self._end(at_ns)
+        for name, tokens in ((KEPT_RAM, from_ram), (KEPT_DISK, from_disk)):
+            end_ns = at_ns + (now_ns - self._since_ns) * tokens // (from_ram + from_disk)
+            if tokens and self._recorder.on:
+                self._recorder.request_did(name, at_ns, end_ns, self._number, tokens)
+            at_ns = end_ns
+        self._since_ns = now_ns
 
     def has_written(self, tokens: int) -> None:
         """So many tokens of the answer are there."""
@@ -48,8 +62,8 @@ class RequestLog:
         """It is over, however it ended."""
         self._end()
 
-    def _end(self) -> None:
-        now_ns = time.perf_counter_ns()
+    def _end(self, at_ns: int | None = None) -> None:
+        now_ns = time.perf_counter_ns() if at_ns is None else at_ns
         if self._recorder.on:
             tokens = self._tokens - self._told if self._name in (WRITING, JOB) else self._tokens
             self._recorder.request_did(self._name, self._since_ns, now_ns, self._number, tokens)

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,opening,decode,prefill,batch,chats,serve,cache,disk,kernels,quality,loops,speculation,telemetry,monitor,download}",
+        metavar="{startup,opening,decode,prefill,batch,chats,serve,cache,disk,kernels,quality,loops,speculation,prefixes,telemetry,monitor,download}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -164,6 +164,17 @@ def add_parser(subparsers: Any) -> None:
     _add_common(guesses, repeats=5)
     add_engine_options(guesses)
     guesses.set_defaults(run=_run_speculation)
+
+    prefixes = kinds.add_parser(
+        "prefixes", help="first token of a chat's second turn, after another chat and a restart"
+    )
+    _add_model(prefixes)
+    prefixes.add_argument(
+        "--prompt-tokens", type=_lengths, metavar="N,N", default=(4000,), help="lengths of the first turn's prompt"
+    )
+    _add_common(prefixes, repeats=3)
+    add_engine_options(prefixes)
+    prefixes.set_defaults(run=_run_prefixes)
 
     download = kinds.add_parser("download", help="megabytes per second of our downloader, against one curl")
     _add_common(download, repeats=3)
@@ -419,6 +430,14 @@ def _run_speculation(args: argparse.Namespace) -> int:
     from engine.bench.speculation import SpeculationPlan, bench_speculation
 
     bench_speculation(config, SpeculationPlan(args.tokens, args.prompt_tokens, args.repeats), report, note)
+    return _emit(report, args)
+
+
+def _run_prefixes(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.prefixes import PrefixesPlan, bench_prefixes
+
+    bench_prefixes(config, PrefixesPlan(args.prompt_tokens, args.repeats), report, note)
     return _emit(report, args)
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kept.block import BLOCK_TOKENS
+from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.kept_context import open_kept, why_not_kept
@@ -253,3 +255,67 @@ def test_models_of_one_kind_share_nothing(tmp_path: Path) -> None:
     assert other.find([*ids, 1]) is None
     other.close()
     assert torch.is_grad_enabled()
+
+
+class Held:
+    """A cache whose blocks say which tokens they are of."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = list(ids)
+
+    def copy(self, index: int, data: torch.Tensor) -> None:
+        piece = torch.tensor(self.ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS], dtype=torch.float32)
+        (((part,),),) = (LAYOUT.parts(data),)
+        part.copy_(piece.view(1, -1, 1))
+
+
+LAYOUT = BlockLayout(((PartShape(1, (1,), "float32"),),))
+_TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+"""What each block of a text consists of."""
+_DO = st.lists(
+    st.tuples(st.sampled_from(["offer", "take", "withdraw", "find", "write", "damage"]), _TEXTS, st.integers(0, 300)),
+    max_size=25,
+)
+
+
+@settings(max_examples=40)
+@given(steps=_DO, room=st.integers(0, 9), on_disk=st.integers(0, 9))
+def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int], int]], room: int, on_disk: int
+) -> None:
+    folder, size = tmp_path_factory.mktemp("kept"), LAYOUT.nbytes + 100
+    files = KeptFiles(folder, lambda _folder, _held: on_disk * size)
+    kept = KeptPrefixes(ROOT, room * LAYOUT.nbytes, files if on_disk else None)
+    for what, text, number in steps:
+        ids = [token for token in text for _ in range(BLOCK_TOKENS)]
+        if what == "offer":
+            kept.withdraw()
+            kept.offer(ids, LAYOUT, Held(ids).copy)
+        elif what == "take":
+            kept.take(ids, LAYOUT, Held(ids).copy)
+        elif what == "withdraw":
+            kept.withdraw(number)
+        elif what == "write":
+            assert kept.settle(30)
+        elif what == "damage":
+            for file in sorted(folder.glob("*.kept"))[:1]:
+                content = bytearray(file.read_bytes())
+                content[number % len(content)] ^= 1
+                file.write_bytes(content)
+        found = kept.find([*ids, 7])
+        if found is not None:
+            brought: dict[int, list[float]] = {}
+
+            def take(index: int, data: torch.Tensor, brought: dict[int, list[float]] = brought) -> None:
+                brought[index] = LAYOUT.parts(data)[0][0].flatten().tolist()
+
+            there = found.bring(0, take)
+            assert there <= found.tokens
+            assert found.reused.tokens == there
+            for index in range(there // BLOCK_TOKENS):
+                assert brought[index] == ids[index * BLOCK_TOKENS : (index + 1) * BLOCK_TOKENS]
+        assert kept.ram_bytes == sum(block.data.nbytes for block in kept._blocks.values()) <= kept.ram_budget
+        assert sum(file.stat().st_size for file in folder.glob("*.kept")) <= on_disk * size
+    kept.withdraw()
+    kept.close()
+    assert kept.ram_bytes == 0

@@ -11,7 +11,7 @@ from app.widgets.memory_bar import MemoryShare
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.telemetry.messages import CacheReport
 
-_RAM = "ram"
+_RAM, _DISK = "ram", "disk"
 
 
 class MemoryCard(Card):
@@ -24,7 +24,8 @@ class MemoryCard(Card):
         self.explain(
             self.tr(
                 "What fills the computer's memory and its graphics card's. Weights and experts are the model itself; "
-                "KV (keys and values) is what it remembers of the conversation, and grows with its length."
+                "KV (keys and values) is what it remembers of the conversation, and grows with its length. Kept "
+                "context is that of other conversations, which go on at once with it."
             )
         )
         self._column = QVBoxLayout()
@@ -63,11 +64,10 @@ class MemoryCard(Card):
                 total = ram_total
             free = amounts.pop(FREE)
             parts = tuple(self._part(purpose, nbytes) for purpose, nbytes in amounts.items() if nbytes > 0)
-            source = (
-                self.tr("Parts of the model: counted by the engine. Total RAM: reported by the system.")
-                if place == _RAM
-                else self.tr("Counted by the engine, of the memory it may use.")
-            )
+            source = {
+                _RAM: self.tr("Parts of the model: counted by the engine. Total RAM: reported by the system."),
+                _DISK: self.tr("Computed context of chats, of all models, of what it may take (see Settings)."),
+            }.get(place, self.tr("Counted by the engine, of the memory it may use."))
             gauge.show_parts(parts, total - free, total, source=source)
             legend.show_parts((*parts, MemoryShare(self.tr("free"), free, "border")))
         self._empty.setVisible(not places)
@@ -84,6 +84,8 @@ class MemoryCard(Card):
     def _name(self, place: str) -> str:
         if place == _RAM:
             return self.tr("RAM")
+        if place == _DISK:
+            return self.tr("Disk")
         return self.tr("VRAM (emulated)") if place.startswith("emulated") else self.tr("VRAM {0}").format(place[:24])
 
     def _part(self, purpose: str, nbytes: int) -> MemoryShare:
@@ -91,6 +93,7 @@ class MemoryCard(Card):
             "weights": (self.tr("weights"), "gpu", False),
             "experts": (self.tr("experts"), "hit", False),
             "kv": (self.tr("conversation (KV)"), "disk", False),
+            "kept": (self.tr("kept context"), "accent", False),
             "staging": (self.tr("staging"), "pcie", False),
             "activations": (self.tr("activations"), "cpu", False),
             "other": (self.tr("the engine itself"), "faint", False),

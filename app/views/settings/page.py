@@ -12,6 +12,7 @@ from app.views.settings.about import AboutCard
 from app.views.settings.appearance import AppearanceCard
 from app.views.settings.data import DataCard
 from app.views.settings.hub import HubCard
+from app.views.settings.kept import KeptCard
 from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
 from app.views.settings.other_programs import OtherProgramsCard
@@ -35,6 +36,7 @@ class SettingsPage(Page):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
+        self.kept = KeptCard(self)
         self.others = OtherProgramsCard(settings, server, self)
         self.hub = HubCard(self)
         self.monitor = MonitorCard(settings, self)
@@ -49,7 +51,17 @@ class SettingsPage(Page):
         column = QVBoxLayout(cards)
         column.setContentsMargins(0, 20, 0, 20)
         column.setSpacing(16)
-        for card in (self.appearance, self.model, self.others, self.hub, self.monitor, self.data, self.about):
+        cards_in_order = (
+            self.appearance,
+            self.model,
+            self.kept,
+            self.others,
+            self.hub,
+            self.monitor,
+            self.data,
+            self.about,
+        )
+        for card in cards_in_order:
             column.addWidget(card)
         column.addStretch(1)
         holder = QWidget(self)
@@ -72,4 +84,5 @@ class SettingsPage(Page):
     def close_down(self) -> None:
         """Waits for background work."""
         self.model.close_down()
+        self.kept.close_down()
         self.hub.close_down()

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from engine.common.chat import ChatMessage
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
-from engine.runtime.decode.generation import ProgressCallback, Reading
+from engine.runtime.decode.generation import ProgressCallback, Reading, ReusedCallback, ignore_reused
 from engine.runtime.decode.prompt import encodable, encode
 from engine.runtime.kept.prefixes import Reused
 from engine.runtime.kv.memory import cache_bytes
@@ -78,7 +78,13 @@ class EncoderDecoderSession:
         """The decoder's start token."""
         return [self._start]
 
-    def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
+    def read(
+        self,
+        prompt: Sequence[int],
+        on_progress: ProgressCallback,
+        cancelled: CancelCheck,
+        on_reused: ReusedCallback = ignore_reused,  # noqa: ARG002 - of the protocol
+    ) -> Reading:
         """Encodes the prompt, in one go; logits [1, V] of the first token, and nothing reused."""
         self.clear()
         yield

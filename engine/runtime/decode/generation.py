@@ -17,6 +17,14 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[int, int], None]
 """Prompt tokens read so far, and prompt tokens to read."""
 
+ReusedCallback = Callable[[int, int, float], None]
+"""Tokens of a prompt brought from RAM, tokens brought from disk, and the seconds that took."""
+
+
+def ignore_reused(from_ram: int, from_disk: int, seconds: float) -> None:
+    """For callers that do not watch what is reused."""
+
+
 TextCallback = Callable[[str, int], None]
 """Text to append, final as it stands (it may be empty), and tokens generated so far."""
 
@@ -98,7 +106,13 @@ class Session(Protocol):
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """Tokens that the answer continues: what a repetition penalty counts before the first token."""
 
-    def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
+    def read(
+        self,
+        prompt: Sequence[int],
+        on_progress: ProgressCallback,
+        cancelled: CancelCheck,
+        on_reused: ReusedCallback = ignore_reused,
+    ) -> Reading:
         """Reads the prompt, with a pause after each part of it.
 
         Returns:

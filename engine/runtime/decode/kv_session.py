@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -13,7 +14,7 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCan
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.runtime.decode.drafter import Drafter
-from engine.runtime.decode.generation import ProgressCallback, Reading
+from engine.runtime.decode.generation import ProgressCallback, Reading, ReusedCallback, ignore_reused
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
@@ -132,7 +133,13 @@ class KvSession:
         """The answer continues the prompt."""
         return list(prompt)
 
-    def read(self, prompt: Sequence[int], on_progress: ProgressCallback, cancelled: CancelCheck) -> Reading:
+    def read(
+        self,
+        prompt: Sequence[int],
+        on_progress: ProgressCallback,
+        cancelled: CancelCheck,
+        on_reused: ReusedCallback = ignore_reused,
+    ) -> Reading:
         """Makes the cache hold `prompt`, at least its last token freshly computed; pauses after each chunk.
 
         Returns:
@@ -144,7 +151,9 @@ class KvSession:
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
+        begun_s = perf_counter()
         found = self._reuse(prompt)
+        on_reused(found.ram, found.disk, perf_counter() - begun_s)
         reused = found.tokens
         total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)

@@ -25,7 +25,7 @@ _MAGIC = b"SWKEPT\x00\x01"
 _HEADER = struct.Struct("<8s16s16s8sQI")
 """Magic and version, key, name of the checksum, checksum of description and data, bytes of data, of the description."""
 _MOST_DESCRIPTION = 2**20
-_APART_NS = 1_000_000
+_APART_NS = 1_000
 """Between the times of two blocks of one sequence: the last ones are removed first, as they are of no use alone."""
 _LOOK_AGAIN_S = 5.0
 _log = logging.getLogger(__name__)

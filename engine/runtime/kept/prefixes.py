@@ -108,7 +108,7 @@ class KeptPrefixes:
     def __init__(
         self, root: Key, ram_bytes: int, files: KeptFiles | None = None, most_tokens: int = sys.maxsize
     ) -> None:
-        self._root, self._files, self._most_tokens = root, files, most_tokens
+        self.root, self._files, self._most_tokens = root, files, most_tokens
         self.ram_budget = ram_bytes
         self._changed = threading.Condition()
         self._blocks: OrderedDict[Key, _Block] = OrderedDict()
@@ -141,7 +141,7 @@ class KeptPrefixes:
         if not BLOCK_TOKENS <= len(ids) - 1 <= self._most_tokens - 1 or least + BLOCK_TOKENS > len(ids) - 1:
             return None
         found, has = list[Key](), least // BLOCK_TOKENS
-        for key in block_keys(self._root, ids, len(ids) - 1):
+        for key in block_keys(self.root, ids, len(ids) - 1):
             if len(found) >= has and not self._is_kept(key):
                 break
             found.append(key)
@@ -159,7 +159,7 @@ class KeptPrefixes:
         if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
             return
         with self._changed:
-            self._source = _Source(list(block_keys(self._root, ids, len(ids))), layout, copy)
+            self._source = _Source(list(block_keys(self.root, ids, len(ids))), layout, copy)
             self._changed.notify_all()
         self._begin_writing()
 
@@ -168,7 +168,7 @@ class KeptPrefixes:
         if layout is None or copy is None or not BLOCK_TOKENS <= len(ids) <= self._most_tokens:
             return
         with self._changed:
-            self._take(_Source(list(block_keys(self._root, ids, len(ids))), layout, copy), 0)
+            self._take(_Source(list(block_keys(self.root, ids, len(ids))), layout, copy), 0)
             self._changed.notify_all()
         self._begin_writing()
 

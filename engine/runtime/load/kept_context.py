@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers.cache_utils import DummyLayer
 
-from engine.common.kept_context import kept_context_dir, kept_context_settings
+from engine.common.kept_context import kept_context_dir
 from engine.runtime.kept.files import KeptFiles, Key
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
@@ -39,7 +39,7 @@ def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
     return KeptPrefixes(
         _root(loaded),
         _ram_bytes(loaded),
-        KeptFiles(kept_context_dir()) if kept_context_settings().on_disk else None,
+        KeptFiles(kept_context_dir()),
         min(exact_tokens(loaded.model), boundary),
     )
 

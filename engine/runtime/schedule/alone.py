@@ -202,7 +202,7 @@ class AloneAnswer:
         self._answer = begun
         request = asked.request
         if begun is None:
-            self._reading = session.read(asked.prompt, request.on_progress, request.cancelled)
+            self._reading = session.read(asked.prompt, request.on_progress, request.cancelled, request.on_reused)
         else:
             self._reading = session.read([*asked.prompt, *begun.ids[:-1]], ignore_progress, request.cancelled)
         self._writing: Generator[None, None, Decoded] | None = None

@@ -17,9 +17,11 @@ from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.generation import (
     ChanceLog,
     ProgressCallback,
+    ReusedCallback,
     TextCallback,
     TokenConstraint,
     ignore_progress,
+    ignore_reused,
     ignore_text,
 )
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
@@ -45,6 +47,8 @@ class BatchRequest:
         on_progress: told how much of the prompt has been read.
         on_prepared: told, before its prompt is read, whether that has opened the model's reasoning; not for `ids`.
         on_text: told after each token of the answer.
+        on_reused: told how many tokens of the prompt were brought from RAM and from disk, and how long that took; it
+            may never be called.
         cancelled: asked between sweeps: whether nobody wants the answer any more; it then ends as `cancelled`.
     """
 
@@ -59,6 +63,7 @@ class BatchRequest:
     on_prepared: Callable[[bool], None] = lambda _thinks: None
     on_progress: ProgressCallback = ignore_progress
     on_text: TextCallback = ignore_text
+    on_reused: ReusedCallback = ignore_reused
     cancelled: CancelCheck = never_cancelled
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from engine.common.kept_context import kept_context_settings
 from engine.experts.cache.tier import CacheSnapshot
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
@@ -20,6 +21,7 @@ from engine.telemetry.records import Records
 _KEPT = 0.7
 """Of a figure of the seconds before, when there is a new one."""
 RAM = "ram"
+DISK_KEPT = "disk"
 _PROCESS = psutil.Process()
 
 
@@ -187,7 +189,8 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
     """
     parts: list[MemoryPart] = []
     devices = loaded.devices.devices if loaded.devices is not None else ()
-    held = {"experts": 0, "weights": 0, "kv": 0}
+    kept = loaded.kept
+    held = {"experts": 0, "weights": 0, "kv": 0, "kept": kept.ram_bytes if kept is not None else 0}
     if loaded.bank is not None:
         held["experts"] += sum(layer.records.nbytes for layer in loaded.bank.layers.values() if _in_ram(layer.device))
     if loaded.disk_backed is not None:
@@ -199,6 +202,9 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
     # Weights may be mapped from a file and not all in RAM yet: what is left over is then nothing, and not less.
     other = max(0, resident - sum(held.values()))
     parts += [MemoryPart(RAM, "other", other), MemoryPart(RAM, "total", other + sum(held.values()))]
+    if kept is not None and (on_disk := kept.disk_bytes):
+        room = max(on_disk, kept_context_settings().disk_bytes)
+        parts += [MemoryPart(DISK_KEPT, purpose, nbytes) for purpose, nbytes in (("kept", on_disk), ("total", room))]
     for device in devices:
         use = device.memory.use()
         parts += [MemoryPart(device.name, str(kind), nbytes) for kind, nbytes in use.by_category.items()]
