@@ -6,7 +6,7 @@ import pytest
 
 from engine.telemetry import request_log
 from engine.telemetry.analysis import critical_path, lane_seconds, waiting
-from engine.telemetry.lanes import QUEUED, READING, REQUESTS, WRITING, lane_name
+from engine.telemetry.lanes import KEPT_DISK, KEPT_RAM, QUEUED, READING, REQUESTS, WRITING, lane_name
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import no_steps
 from engine.telemetry.request_log import RequestLog
@@ -31,6 +31,24 @@ def test_its_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mine["start_ns"][1:].tolist() == mine["end_ns"][:-1].tolist()
     assert len(spans) == len(mine) + 1
     assert lane_name(REQUESTS) == "requests"
+
+
+def test_what_was_kept_of_its_prompt_stands_before_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [1.0]
+    monkeypatch.setattr(request_log.time, "perf_counter_ns", lambda: round(now_s[0] * 1e9))
+    recorder = Recorder()
+    recorder.start()
+    log = RequestLog(recorder)
+    now_s[0] = 3.0
+    log.reuses(64, 192, 1.0)
+    log.reuses(0, 0, 1.0)
+    log.reads(30)
+    now_s[0] = 4.0
+    log.ends()
+    spans = recorder.take_spans()
+    assert spans["name"].tolist() == [QUEUED, KEPT_RAM, KEPT_DISK, QUEUED, READING]
+    assert spans["count"].tolist() == [0, 64, 192, 0, 30]
+    assert (spans["end_ns"] / 1e9).tolist() == [2.0, 2.25, 3.0, 3.0, 4.0]
 
 
 def test_nothing_waits_for_what_requests_do() -> None:

@@ -373,7 +373,7 @@ class KeptPrefixes:
             block, source = self._blocks.get(key), self._source
             if block is not None:
                 block.is_settled = True
-            elif source is not None and source.next < len(source.keys) and source.keys[source.next] == key:
+            if source is not None and source.next < len(source.keys) and source.keys[source.next] == key:
                 source.next, source.is_refused = source.next + is_there, not is_there
 
     def _give_up(self, error: OSError) -> None:
