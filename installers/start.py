@@ -4,6 +4,7 @@
     python3 installers/start.py                      set up Switchyard in .venv, get the starter model, open the window
     python3 installers/start.py test                 also set up the test tools, and run all checks and tests
     python3 installers/start.py test tests/unit -x   the same, but only pytest, with these arguments
+    python3 installers/start.py gpu                  measure a graphics card for ten minutes, and write docs/cards/
 
 Needs only Python 3.11.  Everything goes into .venv in the checkout, except for the starter model, which
 goes into your Switchyard data folder.  (This file must parse on Python 3.8, to report an old version.)
@@ -18,7 +19,7 @@ from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
 CHECKOUT = Path(__file__).resolve().parent.parent
-USAGE = "Usage: python3 installers/start.py [test [arguments for pytest]]"
+USAGE = "Usage: python3 installers/start.py [test [arguments for pytest] | gpu [arguments for switchyard bench card]]"
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +30,8 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0
-    if arguments and arguments[0] != "test":
+    commands = {"test": test, "gpu": gpu}
+    if arguments and arguments[0] not in commands:
         print(f"start.py does not know '{arguments[0]}'.  {USAGE}", file=sys.stderr)
         return 2
 
@@ -38,7 +40,7 @@ def main(arguments: list[str]) -> int:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job; it must be interruptible too
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return test(arguments[1:]) if arguments else start()
+        return commands[arguments[0]](arguments[1:]) if arguments else start()
     except steps_console.SetupError as stopped:
         print(f"\n{stopped}", file=sys.stderr)
         return 2
@@ -100,6 +102,16 @@ def test(pytest_arguments: list[str]) -> int:
     arguments = pytest_arguments or ["-n", "2", "--dist", "worksteal", "--slowest-files", "10"]
     tests = subprocess.call([environment.python, "-m", "pytest", *arguments], cwd=CHECKOUT, env=environment.variables)
     return tests or int(bool(failed))
+
+
+def gpu(arguments: list[str]) -> int:
+    """Sets up the test tools, then measures the card; what it writes is of use to everybody with such a card."""
+    import steps_environment
+
+    environment = steps_environment.prepare(CHECKOUT)
+    environment.install_test_tools()
+    command = [environment.python, "-m", "engine.cli", "bench", "card", *arguments]
+    return subprocess.call(command, cwd=CHECKOUT, env=environment.variables)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,7 @@ def _at(
         rates = _rates(contestants, plan.repeats, report, say)
     ours.close()
     values, reads = rates.pop("ours"), rates.pop(_MEMORY, None)
-    read = _bytes_per_token(loaded) + loaded.info.kv_bytes_per_token * (len(prompt) + plan.tokens / 2)
+    read = bytes_per_token(loaded) + loaded.info.kv_bytes_per_token * (len(prompt) + plan.tokens / 2)
     limit = statistics.median(reads) / read if reads else None
     if reads:
         report.machine["read_bandwidth_gb_per_s"] = statistics.median(reads) / 1e9
@@ -183,7 +183,7 @@ def _rates(
     return rates
 
 
-def _bytes_per_token(loaded: LoadedModel) -> float:
+def bytes_per_token(loaded: LoadedModel) -> float:
     """Bytes of weights that one token has to read: all except unused experts and the embedding table."""
     info = loaded.info
     used = info.experts_per_token / info.experts if info.experts else 0.0

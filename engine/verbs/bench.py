@@ -176,6 +176,13 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(prefixes)
     prefixes.set_defaults(run=_run_prefixes)
 
+    card = kinds.add_parser("card", help="ten minutes on a graphics card: tests, link, kernels, decoding, in a file")
+    card.add_argument("--device", default="cuda:0", metavar="D", help="cuda:0, or emulated:NAME to see what it does")
+    card.add_argument("--model", metavar="M", help="as for decode (default: eight layers of Qwen3-30B-A3B's shape)")
+    card.add_argument("--folder", type=Path, default=Path("docs/cards"), metavar="DIR", help="(default: docs/cards)")
+    card.add_argument("--json", action="store_true", help="print one JSON document")
+    card.set_defaults(run=_run_card)
+
     download = kinds.add_parser("download", help="megabytes per second of our downloader, against one curl")
     _add_common(download, repeats=3)
     download.set_defaults(run=_run_download)
@@ -273,6 +280,14 @@ def _run_opening(args: argparse.Namespace) -> int:
 
     bench_opening(config, args.repeats, report, note)
     return _emit(report, args)
+
+
+def _run_card(args: argparse.Namespace) -> int:
+    from engine.bench.card.run import MODEL, as_markdown, bench_card
+
+    done = bench_card(args.device, args.model or MODEL, args.folder, note)
+    emit(done, as_json=args.json, human=lambda: as_markdown(done))
+    return 0 if all(part["outcome"] in ("done", "skipped") for part in done["parts"]) else 1
 
 
 def _run_download(args: argparse.Namespace) -> int:
