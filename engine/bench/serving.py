@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 
 from engine.bench.gguf_export import Quantisation, gguf_of
 from engine.bench.gguf_texts import add_texts
-from engine.bench.peers.editions import HOW_TO_BUILD, LLAMA_CPP
+from engine.bench.peers.editions import HOW_TO_BUILD, LLAMA_CPP, Flags
 from engine.bench.report import Report, row
 from engine.bench.serving_load import Load, Question, closed_loop, open_loop
 from engine.bench.serving_texts import Asked
@@ -32,6 +32,8 @@ _STARTS_S = 180.0
 _SHARES = (0.3, 0.6, 0.9)
 """Of the questions that the slower server answers in a second when all clients ask: the rates at which they arrive."""
 _SPARE = 32
+_TRIES, _TRIED = 8, 12
+"""Questions, and tokens of each answer, with which each of the peer's flags is tried."""
 PEER = "llama.cpp's server"
 
 
@@ -82,8 +84,8 @@ def bench_serving(model: Path, plan: ServingPlan, report: Report, say: Callable[
         if plan.peers and not LLAMA_CPP.server().is_file():
             report.skip_peer(PEER, f"it is not built: run {HOW_TO_BUILD} --server")
         elif plan.peers:
-            say(f"starting {PEER}")
-            contestants.append(running.enter_context(_theirs(file, plan, asked.longest)))
+            flags = _fastest(file, plan, asked, say)
+            contestants.append(running.enter_context(_theirs(file, plan, asked.longest, flags)))
         for each in contestants:
             closed_loop(each.url, asked.next_ones(2), 2)
         slowest = float("inf")
@@ -123,10 +125,10 @@ class _InTurn:
 
     def _add(self, name: str, unit: str, values: list[list[float]]) -> None:
         ours, *others = values
-        peer, peer_values = (PEER, others[0]) if others else (None, None)
+        peer, peer_values = (self.contestants[1].name, others[0]) if others else (None, None)
         added = row(name, ours, unit, peer=peer, peer_values=peer_values, higher_is_better=unit != "ms")
         self.report.rows.append(added)
-        beside = f", {PEER} {added.peer_value:.1f}" if added.peer_value is not None else ""
+        beside = f", {peer} {added.peer_value:.1f}" if added.peer_value is not None else ""
         self.say(f"  {name}: {added.value:.1f} {unit}{beside}")
 
 
@@ -140,14 +142,14 @@ class _Numbered:
         self._url, self._number = url, 0
         self.longest = max(len(prompt) + tokens for prompt, tokens in self._tokens) + _SPARE
 
-    def next_ones(self, count: int) -> list[Question]:
-        """The next so many."""
+    def next_ones(self, count: int, most_tokens: int | None = None) -> list[Question]:
+        """The next so many; with answers of so many tokens at most."""
         found = []
         for _ in range(count):
             prompt, tokens = self._tokens[self._number % len(self._tokens)]
             self._number += 1
             before = _post(f"{self._url}/tokenize", {"content": f"{self._number}. "})["tokens"]
-            found.append(Question((*before, *prompt), tokens))
+            found.append(Question((*before, *prompt), min(tokens, most_tokens or tokens)))
         return found
 
 
@@ -168,23 +170,34 @@ def _ours(file: Path, plan: ServingPlan) -> Iterator[_Contestant]:
         yield _Contestant("ours", url)
 
 
+def _fastest(file: Path, plan: ServingPlan, asked: _Numbered, say: Callable[[str], None]) -> Flags:
+    """The flags with which their server gets most done, of those that the other benches try too."""
+    rates = {}
+    for flags in LLAMA_CPP.flags:
+        with _theirs(file, plan, asked.longest, flags) as peer:
+            closed_loop(peer.url, asked.next_ones(1, _TRIED), 1)
+            rates[flags] = closed_loop(peer.url, asked.next_ones(_TRIES, _TRIED), _TRIES).tokens_per_s
+        say(f"{peer.name}: {rates[flags]:.1f} tokens/s")
+    return max(rates, key=rates.__getitem__)
+
+
 @contextmanager
-def _theirs(file: Path, plan: ServingPlan, longest: int) -> Iterator[_Contestant]:
-    """Its flags are those that its guide names for many clients: a place for each, and all of the processors."""
+def _theirs(file: Path, plan: ServingPlan, longest: int, flags: Flags) -> Iterator[_Contestant]:
+    """With a place for each client, and all of the processors."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     places, threads = max([*plan.clients, 16]), plan.threads or os.cpu_count() or 1
     command = [str(LLAMA_CPP.server()), "--model", str(file), "--host", "127.0.0.1", "--port", str(port)]
     command += ["--parallel", str(places), "--ctx-size", str(places * longest), "--threads", str(threads)]
-    command += ["--threads-batch", str(threads), "--flash-attn", "on", "--cache-ram", "0"]
+    command += ["--threads-batch", str(threads), "--cache-ram", "0", *flags.words.split()]
     with _process(command, {}, subprocess.DEVNULL) as process:
         url, begun_s = f"http://127.0.0.1:{port}", time.monotonic()
         while not _is_ready(url):
             if process.poll() is not None or time.monotonic() - begun_s > _STARTS_S:
                 raise EngineError(ErrorCode.INTERNAL, f"{PEER} did not start with {file}.")
             time.sleep(0.1)
-        yield _Contestant(PEER, url)
+        yield _Contestant(f"{PEER}, {flags.words}", url)
 
 
 @contextmanager
