@@ -219,8 +219,7 @@ class _Marked:
 
     def _certain(self, marks: Sequence[str]) -> list[Part] | None:
         """All but an end that may be the beginning of a mark."""
-        keep = _beginning_of(marks, self._held)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        text, self._held = _certain_part(self._held, marks)
         return self._plain(text) or None
 
     def _plain(self, text: str) -> list[Part]:
@@ -285,8 +284,7 @@ class _Channels:
         if at < 0:
             if self._callee:
                 return None
-            keep = _beginning_of(_ENDS, self._held)
-            text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            text, self._held = _certain_part(self._held, _ENDS)
             return self._message(text) or None
         text, self._held = self._held[:at], self._held[at + len(mark) :]
         if mark == "<|channel|>":
@@ -313,12 +311,13 @@ def _may_be_calls(text: str) -> bool:
     return _CALLS_BEGIN.match(text) is not None
 
 
-def _beginning_of(marks: Sequence[str], text: str) -> int:
-    """The length of the longest end of a text with which one of the marks begins."""
-    return max(
+def _certain_part(text: str, marks: Sequence[str]) -> tuple[str, str]:
+    """A text up to an end with which one of the marks may begin, and that end: the longest."""
+    keep = max(
         (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text[-n:] == mark[:n]),
         default=0,
     )
+    return text[: len(text) - keep], text[len(text) - keep :]
 
 
 def _begins_like(text: str, heads: Sequence[str]) -> bool:
