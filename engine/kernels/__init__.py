@@ -33,6 +33,9 @@ def choose_torch_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels
     """A kernel that handles any number of tokens the same way; it uses `kernels` only to dequantise."""
     if not hasattr(module, "has_gate"):
         return None
+    on_card = kernels_of(layer.device)
+    if on_card is not None:
+        return TorchExperts(layer, ExpertMath.of(module), kernels, on_card.unpack)
     return TorchExperts(layer, ExpertMath.of(module), kernels)
 
 

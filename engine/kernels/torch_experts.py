@@ -17,6 +17,9 @@ from engine.kernels.quantise import dequantise_natively
 Matrices = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [T, columns], expert) -> [T, rows], bias included."""
 
+Unpack = Callable[[TiledMatrix], torch.Tensor]
+"""A matrix -> its weights, bf16 [rows, columns]."""
+
 _CHUNK_BYTES = 4 * 2**20
 """Weights dequantised at a time: small enough to stay in cache for the product."""
 
@@ -24,12 +27,16 @@ _scratch = threading.local()
 
 
 def layer_matrices(
-    layer: LayerRecords, name: str, biases: Sequence[torch.Tensor] | None, kernels: NativeKernels | None
+    layer: LayerRecords,
+    name: str,
+    biases: Sequence[torch.Tensor] | None,
+    kernels: NativeKernels | None,
+    unpack: Unpack = dequantise,
 ) -> Matrices:
-    """The matrices `name` of a layer; `kernels`, if given, dequantise natively."""
+    """The matrices `name` of a layer; `kernels`, if given, dequantise natively on the CPU, and `unpack` elsewhere."""
     layout, rows = layer.layout, layer.rows
     if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
-        return TiledMatrices(partial(layout.matrix, rows, name), biases, kernels)
+        return TiledMatrices(partial(layout.matrix, rows, name), biases, kernels, unpack)
     weights = rows[name]
     if biases is None:
         return lambda x, expert: linear(x, weights[expert])
@@ -44,15 +51,17 @@ class TiledMatrices:
         of_expert: Callable[[int], TiledMatrix],
         biases: Sequence[torch.Tensor] | None,
         kernels: NativeKernels | None,
+        unpack: Unpack = dequantise,
     ) -> None:
         self._of_expert = of_expert
+        self._unpack = unpack
         self._biases = biases
         self._kernels = kernels
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         matrix = self._of_expert(expert)
         if self._kernels is None or x.device.type != "cpu":
-            out = linear(x, dequantise(matrix, x.dtype))
+            out = linear(x, self._unpack(matrix).to(x.dtype))
         else:
             out = multiply_in_chunks(x, matrix, self._kernels)
         if self._biases is not None:
@@ -106,13 +115,19 @@ class TorchExperts:
     pair of products each, summed in fp32 in expert order.
     """
 
-    def __init__(self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels | None = None) -> None:
+    def __init__(
+        self,
+        layer: LayerRecords,
+        math: ExpertMath,
+        kernels: NativeKernels | None = None,
+        unpack: Unpack = dequantise,
+    ) -> None:
         self.math = math
         self._experts = layer.num_experts
         self._first_bias = layer.rows[math.first_bias] if math.first_bias else None
         self._down_bias = layer.rows[math.down_bias] if math.down_bias else None
-        self._first = layer_matrices(layer, math.first, self._first_bias, kernels)
-        self._down = layer_matrices(layer, "down_proj", self._down_bias, kernels)
+        self._first = layer_matrices(layer, math.first, self._first_bias, kernels, unpack)
+        self._down = layer_matrices(layer, "down_proj", self._down_bias, kernels, unpack)
         self._first_all: torch.Tensor | None = None
         self._down_all: torch.Tensor | None = None
         self._first_bias_all: torch.Tensor | None = None

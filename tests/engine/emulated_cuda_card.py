@@ -13,6 +13,7 @@ import pytest
 
 from engine.kernels.cuda.compiled import SOURCES, Kernel
 from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native.build import BuildError, find_compiler
 
@@ -77,5 +78,6 @@ class EmulatedCudaCard:
 
 def emulated_kernels(multiprocessors: int = 16) -> CardKernels:
     """The kernels in CUDA C as a card with so many multiprocessors would run them."""
-    products = CudaProducts(EmulatedCudaCard(multiprocessors))
-    return CardKernels(products, products.most_visits, None)
+    card = EmulatedCudaCard(multiprocessors)
+    products = CudaProducts(card)
+    return CardKernels(products, products.most_visits, None, CudaUnpacker(card))

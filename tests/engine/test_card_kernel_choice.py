@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from engine.formats.tiles import dequantise
 from engine.kernels import card_note
+from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu import proof
 from engine.kernels.gpu.proof import UnavailableError, kernels_of, quickest, why_not
+from tests.engine.emulated_cuda_card import emulated_kernels, needs_compiler
 
 CARD = torch.device("cuda", 0)
 
@@ -40,6 +44,7 @@ def chosen_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(proof, "triton_products", lambda device: TRITON)
     monkeypatch.setattr(proof, "cuda_products", lambda device: IN_CUDA)
     monkeypatch.setattr(proof, "prove", lambda device, products: None)
+    monkeypatch.setattr(proof, "unpacker_of", lambda in_cuda, device: dequantise)
     yield
     proof._chosen.cache_clear()
 
@@ -98,3 +103,14 @@ def test_without_either_the_user_is_told_why(monkeypatch: pytest.MonkeyPatch) ->
         "Triton is not installed, and NVIDIA's compiler NVRTC was not found."
     )
     assert kernels_of(torch.device("cpu")) is None
+
+
+@needs_compiler
+def test_a_kernel_that_unpacks_wrongly_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    products, cpu = emulated_kernels().few, torch.device("cpu")
+    assert isinstance(products, CudaProducts)
+    assert isinstance(proof.unpacker_of(products, cpu), CudaUnpacker)
+    assert proof.unpacker_of(None, cpu) is dequantise
+    monkeypatch.setattr(CudaUnpacker, "__call__", lambda self, matrix: dequantise(matrix) + 1)
+    assert proof.unpacker_of(products, cpu) is dequantise

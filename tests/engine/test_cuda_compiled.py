@@ -25,6 +25,7 @@ from engine.kernels.cuda.nvrtc import (
     usage_in,
 )
 from engine.kernels.cuda.products import product_kernel, product_kernels
+from engine.kernels.cuda.unpack import unpack_kernel
 
 INT4 = product_kernel("Int4", 1)
 AMPERE = (8, 6)
@@ -194,7 +195,8 @@ def test_every_kernel_for_every_card_without_spills(
     compiler = from_the_index(package, tmp_path / "package")
     spilling: list[tuple[Kernel, int, int]] = []
     on_cards = [each for each in FORMATS.values() if each.on_card]
-    for kernel in (kernel for each in on_cards for kernel in product_kernels(each)):
+    unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
+    for kernel in (*unpacking, *(kernel for each in on_cards for kernel in product_kernels(each))):
         for architecture in architectures:
             usage = usage_in(compile_kernel(kernel, architecture, compiler).log)
             record_property(f"{kernel.name} sm_{architecture}", f"{usage.registers} registers")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.experts.bank import BankLayer
 from engine.formats import FORMATS
 from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import Pairing, dequantise
@@ -17,6 +18,7 @@ from engine.kernels.gpu.proof import prove
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, store, stored_matrix
 from engine.kernels.interface import ExpertMath
 from engine.kernels.quantise import quantise
+from engine.kernels.torch_experts import TorchExperts
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
 
@@ -147,3 +149,25 @@ def test_half_precision() -> None:
 
 def test_the_proof_that_a_card_is_asked_for() -> None:
     assert prove(CPU, KERNELS.few) is None
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
+@pytest.mark.parametrize("pairing", list(Pairing))
+def test_unpacked_matrices_have_the_same_bits_as_by_operators(precision: str, pairing: Pairing) -> None:
+    torch.manual_seed(int(pairing))
+    for rows, columns in ((2, 1), (70, 100), (64, 131)):
+        matrix = quantise(torch.randn(rows, columns).bfloat16(), FORMATS[precision], pairing)
+        matrix.set_table(MXFP4_TABLE)
+        assert torch.equal(KERNELS.unpack(matrix), dequantise(matrix))
+    matrix.scales[0, 0, 0] = float("nan")
+    assert KERNELS.unpack(matrix).isnan().sum() == dequantise(matrix).isnan().sum() > 0
+
+
+def test_prompts_by_operators_with_unpacked_weights_are_the_same() -> None:
+    torch.manual_seed(5)
+    module = module_of("silu", 3, 64, 96, bias=True)
+    layer, _ = layer_of(module, "int4", CPU)
+    bank = BankLayer("experts", layer.layout, torch.cat(list(layer.pieces)))
+    x, index, share = torch.randn(7, 64).bfloat16(), torch.randint(0, 3, (7, 2)), torch.rand(7, 2)
+    by_operators, unpacked = (TorchExperts(bank, ExpertMath.of(module), *more) for more in ((), (None, KERNELS.unpack)))
+    assert torch.equal(by_operators(x, index, share), unpacked(x, index, share))

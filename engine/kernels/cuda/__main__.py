@@ -15,6 +15,7 @@ from engine.kernels.cuda.compiled import compile_kernel
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import product_kernels
 from engine.kernels.cuda.step_time import CARDS, FUSED_OTHERS, QWEN3_30B_A3B, estimate
+from engine.kernels.cuda.unpack import unpack_kernel
 
 _ARCHITECTURES = (61, 70, 75, 80, 86, 89, 90, 120)
 _KV_TOKENS = 4096
@@ -29,7 +30,9 @@ def usage_rows() -> Iterator[list[str]]:
     compiler = find_nvrtc()
     known = [each for each in _ARCHITECTURES if each in compiler.architectures()]
     yield ["kernel", "KiB shared", *(f"sm_{each}" for each in known)]
-    for kernel in (kernel for each in FORMATS.values() if each.on_card for kernel in product_kernels(each)):
+    on_cards = [each for each in FORMATS.values() if each.on_card]
+    unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
+    for kernel in (*(kernel for each in on_cards for kernel in product_kernels(each)), *unpacking):
         found = [usage_in(compile_kernel(kernel, each, compiler).log) for each in known]
         registers = (f"{each.registers}{'+' if each.spilled_bytes else ''}" for each in found)
         yield [kernel.name, f"{max(each.shared_bytes for each in found) / 1024:.1f}", *registers]

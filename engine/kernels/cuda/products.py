@@ -26,7 +26,8 @@ _LEAST_GROUPS, _LEAST_STEPS = 16, 2
 """Of a part of the columns: less is not worth adding up."""
 _COUNTERS = 1024
 
-_TILED = {"int8": "Int8", "int4": "Int4", "lut4": "Lut4"}
+TILED = {"int8": "Int8", "int4": "Int4", "lut4": "Lut4"}
+"""Structs of formats.h by the name of the format."""
 _PLAIN = {torch.bfloat16: "PlainBf16", torch.float16: "PlainFp16", torch.float32: "PlainFp32"}
 
 
@@ -72,7 +73,7 @@ def product_kernel(of_format: str, rows: int) -> Kernel:
 
 def product_kernels(of_weights: WeightFormat) -> list[Kernel]:
     """All that may be asked for to multiply with matrices of a format."""
-    name = _TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
+    name = TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
     return [product_kernel(name, rows) for rows in _ROWS]
 
 
@@ -87,7 +88,7 @@ class CudaProducts:
     adds_up = True
 
     def __init__(self, card: Launcher) -> None:
-        self._card = card
+        self.card = card
         self._arrived: WeakKeyDictionary[RecordTable, torch.Tensor] = WeakKeyDictionary()
 
     def multiply_visits(
@@ -120,15 +121,15 @@ class CudaProducts:
         visits = len(x) if ids is None else len(ids)
         block = _PLAIN_BLOCK if matrix.format is None else _TILED_BLOCK
         leaders = 1 if ids is None else visits
-        _, blocks, splits = grid = grid_of(matrix, leaders, self._card.multiprocessors)
+        _, blocks, splits = grid = grid_of(matrix, leaders, self.card.multiprocessors)
         rows = matrix.rows if shares is not None else matrix.outputs
         together = shares.shape[1] if shares is not None else 1
         out = x.new_empty(visits // together, rows)
         x = x if x.data_ptr() % 16 == 0 else x.clone()
         arguments = ProductArguments(
-            x=x.data_ptr(), out=out.data_ptr(), ids=_pointer(ids), slot_of=_pointer(slot_of),
-            records=table.offsets.data_ptr(), base=table.base.data_ptr(), shares=_pointer(shares),
-            absent=_pointer(absent), weights_at=matrix.weights_at, scales_at=matrix.scales_at,
+            x=x.data_ptr(), out=out.data_ptr(), ids=pointer(ids), slot_of=pointer(slot_of),
+            records=table.offsets.data_ptr(), base=table.base.data_ptr(), shares=pointer(shares),
+            absent=pointer(absent), weights_at=matrix.weights_at, scales_at=matrix.scales_at,
             zeros_at=matrix.zeros_at, bias_at=matrix.bias_at, table_at=matrix.table_at,
             experts=len(table) if slot_of is None else len(slot_of), slots=len(table), visits=visits, width=width,
             together=together, columns=matrix.columns, rows=matrix.rows, splits=splits, pairing=int(matrix.pairing),
@@ -140,7 +141,7 @@ class CudaProducts:
             arguments.arrived = self._counters(table, blocks * (1 if shares is not None else leaders)).data_ptr()
         tokens = None if ids is None else visits // max(width, together)
         kernel = product_kernel(_name(matrix), _rows_at_once(visits, tokens, arguments.experts))
-        self._card.launch(kernel, grid, arguments)
+        self.card.launch(kernel, grid, arguments)
         return out
 
     def _counters(self, table: RecordTable, count: int) -> torch.Tensor:
@@ -166,12 +167,13 @@ def grid_of(matrix: StoredMatrix, leaders: int, multiprocessors: int) -> tuple[i
     return leaders, blocks, max(1, min(wanted, most))
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """Where it lies; `None`: there is none."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def _name(matrix: StoredMatrix) -> str:
-    return _PLAIN[matrix.dtype] if matrix.format is None else _TILED[matrix.format.name]
+    return _PLAIN[matrix.dtype] if matrix.format is None else TILED[matrix.format.name]
 
 
 def _rows_at_once(visits: int, tokens: int | None, experts: int) -> int:

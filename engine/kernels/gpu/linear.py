@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.formats.tiles import TiledMatrix, dequantise
-from engine.kernels.gpu.stored import CardKernels, RecordTable, store
+from engine.kernels.gpu.stored import CardKernels, RecordTable, matrix_in, part_in, store
 
 _FEW_TOKENS = 16
 """Up to this many tokens, reading the tiles per token from the card's cache is faster than dequantising."""
@@ -27,19 +27,8 @@ class CardLinear:
         self.record, self._stored = store(matrix, bias, device)
         self._kernels = kernels
         self._table = RecordTable([self.record])
-        shape, record = matrix.shape, self.record[0]
-
-        def part(at: int, like: torch.Tensor) -> torch.Tensor:
-            return record[at : at + like.nbytes].view(like.dtype).view(like.shape)
-
-        self._matrix = TiledMatrix(
-            shape,
-            part(self._stored.weights_at, matrix.weights),
-            part(self._stored.scales_at, matrix.scales),
-            part(self._stored.zeros_at, matrix.zeros) if matrix.zeros is not None else None,
-            part(self._stored.table_at, matrix.table) if matrix.table is not None else None,
-        )
-        self._bias = part(self._stored.bias_at, bias) if bias is not None else None
+        self._matrix = matrix_in(self.record[0], self._stored, matrix)
+        self._bias = part_in(self.record[0], self._stored.bias_at, bias) if bias is not None else None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """[.., columns] -> [.., rows]."""
@@ -47,5 +36,6 @@ class CardLinear:
         if self._kernels is not None and 0 < len(rows) <= _FEW_TOKENS:
             out = self._kernels.few.multiply_visits(self._stored, self._table, rows, None, 1)
         else:
-            out = torch.nn.functional.linear(rows, dequantise(self._matrix), self._bias)
+            unpack = self._kernels.unpack if self._kernels is not None else dequantise
+            out = torch.nn.functional.linear(rows, unpack(self._matrix), self._bias)
         return out.view(*input.shape[:-1], self._stored.rows).to(input.dtype)

@@ -18,7 +18,8 @@ from engine.kernels.activation import Activation, ActivationKind
 from engine.kernels.cuda.driver import NvidiaCard
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
 from engine.kernels.cuda.products import CudaProducts, product_kernels
-from engine.kernels.gpu.stored import CardKernels, Products, RecordTable, StoredMatrix, group, store
+from engine.kernels.cuda.unpack import CudaUnpacker, unpack_kernel
+from engine.kernels.gpu.stored import CardKernels, Products, RecordTable, StoredMatrix, group, matrix_in, store
 from engine.kernels.quantise import quantise
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def _chosen(index: int) -> _Chosen:
         return _Chosen(None, f"{no_triton}, and {no_cuda}")
     few = quickest([each for each in (in_cuda, triton) if each is not None], device)
     most_few = few.most_visits if triton is None else min(few.most_visits, _MOST_FEW)
-    return _Chosen(CardKernels(few, most_few, triton), "")
+    return _Chosen(CardKernels(few, most_few, triton, unpacker_of(in_cuda, device)), "")
 
 
 def triton_products(device: torch.device) -> TritonProducts:
@@ -93,7 +94,9 @@ def cuda_products(device: torch.device) -> CudaProducts:
     except CompileError as error:
         raise UnavailableError(str(error)) from error
     card = NvidiaCard(_index_of(device))
-    card.prepare([kernel for each in _proven_formats() for kernel in product_kernels(each)])
+    formats = _proven_formats()
+    unpacking = [unpack_kernel(each) for each in formats if each.is_tiled]
+    card.prepare([*(kernel for each in formats for kernel in product_kernels(each)), *unpacking])
     return CudaProducts(card)
 
 
@@ -162,6 +165,26 @@ def prove(device: torch.device, products: Products) -> str | None:
             if not _is_right(each, visits, device, products):
                 return each.name
     return None
+
+
+def unpacker_of(in_cuda: CudaProducts | None, device: torch.device) -> Callable[[TiledMatrix], torch.Tensor]:
+    """What unpacks tiled matrices on a card: a kernel if it gives the same bits as PyTorch's operators, else those."""
+    if in_cuda is None:
+        return dequantise
+    unpack = CudaUnpacker(in_cuda.card)
+    try:
+        for each in _proven_formats():
+            if isinstance(each, TiledFormat):
+                weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(2)).bfloat16()
+                matrix = quantise(weight, each, Pairing.HALVES)
+                record, stored = store(matrix, None, device)
+                if not torch.equal(unpack(matrix_in(record[0], stored, matrix)).cpu(), dequantise(matrix)):
+                    _log.warning("%s is unpacked wrongly on %s", each.name, device)
+                    return dequantise
+    except Exception:  # as in `_proven`
+        _log.warning("tiled matrices are not unpacked by a kernel on %s", device, exc_info=True)
+        return dequantise
+    return unpack
 
 
 def _proven_formats() -> list[WeightFormat]:

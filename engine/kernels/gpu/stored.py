@@ -6,12 +6,13 @@ each has is never brought to the host.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from engine.formats.tiles import Pairing, TiledMatrix
+from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
@@ -161,6 +162,22 @@ def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) 
     return record, StoredMatrix(shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing, *offsets)
 
 
+def part_in(record: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
+    """The part of a record, uint8 [bytes], from byte `at`, of another tensor's type and shape."""
+    return record[at : at + like.nbytes].view(like.dtype).view(like.shape)
+
+
+def matrix_in(record: torch.Tensor, stored: StoredMatrix, like: TiledMatrix) -> TiledMatrix:
+    """The matrix that `store` put into a record."""
+    return TiledMatrix(
+        like.shape,
+        part_in(record, stored.weights_at, like.weights),
+        part_in(record, stored.scales_at, like.scales),
+        part_in(record, stored.zeros_at, like.zeros) if like.zeros is not None else None,
+        part_in(record, stored.table_at, like.table) if like.table is not None else None,
+    )
+
+
 class Products(Protocol):
     """Kernels that multiply visits one by one, or few that share an expert: bound by reading weights.
 
@@ -228,8 +245,10 @@ class CardKernels:
     Attributes:
         few: for up to `most_few` visits.
         many: for more; `None`: PyTorch's operators compute them.
+        unpack: a tiled matrix -> its weights, bf16 [rows, columns], for those operators.
     """
 
     few: Products
     most_few: int
     many: GroupedProducts | None
+    unpack: Callable[[TiledMatrix], torch.Tensor] = dequantise

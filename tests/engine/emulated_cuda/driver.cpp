@@ -128,6 +128,22 @@ Bounded output_of(const Shape& shape, const ProductArguments& a, const u8* recor
     return rounded(shape, Bounded{gate.value * up.value, std::fabs(gate.value) * up.error + std::fabs(up.value) * gate.error + gate.error * up.error});
 }
 
+// The whole matrix of a record as rows of bf16.
+void check_unpacked(const Shape& shape, const ProductArguments& a, const u8* record, int blocks, int groups) {
+    std::vector<u16> out(static_cast<std::size_t>(a.rows * a.columns), 0xffff);
+    const TileRows matrix{record + a.weights_at, record + a.scales_at, record + a.zeros_at, record + a.table_at};
+    const UnpackArguments arguments{matrix, reinterpret_cast<u8*>(out.data()), a.columns, a.rows, a.pairing};
+    const emulated::Index grid{static_cast<unsigned int>((groups + WARPS - 1) / WARPS), static_cast<unsigned int>(blocks), 1};
+    require(emulate_unpack(shape.name, grid, numbers(), arguments), "no such kernel");
+    for (int row = 0; row < a.rows; row++) {
+        for (int column = 0; column < a.columns; column++) {
+            const double wanted = weight(shape, a, record, row, column);
+            const double found = Bf16{out[static_cast<std::size_t>(row * a.columns + column)]}.value();
+            require(std::fabs(found - wanted) <= std::fabs(wanted) / 256 + 1e-30, "a weight is unpacked wrongly");
+        }
+    }
+}
+
 void go_through_a_case(bool is_small) {
     const Shape& shape = SHAPES[between(0, 5)];
     const int element_bytes = shape.is_tiled ? 2 : shape.bytes, block = shape.is_tiled ? 32 : 8;
@@ -186,6 +202,7 @@ void go_through_a_case(bool is_small) {
     for (const Exact& each : records) distances.push_back(reinterpret_cast<i64>(each.data) - reinterpret_cast<i64>(a.base));
     a.records = distances.data();
 
+    if (shape.is_tiled) check_unpacked(shape, a, records[0].data, blocks, groups);
     const int x_rows = a.visits / a.width;
     Exact x(static_cast<std::size_t>(x_rows) * static_cast<std::size_t>(a.columns * element_bytes));
     for (int i = 0; i < x_rows * a.columns; i++) set_element(shape.is_tiled ? SHAPES[3] : shape, x.data + i * element_bytes, real(-2, 2));

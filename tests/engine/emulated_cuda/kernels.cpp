@@ -3,6 +3,12 @@
 
 extern "C" int emulate(const char* entry, const char* const* defines, const unsigned int* grid, std::uint64_t seed, const void* arguments) {
     const emulated::Index size{grid[0], grid[1], grid[2]};
-    if (std::strcmp(entry, "product_kernel") != 0) return 1;
-    return emulate_product(defines[0], std::atoi(defines[1]), size, seed, *static_cast<const ProductArguments*>(arguments)) ? 0 : 1;
+    const auto is = [entry](const char* name) { return std::strcmp(entry, name) == 0; };
+    bool is_known = false;
+    if (is("product_kernel")) {
+        is_known = emulate_product(defines[0], std::atoi(defines[1]), size, seed, *static_cast<const ProductArguments*>(arguments));
+    } else if (is("unpack_kernel")) {
+        is_known = emulate_unpack(defines[0], size, seed, *static_cast<const UnpackArguments*>(arguments));
+    }
+    return is_known ? 0 : 1;
 }

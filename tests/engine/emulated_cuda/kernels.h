@@ -1,6 +1,7 @@
 // The kernels as functions: a template of a card's program is called by the names that it would be compiled for.
 #pragma once
 #include "products.cu"
+#include "unpack.cu"
 
 template <class Format>
 bool emulate_rows(int rows, emulated::Index grid, std::uint64_t seed, const ProductArguments& arguments) {
@@ -25,5 +26,17 @@ inline bool emulate_product(const char* format, int rows, emulated::Index grid, 
     if (is("PlainBf16")) return emulate_rows<PlainBf16>(rows, grid, seed, arguments);
     if (is("PlainFp16")) return emulate_rows<PlainFp16>(rows, grid, seed, arguments);
     if (is("PlainFp32")) return emulate_rows<PlainFp32>(rows, grid, seed, arguments);
+    return false;
+}
+
+inline bool emulate_unpack(const char* format, emulated::Index grid, std::uint64_t seed, const UnpackArguments& arguments) {
+    const auto run = [&](void (*kernel)(const UnpackArguments&)) {
+        emulated::run(grid, THREADS, seed, [&] { kernel(arguments); });
+        return true;
+    };
+    const auto is = [format](const char* name) { return std::strcmp(format, name) == 0; };
+    if (is("Int8")) return run(unpack<Int8>);
+    if (is("Int4")) return run(unpack<Int4>);
+    if (is("Lut4")) return run(unpack<Lut4>);
     return false;
 }

@@ -14,6 +14,7 @@ typedef long long i64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int LANES = 32;
+constexpr int THREADS = 128, WARPS = THREADS / LANES;  // of a block
 
 __device__ __forceinline__ int lane_number() { return threadIdx.x % LANES; }
 __device__ __forceinline__ int warp_number() { return threadIdx.x / LANES; }

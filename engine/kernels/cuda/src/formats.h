@@ -18,6 +18,15 @@ struct TileRows {
     const u8* table;
 };
 
+// The row of the matrix that is entry `entry` of a block of `size` rows; `rows` if there is none.  Where gates and ups are
+// paired (1: gates above ups, 2: in turn), a block has its gates first, then their ups.
+__device__ __forceinline__ int row_of(int block, int size, int entry, int pairing, int rows) {
+    if (pairing == 0) return min(block * size + entry, rows);
+    const int half = size / 2, pair = block * half + entry % half, is_up = entry / half;
+    if (pair >= rows / 2) return rows;
+    return pairing == 1 ? pair + is_up * (rows / 2) : 2 * pair + is_up;
+}
+
 template <class T>
 __device__ __forceinline__ T streamed(const u8* at) {  // read once: it need not stay in a cache
     return __ldcs(reinterpret_cast<const T*>(at));
@@ -25,6 +34,10 @@ __device__ __forceinline__ T streamed(const u8* at) {  // read once: it need not
 
 __device__ __forceinline__ u16 half_word(const uint2& words, int at) {
     return static_cast<u16>((at < 2 ? words.x : words.y) >> (16 * (at & 1)));
+}
+
+__device__ __forceinline__ int signed_byte(int word, int at) {
+    return static_cast<i8>(static_cast<u32>(word) >> (8 * at) & 255u);
 }
 
 __device__ __forceinline__ u32 word_of(const uint4& words, int at) {
@@ -35,7 +48,7 @@ __device__ __forceinline__ u32 word_of(const uint4& words, int at) {
 struct Int8 {
     typedef Bf16 Element;
     static constexpr bool IS_TILED = true;
-    static constexpr int BLOCK = TILE_ROWS, TOTALS = 8, DEPTH = 2, LAST_LANE_BIT = 16;
+    static constexpr int BLOCK = TILE_ROWS, TOTALS = 8, DEPTH = 2, LAST_LANE_BIT = 16, HALVES = 1;
 
     struct Tile { uint4 upper, lower; uint2 upper_scales, lower_scales; };
     struct Table {};
@@ -64,6 +77,10 @@ struct Int8 {
         }
         return result;
     }
+    // A weight: of one of the lane's rows, byte `at` of its low or high columns.
+    static __device__ __forceinline__ float weight(const Decoded& tile, int row, bool, int at) {
+        return static_cast<float>(signed_byte(tile.codes[row], at)) * tile.scales[row];
+    }
     static __device__ __forceinline__ void add(const Decoded& tile, int low, int, float scale, float* totals) {
 #pragma unroll
         for (int row = 0; row < 8; row++) {
@@ -76,7 +93,7 @@ struct Int8 {
 struct Nibbles {
     typedef Bf16 Element;
     static constexpr bool IS_TILED = true;
-    static constexpr int BLOCK = TILE_ROWS, TOTALS = 4, DEPTH = 4, LAST_LANE_BIT = 8;
+    static constexpr int BLOCK = TILE_ROWS, TOTALS = 4, DEPTH = 4, LAST_LANE_BIT = 8, HALVES = 2;
 
     static __device__ __forceinline__ int low_word(int lane) { return lane / 4 % 4; }
     static __device__ __forceinline__ int high_word(int lane) { return lane / 4 % 4 + 4; }
@@ -108,6 +125,10 @@ struct Int4 : Nibbles {
         return result;
     }
     // Zero points are in sixteenths: whole numbers until the scale.
+    static __device__ __forceinline__ float weight(const Decoded& tile, int row, bool is_high, int at) {
+        const int code = signed_byte(is_high ? tile.high[row] : tile.low[row], at);
+        return static_cast<float>(16 * code - tile.zeros[row]) * tile.scales[row];
+    }
     static __device__ __forceinline__ void add(const Decoded& tile, int low, int high, float scale, float* totals) {
         const int sum = __dp4a(ONES, low, __dp4a(ONES, high, 0));
 #pragma unroll
@@ -148,6 +169,9 @@ struct Lut4 : Nibbles {
             result.scales[row] = Bf16{half_word(tile.scales, row)}.value();
         }
         return result;
+    }
+    static __device__ __forceinline__ float weight(const Decoded& tile, int row, bool is_high, int at) {
+        return static_cast<float>(signed_byte(is_high ? tile.high[row] : tile.low[row], at)) * tile.scales[row];
     }
     static __device__ __forceinline__ void add(const Decoded& tile, int low, int high, float scale, float* totals) {
 #pragma unroll

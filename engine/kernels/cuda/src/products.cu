@@ -10,7 +10,6 @@
 #include "card.h"
 #include "formats.h"
 
-constexpr int THREADS = 128, WARPS = THREADS / LANES;
 constexpr int MOST_VISITS = 1024;
 constexpr int STAGE = 64;  // groups of x that are held in shared memory at a time
 constexpr int NOBODY = -2, ABSENT = -1;
@@ -179,15 +178,9 @@ __device__ __forceinline__ void multiply_tiles(const ProductArguments& a, const 
     __syncthreads();
 }
 
-// The row of the matrix that is entry `entry` of a block: a block of pairs has its gates first, then its ups.
 template <class Format>
 __device__ __forceinline__ int row_of_entry(const ProductArguments& a, int entry) {
-    constexpr int HALF = Format::BLOCK / 2;
-    const int block = static_cast<int>(blockIdx.y);
-    if (a.pairing == 0) return block * Format::BLOCK + entry;
-    const int pair = block * HALF + entry % HALF, is_up = entry / HALF;
-    if (pair >= a.rows / 2) return a.rows;
-    return a.pairing == 1 ? pair + is_up * (a.rows / 2) : 2 * pair + is_up;
+    return row_of(static_cast<int>(blockIdx.y), Format::BLOCK, entry, a.pairing, a.rows);
 }
 
 // As `multiply_tiles` for rows of numbers: a warp multiplies two rows of the matrix.
