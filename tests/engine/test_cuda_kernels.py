@@ -40,7 +40,7 @@ def test_every_kind_of_expert(kind: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("tokens", [1, 2, 5, 8])
+@pytest.mark.parametrize("tokens", [1, 2, 8])
 def test_one_to_eight_tokens(precision: str, tokens: int) -> None:
     check(KERNELS, CPU, "gpt-oss", precision, tokens=tokens, width=2, experts=2 + tokens % 3, seed=tokens)
 
@@ -55,7 +55,7 @@ def test_shapes_that_are_no_multiples(precision: str) -> None:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_columns_in_parts_and_in_stages(precision: str) -> None:
     for kernels in (KERNELS, FEW_PROCESSORS):
-        check(kernels, CPU, "silu", precision, tokens=2, width=1, experts=2, hidden=2176, inner=40)
+        check(kernels, CPU, "silu", precision, tokens=3, width=1, experts=1, hidden=2176, inner=24)
 
 
 def test_norms_and_gates_that_only_the_module_knows() -> None:
@@ -85,24 +85,23 @@ def test_linear_layers(precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("multiprocessors", [1, 200])
-def test_experts_without_a_slot_are_skipped_and_reported(precision: str, multiprocessors: int) -> None:
-    generator = torch.Generator().manual_seed(multiprocessors)
-    products = CudaProducts(EmulatedCudaCard(multiprocessors))
-    module = module_of("silu", 4, 96, 1088, bias=True)
+def test_experts_without_a_slot_are_skipped_and_reported(precision: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    module = module_of("silu", 4, 40, 1056, bias=True)
     layer, meant = layer_of(module, precision, CPU, pieces=2)
     table = RecordTable(list(layer.pieces))
     down = stored_matrix(layer, "down_proj", "down_proj_bias", Pairing.PLAIN)
     slot_of = torch.tensor([2, -1, 0, -1, 3, 1, 9], dtype=torch.int32)  # the last is beyond all slots
-    for tokens in (1, 8):
+    for tokens, multiprocessors in ((1, 200), (8, 1)):
+        products = CudaProducts(EmulatedCudaCard(multiprocessors))
         ids = torch.stack([torch.randperm(9, generator=generator)[:3] - 1 for _ in range(tokens)])
-        x = torch.randn(tokens * 3, 1088, generator=generator).to(down.dtype)
+        x = torch.randn(tokens * 3, 1056, generator=generator).to(down.dtype)
         shares = torch.rand(tokens, 3, generator=generator)
         absent = torch.full((tokens * 3,), 7, dtype=torch.int32)
         call: dict[str, Any] = {"slot_of": slot_of, "absent": absent}
         apart = products.multiply_visits(down, table, x, ids.flatten(), 1, **call)
         together = products.multiply_visits(down, table, x, ids.flatten(), 1, shares=shares, **call)
-        wanted = torch.zeros(tokens * 3, 96)
+        wanted = torch.zeros(tokens * 3, 40)
         for visit, expert in enumerate(ids.flatten().tolist()):
             is_expert = 0 <= expert < 7
             slot = int(slot_of[expert]) if is_expert else -1

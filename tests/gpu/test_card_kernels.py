@@ -9,11 +9,11 @@ import torch
 
 from engine.formats import FORMATS
 from engine.formats.lut4 import MXFP4_TABLE
-from engine.formats.tiles import dequantise
+from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import UnavailableError, cuda_products, kernels_of, triton_products, why_not
-from engine.kernels.gpu.stored import CardKernels
+from engine.kernels.gpu.stored import CardKernels, RecordTable, matrix_in, store, stored_matrix
 from engine.kernels.interface import ExpertMath
 from engine.kernels.quantise import quantise
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
@@ -114,3 +114,37 @@ def test_nothing_waits_for_the_card(kernels: CardKernels) -> None:
             kernel(*step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
+def test_unpacked_matrices_have_the_same_bits_as_by_operators(precision: str) -> None:
+    chosen = kernels_of(CARD)
+    assert chosen is not None
+    matrix = quantise(torch.randn(500, 700).bfloat16(), FORMATS[precision], Pairing.HALVES)
+    record, stored = store(matrix, None, CARD)
+    there = matrix_in(record[0], stored, matrix)
+    assert torch.equal(chosen.unpack(there).cpu(), dequantise(matrix))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
+def test_experts_without_a_slot_are_skipped_and_reported(precision: str) -> None:
+    try:
+        products = cuda_products(CARD)
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    layer, meant = layer_of(module_of("silu", 4, 96, 1088, bias=True), precision, CARD, pieces=2)
+    down = stored_matrix(layer, "down_proj", "down_proj_bias", Pairing.PLAIN)
+    slot_of = torch.tensor([2, -1, 0, -1, 3, 1], dtype=torch.int32)
+    ids, x = torch.tensor([0, 1, 4, 7, 0, 5]), torch.randn(6, 1088).bfloat16()
+    absent = torch.full((6,), 7, dtype=torch.int32, device=CARD)
+    table = RecordTable(list(layer.pieces))
+    for _ in range(3):  # counters are left as they were found
+        out = products.multiply_visits(
+            down, table, x.to(CARD), ids.to(CARD), 1, slot_of=slot_of.to(CARD), absent=absent
+        )
+        wanted = torch.zeros(6, 96)
+        for visit, slot in enumerate((2, -1, 3, -1, 2, 1)):
+            if slot >= 0:
+                wanted[visit] = x[visit].float() @ meant["down_proj"][slot].T + meant["down_proj_bias"][slot]
+        assert absent.tolist() == [0, 1, 0, 0, 0, 0]
+        torch.testing.assert_close(out.float().cpu(), wanted, rtol=0.03, atol=0.05)
