@@ -28,8 +28,8 @@ def add_parser(subparsers: Any) -> None:
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
     _add_model(telemetry)
-    telemetry.add_argument("--tokens", type=positive_int, default=64, metavar="N", help="tokens decoded per run")
-    _add_common(telemetry, repeats=11)
+    telemetry.add_argument("--tokens", type=positive_int, default=16, metavar="N", help="tokens decoded per stretch")
+    _add_common(telemetry, repeats=250)
     add_engine_options(telemetry)
     telemetry.set_defaults(run=_run_telemetry)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import cli
-from engine.bench import decode, disk, speculation
+from engine.bench import decode, disk, speculation, telemetry
 from engine.bench.cache import made_up_trace
 from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
@@ -51,6 +51,15 @@ def not_run(document: dict[str, Any]) -> set[str]:
         for skipped in document["peers_not_run"]
         if not skipped["peer"].startswith(("llama.cpp", "ik_llama.cpp"))
     }
+
+
+def test_telemetry_is_compared_with_its_absence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry, "_COLLECTED_S", 0.05)
+    document = bench(capsys, "telemetry", "--model", f"{TINY}?layers=1", "--tokens", "2", "--device", "cpu")
+    assert rows(document).keys() == {"telemetry off"}
+    assert not telemetry.RECORDER.on
 
 
 def test_strategies_are_compared_as_measured_and_as_predicted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,9 +133,9 @@ void multiply(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, in
         multiply_apart(columns, again, x + tiles * packed_tiles(SWITCHYARD_BF16, columns), apart,
                        out + tiles * kPairLanes * kTileRows);
     }
-    const int64_t groups = groups_of(columns), parts = (tiles + 2) / 3;
+    const int64_t groups = groups_of(columns), parts = (tiles + 2) / 3;  // as equal as can be
     for (int64_t part = 0; part < parts; ++part) {
-        const int64_t now = std::min<int64_t>(tiles, 3);
+        const int64_t now = tiles * (part + 1) / parts - tiles * part / parts;
         for (int row = 0; row < kTileRows; row += kRows) {
             const uint8_t *weights =
                 (row < kHalfRows ? panel.upper : panel.lower) + row % kHalfRows * panel.stride;
@@ -147,7 +147,6 @@ void multiply(int32_t, int64_t columns, const Panel &panel, const uint8_t *x, in
             else
                 multiply_rows<1>(weights, panel.stride, groups, x, ahead, out + row);
         }
-        tiles -= now;
         x += now * groups * kTileBytes;
         out += now * kPairLanes * kTileRows;
     }
