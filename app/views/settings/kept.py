@@ -26,7 +26,7 @@ class KeptCard(SettingsCard):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self.set_heading(self.tr("Going on with chats"))
+        self.set_heading(self.tr("Continuing chats"))
         self._tasks = TaskQueue(self)
         self._settings = kept_context_settings()
         self.keep = QCheckBox(self)
