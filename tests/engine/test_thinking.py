@@ -210,6 +210,10 @@ def test_what_templates_know_is_read_from_their_code() -> None:
     assert (
         thinking_choices("{% if 'thinking' in message and message.thinking %}{{ message.thinking }}{% endif %}") == ()
     )
+    assert (
+        thinking_choices("{% set ns = namespace(enable_thinking=true) %}{% if ns.enable_thinking %}{% endif %}") == ()
+    )
+    assert thinking_choices("{% if enable_thinking == true %}{% endif %}") == ("off", "on")
     assert thinking_values("{{ reasoning_effort }}", "off") == {}
     assert thinking_values("{{ reasoning_effort }}", "on") == {}
     assert thinking_values("{{ reasoning_effort or 'none' }}", "off") == {"reasoning_effort": "none"}

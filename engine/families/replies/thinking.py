@@ -9,15 +9,17 @@ from typing import Any
 from engine.common.config import Thinking
 from engine.families.replies.reader import form_of
 
-_CODE = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
+_BEGINS, _ENDS = re.compile(r"\{[%{]"), re.compile(r"[%}]\}")
+"""Of code; split at one and then at the other, which takes no longer for a template that never ends its code."""
 _TEXTS = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _SWITCHES = {
-    "enable_thinking": re.compile(r"(?<![.\w])enable_thinking\b"),
+    # Not where it is given a value of the template's own, as in `namespace(enable_thinking=true)`.
+    "enable_thinking": re.compile(r"(?<![.\w])enable_thinking\b(?!\s*=[^=])"),
     # An attribute of messages in some templates, so that it counts only where it is asked for as such.
     "thinking": re.compile(r"(?<![.\w])(?:if|and|or|not)\s+(?:not\s+)?thinking\b(?!\s*[.\[(])"),
 }
 """Variables that turn thinking on and off: Qwen's, which most took over, and that of Granite and DeepSeek."""
-_EFFORT = re.compile(r"(?<![.\w])reasoning_effort\b")
+_EFFORT = re.compile(r"(?<![.\w])reasoning_effort\b(?!\s*=[^=])")
 """gpt-oss's."""
 _NO_EFFORT = re.compile(r"""['"]none['"]""")
 _EFFORTS: tuple[Thinking, ...] = ("low", "medium", "high")
@@ -61,5 +63,6 @@ def may_think(template: str, family: str) -> bool:
 
 def _reading(template: str) -> Callable[[re.Pattern[str]], bool]:
     """Says whether a pattern is in the template's code; what it writes, and texts in it, do not count."""
-    code = _TEXTS.sub("''", " ".join(_CODE.findall(template)))
+    parts = (_ENDS.split(part, maxsplit=1)[0] for part in _BEGINS.split(template)[1:])
+    code = _TEXTS.sub("''", " ; ".join(parts))
     return lambda pattern: pattern.search(code) is not None
