@@ -1,7 +1,8 @@
 """The engine process: `python -m engine.worker`, started by the window, commands on stdin, events on stdout.
 
-Three threads.  The reader takes commands and handles `Cancel` itself; the engine (main) thread answers chats together,
-and beside a job, and does all else one at a time; the writer sends events.  `Ready` is sent before torch is imported.
+Three threads, and one for each job.  The reader takes commands and handles `Cancel` itself; the engine (main) thread
+answers chats, other programs and the rows of jobs together, and does all else one at a time; the writer sends events.
+`Ready` is sent before torch is imported.
 When stdin ends, the window is gone, and this process exits a moment later, whatever it is computing.
 """
 

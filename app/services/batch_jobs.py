@@ -63,6 +63,8 @@ class BatchJobs(QObject):
         self._runs: dict[str, BatchRun] = {}
         self._wishes: dict[str, JobState] = {}
         """What is to become of a running job once it has stopped, if not paused."""
+        self._were_running: list[str] = []
+        """When the queue was last held."""
         self._held = self._is_listed = False
         self._bin: dict[str, JobEntry] = {}
         self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
@@ -181,7 +183,7 @@ class BatchJobs(QObject):
 
     def hold(self) -> None:
         """Pauses the queue until `release`: running jobs wait for their next turn."""
-        self._held = True
+        self._held, self._were_running = True, list(self._runs)
         for entry in self.running:
             if entry.state is JobState.RUNNING:
                 self._wishes[entry.key] = JobState.QUEUED
@@ -291,7 +293,8 @@ class BatchJobs(QObject):
         else:
             entry = replace(entry, state=JobState.FAILED, reason=event.message)
         if entry.state is JobState.QUEUED:
-            self._turns.insert(0, entry.key)
+            before = self._were_running[: self._were_running.index(key)] if key in self._were_running else []
+            self._turns.insert(sum(other in self._turns for other in before), key)
         self._put(entry)
         self.start_more()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from time import perf_counter, sleep
 
@@ -23,12 +23,13 @@ from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
 
 _PROMPT_TOKENS = 64
-_ROW_TOKENS = 64
+_ROWS, _ROW_TOKENS = 32, 64
+"""Of the batch: so many are in progress at a time."""
 _WARM_TOKENS = 2
 """A batch is timed once so many tokens have come for each of its rows."""
 _FEWEST_SWEEPS, _LEAST_S = 4, 2.0
 """It is timed alone for so long."""
-_BESIDE_SWEEPS = 6
+_BESIDE_SWEEPS = 20
 """A chat beside it lasts for as long as so many sweeps would take if neither had the other."""
 _NO_END: frozenset[int] = frozenset()
 
@@ -189,7 +190,8 @@ class _Batch:
 
     def _run(self, rows: Iterator[BatchRequest]) -> None:
         background = self._scheduler.background
-        place = self._place = background.call(lambda: background.join(policy_for(background.loaded)))
+        policy = replace(policy_for(background.loaded), rows=_ROWS)
+        place = self._place = background.call(lambda: background.join(policy))
         place.run(rows, self._take, lambda: False, self._is_over.is_set)
         place.close()
 
@@ -204,8 +206,7 @@ def _beside(loaded: LoadedModel, prompt: Sequence[int], tokens: int) -> _Beside:
     vocabulary = int(loaded.model.config.get_text_config().vocab_size)
     batch = _Batch(scheduler, vocabulary, seed=int(prompt[0]))
     try:
-        rows = policy_for(loaded).rows
-        batch.serve(lambda: batch.tokens >= _WARM_TOKENS * rows)
+        batch.serve(lambda: batch.tokens >= _WARM_TOKENS * _ROWS)
         sweeps, begun = len(batch.sweeps), perf_counter()
         batch_alone = batch.serve(
             lambda: len(batch.sweeps) >= sweeps + _FEWEST_SWEEPS and perf_counter() - begun >= _LEAST_S

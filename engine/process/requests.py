@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class AnswerOthers:
-    """Other programs may be waiting for answers: the engine's thread should look.  It has no terminal event."""
+    """Other programs may be waiting for answers, or jobs for the engine: its thread should look.  It has no terminal
+    event."""
 
     request_id: str = ""
 

@@ -141,6 +141,8 @@ def test_several_jobs_run_at_once_and_each_has_its_own_progress(
     for number in (1, 2, 3):
         engine.end(1, finished=False, of=number)
     assert states() == [JobState.QUEUED] * 3
+    began = [keys[1], keys[2], keys[0]]
+    assert [entry.turn for key in began if (entry := jobs.entry(key)) is not None] == [1, 2, 3]
     jobs.release()
     assert states() == [JobState.RUNNING] * 3
     assert [entry.beside_jobs for entry in jobs.running] == [2, 2, 2]

@@ -11,6 +11,7 @@ import torch
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
+from engine.runtime.batch.few_rows import FewRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -110,6 +111,33 @@ def test_logits_are_those_of_the_library(
     finally:
         native.close()
         library.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+def test_a_few_rows_go_through_all_layers_in_native_calls(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = _load(tiny_checkpoint(family, tmp_path, **_WIDE))
+    calls, own = list[int](), FewRows.__call__
+
+    def counted(self: FewRows, ids: list[int], *rest: Any) -> torch.Tensor:
+        calls.append(len(ids))
+        return own(self, ids, *rest)
+
+    try:
+        monkeypatch.setattr(FewRows, "__call__", counted)
+        rows = _rows([5, 40, 33], 9)
+        _, few = _answers(loaded, rows, monkeypatch)
+        assert (len(calls), max(calls)) == (8, 3) if family != "glm4_moe" else not calls  # its first layers are dense
+        monkeypatch.setattr(FewRows, "takes", lambda _self, _tokens: False)
+        _, many = _answers(loaded, rows, monkeypatch)
+    finally:
+        loaded.close()
+    for number in range(3):
+        # The same prompts, so the same first token; a step of both ways is off by some steps of bf16.
+        together = [torch.stack(seen[number][:2]) for seen in (few, many)]
+        off = (together[0] - together[1]).abs().amax(-1) / together[1].std(-1)
+        assert float(off.median()) < 0.1
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -58,8 +58,7 @@ class BatchPolicy:
             read prompts: tried first.
         kv_type: storage type of keys and values; `None` for the model's own precision.
         ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
-            that no row ever has to step aside for another.  With a number, an answer may also be shorter than asked
-            for where memory is.
+            that it never has to step aside for another of its kind.
         window, kept: if not 0, tokens only attend to the last `window` tokens and the first `kept` (StreamingLLM, Xiao
             et al.  2024): an approximation for long rows.
     """
