@@ -18,7 +18,7 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.load.kept_context import open_kept, why_not_kept
+from engine.runtime.load.kept_context import kept_note, open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
@@ -26,6 +26,7 @@ from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.on_devices import chatting, opened
 from tests.engine.tiny_families import tiny_checkpoint
 
 ROOT = bytes(16)
@@ -234,9 +235,10 @@ def test_nothing_is_written_while_somebody_is_answered(qwen: LoadedModel, kept: 
 
 
 def test_models_whose_layers_sum_up_keep_nothing_and_say_so() -> None:
-    assert "not kept" in why_not_kept(tiny_loaded("qwen3_next").model)
+    assert "not kept" in kept_note(tiny_loaded("qwen3_next").model)
+    assert "longer than 16 tokens" in kept_note(tiny_loaded("mixtral", sliding_window=16).model)
     loaded = tiny_loaded("olmoe")
-    assert why_not_kept(loaded.model) == ""
+    assert kept_note(loaded.model) == ""
     kept = open_kept(loaded)
     assert kept is not None
     kept.close()
@@ -255,6 +257,40 @@ def test_models_of_one_kind_share_nothing(tmp_path: Path) -> None:
     assert other.find([*ids, 1]) is None
     other.close()
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_was_read_on_devices_is_kept_too(devices: int, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    with opened(folder, devices) as model:
+        assert model.devices is not None
+        model.kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path / "kept", lambda _folder, _held: 2**28))
+        scheduler = Scheduler(model)
+        (first,) = ask(scheduler, A[:150])
+        ask(scheduler, B[:100])
+        again = further(A[:150], first)
+        (second,) = ask(scheduler, again)
+        assert second.reused_tokens == 128 == second.from_ram + second.from_disk
+        scheduler.close()
+        with chatting(model) as alone:
+            sampling = SamplingParams(max_tokens=8)
+            assert alone.generate_from_ids(again, sampling, end_ids=NO_END).token_ids == second.token_ids
+
+
+def test_a_window_that_nothing_has_slid_out_of_is_kept(tmp_path: Path) -> None:
+    loaded = tiny_loaded("mixtral", context_tokens=512, sliding_window=150)
+    loaded.kept = KeptPrefixes(ROOT, 2**26)
+    scheduler = Scheduler(loaded)
+    for tokens, reused in ((130, 128), (170, 0)):
+        prompt = random_prompt(tokens, seed=tokens)
+        (first,) = ask(scheduler, prompt)
+        ask(scheduler, B)
+        again = further(prompt, first)
+        (second,) = ask(scheduler, again)
+        assert second.reused_tokens == reused
+        assert second.token_ids == fresh(loaded, again)
+    scheduler.close()
+    loaded.kept.close()
 
 
 class Held:

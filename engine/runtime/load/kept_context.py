@@ -58,11 +58,20 @@ def why_not_kept(model: Any) -> str:
     return ""
 
 
-def shortest_window(model: Any) -> int | None:
-    """Tokens from which on a context is not kept, because some layers forget what lies before; None if none do."""
+def kept_note(model: Any) -> str:
+    """What of its contexts is not kept, as a sentence for people; empty if all of them are."""
+    why = why_not_kept(model)
+    if why:
+        return why
     cache = new_cache(model)
     layers = cache.layers if cache is not None else []
-    return min((layer.sliding_window for layer in layers if type(layer) is GrowingWindowLayer), default=None)
+    windows = [layer.sliding_window for layer in layers if type(layer) is GrowingWindowLayer]
+    if not windows:
+        return ""
+    return (
+        f"Of chats longer than {min(windows):,} tokens nothing more is kept for later: some layers of this model "
+        "forget what lies further back."
+    )
 
 
 def _root(loaded: LoadedModel) -> Key:

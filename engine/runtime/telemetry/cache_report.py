@@ -76,8 +76,12 @@ class CacheReporter:
                 for each in (prediction.predictors if prediction is not None else ())
             ),
             memory=memory_parts(self._loaded, self._kv_bytes()),
-            note=(prediction.note or "") if prediction is not None else "",
+            note=" ".join(filter(None, (prediction.note if prediction is not None else "", self._kept_note()))),
         )
+
+    def _kept_note(self) -> str:
+        kept = self._loaded.kept
+        return kept.note if kept is not None else ""
 
     def _vram(self, tokens: Records) -> TierReport | None:
         caches = self._loaded.caches
