@@ -22,7 +22,7 @@ from engine.experts.early_reads import EARLY_READS, remember
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.split_answer import SplitAnswer
-from engine.runtime.load.kept_context import kept_note, open_kept
+from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
@@ -121,8 +121,7 @@ class Engine:
             info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
         assert self._loaded is not None
         remember(config, self._loaded.prepared)
-        notes = info.device_note, note, kept_note(self._loaded.model)
-        self._loaded.info = replace(info, device_note=" ".join(filter(None, notes)))
+        self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
         self._asked = config
         return self._loaded.info
 

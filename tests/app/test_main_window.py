@@ -196,7 +196,7 @@ def test_another_default_model_waits_for_the_word_while_a_job_runs(
     page.reload_wanted.emit()
     assert begun == [True]
     entry = JobEntry("job", BatchJob("in.csv", "out.csv"), JobState.RUNNING, 1.0)
-    monkeypatch.setattr(BatchJobs, "running", property(lambda _self: entry))
+    monkeypatch.setattr(BatchJobs, "running", property(lambda _self: [entry]))
     page.reload_wanted.emit()
     assert begun == [True]
     (box,) = window.findChildren(QMessageBox)

@@ -48,8 +48,8 @@ class _Seen:
             seen.most_pages = max(seen.most_pages, pool.held)
             return page
 
-        def making(batch: together.ContinuousBatch, model: Any, policy: BatchPolicy) -> None:
-            made(batch, model, policy)
+        def making(batch: together.ContinuousBatch, model: Any, policy: BatchPolicy, **options: Any) -> None:
+            made(batch, model, policy, **options)
             seen.pools.append(batch.pool)
             seen.policies.append(policy)
 

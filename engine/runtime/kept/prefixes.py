@@ -120,7 +120,7 @@ class KeptPrefixes:
         self._is_closed = False
         self._is_writing = False
         self.note = ""
-        """A sentence for people once something cannot be kept; empty before."""
+        """A sentence for people on what cannot be kept; empty if all can."""
 
     @property
     def ram_bytes(self) -> int:

@@ -36,12 +36,14 @@ def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
     if why_not_kept(loaded.model):
         return None
     boundary = long_rope_boundary(loaded.model) or sys.maxsize
-    return KeptPrefixes(
+    kept = KeptPrefixes(
         _root(loaded),
         _ram_bytes(loaded),
         KeptFiles(kept_context_dir()),
         min(exact_tokens(loaded.model), boundary),
     )
+    kept.note = kept_note(loaded.model)
+    return kept
 
 
 def why_not_kept(model: Any) -> str:
