@@ -23,8 +23,8 @@ from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
 
 _PROMPT_TOKENS = 64
-_ROWS, _ROW_TOKENS = 32, 64
-"""Of the batch: so many are in progress at a time."""
+_ROWS, _ROW_TOKENS = 32, 512
+"""Of the batch: so many are in progress at a time, and none ends meanwhile: reading new prompts is no writing."""
 _WARM_TOKENS = 2
 """A batch is timed once so many tokens have come for each of its rows."""
 _FEWEST_SWEEPS, _LEAST_S = 4, 2.0
