@@ -86,7 +86,7 @@ class ScriptedEngine:
                 on_reasoning(f"{n} ", n)
             on_text("so", count)
         if verb == "print":
-            print("stray print")  # noqa: T201
+            print("stray print", flush=True)  # noqa: T201
             os.write(1, b"stray write\n")
             os.system("echo stray child")
         if verb == "raise":
