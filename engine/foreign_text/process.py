@@ -74,6 +74,8 @@ class ForeignText:
         self._numbers = itertools.count()
         self._stopped: Counter[str] = Counter()
         self._early: tuple[tuple[object, ...], Future[None]] | None = None
+        self._closed = threading.Event()
+        """Set when closed, and then replaced: an early check that was begun before must not start another process."""
 
     @property
     def pid(self) -> int | None:
@@ -95,7 +97,8 @@ class ForeignText:
         asked, checked = _identity(folder), Future[None]()
         if asked is not None:
             self._early = (asked, checked)
-            threading.Thread(target=self._check_early, args=(folder, checked), name="early-check", daemon=True).start()
+            arguments = (folder, checked, self._closed.is_set)
+            threading.Thread(target=self._check_early, args=arguments, name="early-check", daemon=True).start()
 
     def check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
         """Loads a model's tokenizer.json and tries it.
@@ -115,10 +118,12 @@ class ForeignText:
         with self._locked(cancelled):
             self._ask({"do": "check", "folder": str(folder)}, cancelled=cancelled)
 
-    def _check_early(self, folder: Path, checked: Future[None]) -> None:
+    def _check_early(self, folder: Path, checked: Future[None], closed: Callable[[], bool]) -> None:
         try:
-            with self._locked(_never):
-                self._ask({"do": "check", "folder": str(folder)}, cancelled=_never)
+            with self._locked(closed):
+                if closed():
+                    raise RequestCancelled
+                self._ask({"do": "check", "folder": str(folder)}, cancelled=closed)
             checked.set_result(None)
         except BaseException as error:  # told to whoever asks
             checked.set_exception(error)
@@ -181,7 +186,9 @@ class ForeignText:
         return text
 
     def close(self) -> None:
-        """Ends the process; a later request starts another."""
+        """Ends the process and an early check; a later request starts another."""
+        closed, self._closed = self._closed, threading.Event()
+        closed.set()
         if self._lock.acquire(timeout=1.0):  # a thread frozen at exit may hold it forever
             try:
                 self._end()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,19 @@ def test_a_check_that_was_begun_early_is_not_made_again(
         text.begin_check(good)
         with pytest.raises(RequestCancelled):
             text.check(good, lambda: True)
+
+
+def test_closing_ends_an_early_check(text: ForeignText, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    text._lock.acquire()
+    try:
+        text.begin_check(tmp_path)
+        (early,) = (thread for thread in threading.enumerate() if thread.name == "early-check")
+        closing = threading.Thread(target=text.close)
+        closing.start()
+    finally:
+        time.sleep(0.1)  # the check and the close now wait for the same lock
+        text._lock.release()
+    closing.join()
+    early.join()
+    assert text.pid is None
