@@ -1,7 +1,7 @@
 """Recorded sessions on disk: append-only files of checksummed chunks, in a folder with a size limit.
 
     file   magic, then chunks
-    chunk  kind (1 byte), length of the payload (4), its CRC-32 (4), payload
+    chunk  kind (1 byte), length of the payload (4), CRC-32 of all three but itself (4), payload
 
 The first chunk is JSON about the session. Readers stop at the first truncated or damaged chunk: everything before it is
 valid, however the writer ended. Numbers are little-endian.
@@ -31,12 +31,13 @@ from engine.telemetry.lanes import ALL_LANES, NAMES
 from engine.telemetry.records import SPAN, STEP, Records
 
 SUFFIX = ".swytrace"
-MAGIC = b"SWYTRC1\n"
+MAGIC = b"SWYTRC2\n"
 FILE_BYTES = 32 * 2**20
 """Most bytes of one file; a longer session continues in another."""
 RING_BYTES = 512 * 2**20
 """Most bytes of all files in a folder: the oldest are deleted."""
 _CHUNK = struct.Struct("<BII")
+_CHECKED = struct.Struct("<BI")
 _MOST_CHUNK = 64 * 2**20
 
 
@@ -138,7 +139,7 @@ class SessionWriter:
         return self._fd
 
     def _write(self, kind: Chunk, payload: bytes) -> None:
-        data = _CHUNK.pack(kind, len(payload), zlib.crc32(payload)) + payload
+        data = _CHUNK.pack(kind, len(payload), _checksum(kind, payload)) + payload
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
@@ -247,12 +248,17 @@ def _chunks(path: Path, *, must_be_one: bool) -> Iterator[tuple[int | None, byte
             while head := file.read(_CHUNK.size):
                 kind, length, checksum = _CHUNK.unpack(head) if len(head) == _CHUNK.size else (0, _MOST_CHUNK + 1, 0)
                 payload = file.read(length) if length <= _MOST_CHUNK else b""
-                if len(payload) != length or zlib.crc32(payload) != checksum:
+                if len(payload) != length or _checksum(kind, payload) != checksum:
                     yield None, b""
                     return
                 yield kind, payload
     except OSError as error:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _checksum(kind: int, payload: bytes) -> int:
+    """Over the kind and the length too: one chunk taken for another kind would leave a gap that nobody sees."""
+    return zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, len(payload))))
 
 
 def _read_records(payload: bytes, fields: list[list[str]], dtype: np.dtype[Any]) -> NDArray[Any]:

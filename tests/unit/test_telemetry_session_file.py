@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.telemetry import session_file
 from engine.telemetry.lanes import GPU
 from engine.telemetry.records import SPAN, Records
-from engine.telemetry.session_file import SUFFIX, SessionWriter, list_sessions, read_session
+from engine.telemetry.session_file import MAGIC, SUFFIX, SessionWriter, list_sessions, read_session
 from tests.refusals import refused
 from tests.unit.recorded import span, spans, steps
 
@@ -67,23 +69,42 @@ def test_a_file_cut_short_is_read_up_to_the_cut(tmp_path: Path, cut: float) -> N
     assert session.is_whole or len(session.spans) < 5
 
 
-@given(st.integers(0, 10**6), st.integers(1, 255))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_a_damaged_byte_ends_what_can_be_read(tmp_path: Path, place: int, change: int) -> None:
-    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+@pytest.fixture(scope="module")
+def five_spans(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A file of five chunks of one span each."""
+    folder = tmp_path_factory.mktemp("five spans")
     writer = SessionWriter(folder, {})
     for start in range(5):
         writer.spans(np.array([span(GPU, start, start + 1)]))
     writer.close()
-    path = only_file(folder)
-    data = bytearray(path.read_bytes())
-    data[place % len(data)] ^= change
-    path.write_bytes(data)
+    return only_file(folder).read_bytes()
+
+
+def assert_read_up_to_the_damage(path: Path, data: bytes, place: int, change: int) -> None:
+    path.write_bytes(data[:place] + bytes([data[place] ^ change]) + data[place + 1 :])
     try:
         session = read_session([path])
     except EngineError:
-        return
+        return  # its magic or its first chunk is damaged
     assert session.spans["start_ns"].tolist() == list(range(len(session.spans)))
+    assert len(session.spans) < 5
+    assert not session.is_whole
+
+
+@given(place=st.integers(0, 10**6), change=st.integers(1, 255))
+@example(place=362881, change=1)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_a_damaged_byte_ends_what_can_be_read(tmp_path: Path, five_spans: bytes, place: int, change: int) -> None:
+    assert_read_up_to_the_damage(tmp_path / f"damaged{SUFFIX}", five_spans, place % len(five_spans), change)
+
+
+def test_a_damaged_bit_before_any_payload_ends_what_can_be_read(tmp_path: Path, five_spans: bytes) -> None:
+    """The kind of a chunk is a single byte: damage that changes it to another kind must not skip the chunk."""
+    head, place = struct.Struct("<BII"), len(MAGIC)
+    while place < len(five_spans):
+        for byte, bit in itertools.product(range(head.size), range(8)):
+            assert_read_up_to_the_damage(tmp_path / f"damaged{SUFFIX}", five_spans, place + byte, 1 << bit)
+        place += head.size + head.unpack_from(five_spans, place)[1]
 
 
 def test_a_killed_writer_has_lost_nothing(tmp_path: Path) -> None:
