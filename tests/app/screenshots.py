@@ -37,12 +37,14 @@ def _draw(args: argparse.Namespace, width: int, height: int, home: Path) -> None
     from PySide6.QtGui import QPainter
     from PySide6.QtWidgets import QApplication
 
+    from app.services.garbage import GarbageCollection
     from app.services.settings import Settings
     from app.theme import ThemeController
     from tests.app.stage import SCENES, staged
 
     app = QApplication([])
     app.setStyle("Fusion")
+    GarbageCollection(app)  # as in the window: each scene leaves its services behind while the next one's threads work
     theme = ThemeController(args.theme, args.text)
     for name, enter in SCENES.items():
         if args.scenes and not any(name.startswith(wanted) for wanted in args.scenes):
