@@ -6,7 +6,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from engine.kernels.native.build import Compiler, compile_sources
+import pytest
+
+from engine.kernels.native.build import Compiler, compile_sources, find_compiler
 
 FOLDER = Path(__file__).parent / "native_sanitizers"
 HEADERS = Path(__file__).parents[2] / "engine" / "kernels" / "native" / "src"
@@ -43,3 +45,16 @@ def run_program(*command: str | Path, timeout_s: float, **environment: str) -> s
         timeout=timeout_s,
         check=False,
     )
+
+
+def sanitizing(folder: Path, sanitizer: str, *more: str) -> tuple[str, ...]:
+    """The compiler's options for a sanitizer; skips the test where programs made with them do not run."""
+    compiler, program = find_compiler(), folder / "trial"
+    options = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *more)
+    empty = folder / "empty.cpp"
+    empty.write_text("int main() { return 0; }\n", encoding="utf-8")
+    command = [compiler.command, *options, empty, "-o", program]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if made.returncode or run_program(program, timeout_s=60).returncode:
+        pytest.skip(f"{compiler.command} makes no program here with -fsanitize={sanitizer}")
+    return options

@@ -6,30 +6,23 @@ Random cases, whose buffers are of exactly their sizes, are compared with plain 
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import FOLDER, OPTIONS, needs_compiler
-from tests.engine.native_programs import run_program
+from tests.engine.native_programs import run_program, sanitizing
 
 pytestmark = needs_compiler
 
 
 def sanitized(folder: Path, sanitizer: str, *more: str) -> Path:
     """The driver with a sanitizer; skips the test where the compiler has no such sanitizer."""
-    compiler, program = find_compiler(), folder / "driver"
-    options = ("-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", *more)
-    empty, trial = folder / "empty.cpp", folder / "trial"
-    empty.write_text("int main() { return 0; }\n", encoding="utf-8")
-    command = [compiler.command, *options, empty, "-o", trial]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if made.returncode or run_program(trial, timeout_s=60).returncode:
-        pytest.skip(f"{compiler.command} makes no program here with -fsanitize={sanitizer}")
+    program = folder / "driver"
+    options = sanitizing(folder, sanitizer, *more)
     sources = (str(FOLDER / "driver.cpp"), str(FOLDER / "emulated_card.cpp"))
-    compiler.run(*OPTIONS, *options, *sources, "-o", str(program))
+    find_compiler().run(*OPTIONS, *options, *sources, "-o", str(program))
     return program
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from engine.kernels.native.build import find_compiler
 from engine.kernels.native.library import Isa
 from tests.engine.native_isas import isas
-from tests.engine.native_programs import FOLDER, HEADERS, make_program, run_program
+from tests.engine.native_programs import FOLDER, HEADERS, make_program, run_program, sanitizing
 
 _MEMORY, _THREADS = "address,undefined,float-cast-overflow", "thread"
 _ISAS = isas()
@@ -21,15 +20,8 @@ _ROUNDS = 8
 
 def sanitized_driver(folder: Path, sanitizer: str) -> Path:
     """The driver with all kernels in it; skips the test where the compiler has no such sanitizer."""
-    compiler, trial = find_compiler(), folder / "trial"
-    options = ("-O1", "-g", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    empty = folder / "empty.cpp"
-    empty.write_text("int main() { return 0; }\n", encoding="utf-8")
-    command = [compiler.command, *options, empty, "-o", trial]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    if made.returncode or run_program(trial, timeout_s=60).returncode:
-        pytest.skip(f"{compiler.command} makes no program here with -fsanitize={sanitizer}")
-    return make_program("driver", folder, compiler, options)
+    options = sanitizing(folder, sanitizer, "-fno-omit-frame-pointer")
+    return make_program("driver", folder, find_compiler(), options)
 
 
 @pytest.mark.parametrize("program", ["driver", "results"])

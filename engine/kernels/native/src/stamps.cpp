@@ -1,11 +1,9 @@
 #include "stamps.h"
 
 #include <atomic>
-#include <chrono>
 #include <new>
-#ifdef __APPLE__
-#include <time.h>
-#endif
+
+#include "clock.h"
 
 namespace {
 
@@ -28,23 +26,13 @@ Ring *the_ring() {
     return ring;
 }
 
-// The clock of Python's time.perf_counter_ns.
-int64_t now_ns() {
-#ifdef __APPLE__
-    return static_cast<int64_t>(clock_gettime_nsec_np(CLOCK_UPTIME_RAW));
-#else
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
-        .count();
-#endif
-}
-
 }  // namespace
 
 Stamp::Stamp(const void *which, const int64_t *chosen, int64_t count)
     : which_(which),
       chosen_(chosen),
       count_(count),
-      begun_ns_(recording.load(std::memory_order_relaxed) ? now_ns() : 0) {}
+      begun_ns_(recording.load(std::memory_order_relaxed) ? clock_ns() : 0) {}
 
 bool Stamp::is_first(int64_t place) const {
     for (int64_t i = 0; i < place; ++i)
@@ -60,7 +48,7 @@ Stamp::~Stamp() {
     uint64_t count = 0;
     for (int64_t i = 0; i < count_; ++i) count += is_first(i);
     ring->counts.chosen += count;
-    const int64_t ended_ns = ring->counts.ended_ns = now_ns();
+    const int64_t ended_ns = ring->counts.ended_ns = clock_ns();
     if (place - ring->read.load(std::memory_order_acquire) >= kStamps ||
         first + count - ring->chosen_read.load(std::memory_order_acquire) > kChosen) {
         ++ring->counts.dropped;
