@@ -22,7 +22,8 @@ from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import from_cache, into_cache
 from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
-from engine.runtime.kv.growing import grown_capacity
+from engine.runtime.kept.state import CacheForm, HeldState
+from engine.runtime.kv.growing import GrowingWindowLayer, grown_capacity
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
 from engine.runtime.kv.reuse import (
@@ -30,6 +31,7 @@ from engine.runtime.kv.reuse import (
     can_continue,
     can_take_back,
     exact_tokens,
+    forgetful_bytes,
     long_rope_boundary,
     reorder_cache,
     restart_angles,
@@ -42,6 +44,11 @@ from engine.telemetry.recorder import RECORDER
 SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
 prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
+
+_FEWEST_APART = 8 * BLOCK_TOKENS
+"""Between two snapshots in the middle of a prompt."""
+_MOST_SNAPSHOTS = 8
+"""Of what came before the two last turns."""
 
 
 class KvSession:
@@ -74,10 +81,12 @@ class KvSession:
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
         self._kept = kept if self._in_chunks else None
+        self._form = CacheForm.of(new_cache(loaded.model)) if self._kept is not None else None
         self._cache: Cache | None = None
         self._ids: list[int] = []
         self._prompt_tokens = 0
-        self._snapshot: KvSnapshot | None = None
+        self._snapshots: list[KvSnapshot] = []
+        """Where it can go back to, if it cannot be cropped; the shortest first."""
         self._whole = False
         """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
 
@@ -113,6 +122,11 @@ class KvSession:
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
                 kept.offer(self._ids, layout, from_cache(cache, layout))
+            elif self._form is not None and self._form.has_state:
+                rows = BlockLayout.of_rows(cache)
+                states = [HeldState(cache, each.length, each.forgetful) for each in self._snapshots]
+                states.append(HeldState(cache, len(self._ids)))
+                kept.offer_states(self._ids, rows if rows.nbytes else None, from_cache(cache, rows), states)
 
     def clear(self) -> None:
         """Frees the cache."""
@@ -124,7 +138,7 @@ class KvSession:
             self._drafter.clear()
         self._cache = None
         self._ids = []
-        self._snapshot = self._before = None
+        self._snapshots, self._before = [], None
         self._whole = False
         self._beam_room.release()
         self._room.release()
@@ -163,7 +177,7 @@ class KvSession:
         for start, end in self._chunks(reused, total):
             if cancelled():
                 raise RequestCancelled
-            if end == total:
+            if end == total or self._is_far(start):
                 self._take_snapshot()
             ids = prompt[start:end]
             with watched_layers(self._model, start, end, total, on_progress, cancelled):
@@ -342,31 +356,74 @@ class KvSession:
         return self._cache is not None and KvSnapshot.worth_taking(self._cache)
 
     def _take_snapshot(self) -> None:
-        if self._ids and self._in_chunks and self._cache is not None and self._forgets():
-            self._snapshot = KvSnapshot(self._cache, len(self._ids))
+        if not (self._ids and self._in_chunks and self._cache is not None and self._forgets()):
+            return
+        now = KvSnapshot(self._cache, len(self._ids))
+        earlier = [each for each in self._snapshots if each.length < now.length] if self._keeps_several else []
+        # The two last turns, and of those before as many as take no more than the tokens in between.
+        spaced = list[KvSnapshot]()
+        for each in earlier[:-1]:
+            if self._costs_less(spaced[-1].length if spaced else 0, each.length, each.nbytes):
+                spaced.append(each)
+        self._snapshots = [*spaced[-_MOST_SNAPSHOTS:], *earlier[-1:], now]
+
+    @property
+    def _keeps_several(self) -> bool:
+        return self._kept is not None and self._devices is None
+
+    def _is_far(self, tokens: int) -> bool:
+        """Whether another snapshot in mid-prompt, at `tokens`, takes no more than the tokens since the last one."""
+        if not (self._keeps_several and self._cache is not None and self._forgets() and tokens == len(self._ids)):
+            return False
+        last = self._snapshots[-1].length if self._snapshots else 0
+        return tokens - last >= _FEWEST_APART and self._costs_less(last, tokens, forgetful_bytes(self._cache))
+
+    def _costs_less(self, before: int, after: int, nbytes: int) -> bool:
+        """Than the tokens in between, in the layers that keep all."""
+        rows = cache_bytes(self._cache) - forgetful_bytes(self._cache)
+        return nbytes * len(self._ids) <= rows * (after - before)
 
     def _reuse(self, prompt: Sequence[int]) -> Reused:
         """Cuts the cache down to what it shares with `prompt`, brings what is kept behind that, and counts both."""
         shared, held = self._shared(prompt), len(self._ids)
-        found = self._kept.find(prompt, shared) if self._kept is not None else None
+        found = self._find(prompt, shared)
         if self._kept is not None:
-            self._kept.withdraw(shared)
+            # Of a cache that is going to be replaced, nothing stays where it is.
+            self._kept.withdraw(0 if found is not None and found.state is not None else shared)
         if not shared:
             self.clear()
-            return self._bring(found, prompt) if found is not None else Reused()
+            return self._bring_any(found, prompt)
         assert self._cache is not None
         self._whole = False
         if can_take_back(self._cache, held - shared):
             if held > shared:
                 self._cache.crop(shared - held)
         else:
-            assert self._snapshot is not None
-            self._snapshot.restore(self._cache, held)
+            self._snapshots[-1].restore(self._cache, held)
         del self._ids[shared:]
         self._whole = True
-        if self._snapshot is not None and self._snapshot.length > shared:
-            self._snapshot = None
-        return self._bring(found, prompt) if found is not None else Reused(shared)
+        return self._bring_any(found, prompt) if found is not None else Reused(shared)
+
+    def _bring_any(self, found: Found | None, prompt: Sequence[int]) -> Reused:
+        """What is found to be damaged is removed: there may be something shorter then."""
+        while found is not None:
+            brought, tokens = self._bring(found, prompt), found.tokens
+            if brought.tokens or found.state is None:
+                return brought
+            found = self._find(prompt, 0)
+            if found is not None and found.tokens >= tokens:
+                break
+        return Reused()
+
+    def _find(self, prompt: Sequence[int], shared: int) -> Found | None:
+        """The longest beginning of a prompt that is kept, if that is longer than what the cache has."""
+        if self._kept is None:
+            return None
+        found = self._kept.find(prompt, shared)
+        if self._form is not None and self._form.has_state:
+            least = found.tokens if found is not None else shared
+            found = self._kept.find_state(prompt, least, has_rows=self._form.has_rows) or found
+        return found
 
     def _shared(self, prompt: Sequence[int]) -> int:
         """How much of a prompt the cache can go on from."""
@@ -374,7 +431,8 @@ class KvSession:
         shared = min(shared, len(prompt) - 1)
         held = len(self._ids)
         if shared and self._cache is not None and not can_take_back(self._cache, held - shared):
-            shared = self._snapshot.length if self._snapshot is not None and self._snapshot.length <= shared else 0
+            self._snapshots = [each for each in self._snapshots if each.length <= shared]
+            shared = self._snapshots[-1].length if self._snapshots else 0
         keep = (
             shared > 0
             and (self._in_chunks or len(prompt) - shared == 1)
@@ -390,7 +448,8 @@ class KvSession:
         begin = held // BLOCK_TOKENS * BLOCK_TOKENS
         if self._crosses(found.tokens, len(prompt)):
             return Reused(held)
-        if self._cache is None or not can_take_back(self._cache, held - begin):
+        is_again = found.state is not None or self._slides_within(found.tokens)
+        if self._cache is None or is_again or not can_take_back(self._cache, held - begin):
             self.clear()
             begin = 0
             self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
@@ -398,8 +457,7 @@ class KvSession:
                 return Reused()
         elif held > begin:
             self._cache.crop(begin - held)
-        if self._snapshot is not None and self._snapshot.length > begin:
-            self._snapshot = None
+        self._snapshots = [each for each in self._snapshots if each.length <= begin]
         del self._ids[begin:]
         self._whole = False
         try:
@@ -413,6 +471,10 @@ class KvSession:
         if not tokens:
             self.clear()
         return found.reused._replace(held=begin)
+
+    def _slides_within(self, tokens: int) -> bool:
+        layers = getattr(self._cache, "layers", [])
+        return any(type(each) is GrowingWindowLayer and tokens >= each.sliding_window for each in layers)
 
     def _device_of(self, layer: int) -> torch.device:
         if self._devices is None:

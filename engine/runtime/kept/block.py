@@ -19,7 +19,7 @@ import torch
 from engine.common.footprint import PART_ALIGNMENT, round_up
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer
 from engine.runtime.kept.files import Key
-from engine.runtime.kv.parts import has_parts, held_parts, parts_of_pages
+from engine.runtime.kv.parts import has_parts, held_parts, keeps_rows, parts_of_pages
 
 BLOCK_TOKENS = 2 * PAGE_TOKENS
 """Few enough that little of a prompt is read again, and enough for a file of each block to be worth its name."""
@@ -47,16 +47,16 @@ class PartShape:
     @property
     def nbytes(self) -> int:
         """Of a block."""
-        return int(self.heads * BLOCK_TOKENS * math.prod(self.width) * _DTYPES[self.dtype].itemsize)
+        return int(self.heads * BLOCK_TOKENS * math.prod(self.width) * DTYPES[self.dtype].itemsize)
 
     def zeros(self, device: torch.device) -> torch.Tensor:
         """Of one token."""
-        return torch.zeros((self.heads, 1, *self.width), dtype=_DTYPES[self.dtype], device=device)
+        return torch.zeros((self.heads, 1, *self.width), dtype=DTYPES[self.dtype], device=device)
 
 
-_DTYPES = {
+DTYPES = {
     name: getattr(torch, name)
-    for name in ("bfloat16", "float16", "float32", "float64", "int8", "float8_e4m3fn")
+    for name in ("bfloat16", "float16", "float32", "float64", "int8", "int64", "float8_e4m3fn")
     if hasattr(torch, name)
 }
 
@@ -73,13 +73,25 @@ class BlockLayout:
         layers = getattr(cache, "layers", [])
         if not layers or not all(has_parts(states, tokens) for states in layers):
             return None
-        found = cls(
+        found = cls._of(layers)
+        return found if found.nbytes and found.is_sound else None
+
+    @classmethod
+    def of_rows(cls, cache: Any) -> BlockLayout:
+        """That of the layers which keep all tokens, whatever the others do; these have no parts."""
+        return cls._of([each if keeps_rows(each) else None for each in cache.layers])
+
+    @classmethod
+    def _of(cls, layers: Sequence[Any]) -> BlockLayout:
+        return cls(
             tuple(
-                tuple(PartShape(part.shape[0], tuple(part.shape[2:]), _name(part.dtype)) for part in held_parts(each))
+                tuple(
+                    PartShape(part.shape[0], tuple(part.shape[2:]), dtype_name(part.dtype))
+                    for part in (held_parts(each) if each is not None else [])
+                )
                 for each in layers
             )
         )
-        return found if found.nbytes and found.is_sound else None
 
     @classmethod
     def of_pages(cls, layers: Sequence[PagedLayer]) -> BlockLayout | None:
@@ -89,7 +101,7 @@ class BlockLayout:
         return cls(
             tuple(
                 tuple(
-                    PartShape(part.shape[1], tuple(part.shape[3:]), _name(part.dtype)) for part in parts_of_pages(paged)
+                    PartShape(part.shape[1], tuple(part.shape[3:]), dtype_name(part.dtype)) for part in parts_of_pages(paged)
                 )
                 for paged in layers
             )
@@ -127,7 +139,7 @@ class BlockLayout:
         """Whether all of it can be."""
         parts = [part for layer in self.layers for part in layer]
         return all(
-            part.heads > 0 and len(part.width) <= 1 and all(each > 0 for each in part.width) and part.dtype in _DTYPES
+            part.heads > 0 and len(part.width) <= 1 and all(each > 0 for each in part.width) and part.dtype in DTYPES
             for part in parts
         )
 
@@ -142,12 +154,13 @@ class BlockLayout:
         for layer in self.layers:
             mine = []
             for part in layer:
-                piece = block[offset : offset + part.nbytes].view(_DTYPES[part.dtype])
+                piece = block[offset : offset + part.nbytes].view(DTYPES[part.dtype])
                 mine.append(piece.view(part.heads, BLOCK_TOKENS, *part.width))
                 offset += round_up(part.nbytes, PART_ALIGNMENT)
             found.append(mine)
         return found
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """What a dtype is called in descriptions."""
     return str(dtype).removeprefix("torch.")

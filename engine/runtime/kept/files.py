@@ -59,6 +59,13 @@ class KeptFiles:
         """Whether there is a file for this block; it may turn out to be damaged."""
         return self._path(key).exists()
 
+    def keys(self) -> frozenset[str]:
+        """The keys of all that there is, in hexadecimal digits."""
+        try:
+            return frozenset(name.removesuffix(SUFFIX) for name in os.listdir(self._folder) if name.endswith(SUFFIX))
+        except OSError:
+            return frozenset()
+
     def describe(self, key: Key) -> tuple[bytes, int] | None:
         """What was said of a block when it was written, and its bytes; None if it is of no use."""
         with contextlib.suppress(OSError), self._checked(key), open(self._path(key), "rb", buffering=0) as file:

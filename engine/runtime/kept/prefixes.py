@@ -8,6 +8,7 @@ into RAM.  So no token is held twice by this, nothing is copied for a chat that 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import psutil
@@ -24,6 +26,7 @@ import torch
 from engine.common.files import is_full
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, block_keys
 from engine.runtime.kept.files import KeptFiles, Key, Writing
+from engine.runtime.kept.state import HeldState, StateLayout, state_keys
 
 _READERS = max(1, min(4, os.cpu_count() or 1))
 _NICE = 10
@@ -34,6 +37,7 @@ _log = logging.getLogger(__name__)
 
 CopyBlock = Callable[[int, torch.Tensor], None]
 """Copies the block with this index into these bytes."""
+_Layout = BlockLayout | StateLayout
 
 
 class Reused(NamedTuple):
@@ -54,37 +58,57 @@ class _Block:
     """In RAM.  `is_settled`: it is on disk, or cannot be."""
 
     index: int
-    layout: BlockLayout
+    layout: _Layout
     data: torch.Tensor
     is_settled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Of a source: a block, the one with this index, or what layers held behind the blocks before it."""
+
+    key: Key
+    index: int
+    layout: _Layout
+    copy: Callable[[torch.Tensor], None]
+
+
 @dataclass
 class _Source:
-    """What an answer left in the cache that computed it."""
+    """What an answer left in the cache that computed it, in the order in which it is of use."""
 
-    keys: list[Key]
-    layout: BlockLayout
-    copy: CopyBlock
+    pieces: list[_Piece]
+    is_whole: bool = True
+    """Whether any beginning of it is of use."""
     next: int = 0
-    """The first block that may not be kept yet."""
+    """The first piece that may not be kept yet."""
     is_refused: bool = False
     """Whether the disk has no room for more of it."""
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of all pieces."""
+        return [piece.key for piece in self.pieces]
 
 
 @dataclass
 class Found:
-    """The beginning of a prompt that is kept."""
+    """The beginning of a prompt that is kept: blocks, and for layers that forget tokens what they hold behind it."""
 
     keys: list[Key]
     layout: BlockLayout
     _store: KeptPrefixes
     reused: Reused = field(default_factory=Reused)
+    state: tuple[Key, StateLayout] | None = None
 
     @property
     def tokens(self) -> int:
         """How long it is, as far as it turns out to be sound."""
-        return len(self.keys) * BLOCK_TOKENS
+        return self.state[1].tokens if self.state is not None else len(self.keys) * BLOCK_TOKENS
+
+    def bring_state(self, take: Callable[[StateLayout, torch.Tensor], None]) -> bool:
+        """After the blocks: gives `take` what layers held behind all of it; false if its file is damaged."""
+        return self._store._bring_state(self, take)
 
     def bring(self, first: int, take: CopyBlock) -> int:
         """Gives `take` the blocks from the one with index `first` on, in any order and on several threads.
@@ -109,12 +133,13 @@ class KeptPrefixes:
         self, root: Key, ram_bytes: int, files: KeptFiles | None = None, most_tokens: int = sys.maxsize
     ) -> None:
         self.root, self._files, self._most_tokens = root, files, most_tokens
+        self._forgetful_root = hashlib.blake2b(root + b"forgetful", digest_size=16).digest()
         self.ram_budget = ram_bytes
         self._changed = threading.Condition()
         self._blocks: OrderedDict[Key, _Block] = OrderedDict()
         self._ram = 0
         self._source: _Source | None = None
-        self._layouts: dict[bytes, BlockLayout | None] = {}
+        self._layouts: dict[bytes, _Layout | None] = {}
         self._writer: threading.Thread | None = None
         self._answering = 0
         self._is_closed = False
@@ -148,7 +173,39 @@ class KeptPrefixes:
         if len(found) * BLOCK_TOKENS <= least:
             return None
         layout = self._layout_of(found[has])
-        return Found(found, layout, self) if layout is not None else None
+        return Found(found, layout, self) if isinstance(layout, BlockLayout) else None
+
+    def find_state(self, ids: Sequence[int], least: int, *, has_rows: bool) -> Found | None:
+        """The same for a cache whose layers forget tokens: it goes on where it was left once, behind `least` tokens.
+
+        Args:
+            has_rows: whether some of its layers forget nothing, so that blocks are needed too.
+        """
+        most = min(len(ids) - 1, self._most_tokens)
+        if least >= most:
+            return None
+        keys = list[Key]()
+        for key in block_keys(self._forgetful_root, ids, most):
+            if has_rows and not self._is_kept(key):
+                break
+            keys.append(key)
+        on_disk = self._files.keys() if self._files is not None else frozenset()
+        for index in range(len(keys), -1, -1):
+            begin = index * BLOCK_TOKENS
+            end = min(begin + BLOCK_TOKENS - 1, most)
+            if end <= least:
+                break
+            before = keys[index - 1] if index else self._forgetful_root
+            for key in reversed(list(state_keys(before, ids[begin:end]))):
+                if key in self._blocks or key.hex() in on_disk:
+                    state = self._layout_of(key)
+                    if isinstance(state, StateLayout) and least < state.tokens <= end:
+                        return self._found_state(keys[:index] if has_rows else [], key, state)
+        return None
+
+    def _found_state(self, blocks: list[Key], key: Key, state: StateLayout) -> Found | None:
+        layout = self._layout_of(blocks[0]) if blocks else BlockLayout(())
+        return Found(blocks, layout, self, state=(key, state)) if isinstance(layout, BlockLayout) else None
 
     def offer(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock) -> None:
         """An answer has ended: `copy` gives what is held of these tokens, until `withdraw`.
@@ -158,8 +215,33 @@ class KeptPrefixes:
         """
         if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
             return
+        self._offer(_Source(_blocks(self.root, ids, len(ids), layout, copy)))
+
+    def offer_states(
+        self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock, states: Sequence[HeldState]
+    ) -> None:
+        """The same of a cache whose layers forget tokens: it can only be gone on with from one of these states.
+
+        Args:
+            layout: of blocks of its other layers; None if there are none.
+            states: the shortest first.
+        """
+        if not states or len(ids) > self._most_tokens:
+            return
+        keys = [self._forgetful_root, *block_keys(self._forgetful_root, ids, len(ids))]
+        pieces, blocks = list[_Piece](), list[_Piece]()
+        if layout is not None:
+            blocks = _blocks(self._forgetful_root, ids, states[-1].tokens, layout, copy)
+        for state in states:
+            index = state.tokens // BLOCK_TOKENS
+            *_, key = state_keys(keys[index], ids[index * BLOCK_TOKENS : state.tokens])
+            pieces += blocks[sum(piece.layout is layout for piece in pieces) : index]
+            pieces.append(_Piece(key, index, StateLayout.of(state), state.copy))
+        self._offer(_Source(pieces, is_whole=False))
+
+    def _offer(self, source: _Source) -> None:
         with self._changed:
-            self._source = _Source(list(block_keys(self.root, ids, len(ids))), layout, copy)
+            self._source = source
             self._changed.notify_all()
         self._begin_writing()
 
@@ -168,7 +250,7 @@ class KeptPrefixes:
         if layout is None or copy is None or not BLOCK_TOKENS <= len(ids) <= self._most_tokens:
             return
         with self._changed:
-            self._take(_Source(list(block_keys(self.root, ids, len(ids))), layout, copy), 0)
+            self._take(_Source(_blocks(self.root, ids, len(ids), layout, copy)), 0)
             self._changed.notify_all()
         self._begin_writing()
 
@@ -176,7 +258,7 @@ class KeptPrefixes:
         """All but the first `tokens` tokens of what was offered is going to be overwritten: now or never."""
         with self._changed:
             source, self._source = self._source, None
-            if source is not None:
+            if source is not None and (source.is_whole or not tokens):
                 self._take(source, max(source.next, tokens // BLOCK_TOKENS))
 
     def answering(self, change: int) -> None:
@@ -215,7 +297,7 @@ class KeptPrefixes:
 
     # --- bringing back --------------------------------------------------------------------------------
 
-    def _layout_of(self, key: Key) -> BlockLayout | None:
+    def _layout_of(self, key: Key) -> _Layout | None:
         block = self._blocks.get(key)
         if block is not None:
             return block.layout
@@ -224,7 +306,7 @@ class KeptPrefixes:
             return None
         description, nbytes = described
         if description not in self._layouts:
-            self._layouts[description] = BlockLayout.read(description)
+            self._layouts[description] = BlockLayout.read(description) or StateLayout.read(description)
         layout = self._layouts[description]
         return layout if layout is not None and layout.nbytes == nbytes else None
 
@@ -254,6 +336,22 @@ class KeptPrefixes:
         self._used(found.keys[:sound])
         return sound * BLOCK_TOKENS
 
+    def _bring_state(self, found: Found, take: Callable[[StateLayout, torch.Tensor], None]) -> bool:
+        assert found.state is not None
+        (key, layout), block = found.state, self._blocks.get(found.state[0])
+        if block is not None and block.layout == layout:
+            data = block.data
+        else:
+            data, block = torch.empty(layout.nbytes, dtype=torch.uint8), None
+            if self._files is None or not self._files.read_into(key, memoryview(data.numpy())):  # type: ignore[arg-type]
+                return False
+        take(layout, data)
+        _held, ram, disk = found.reused
+        rest = layout.tokens - ram - disk
+        found.reused = Reused(0, ram + rest, disk) if block is not None else Reused(0, ram, disk + rest)
+        self._used([*found.keys, key])
+        return True
+
     def _used(self, keys: list[Key]) -> None:
         with self._changed:
             for key in reversed(keys):
@@ -268,17 +366,18 @@ class KeptPrefixes:
         return key in self._blocks or (self._files is not None and self._files.has(key))
 
     def _take(self, source: _Source, first: int) -> None:
-        for index in range(first, len(source.keys)):
-            if self._is_kept(source.keys[index]):
+        keys = source.keys
+        for piece in source.pieces[first:]:
+            if self._is_kept(piece.key):
                 continue
-            if not self._make_room(source.layout.nbytes, source.keys):
+            if not self._make_room(piece.layout.nbytes, keys):
                 break
-            self._hold(source, index)
+            self._hold(piece)
 
-    def _hold(self, source: _Source, index: int) -> None:
-        data = torch.empty(source.layout.nbytes, dtype=torch.uint8)
-        source.copy(index, data)
-        self._blocks[source.keys[index]] = _Block(index, source.layout, data, self._files is None)
+    def _hold(self, piece: _Piece) -> None:
+        data = torch.empty(piece.layout.nbytes, dtype=torch.uint8)
+        piece.copy(data)
+        self._blocks[piece.key] = _Block(piece.index, piece.layout, data, self._files is None)
         self._ram += data.nbytes
 
     def _make_room(self, nbytes: int, spared: Sequence[Key]) -> bool:
@@ -337,10 +436,10 @@ class KeptPrefixes:
                 self._written(key, self._add(writing, key, index, layout, memory))
 
     @staticmethod
-    def _add(writing: Writing, key: Key, index: int, layout: BlockLayout, data: torch.Tensor) -> bool:
+    def _add(writing: Writing, key: Key, index: int, layout: _Layout, data: torch.Tensor) -> bool:
         return writing.add(key, index, layout.described, memoryview(data.numpy()))  # type: ignore[arg-type]
 
-    def _wanted(self, memory: torch.Tensor) -> tuple[Key, int, BlockLayout, torch.Tensor, list[Key]] | None:
+    def _wanted(self, memory: torch.Tensor) -> tuple[Key, int, _Layout, torch.Tensor, list[Key]] | None:
         """The next block to write: its key, index, layout and bytes, and what must not give way to it."""
         with self._changed:
             key = self._next()
@@ -350,10 +449,11 @@ class KeptPrefixes:
             if block is not None:
                 return key, block.index, block.layout, block.data, [key]
             assert source is not None
-            if memory.nbytes != source.layout.nbytes or any(memory is each.data for each in self._blocks.values()):
-                memory = torch.empty(source.layout.nbytes, dtype=torch.uint8)
-            source.copy(source.next, memory)
-            return key, source.next, source.layout, memory, source.keys
+            piece = source.pieces[source.next]
+            if memory.nbytes != piece.layout.nbytes or any(memory is each.data for each in self._blocks.values()):
+                memory = torch.empty(piece.layout.nbytes, dtype=torch.uint8)
+            piece.copy(memory)
+            return key, piece.index, piece.layout, memory, source.keys
 
     def _next(self) -> Key | None:
         if self._answering or self._files is None:
@@ -362,9 +462,10 @@ class KeptPrefixes:
             if not block.is_settled:
                 return key
         source = self._source
-        while source is not None and source.next < len(source.keys) and not source.is_refused:
-            if not self._files.has(source.keys[source.next]):
-                return source.keys[source.next]
+        while source is not None and source.next < len(source.pieces) and not source.is_refused:
+            key = source.pieces[source.next].key
+            if not self._files.has(key):
+                return key
             source.next += 1
         return None
 
@@ -373,7 +474,7 @@ class KeptPrefixes:
             block, source = self._blocks.get(key), self._source
             if block is not None:
                 block.is_settled = True
-            if source is not None and source.next < len(source.keys) and source.keys[source.next] == key:
+            if source is not None and source.next < len(source.pieces) and source.pieces[source.next].key == key:
                 source.next, source.is_refused = source.next + is_there, not is_there
 
     def _give_up(self, error: OSError) -> None:
@@ -385,6 +486,13 @@ class KeptPrefixes:
             for block in self._blocks.values():
                 block.is_settled = True
             self._changed.notify_all()
+
+
+def _blocks(root: Key, ids: Sequence[int], tokens: int, layout: BlockLayout, copy: CopyBlock) -> list[_Piece]:
+    """Of the first `tokens` tokens."""
+    return [
+        _Piece(key, index, layout, partial(copy, index)) for index, key in enumerate(block_keys(root, ids, tokens))
+    ]
 
 
 def _give_way() -> None:

@@ -12,11 +12,16 @@ from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
 
+def keeps_rows(states: Any) -> bool:
+    """Whether a layer never forgets a token, and has each by itself."""
+    return type(states) in (GrowingLayer, NarrowLayer, DummyLayer)
+
+
 def has_parts(states: Any, tokens: int) -> bool:
     """Whether a layer of one sequence has its first `tokens` tokens still, each by itself."""
     if type(states) is DummyLayer:
         return True
-    known = type(states) in (GrowingLayer, NarrowLayer) or (
+    known = keeps_rows(states) or (
         type(states) is GrowingWindowLayer and states.cumulative_length < states.sliding_window
     )
     return known and states.get_seq_length() >= tokens

@@ -22,6 +22,7 @@ from transformers.cache_utils import (
 
 from engine.families import family_of
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.memory import cache_layer_bytes
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.window_masks import window_of_cache_alone
 
@@ -173,6 +174,16 @@ class KvSnapshot:
             index: copy.deepcopy(layer) for index, layer in enumerate(cache.layers) if not _keeps_all(layer)
         }
 
+    @property
+    def forgetful(self) -> dict[int, Any]:
+        """The layers that forget, as they were, by their numbers."""
+        return self._forgetful
+
+    @property
+    def nbytes(self) -> int:
+        """What those take."""
+        return sum(cache_layer_bytes(Cache(layers=list(self._forgetful.values()))))
+
     @staticmethod
     def worth_taking(cache: Cache) -> bool:
         """Whether the cache has layers that forget, all of them inside its list of layers."""
@@ -185,6 +196,11 @@ class KvSnapshot:
                 cache.layers[index] = copy.deepcopy(self._forgetful[index])
             else:
                 layer.crop(self.length - tokens)
+
+
+def forgetful_bytes(cache: Cache) -> int:
+    """What the layers take that forget."""
+    return sum(cache_layer_bytes(Cache(layers=[layer for layer in cache.layers if not _keeps_all(layer)])))
 
 
 def _keeps_all(layer: Any) -> bool:

@@ -13,14 +13,12 @@ from typing import Any
 import psutil
 import torch
 import transformers
-from transformers.cache_utils import DummyLayer
 
 from engine.common.kept_context import kept_context_dir
 from engine.runtime.kept.files import KeptFiles, Key
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kept.state import CacheForm
 from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import can_continue, exact_tokens, long_rope_boundary
 from engine.runtime.loaded_model import LoadedModel
 
@@ -50,12 +48,15 @@ def why_not_kept(model: Any) -> str:
     """Why nothing that this model reads is kept for other chats, as a sentence; empty if it is."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "What this model reads is not kept: it reads each prompt in one go."
-    cache = new_cache(model)
-    known = (GrowingLayer, NarrowLayer, GrowingWindowLayer, DummyLayer)
-    if cache is None or not all(type(layer) in known for layer in cache.layers) or not can_continue(model):
+    if not can_continue(model):
         return (
-            "What this model reads is not kept for other chats: some of its layers sum up what they have read, and "
-            "cannot go back."
+            "What this model reads is not kept for other chats: it reads each prompt in one go, for some of its layers "
+            "sum up what they have read."
+        )
+    if CacheForm.of(new_cache(model)) is None:
+        return (
+            "What this model reads is not kept for other chats: some of its layers hold more than keys, values and "
+            "sums of what they have read."
         )
     return ""
 
@@ -65,14 +66,12 @@ def kept_note(model: Any) -> str:
     why = why_not_kept(model)
     if why:
         return why
-    cache = new_cache(model)
-    layers = cache.layers if cache is not None else []
-    windows = [layer.sliding_window for layer in layers if type(layer) is GrowingWindowLayer]
-    if not windows:
+    form = CacheForm.of(new_cache(model))
+    if form is None or not form.has_state:
         return ""
     return (
-        f"Of chats longer than {min(windows):,} tokens nothing more is kept for later: some layers of this model "
-        "forget what lies further back."
+        "Some layers of this model sum up or forget what lies further back: a chat is gone on with where one of its "
+        "last answers began or ended, and what was changed before that is read again."
     )
 
 
