@@ -96,16 +96,7 @@ class BlockLayout:
     @classmethod
     def of_pages(cls, layers: Sequence[PagedLayer]) -> BlockLayout | None:
         """That of pages; None without any."""
-        if not layers:
-            return None
-        return cls(
-            tuple(
-                tuple(
-                    PartShape(part.shape[1], tuple(part.shape[3:]), dtype_name(part.dtype)) for part in parts_of_pages(paged)
-                )
-                for paged in layers
-            )
-        )
+        return cls(tuple(tuple(_of_page(part) for part in parts_of_pages(each)) for each in layers)) if layers else None
 
     @classmethod
     def read(cls, description: bytes) -> BlockLayout | None:
@@ -159,6 +150,10 @@ class BlockLayout:
                 offset += round_up(part.nbytes, PART_ALIGNMENT)
             found.append(mine)
         return found
+
+
+def _of_page(part: torch.Tensor) -> PartShape:
+    return PartShape(part.shape[1], tuple(part.shape[3:]), dtype_name(part.dtype))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

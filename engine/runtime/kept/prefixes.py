@@ -490,9 +490,7 @@ class KeptPrefixes:
 
 def _blocks(root: Key, ids: Sequence[int], tokens: int, layout: BlockLayout, copy: CopyBlock) -> list[_Piece]:
     """Of the first `tokens` tokens."""
-    return [
-        _Piece(key, index, layout, partial(copy, index)) for index, key in enumerate(block_keys(root, ids, tokens))
-    ]
+    return [_Piece(key, index, layout, partial(copy, index)) for index, key in enumerate(block_keys(root, ids, tokens))]
 
 
 def _give_way() -> None:

@@ -140,9 +140,7 @@ class StateLayout:
     @property
     def described(self) -> bytes:
         """As bytes."""
-        plain = [
-            [[[part.name, part.shape, part.dtype] for part in each.tensors], each.plain] for each in self.layers
-        ]
+        plain = [[[[part.name, part.shape, part.dtype] for part in each.tensors], each.plain] for each in self.layers]
         return json.dumps([self.tokens, plain], separators=(",", ":")).encode()
 
     @property
@@ -229,9 +227,7 @@ def restore(cache: Any, layout: StateLayout, data: torch.Tensor, device_of: Call
     """
     if len(layout.layers) != len(cache.layers):
         raise LookupError("the cache has other layers")
-    for number, (states, layer, parts) in enumerate(
-        zip(cache.layers, layout.layers, layout.parts(data), strict=True)
-    ):
+    for number, (states, layer, parts) in enumerate(zip(cache.layers, layout.layers, layout.parts(data), strict=True)):
         device = device_of(number)
         tensors = [part.to(device, copy=True) for part in parts]
         if keeps_rows(states):
@@ -268,10 +264,10 @@ def _restore_state(states: Any, layer: LayerState, tensors: list[torch.Tensor], 
     values: list[tuple[str, Any]] = [*((part.name, each) for part, each in zip(layer.tensors, tensors, strict=True))]
     for at, value in [*values, *layer.plain]:
         name, _, key = at.partition(" ")
-        now = getattr(states, name)
-        if isinstance(now, dict) is not bool(key):
+        now = vars(states).get(name)
+        if name not in vars(states) or isinstance(now, dict) is not bool(key):
             raise LookupError(f"{name} is something else now")
-        if key:
+        if isinstance(now, dict):
             now[int(key)] = value
         else:
             setattr(states, name, value)
