@@ -1,19 +1,22 @@
 """Which build of PyTorch uses this machine's graphics cards, and why.
 
 What each build of 2.13.0 runs on, read in November 2026: its wheels' lists of architectures and NVIDIA's table of
-drivers.  There is none for CUDA 12.8 any more; XPU is left out, as the engine does not use Intel's cards yet.
+drivers.  There is none for CUDA 12.8 any more.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "SWITCHYARD_TORCH"
 """Environment variable that names the build instead."""
@@ -26,6 +29,9 @@ _ROCM_CARDS = (
     *("gfx1030", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201"),
 )
 """Of the ROCm 7.2 build, without graphics of processors."""
+DRM_CARDS = Path("/sys/class/drm")
+_ARC = re.compile("0bd.|56..|e2..")
+"""Numbers of Intel's cards with memory of their own: Max, Arc A and Arc B."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ CPU = Build("cpu", "CPU", 3.0)
 CUDA_126 = Build("cu126", "CUDA 12.6", 8.0)
 CUDA_130 = Build("cu130", "CUDA 13.0", 9.0)
 ROCM = Build("rocm7.2", "ROCm 7.2", 18.0)
-BUILDS = {build.label: build for build in (CPU, CUDA_126, CUDA_130, ROCM)}
+XPU = Build("xpu", "Intel XPU", 8.0)
+BUILDS = {build.label: build for build in (CPU, CUDA_126, CUDA_130, ROCM, XPU)}
 
 
 @dataclass(frozen=True)
@@ -72,23 +79,30 @@ def chosen() -> Choice:
     named = os.environ.get(VARIABLE, "").strip().lower()
     if named in BUILDS:
         return Choice(BUILDS[named], f"{VARIABLE} asks for it.")
-    choice = choose(platform.system(), nvidia_cards(), amd_cards(), can_open_kfd=os.access(KFD, os.R_OK | os.W_OK))
+    choice = choose(
+        platform.system(), nvidia_cards(), amd_cards(), intel_cards(), can_open_kfd=os.access(KFD, os.R_OK | os.W_OK)
+    )
     if named:
         return Choice(choice.build, f"{VARIABLE}={named} is none of {', '.join(BUILDS)}. {choice.why}".strip())
     return choice
 
 
-def choose(system: str, nvidia: list[NvidiaCard], amd: list[str], *, can_open_kfd: bool = True) -> Choice:
+def choose(
+    system: str, nvidia: list[NvidiaCard], amd: list[str], intel: Sequence[str] = (), *, can_open_kfd: bool = True
+) -> Choice:
     """The build for these cards: the best card decides.
 
     Args:
         system: as `platform.system()` says.
         amd: architectures of AMD's cards, such as `gfx1100`.
+        intel: numbers of Intel's cards with memory of their own, such as `e20b`.
         can_open_kfd: whether this user may use AMD's cards.
     """
     if nvidia:
         newest_first = sorted(nvidia, key=lambda card: card.capability or (0, 0), reverse=True)
         return min((_for_nvidia(system, card) for card in newest_first), key=lambda each: each.build is CPU)
+    if intel and system in ("Linux", "Windows") and not (amd and system == "Linux"):
+        return Choice(XPU, "For an Intel card. No card of Intel's has been tried with Switchyard yet.")
     if not amd or system != "Linux":
         return Choice(CPU)
     usable = [card for card in amd if card in _ROCM_CARDS]
@@ -174,6 +188,40 @@ def amd_cards(nodes: Path = KFD_NODES) -> list[str]:
             major, rest = divmod(int(number[1]), 10_000)
             found[f"gfx{major}{rest // 100}{rest % 100:x}"] = None
     return list(found)
+
+
+def intel_cards(drm: Path = DRM_CARDS) -> list[str]:
+    """Numbers of Intel's cards with memory of their own, in sixteens, each once."""
+    is_windows = platform.system() == "Windows"
+    found = _in_registry(importlib.import_module("winreg")) if is_windows else _in_drm(drm)
+    return list(dict.fromkeys(number for number in found if _ARC.fullmatch(number)))
+
+
+def _in_drm(drm: Path) -> list[str]:
+    found = []
+    for card in sorted(drm.glob("card[0-9]*")):
+        try:
+            vendor = (card / "device" / "vendor").read_text(encoding="ascii").strip()
+            device = (card / "device" / "device").read_text(encoding="ascii").strip()
+        except (OSError, ValueError):
+            continue
+        if vendor == "0x8086":
+            found.append(device.removeprefix("0x").lower())
+    return found
+
+
+def _in_registry(registry: Any) -> list[str]:
+    displays = r"SYSTEM\CurrentControlSet\Control\Class\{4d36e968-e325-11ce-bfc1-08002be10318}"
+    found = []
+    for number in range(16):
+        try:
+            with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, f"{displays}\\{number:04d}") as key:
+                name = str(registry.QueryValueEx(key, "MatchingDeviceId")[0]).lower()
+        except OSError:
+            continue
+        if said := re.search("ven_8086&dev_([0-9a-f]{4})", name):
+            found.append(said[1])
+    return found
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch
 from engine.bench.step_records import hybrid_layers
 from engine.checkpoint.profile import read_profile
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices.cuda import cuda_count
+from engine.devices.opening import card_count
 from engine.hardware.profiles import EMULATED, emulated_cards
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
@@ -156,7 +156,7 @@ def with_quarter_resident(config: EngineConfig) -> EngineConfig:
 def _device_count(spec: str) -> int:
     if spec.startswith(EMULATED):
         return max(1, emulated_cards(spec)[1])
-    return max(1, cuda_count()) if spec in ("cuda", "auto") else 1
+    return card_count(spec)
 
 
 def without_cache(config: EngineConfig) -> EngineConfig:

@@ -31,7 +31,8 @@ class EngineConfig:
 
     Attributes:
         model: `starter`, a library name, or the path of a checkpoint directory.
-        device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `emulated:NAME` or `emulated:NAMExN` for N of them.
+        device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `xpu` likewise for Intel's,
+            `emulated:NAME` or `emulated:NAMExN` for N of them.
         precision: of the weights in memory: `auto`, or the name of one of `engine.formats.PRECISIONS`.
         vram_bytes, ram_bytes: budgets in bytes.
         threads: CPU threads that compute; `None` is one per fast physical core.

@@ -10,8 +10,12 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.common.paths import python_module
+
+if TYPE_CHECKING:
+    from engine.devices.card import CardKind
 
 _WITHIN_S = 180.0
 """The first start of a driver, with torch on a slow disk."""
@@ -35,29 +39,28 @@ def prove_cards() -> list[CardProof] | None:
         return None
 
 
-def _prove(index: int) -> CardProof:
+def _prove(kind: CardKind, index: int) -> CardProof:
     import torch
 
     name = f"card {index}"
     try:
-        name = torch.cuda.get_device_name(index)
-        numbers = torch.arange(256, dtype=torch.float32, device=torch.device("cuda", index))
+        name = kind.torch.get_device_name(index)
+        numbers = torch.arange(256, dtype=torch.float32, device=torch.device(kind.name, index))
         computed = float((numbers.view(16, 16) @ torch.ones(16, 16, device=numbers.device)).sum())
     except Exception as error:  # whatever a driver says
         first = str(error).strip().splitlines()
         said = first[0].removeprefix("CUDA error: ") if first else type(error).__name__
         if "no kernel image" in said:
-            said = f"this torch has kernels for {', '.join(torch.cuda.get_arch_list())} only"
+            said = f"this torch has kernels for {', '.join(kind.torch.get_arch_list())} only"
         return CardProof(name, said.rstrip("."))
     return CardProof(name, "" if computed == 16 * 255 * 128 else "it computed a wrong sum")
 
 
 def main() -> int:
     """Prints a line of JSON: the name of each card, and why it failed."""
-    import torch
+    from engine.devices.opening import CARD_KINDS
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    proofs = [_prove(index) for index in range(count)]
+    proofs = [_prove(kind, index) for kind in CARD_KINDS.values() for index in range(kind.count())]
     sys.stdout.write(json.dumps([(each.name, each.failed) for each in proofs]) + "\n")
     return 0
 

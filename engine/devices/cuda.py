@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
-from engine.devices.cuda_stream import CudaClock, CudaStream, new_stream
-from engine.devices.device import CopyLog, Device, Graph
-from engine.devices.host_memory import aligned
-from engine.devices.memory_budget import MemoryBudget
+from engine.devices.card import CardKind
+from engine.devices.device import Capture, Graph
 from engine.devices.pinned_memory import PinnedMemory
 from engine.hardware.nvml import Nvml, nvidia_gpus
 
@@ -20,7 +18,7 @@ def capture_stream(place: torch.device) -> torch.cuda.Stream:
 
     Its cuBLAS workspace is allocated already: one allocated during a capture would stay in the graph's memory.
     """
-    stream = new_stream(place)
+    stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(place))
     with torch.cuda.stream(stream), contextlib.suppress(RuntimeError):  # cards without bf16
         square = torch.ones(16, 16, dtype=torch.bfloat16, device=place)
@@ -144,104 +142,6 @@ def end_allocating(place: torch.device, pool: tuple[int, int]) -> None:
             getattr(torch._C, leave)(index, pool)
 
 
-def hard_fraction(budget: int, total: int) -> float:
-    """The part of a card's memory beyond which torch refuses to allocate, so that nothing spills into RAM.
-
-    Args:
-        budget: bytes that are planned with.
-        total: bytes of the card.
-    """
-    return min(1.0, (budget + HEADROOM_BYTES // 2) / max(total, 1))
-
-
-HEADROOM_BYTES = 2**30
-"""Bytes left to the driver, torch's workspaces and the desktop."""
-
-
-def cuda_count() -> int:
-    """Number of cards that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def open_cuda(index: int = 0, vram_bytes: int | None = None) -> Device:
-    """Opens a card.
-
-    Args:
-        vram_bytes: memory budget; None: all free memory except `HEADROOM_BYTES`.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE` if there is no such card, or it does not respond.
-    """
-    count = cuda_count()
-    if index >= count:
-        what = f"no graphics card number {index}" if count else "no graphics card that torch can use"
-        raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE, f"This machine has {what}: use cpu, or run `switchyard doctor`."
-        )
-    name = f"cuda:{index}"
-    place = torch.device("cuda", index)
-    try:
-        free, total = torch.cuda.mem_get_info(place)
-        clock = CudaClock(place)
-        # Weight copies may take long; activations need a stream of higher priority.
-        queues = (
-            torch.cuda.default_stream(place),
-            new_stream(place),
-            new_stream(place),
-            new_stream(place, priority=-1),
-        )
-        to_capture = capture_stream(place)
-    except RuntimeError as error:
-        text = str(error).strip().splitlines()[0]
-        raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE,
-            f"Graphics card {name} does not respond ({text}): restart the computer or use --device cpu.",
-        ) from error
-    usable = max(0, free - HEADROOM_BYTES)
-    budget = usable if vram_bytes is None else min(usable, vram_bytes)
-    torch.cuda.set_per_process_memory_fraction(hard_fraction(budget, total), place)
-    log = CopyLog()
-    roles = ("compute", "h2d", "d2h", "small copies")
-    compute, h2d, d2h, small = (
-        CudaStream(f"{name} {role}", queue, clock, log) for role, queue in zip(roles, queues, strict=True)
-    )
-    pinned, pools = PinnedMemory(place), CapturePools(place)
-
-    def allocate(nbytes: int) -> torch.Tensor:
-        memory = aligned(nbytes, place)
-        # torch may return memory that its current stream still uses, while other streams will write to it.
-        torch.cuda.current_stream(place).synchronize()
-        return memory
-
-    def left() -> int:
-        free, _ = torch.cuda.mem_get_info(place)
-        if free < HEADROOM_BYTES // 4:  # what torch keeps for later is of use to others now
-            torch.cuda.empty_cache()
-            free, _ = torch.cuda.mem_get_info(place)
-        return free
-
-    def close() -> None:
-        for stream in (compute, h2d, d2h, small):
-            stream.close()
-        pinned.close()
-
-    return Device(
-        name=name,
-        torch_device=place,
-        memory=MemoryBudget(name, budget, allocate, left, HEADROOM_BYTES),
-        host_memory=pinned,
-        compute_stream=compute,
-        h2d_stream=h2d,
-        d2h_stream=d2h,
-        small_copy_stream=small,
-        copy_log=log,
-        on_close=close,
-        compute_follows_caller=True,
-        new_capture=lambda: CudaCapture(place, to_capture, pools),
-        identity=identity_of(index),
-    )
-
-
 def identity_of(index: int) -> str:
     """What times depend on: the card, its memory, its driver and its link, as far as they are known."""
     properties = torch.cuda.get_device_properties(index)
@@ -257,3 +157,11 @@ def identity_of(index: int) -> str:
 def _is_at(bus: str | None, address: str) -> bool:
     """Whether two PCI addresses are the same; the domain has four or eight digits."""
     return bool(bus and address) and str(bus).lower().zfill(16)[-12:] == address[-12:]
+
+
+def _captures(place: torch.device) -> Callable[[], Capture]:
+    stream, pools = capture_stream(place), CapturePools(place)
+    return lambda: CudaCapture(place, stream, pools)
+
+
+CUDA = CardKind("cuda", torch.cuda, PinnedMemory, identity_of, _captures)

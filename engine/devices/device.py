@@ -123,7 +123,7 @@ def upload(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     From pageable memory, a card's copy would block the caller until all queued work is done, including the wait for an
     expert's weights.
     """
-    if place.type != "cuda":
+    if place.type == "cpu":
         return tensor.to(place)
     return tensor.pin_memory().to(place, non_blocking=True)
 

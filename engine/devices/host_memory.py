@@ -38,6 +38,9 @@ class HostMemory(Protocol):
     def release(self, memory: torch.Tensor) -> None:
         """Unpins memory from `allocate`; it is freed with the last tensor that uses it."""
 
+    def close(self) -> None:
+        """Unpins everything."""
+
 
 class PageableMemory:
     """Pageable memory, for devices without pinning."""
@@ -53,6 +56,9 @@ class PageableMemory:
 
     def release(self, memory: torch.Tensor) -> None:
         """See `HostMemory.release`."""
+
+    def close(self) -> None:
+        """See `HostMemory.close`."""
 
 
 def allocate_host(nbytes: int) -> torch.Tensor:

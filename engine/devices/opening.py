@@ -6,21 +6,38 @@ import contextlib
 from collections.abc import Callable, Iterable
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.devices.card import CardKind, open_card
 from engine.devices.cpu import open_cpu
-from engine.devices.cuda import cuda_count, open_cuda
+from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
+from engine.devices.xpu import XPU
 from engine.hardware.profiles import emulated_cards, profile_names, read_profile
 
 MOST_EMULATED = 8
 """Most emulated devices: each has four threads and uses host memory."""
 
 
+CARD_KINDS: dict[str, CardKind] = {kind.name: kind for kind in (CUDA, XPU)}
+"""By their names in `--device`; the first that is there is what `auto` means."""
+
+
+def automatic() -> str:
+    """What `auto` means: a kind of card that torch can use, or `cpu`."""
+    return next((name for name, kind in CARD_KINDS.items() if kind.count()), "cpu")
+
+
+def card_count(spec: str) -> int:
+    """Number of cards that a name without a number means; 1 for all other names."""
+    kind = CARD_KINDS.get(automatic() if spec == "auto" else spec)
+    return 1 if kind is None else max(1, kind.count())
+
+
 def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
     """Opens the devices named by `spec`; the caller closes them.
 
     Args:
-        spec: `cpu`, `cuda` (every card), `cuda:1`, `emulated:NAME`, or `emulated:NAMEx2` for two of them.
+        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` likewise, `emulated:NAME` or `emulated:NAMEx2` (two).
         vram_bytes: memory budget of each device; ignored for `cpu`.
 
     Raises:
@@ -29,10 +46,11 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
     kind, colon, which = spec.partition(":")
     if spec == "cpu":
         return [open_cpu()]
-    if kind == "cuda" and (not colon or (which.isascii() and which.isdecimal())):
+    cards = CARD_KINDS.get(kind)
+    if cards is not None and (not colon or (which.isascii() and which.isdecimal())):
         # Without a card, opening number 0 raises the right error.
-        indices = [int(which)] if colon else list(range(cuda_count())) or [0]
-        return _open_all(lambda index: open_cuda(index, vram_bytes), indices)
+        indices = [int(which)] if colon else list(range(cards.count())) or [0]
+        return _open_all(lambda index: open_card(cards, index, vram_bytes), indices)
     if kind == "emulated" and which:
         name, count = emulated_cards(spec)
         if not 1 <= count <= MOST_EMULATED:
@@ -41,7 +59,7 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(count))
     raise EngineError(
         ErrorCode.INVALID_REQUEST,
-        f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER or emulated:NAME, "
+        f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER or emulated:NAME, "
         f"where NAME is one of {', '.join(profile_names())}.",
     )
 

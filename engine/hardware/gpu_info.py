@@ -16,6 +16,10 @@ class Vendor(StrEnum):
     OTHER = "other"
 
 
+CARD_NAMES = ("cuda", "xpu")
+"""What torch calls cards, and `--device` does: NVIDIA's and AMD's, and Intel's."""
+
+
 @dataclass(frozen=True, slots=True)
 class GpuInfo:
     """One graphics card, as its driver describes it; unknown values are None.

@@ -60,6 +60,14 @@ class Probe:
         return next((gpu for gpu in self.gpus if not gpu.is_integrated), None)
 
     @property
+    def card_device(self) -> str:
+        """What the engine calls `compute_gpu`; empty without one."""
+        gpu = self.compute_gpu
+        if gpu is None:
+            return ""
+        return "xpu:0" if gpu.vendor is Vendor.INTEL else "cuda:0"
+
+    @property
     def vram_in_use(self) -> int:
         """Bytes of `compute_gpu` in use; 0 without such a card, or if its driver does not tell."""
         gpu = self.compute_gpu

@@ -41,5 +41,5 @@ def choose_torch_kernel(module: Any, layer: LayerRecords, kernels: NativeKernels
 
 def card_note(device: torch.device) -> str:
     """A note for the user if a card computes experts with the slower operators; otherwise empty."""
-    reason = why_not(device) if device.type == "cuda" else None
+    reason = why_not(device) if device.type != "cpu" else None
     return f"The card computes experts with PyTorch's operators, which is slower: {reason}." if reason else ""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.devices.cuda import cuda_count
 from engine.devices.device import Device, Direction, Event
 from engine.devices.host_memory import allocate_host, available_ram
 from engine.devices.memory_budget import MemoryCategory
-from engine.devices.pinned_memory import measure_pinnable
+from engine.devices.pinned_memory import PinnedMemory, measure_pinnable
 from engine.hardware.measured import CopyTime
 from engine.measure.run import NotMeasuredError, Run
 
@@ -85,7 +84,7 @@ class PinnedLimit:
     def __call__(self, run: Run) -> None:
         """See `Measurement`."""
         device = run.needed_device()
-        if device.torch_device.type != "cuda" or not cuda_count():
+        if not isinstance(device.host_memory, PinnedMemory):
             raise NotMeasuredError(f"{device.name} copies from pageable memory just as fast")
         run.check()
         wanted = min(self.wanted_bytes, available_ram())

@@ -65,7 +65,7 @@ class ModelParts:
         if self.tokenizer is not None:
             FOREIGN_TEXT.drop(self.tokenizer)
         opened = self.devices.devices if self.devices is not None else ()
-        on_card = any(device.torch_device.type == "cuda" for device in opened)
+        on_card = any(device.torch_device.type != "cpu" for device in opened)
         # Devices before the bank: what is on its way reads from it.
         for held in (self.foresight, self.devices, self.bank, self.disk_backed):
             if held is not None:
@@ -76,7 +76,7 @@ class ModelParts:
             self.kernels.close()
             self.kernels = None
         if on_card:
-            torch.cuda.empty_cache()
+            torch.accelerator.empty_cache()
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ from engine.checkpoint.usage import read_usage
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import measured_as
+from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.measured import Measurements, changes, described, load_measurements, machine_profile
 from engine.hardware.other_programs import busy_now
@@ -101,7 +102,7 @@ def look_at_machine(setting: str = "auto", device: str | None = None) -> Machine
     if device is None:
         device = _device(probe, setting)
     measured = load_measurements(probe, device)
-    if measured is None and device.startswith("cuda") and setting == "auto":
+    if measured is None and device.startswith(CARD_NAMES) and setting == "auto":
         # An engine that cannot use the card measures without it.
         without = load_measurements(probe, "")
         if without is not None:
@@ -196,7 +197,9 @@ def changes_since(probe: Probe, device: str = "") -> tuple[str, ...]:
 
 
 def _device(probe: Probe, setting: str) -> str:
-    if setting in ("auto", "cuda"):
+    if setting in CARD_NAMES:
+        return f"{setting}:0"
+    if setting == "auto":
         gpu = probe.compute_gpu
-        return "cuda:0" if setting == "cuda" or (gpu is not None and gpu.total_bytes) else ""
+        return probe.card_device if gpu is not None and gpu.total_bytes else ""
     return "" if setting == "cpu" else setting

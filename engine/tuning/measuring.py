@@ -122,11 +122,10 @@ def _tell(progress: MeasurementProgress, on_progress: OnMeasured) -> None:
 
 def _device_spec(config: EngineConfig) -> str:
     """One device: of several equal ones, the first."""
-    from engine.devices.cuda import cuda_count
+    from engine.devices.opening import CARD_KINDS, automatic
 
-    if config.device in ("auto", "cuda"):
-        return "cuda:0" if cuda_count() or config.device == "cuda" else "cpu"
-    return config.device
+    name = automatic() if config.device == "auto" else config.device
+    return f"{name}:0" if name in CARD_KINDS else name
 
 
 def _good_enough(kept: Measurements | None, kind: TuningKind) -> Measurements | None:

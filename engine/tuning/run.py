@@ -19,6 +19,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.formats import LADDER
+from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.measured import Measurements, described, machine_profile, save_measurements
 from engine.hardware.other_programs import OtherPrograms, Share, is_busy
 from engine.hardware.probe import Probe
@@ -355,5 +356,5 @@ def _threads(probe: Probe, measurements: Measurements) -> tuple[int, ...]:
 
 def _others(probe: Probe, device: str) -> Limits:
     """Memory used by other programs; an emulated device is not shared."""
-    vram = probe.vram_in_use if device.startswith("cuda") else 0
+    vram = probe.vram_in_use if device.startswith(CARD_NAMES) else 0
     return Limits(vram_of_others=vram, ram_of_others=probe.ram_in_use)

@@ -81,7 +81,7 @@ def gpu_findings(hardware: Probe) -> list[Finding]:
 
 def proof_findings(hardware: Probe) -> list[Finding]:
     """Whether torch computes on the cards that it sees, where it is built for cards; takes seconds there."""
-    if hardware.compute_gpu is None or (torch_cuda_version() is None and torch_hip_version() is None):
+    if hardware.compute_gpu is None or not any((torch_cuda_version(), torch_hip_version(), torch_xpu_version())):
         return []
     name, proofs = "card's arithmetic", prove_cards()
     if proofs is None:
@@ -99,8 +99,13 @@ def proof_findings(hardware: Probe) -> list[Finding]:
 def _gpu_finding(gpu: GpuInfo) -> Finding:
     detail = _described(gpu)
     cuda = torch_cuda_version()
-    if gpu.is_integrated or gpu.vendor not in (Vendor.NVIDIA, Vendor.AMD):
+    if gpu.is_integrated or gpu.vendor not in (Vendor.NVIDIA, Vendor.AMD, Vendor.INTEL):
         return Finding("graphics card", Status.OK, f"{detail}; models do not run on it.")
+    if gpu.vendor is Vendor.INTEL:
+        if torch_xpu_version() is not None:
+            return Finding("graphics card", Status.OK, f"{detail}; torch is built for XPU.")
+        detail += "; the installed torch was built without XPU, so the card is not used."
+        return Finding("graphics card", Status.ADVICE, detail, f"{_REINSTALL} It chooses torch's build for Arc cards.")
     if gpu.vendor is Vendor.AMD:
         if torch_hip_version() is not None:
             return Finding("graphics card", Status.OK, f"{detail}; torch is built for ROCm.")
@@ -165,7 +170,7 @@ def folder_findings(hardware: Probe) -> list[Finding]:
 
 def measurement_findings(hardware: Probe) -> list[Finding]:
     """Whether this machine's measurements are up to date; nothing if it was never measured."""
-    device = "" if hardware.compute_gpu is None else "cuda:0"
+    device = hardware.card_device
     if (known := load_measurements(hardware, device)) is not None:
         detail = " ".join((f"{known.kind}, on {known.taken_at[:10]}.", *known.notes))
         return [Finding("measurements", Status.OK, detail)]
@@ -182,6 +187,11 @@ def torch_cuda_version() -> str | None:
 def torch_hip_version() -> str | None:
     """The same for ROCm."""
     return _torch_built_for("hip")
+
+
+def torch_xpu_version() -> str | None:
+    """The same for Intel's cards: the version of SYCL."""
+    return _torch_built_for("xpu")
 
 
 def _torch_built_for(toolkit: str) -> str | None:

@@ -73,9 +73,9 @@ def breaker(text: str) -> str:
 
 def device_name(text: str) -> str:
     """A value of `EngineConfig.device`; whether the device exists is checked when a model is loaded."""
-    if text in ("auto", "cpu", "cuda") or re.fullmatch(r"cuda:\d+|emulated:[\w.-]+", text, re.ASCII):
+    if text in ("auto", "cpu", "cuda", "xpu") or re.fullmatch(r"(cuda|xpu):\d+|emulated:[\w.-]+", text, re.ASCII):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda or emulated:NAME")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda, xpu or emulated:NAME")
 
 
 def add_kv_precision(parser: argparse._ActionsContainer) -> None:
@@ -96,7 +96,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=device_name,
         default="auto",
         metavar="D",
-        help="auto, cpu, cuda or emulated:NAME",
+        help="auto, cpu, cuda, xpu or emulated:NAME",
     )
     group.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
     group.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 512MiB")

@@ -79,7 +79,7 @@ def this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
     from engine.tuning.machine_look import MachineLook
 
     found = probe()
-    card = "" if found.compute_gpu is None or not limits.use_card else "cuda:0"
+    card = found.card_device if limits.use_card else ""
     measured = load_measurements(found, card)
     limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use, cpu_of_others=busy_now())
     return MachineLook(found, card, measured, machine_profile(found, measured)), limits

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.devices import cuda
-from engine.devices.cuda import HEADROOM_BYTES, CapturePools, CudaCapture, hard_fraction, identity_of
+from engine.devices.card import HEADROOM_BYTES, hard_fraction
+from engine.devices.cuda import CapturePools, CudaCapture, identity_of
 from engine.hardware.gpu_info import GpuInfo
 
 PLACE = torch.device("cuda", 1)

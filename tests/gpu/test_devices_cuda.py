@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices import cuda_stream
-from engine.devices.cuda import open_cuda
+from engine.devices import card_stream
+from engine.devices.card import open_card
+from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.devices.opening import open_devices
@@ -24,7 +25,7 @@ MB = 2**20
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    with open_cuda(vram_bytes=512 * MB) as device:
+    with open_card(CUDA, vram_bytes=512 * MB) as device:
         yield device
 
 
@@ -39,7 +40,7 @@ def test_the_budget_is_enforced_below_what_the_card_has(device: Device) -> None:
 
 
 def test_a_refusal_of_the_card_is_one_of_the_budget() -> None:
-    with open_cuda() as device:
+    with open_card(CUDA) as device:
         device.memory.limit(2**50)
         with pytest.raises(DeviceMemoryError, match="refused"):
             device.memory.allocate(2**45, MemoryCategory.EXPERTS)
@@ -119,7 +120,7 @@ def test_pinning_is_measured_in_a_child() -> None:
 def test_spans_stay_on_the_hosts_clock_when_the_anchor_is_renewed(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_stream, "_ANCHOR_AGE_S", 0.0)
+    monkeypatch.setattr(card_stream, "_ANCHOR_AGE_S", 0.0)
     for _ in range(20):
         before = time.perf_counter()
         event = device.compute_stream.submit(lambda: torch.ones(1000, device=device.torch_device).sum())

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.devices.cuda import open_cuda
+from engine.devices.card import open_card
+from engine.devices.cuda import CUDA
 from engine.devices.memory_budget import MemoryCategory
 from tests.engine.graph_cases import FAMILIES, check_conversation, graphs_of
 from tests.engine.on_devices import MIB, PROMPT, answer, chatting, memory_use, opened, reference
@@ -57,7 +58,7 @@ def test_what_graphs_hold_is_counted_and_given_back(folder: Path) -> None:
 
 
 def test_a_capture_that_fails_leaves_the_card_as_it_was() -> None:
-    with open_cuda(vram_bytes=64 * MIB) as device:
+    with open_card(CUDA, vram_bytes=64 * MIB) as device:
         assert device.new_capture is not None
         x = torch.ones(8, device=device.torch_device)
         capture = device.new_capture()

@@ -105,6 +105,20 @@ def test_an_amd_card(
     assert (finding.status, words in finding.detail) == (status, True)
 
 
+@pytest.mark.parametrize(
+    ("xpu", "status", "words"), [("20250302", Status.OK, "for XPU"), (None, Status.ADVICE, "without")]
+)
+def test_an_intel_card(
+    monkeypatch: pytest.MonkeyPatch, machine: Probe, xpu: str | None, status: Status, words: str
+) -> None:
+    monkeypatch.setattr(doctor_checks, "torch_xpu_version", lambda: xpu)
+    arc = replace(RADEON, name="Intel Arc B580", vendor=Vendor.INTEL, driver="xe")
+    with_card = replace(machine, gpus=(arc,), gpu_note="")
+    (finding,) = doctor_checks.gpu_findings(with_card)
+    assert (finding.status, words in finding.detail) == (status, True)
+    assert with_card.card_device == "xpu:0"
+
+
 def test_graphics_of_the_processor_are_no_card(machine: Probe) -> None:
     first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
     assert "do not run" in first.detail

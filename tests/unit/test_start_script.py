@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +145,52 @@ def test_the_build_for_amd_cards() -> None:
     assert label(["gfx1031"])[0] == "cpu"
     assert "gfx1031" in label(["gfx1031"])[1]
     assert "usermod" in label(["gfx1100"], may=False)[1]
+
+
+@pytest.mark.parametrize(
+    ("system", "amd", "label"),
+    [("Linux", [], "xpu"), ("Windows", ["gfx1100"], "xpu"), ("Linux", ["gfx1100"], "rocm7.2"), ("Darwin", [], "cpu")],
+)
+def test_the_build_for_intel_cards(system: str, amd: list[str], label: str) -> None:
+    assert steps_torch.choose(system, [], amd, ["e20b"]).build.label == label
+    assert steps_torch.choose(system, [nvidia("RTX 4090", "580.65.06", 8, 9)], amd, ["e20b"]).build.label == "cu130"
+
+
+def test_intel_cards_with_memory_of_their_own(tmp_path: Path) -> None:
+    numbers = {
+        "0": ("0x8086", "0xE20B"),
+        "1": ("0x8086", "0x4680"),
+        "2": ("0x10de", "0x5600"),
+        "3": ("0x8086", "0x56a0"),
+    }
+    for number, (vendor, device) in numbers.items():
+        folder = tmp_path / f"card{number}" / "device"
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(vendor + "\n")
+        (folder / "device").write_text(device + "\n")
+    (tmp_path / "card4").mkdir()  # a screen of no card
+    assert steps_torch.intel_cards(tmp_path) == ["e20b", "56a0"]
+    assert steps_torch.intel_cards(tmp_path / "nothing") == []
+
+
+def test_intel_cards_in_the_registry_of_windows() -> None:
+    cards = {0: "PCI\\VEN_8086&DEV_E20B&SUBSYS_1", 1: "pci\\ven_8086&dev_a780", 2: "pci\\ven_10de&dev_2684"}
+
+    class Registry:
+        HKEY_LOCAL_MACHINE = None
+
+        @staticmethod
+        def OpenKey(_root: None, path: str) -> Any:
+            if int(path[-4:]) not in cards:
+                raise FileNotFoundError
+            return contextlib.nullcontext(cards[int(path[-4:])])
+
+        @staticmethod
+        def QueryValueEx(key: str, name: str) -> tuple[str, int]:
+            assert name == "MatchingDeviceId"
+            return key, 1
+
+    assert steps_torch._in_registry(Registry) == ["e20b", "a780"]
 
 
 def test_the_build_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:

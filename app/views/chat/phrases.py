@@ -11,6 +11,7 @@ from app.services.settings import STARTER
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
+from engine.hardware.gpu_info import CARD_NAMES
 
 translate = QCoreApplication.translate
 
@@ -139,5 +140,5 @@ def device_text(model: ModelInfo) -> str:
     )
     if model.device == "cpu":
         return f"{translate('Chat', 'CPU')} · {threads}"
-    name = translate("Chat", "GPU") if model.device.startswith("cuda") else model.device
+    name = translate("Chat", "GPU") if model.device.startswith(CARD_NAMES) else model.device
     return f"{name} + {translate('Chat', 'CPU')} · {threads}" if model.experts else name

@@ -10,6 +10,7 @@ from app.services.engine_client import EngineClient, EngineState
 from app.widgets.memory_bar import MemoryShare
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.common.model_info import ModelInfo
+from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.probe import GpuInfo, Probe
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import Telemetry
@@ -170,7 +171,7 @@ class MachineFooter(QWidget):
 
     def _on_gpu(self) -> bool:
         model = self._client.model
-        return model is not None and model.device.startswith("cuda")
+        return model is not None and model.device.startswith(CARD_NAMES)
 
     def _on_state(self, state: EngineState) -> None:
         if state in (EngineState.DIED, EngineState.STOPPED):
@@ -181,7 +182,9 @@ class MachineFooter(QWidget):
     def _say_where(self, _info: ModelInfo | None = None) -> None:
         model = self._client.model
         if model is not None:
-            device = "CPU" if model.device.startswith("cpu") else model.device.replace("cuda", "GPU")
+            device = model.device
+            for name, said in (("cpu", "CPU"), *((card, "GPU") for card in CARD_NAMES)):
+                device = device.replace(name, said)
             threads = self.tr("1 thread") if model.threads == 1 else self.tr("{0} threads").format(model.threads)
             tuned = " · " + self.tr("tuned") if model.is_tuned else ""
             text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"

@@ -44,6 +44,8 @@ def kernels_of(device: torch.device) -> CardKernels | None:
 
 def why_not(device: torch.device) -> str | None:
     """Why no kernels run on a device, in a few words; `None` if some do."""
+    if device.type == "xpu":
+        return "there are none for Intel's cards yet"
     if device.type != "cuda":
         return "it is not a graphics card"
     chosen = _chosen(_index_of(device))

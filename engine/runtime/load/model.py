@@ -16,10 +16,9 @@ from engine.common.config import EngineConfig
 from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
-from engine.devices.cuda import cuda_count
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.devices.opening import open_devices
+from engine.devices.opening import automatic, open_devices
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.sites import ExpertsSite, verify
 from engine.families.replies.thinking import may_think, template_text, thinking_choices
@@ -58,7 +57,7 @@ def open_compute_devices(config: EngineConfig) -> list[Device]:
     """
     name = config.device
     if name == "auto":
-        name = "cuda" if cuda_count() else "cpu"
+        name = automatic()
     if name == "cpu":
         return []
     return open_devices(name, config.vram_bytes)

@@ -1,4 +1,7 @@
-"""CUDA streams and events behind the common interface, their times converted to the host's clock."""
+"""Streams and events of cards behind the common interface, their times converted to the host's clock.
+
+`torch.cuda` and `torch.xpu` have the same names for the same things; a `TorchCards` says which of them is meant.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -17,26 +22,37 @@ from engine.devices.failures import as_engine_error, closed_error, fresh
 from engine.devices.sleeping import sleep_until
 
 _ANCHOR_AGE_S = 10.0
-"""CUDA reports elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
+"""Cards report elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
+
+
+class TorchCards(Protocol):
+    """As much of `torch.cuda` and `torch.xpu` as streams need."""
+
+    def Event(self, *, enable_timing: bool) -> Any: ...
+
+    def Stream(self, device: torch.device, *, priority: int) -> Any: ...
+
+    def stream(self, stream: Any) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
     """An event with a known time on the host's clock."""
 
-    event: torch.cuda.Event
+    event: Any
     at_s: float
 
-    def host_s(self, event: torch.cuda.Event) -> float:
+    def host_s(self, event: Any) -> float:
         """The time of `event` on `time.perf_counter`'s clock; it must be done, and later than the anchor."""
         return self.at_s + float(self.event.elapsed_time(event)) / 1e3
 
 
-class CudaClock:
+class CardClock:
     """Anchors for one card, accurate to a few microseconds, on a stream without other work."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = new_stream(device, priority=-1)
+    def __init__(self, cards: TorchCards, device: torch.device) -> None:
+        self._cards = cards
+        self._stream = cards.Stream(device, priority=-1)
         self._lock = threading.Lock()
         self._anchor = self._take()
 
@@ -53,22 +69,12 @@ class CudaClock:
         return self._anchor
 
     def _take(self) -> Anchor:
-        event = new_event()
+        event = self._cards.Event(enable_timing=True)
         self._stream.synchronize()
         before_s = time.perf_counter()
         event.record(self._stream)
         event.synchronize()
         return Anchor(event, (before_s + time.perf_counter()) / 2)
-
-
-def new_event() -> torch.cuda.Event:
-    """An event with timing enabled."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
-    """A stream of the device; a lower number has precedence."""
-    return torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
 
 _POLL_S = 50e-6
@@ -77,7 +83,7 @@ Copied = tuple[Direction, int, tuple[torch.Tensor, torch.Tensor]]
 """Direction, bytes, and the tensors to keep alive until the copy has ended: torch does not know that it uses them."""
 
 
-class CudaEvent:
+class CardEvent:
     """See `engine.devices.device.Event`.  Work submitted to a card cannot be cancelled."""
 
     def __init__(self, stream: str, copy_log: CopyLog, copied: Copied | None) -> None:
@@ -85,11 +91,11 @@ class CudaEvent:
         self._copy_log = copy_log
         self._copied = copied
         self._lock = threading.Lock()
-        self._marks: tuple[Anchor, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._marks: tuple[Anchor, Any, Any] | None = None
         self._span: tuple[float, float] | None = None
         self._failure: EngineError | None = None
 
-    def recorded(self, anchor: Anchor, start: torch.cuda.Event, end: torch.cuda.Event) -> None:
+    def recorded(self, anchor: Anchor, start: Any, end: Any) -> None:
         """Called by the stream: start and end of the work are in its queue."""
         self._marks = anchor, start, end
 
@@ -100,8 +106,8 @@ class CudaEvent:
             self._failure, self._span, self._copied = error, (now_s, now_s), None
 
     @property
-    def end(self) -> torch.cuda.Event | None:
-        """The event that other CUDA streams wait for; None if the work failed before it was queued."""
+    def end(self) -> Any | None:
+        """The event that other streams of cards wait for; None if the work failed before it was queued."""
         return None if self._marks is None else self._marks[2]
 
     def done(self) -> bool:
@@ -111,7 +117,7 @@ class CudaEvent:
         if self._marks is None:
             return False
         try:
-            if not self._marks[2].query():  # type: ignore[no-untyped-call]
+            if not self._marks[2].query():
                 return False
             self._settle()
         except RuntimeError as error:
@@ -175,11 +181,12 @@ class CudaEvent:
             self._span = started_s, ended_s
 
 
-class CudaStream(RecordedStream):
+class CardStream(RecordedStream):
     """See `engine.devices.device.Stream`.  Work is called immediately; its launches go to this stream."""
 
-    def __init__(self, name: str, stream: torch.cuda.Stream, clock: CudaClock, copy_log: CopyLog) -> None:
+    def __init__(self, name: str, stream: Any, cards: TorchCards, clock: CardClock, copy_log: CopyLog) -> None:
         super().__init__(name)
+        self._cards = cards
         self._queue = stream
         self._clock = clock
         self._copy_log = copy_log
@@ -187,7 +194,7 @@ class CudaStream(RecordedStream):
         self._failure: EngineError | None = None
         self._closed = False
         # Copies possibly without a waiter: they keep their tensors alive, and are logged once they are seen to be done.
-        self._in_flight: deque[CudaEvent] = deque()
+        self._in_flight: deque[CardEvent] = deque()
 
     @property
     def failure(self) -> EngineError | None:
@@ -201,20 +208,20 @@ class CudaStream(RecordedStream):
         def move() -> None:
             destination.copy_(source, non_blocking=True)
             for tensor in (destination, source):
-                if tensor.is_cuda:
+                if tensor.device.type != "cpu":
                     tensor.record_stream(self._queue)
 
         with torch.inference_mode():
             return self._run(move, (taken, source.nbytes, (destination, source)))
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`.  Blocks on events that are not CUDA's."""
+        """See `Stream.wait`.  Blocks on events of other devices."""
         with self._turn:
             self._require_open()
             if self._failure is not None:
                 return
             try:
-                if isinstance(event, CudaEvent) and event.failure is None and event.end is not None:
+                if isinstance(event, CardEvent) and event.failure is None and event.end is not None:
                     self._queue.wait_event(event.end)
                 else:
                     event.wait()
@@ -256,18 +263,18 @@ class CudaStream(RecordedStream):
         with self._turn:
             self._require_open()
             self._forget_ended()
-            event = CudaEvent(self.name, self._copy_log, copied)
+            event = CardEvent(self.name, self._copy_log, copied)
             if self._failure is not None:
                 event.fail(self._failure)
                 return event
             try:
                 anchor = self._clock.anchor()
-                start = end = new_event()
+                start = end = self._cards.Event(enable_timing=True)
                 start.record(self._queue)
                 if work is not None:
-                    with torch.cuda.stream(self._queue):
+                    with self._cards.stream(self._queue):
                         work()
-                    end = new_event()
+                    end = self._cards.Event(enable_timing=True)
                     end.record(self._queue)
             except Exception as error:
                 self._failure = as_engine_error(error, self.name)
@@ -288,6 +295,7 @@ class CudaStream(RecordedStream):
 
 
 def _direction(destination: torch.Tensor, source: torch.Tensor) -> Direction:
-    if destination.is_cuda == source.is_cuda:
+    into, out_of = (tensor.device.type != "cpu" for tensor in (destination, source))
+    if into == out_of:
         return Direction.D2D
-    return Direction.H2D if destination.is_cuda else Direction.D2H
+    return Direction.H2D if into else Direction.D2H

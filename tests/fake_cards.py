@@ -1,0 +1,102 @@
+"""As much of `torch.cuda` and `torch.xpu` as a device needs; the CPU is the card, and work ends before it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+class Event:
+    """Done once recorded."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_s = 0.0
+
+    def record(self, _stream: Stream) -> None:
+        self.at_s = time.perf_counter()
+
+    def query(self) -> bool:
+        return self.at_s > 0.0
+
+    def synchronize(self) -> None:
+        assert self.query()
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.at_s - self.at_s) * 1e3
+
+
+class Stream:
+    """Never has anything in flight."""
+
+    def __init__(self, _device: torch.device | None = None, *, priority: int = 0) -> None:
+        self.priority = priority
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+
+    def wait_stream(self, _other: Stream) -> None: ...
+
+
+@dataclass
+class FakeCards:
+    """In the place of `torch.cuda` or `torch.xpu`.
+
+    Attributes:
+        names: of the cards.
+        free, total: bytes of each.
+        fraction: the part of its memory that torch may allocate, as it was last set.
+        emptied: how often torch's unused memory was given back.
+    """
+
+    names: list[str] = field(default_factory=lambda: ["Fake"])
+    free: int = 4 * GIB
+    total: int = 5 * GIB
+    fraction: float = 0.0
+    emptied: int = 0
+    broken: str = ""
+    Event: type[Event] = Event
+    Stream: type[Stream] = Stream
+
+    def is_available(self) -> bool:
+        return bool(self.names)
+
+    def device_count(self) -> int:
+        return len(self.names)
+
+    def get_device_name(self, index: int) -> str:
+        return self.names[index]
+
+    def get_device_properties(self, index: int) -> Any:
+        return SimpleNamespace(name=self.names[index], total_memory=self.total, driver_version="1.6")
+
+    def get_arch_list(self) -> list[str]:
+        return ["fake"]
+
+    def mem_get_info(self, _place: torch.device) -> tuple[int, int]:
+        if self.broken:
+            raise RuntimeError(self.broken)
+        return self.free, self.total
+
+    def set_per_process_memory_fraction(self, fraction: float, _place: torch.device) -> None:
+        self.fraction = fraction
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def current_stream(self, place: torch.device | None = None) -> Stream:
+        return Stream(place)
+
+    @contextlib.contextmanager
+    def stream(self, _stream: Stream) -> Iterator[None]:
+        yield
