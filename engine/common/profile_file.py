@@ -70,7 +70,7 @@ class ProfileFile:
             return None
         if not isinstance(value, dict):
             raise refused(self.path, f"has no object {self.prefix + key!r}")
-        return ProfileFile(self.path, value, f"{key}.")
+        return ProfileFile(self.path, value, f"{self.prefix}{key}.")
 
     def text(self, key: str) -> str:
         """A text that is not empty."""

@@ -176,12 +176,20 @@ def read_machine(name: str, folder: Path | None = None) -> HardwareProfile:
         EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
     path = find_profile(name, folder or machines_dir(), machine_names(folder), "machine")
-    file = ProfileFile(path)
+    return machine_in(ProfileFile(path), path.stem)
+
+
+def machine_in(file: ProfileFile, name: str) -> HardwareProfile:
+    """The machine that a JSON object describes.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` if it has invalid values.
+    """
     gpu = file.part("gpu", optional=True)
     link, cpu = file.part("link"), file.part("cpu")
     power = file.part("power", optional=True)
     return HardwareProfile(
-        name=path.stem,
+        name=name,
         description=file.text("description"),
         source=file.text("source"),
         gpu=None

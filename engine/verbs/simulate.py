@@ -1,4 +1,4 @@
-"""`switchyard simulate`: predicted timelines and speeds, and the figures of five papers against predictions."""
+"""`switchyard simulate`: predicted timelines and speeds; figures of five papers and of other programs, predicted."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from engine.verbs.output import emit
 
 if TYPE_CHECKING:
     from engine.planner.papers.row import PublishedCell
+    from engine.planner.rivals.report import ComparedSpeed
     from engine.planner.simulator.outcome import Outcome
     from engine.planner.simulator.requests import Setting
 
@@ -22,8 +23,13 @@ _MOST_SPANS = 20_000
 
 def add_parser(subparsers: Any) -> None:
     """Mount the verb."""
-    parser = subparsers.add_parser("simulate", help="predicted timeline and speed; the papers' figures")
-    parser.add_argument("what", nargs="?", choices=["papers"], help="papers: all published figures and predictions")
+    parser = subparsers.add_parser("simulate", help="predicted timeline and speed; published figures, predicted")
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=["papers", "rivals"],
+        help="papers: figures of five papers beside predictions; rivals: published speeds of other programs beside them",
+    )
     parser.add_argument("--model", metavar="M", help="model profile: a name in resources/models, or a JSON file")
     parser.add_argument("--hardware", metavar="P", help="machine profile: a name in resources/machines, or a JSON file")
     parser.add_argument(
@@ -47,7 +53,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulates and reports; see `add_parser`."""
-    return _papers(as_json=args.json) if args.what else _workload(args)
+    shown = {"papers": _papers, "rivals": _rivals}.get(args.what)
+    return _workload(args) if shown is None else shown(as_json=args.json)
 
 
 def _papers(*, as_json: bool) -> int:
@@ -57,6 +64,45 @@ def _papers(*, as_json: bool) -> int:
     content = document(rows)
     emit(content, as_json=as_json, human=lambda: _table(rows, content))
     return 0
+
+
+def _rivals(*, as_json: bool) -> int:
+    from engine.planner.rivals.report import all_speeds, document
+
+    speeds = all_speeds()
+    content = document(speeds)
+    emit(content, as_json=as_json, human=lambda: _speeds(speeds, content))
+    return 0
+
+
+def _speeds(speeds: list[ComparedSpeed], content: dict[str, Any]) -> str:
+    lines = [f"{'':2}{'published':>11} {'predicted':>11} {'ratio':>6}  tokens/s; * the factors were chosen with it"]
+    group = None
+    for speed in speeds:
+        published = speed.published
+        if group != (group := (published.program, published.group, published.source)):
+            lines.append(f"\n{published.program}: {published.group}\n{'':4}{published.source}, by {published.by}")
+        mark = "*" if speed.fitted else " "
+        numbers = f"{published.tokens_per_s:11.4g} {speed.tokens_per_s:11.4g} {speed.ratio:6.2f}"
+        lines.append(f"{mark} {numbers}  {published.result}")
+        lines += [f"{'':34}({published.note})"] if published.note else []
+    error = content["median_error"]
+    lines.append(
+        f"\nMedian error: {error['all']:.1%} of {len(speeds)} results; {error['fitted']:.1%} of the half that the "
+        f"factors were chosen with, {error['others']:.1%} of the other half."
+    )
+    lines.append(
+        f"Order within what each source compares: {content['pairs_right']} of {content['pairs']} pairs right. Not in:"
+    )
+    lines += [
+        f"  {each['right']} of {each['pairs']} right: {each['group']}"
+        for each in content["orders"]
+        if each["right"] < each["pairs"]
+    ]
+    lines.append("Factors, the same for all programs and machines:")
+    lines += [f"  {each['name']} = {each['value']:g}: {each['meaning']}" for each in content["factors"]]
+    lines.append("What sources leave open is assumed from data sheets (--json says what).")
+    return "\n".join(lines)
 
 
 def _table(rows: list[PublishedCell], content: dict[str, Any]) -> str:
