@@ -28,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
         "what",
         nargs="?",
         choices=["papers", "rivals"],
-        help="papers: figures of five papers beside predictions; rivals: published speeds of other programs beside them",
+        help="papers: figures of five papers, and predictions; rivals: speeds of other programs, and predictions",
     )
     parser.add_argument("--model", metavar="M", help="model profile: a name in resources/models, or a JSON file")
     parser.add_argument("--hardware", metavar="P", help="machine profile: a name in resources/machines, or a JSON file")

@@ -39,6 +39,25 @@ def test_papers_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "operator_s" in text
 
 
+def test_rivals(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, "simulate", "rivals")
+    fields = {"program", "result", "model", "machine", "published", "predicted", "ratio", "source", "note"}
+    assert all(fields <= row.keys() for row in document["results"])
+    for row in document["results"]:
+        assert row["ratio"] == pytest.approx(row["predicted"] / row["published"], rel=1e-3)
+    assert set(document["median_error"]) == {"all", "fitted", "others"}
+    assert document["pairs_right"] <= document["pairs"]
+
+
+def test_rivals_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["simulate", "rivals"]) == 0
+    text = capsys.readouterr().out
+    assert "Strata: RTX 5070\n    https://" in text
+    assert "Median error" in text
+    assert "pairs right" in text
+    assert "handover_s" in text
+
+
 def test_all_policies_and_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     document = told(capsys, *_CELL)
     assert document["policy"].startswith("Switchyard")
