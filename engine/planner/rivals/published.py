@@ -17,6 +17,7 @@ from engine.hardware.machine import HardwareProfile, machine_in
 
 WAYS = ("cpu", "fetch", "mixed", "processor")
 POLICIES = ("lru", "static")
+_SHARES, _NUMBERS = ("hits", "disk_share", "accepted"), ("tokens_per_step", "reserved_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +148,14 @@ def _speed(
         raise refused(file.path, f"has no machine {file.text('machine')!r}, which {file.prefix}machine names")
     method = _method(file.part("method"))
     shape = shapes.get(file.text("model")) or read_model(file.text("model"))
-    values = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    values: dict[str, Any] = {field.name: getattr(shape, field.name) for field in fields(shape)}
     values["experts_per_token"] = method.experts_per_token or shape.experts_per_token
-    bits = {name: file.number(name, 0.5, 32) for name in ("expert_bits", "other_bits")}
+    values |= {name: file.number(name, 0.5, 32) for name in ("expert_bits", "other_bits")}
     return PublishedSpeed(
         program=file.text("program"),
         group=file.text("group"),
         result=file.text("result"),
-        model=SizedModel(**values, **bits),
+        model=SizedModel(**values),
         machine=machine,
         method=method,
         tokens_per_s=file.number("published", 1e-3, 1e5),
@@ -172,18 +173,12 @@ def _method(file: ProfileFile) -> Method:
     way, policy = file.text("way"), content.get("policy", "lru")
     if way not in WAYS or policy not in POLICIES:
         raise refused(file.path, f"has a {file.prefix}way or policy that does not exist")
-    shares = {name: file.number(name, 0, 1) for name in ("hits", "disk_share", "accepted") if name in content}
-    counts = {
-        name: file.whole(name, 0, 10**7)
-        for name in ("slots", "whole_layers", "experts_per_token", "context", "threads")
-        if name in content
-    }
-    others = {name: file.number(name, 0, 1000) for name in ("tokens_per_step", "reserved_gb") if name in content}
-    return Method(
-        way=way,
-        policy=str(policy),
-        reads_ahead=bool(content.get("reads_ahead", False)),
-        **shares,
-        **counts,  # type: ignore[arg-type]
-        **others,
-    )
+    values: dict[str, Any] = {"way": way, "policy": policy, "reads_ahead": content.get("reads_ahead", False) is True}
+    for name in sorted(set(content) - set(values)):
+        if name in _SHARES:
+            values[name] = file.number(name, 0.01 if name == "accepted" else 0, 1)
+        elif name in _NUMBERS:
+            values[name] = file.number(name, 0, 1000)
+        else:
+            values[name] = file.whole(name, 0, 10**7)
+    return Method(**values)
