@@ -1,7 +1,10 @@
-"""A whole file in memory of our own, read on threads.  No torch here: reading begins before that is imported.
+"""A whole file in memory, read on threads.  No torch here: reading begins before that is imported.
 
-What the page cache holds is copied from it, everything else is read past it: through it, each byte would take a page
-that is used once, and twice the processor's time.
+Where the page cache holds files in huge pages (Linux, on some file systems), the file is mapped: what is cached is
+there at once, everything else is read without a copy, and computing with it is as fast as with memory of our own.
+
+Elsewhere it is copied into memory of our own: from the page cache what that holds, everything else past it. Through it,
+each byte would take a page that is used once, and twice the processor's time.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import threading
 from pathlib import Path
 
 from engine.experts.direct_file import DirectFile
+from engine.experts.mapped_file import map_file
 from engine.experts.mapped_memory import map_in_huge_pages
 
 _PIECE = 8 * 2**20
@@ -41,11 +45,15 @@ class FileImage:
         try:
             self._status = os.fstat(self._file.descriptor)
             size = self._status.st_size
-            mapped, skip = map_in_huge_pages(size)
+            self._mapped = map_file(self._file.descriptor, size)
+            if self._mapped is not None:
+                self.bytes = memoryview(self._mapped.memory)
+            else:
+                memory, skip = map_in_huge_pages(size)
+                self.bytes = memoryview(memory)[skip : skip + size]
         except BaseException:
             self._file.close()
             raise
-        self.bytes = memoryview(mapped)[skip : skip + size]
         self._pieces = -(-size // _PIECE)
         self._begun = self._whole = 0
         self._apart = set[int]()
@@ -60,7 +68,9 @@ class FileImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that are used so far."""
+        """Bytes of RAM of our own that are used so far: the system counts what it has cached as available."""
+        if self._mapped is not None:
+            return 0
         with self._changed:
             return min((self._whole + len(self._apart)) * _PIECE, len(self.bytes))
 
@@ -99,9 +109,12 @@ class FileImage:
             begin = piece * _PIECE
             target = self.bytes[begin : begin + _PIECE]
             try:
-                cached = self._file.read_cached(begin, target)
-                if cached < len(target):
-                    self._file.read_into(begin + cached, target[cached:])
+                if self._mapped is not None:
+                    self._mapped.read(begin, len(target))
+                else:
+                    cached = self._file.read_cached(begin, target)
+                    if cached < len(target):
+                        self._file.read_into(begin + cached, target[cached:])
             except EOFError:
                 self._fail(OSError(0, "the file is cut short"))
             except OSError as error:
