@@ -59,11 +59,12 @@ class MappedFile:
 
 def map_file(descriptor: int, nbytes: int) -> MappedFile | None:
     """The open file mapped; None where it does not come in huge pages, or is too small to tell."""
-    if sys.platform != "linux" or nbytes < 2 * _TRIED:
+    if sys.platform != "linux" or nbytes < 4 * _TRIED:
         return None
     try:
         mapped = MappedFile(descriptor, nbytes)
-        mapped.read(0, _TRIED)
+        # Not at its beginning: whoever has read its header has had the system read ahead, in small pages.
+        mapped.read(nbytes // 2 // HUGE * HUGE, _TRIED)
         return mapped if mapped.huge_bytes() >= _ENOUGH * _TRIED else None
     except (OSError, ValueError):  # what is wrong with the file is told when it is read
         return None
