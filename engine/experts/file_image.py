@@ -45,7 +45,7 @@ class FileImage:
         try:
             self._status = os.fstat(self._file.descriptor)
             size = self._status.st_size
-            self._mapped = map_file(self._file.descriptor, size)
+            self._mapped = map_file(path, self._file.descriptor, size)
             if self._mapped is not None:
                 self.bytes = memoryview(self._mapped.memory)
             else:
@@ -68,9 +68,9 @@ class FileImage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM of our own that are used so far: the system counts what it has cached as available."""
+        """Bytes of RAM that are used so far: of a mapped file all, see `count_as_used`."""
         if self._mapped is not None:
-            return 0
+            return len(self.bytes)
         with self._changed:
             return min((self._whole + len(self._apart)) * _PIECE, len(self.bytes))
 

@@ -1,7 +1,9 @@
 """A file of ours mapped into memory, where the page cache holds it in huge pages.  No torch here.
 
-A disk that fails while it is read is an error with a name.  What the system has dropped from its cache since is read
-again when it is needed, and if that fails the process ends: only files are mapped that nobody else writes to.
+A disk that fails while a file is read is an error with a name.  Later the system may drop pages of the file where
+memory is short, and read them again when they are needed.  If the disk fails then, the process ends, and the next start
+meets the error with a name.  So only files are mapped that nobody else writes to, on disks that nobody unplugs, and
+while there is memory to spare; everything else is copied.
 """
 
 from __future__ import annotations
@@ -12,19 +14,30 @@ import mmap
 import os
 import re
 import sys
+import weakref
 from pathlib import Path
 
 from engine.experts.mapped_memory import HUGE
+from engine.hardware.disk import stays_connected
+from engine.hardware.surroundings import available_ram, count_as_used
 
 _POPULATE_READ = 22
 """Of `madvise`, on Linux since 5.14: reads these pages, and says if that failed."""
 _TRIED = 8 * HUGE
 _ENOUGH = 0.75
 """Of what is tried, in huge pages: with many small ones computing would be slower than with memory of our own."""
+_SPARE = 2 * 2**30
+"""Bytes of RAM that must be free besides: what is mapped is the first that the system drops."""
+_SAMPLES = 64
+_WORTH_SAYING = 0.05
+_PAGE = 4096
+
+_MAPPED: dict[int, int] = {}
+"""Address and size of each file that is mapped."""
 
 
 class MappedFile:
-    """A private mapping: what is written to it does not reach the file.
+    """A private mapping: what is written to it does not reach the file.  It counts as used RAM as long as it lives.
 
     Attributes:
         memory: all of the file; only what `read` has read is sure to be there.
@@ -33,6 +46,8 @@ class MappedFile:
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        _begin_use(self._address, nbytes)
+        weakref.finalize(self.memory, _end_use, self._address).atexit = False
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own, it lets others run meanwhile
         with contextlib.suppress(OSError):
             self.memory.madvise(mmap.MADV_HUGEPAGE)  # also: in huge pages from the disk
@@ -57,9 +72,13 @@ class MappedFile:
         return int(found[1]) * 1024 if found is not None else 0
 
 
-def map_file(descriptor: int, nbytes: int) -> MappedFile | None:
-    """The open file mapped; None where it does not come in huge pages, or is too small to tell."""
-    if sys.platform != "linux" or nbytes < 4 * _TRIED:
+def map_file(path: Path, descriptor: int, nbytes: int) -> MappedFile | None:
+    """The open file mapped; None where it does not come in huge pages, is too small to tell, might go with its disk, or
+    leaves too little memory to others.
+    """
+    if sys.platform != "linux" or nbytes < 4 * _TRIED or not stays_connected(path):
+        return None
+    if nbytes + _SPARE > available_ram():
         return None
     try:
         mapped = MappedFile(descriptor, nbytes)
@@ -68,3 +87,36 @@ def map_file(descriptor: int, nbytes: int) -> MappedFile | None:
         return mapped if mapped.huge_bytes() >= _ENOUGH * _TRIED else None
     except (OSError, ValueError):  # what is wrong with the file is told when it is read
         return None
+
+
+def dropped_note() -> str:
+    """A sentence for people if the system has dropped more than a little of the mapped files; takes 0.1 ms."""
+    files = list(_MAPPED.items())
+    if not files:
+        return ""
+    mincore, there = ctypes.CDLL(None).mincore, ctypes.c_ubyte()
+    gone = 0.0
+    for address, nbytes in files:
+        apart = max(nbytes // _SAMPLES // _PAGE, 1) * _PAGE
+        places = range(address, address + nbytes, apart)
+        missing = 0
+        for place in places:
+            failed = mincore(ctypes.c_void_p(place), ctypes.c_size_t(_PAGE), ctypes.byref(there))
+            missing += not failed and not there.value & 1
+        gone += nbytes * missing / len(places)
+    share = gone / sum(nbytes for _, nbytes in files)
+    if share < _WORTH_SAYING:
+        return ""
+    return (
+        f"Memory is short: {share:.0%} of the weights have been dropped from it and are read from the disk again, which "
+        "slows answers down. Close other programs, or load the model again."
+    )
+
+
+def _begin_use(address: int, nbytes: int) -> None:
+    _MAPPED[address] = nbytes
+    count_as_used(nbytes)
+
+
+def _end_use(address: int) -> None:
+    count_as_used(-_MAPPED.pop(address, 0))

@@ -37,6 +37,10 @@ class DiskKind(StrEnum):
     UNKNOWN = "unknown"
 
 
+_NOT_BUILT_IN = ("/usb", "/mmc", "/session", "/virtual/")
+"""Parts of the path in `/sys` of disks that may go: USB, cards, iSCSI, and what is made of a file or of the network."""
+
+
 @dataclass(frozen=True, slots=True)
 class DiskInfo:
     """The disk behind a folder; unknown values are None.
@@ -119,6 +123,21 @@ def block_device(folder: Path, sys_root: Path = SYS, source: str | None = None) 
         if (device / "partition").exists():
             device = device.parent
     return device
+
+
+def stays_connected(path: Path, sys_root: Path = SYS) -> bool:
+    """Whether an existing file is on a disk that is built into this machine, as far as the system tells: none that is
+    plugged in or reached over a network.
+    """
+    try:
+        device = block_device(path, sys_root)
+    except OSError:
+        return False
+    return (
+        device is not None
+        and not any(part in f"{device}/" for part in _NOT_BUILT_IN)
+        and number_of(device / "removable") == 0
+    )
 
 
 def _kind(file_system: str | None, device: Path | None) -> tuple[DiskKind, str | None]:

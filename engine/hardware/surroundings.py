@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,12 @@ from engine.hardware.system_files import text_of
 _ROOT = Path("/sys/fs/cgroup")
 
 
-def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
-    """(bytes that this process's control groups allow, bytes still available); None if unlimited."""
+def memory_limits(root: Path = _ROOT, in_use: int = 0) -> tuple[int | None, int | None]:
+    """(bytes that this process's control groups allow, bytes still available); None if unlimited.
+
+    Args:
+        in_use: bytes of cached files that are not to be reclaimed.
+    """
     limits: list[tuple[int, int]] = []
     for folder in _own_groups(root, "memory"):
         limit = _number(folder / "memory.max") or _number(folder / "memory.limit_in_bytes")
@@ -29,16 +34,40 @@ def memory_limits(root: Path = _ROOT) -> tuple[int | None, int | None]:
         used = _number(folder / "memory.current") or _number(folder / "memory.usage_in_bytes") or 0
         # Cached file pages count as used but are reclaimed on demand.
         reclaimable = _statistic(folder / "memory.stat", ("inactive_file", "total_inactive_file"))
-        limits.append((limit, max(0, limit - used + min(used, reclaimable))))
+        limits.append((limit, max(0, limit - used + min(used, max(0, reclaimable - in_use)))))
     if not limits:
         return None, None
     return min(limit for limit, _ in limits), min(free for _, free in limits)
 
 
+class _FilesInUse:
+    """Bytes of mapped files that this process computes with."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        with self._changed:
+            self.nbytes += nbytes
+
+
+_IN_USE = _FilesInUse()
+
+
+def count_as_used(nbytes: int) -> None:
+    """Counts so many more bytes of mapped files as used; negative if they no longer are.
+
+    For the system, pages of files are available, as it may drop them; but then this process would wait for the disk.
+    """
+    _IN_USE.add(nbytes)
+
+
 def available_ram() -> int:
     """Bytes of RAM available now, within the machine and its control groups."""
-    free = int(psutil.virtual_memory().available)
-    _, left = memory_limits()
+    in_use = _IN_USE.nbytes
+    free = max(0, int(psutil.virtual_memory().available) - in_use)
+    _, left = memory_limits(in_use=in_use)
     return free if left is None else min(free, left)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from engine.hardware import disk as disk_module
 from engine.hardware.cpu import apple_cpu, bytes_of_size, linux_cpu, windows_cpu_of
-from engine.hardware.disk import DiskKind, block_device, disk_info, look
+from engine.hardware.disk import DiskKind, block_device, disk_info, look, stays_connected
 from engine.hardware.surroundings import Surroundings, pinned_limit, surroundings
 from engine.hardware.system_files import BoundedCalls, cpus_of, number_of, output_of
 
@@ -175,6 +175,31 @@ def test_an_encrypted_disk_is_what_lies_below(tmp_path: Path) -> None:
     found = block_device(tmp_path, root)
     assert found is not None
     assert found.name == "nvme1n1"
+
+
+@pytest.mark.skipif(not hasattr(os, "major"), reason="Linux's numbers of disks")
+@pytest.mark.parametrize(
+    ("place", "removable", "stays"),
+    [
+        ("pci0000:00/nvme/nvme0/nvme0n1", "0", True),
+        ("pci0000:00/ata1/host0/sda", "0", True),
+        ("pci0000:00/ata1/host0/sda", "1", False),
+        ("pci0000:00/usb2/2-1/host6/sdb", "0", False),
+        ("pci0000:00/mmc_host/mmc0/mmcblk0", "0", False),
+        ("platform/host4/session1/target4/sdc", "0", False),
+        ("virtual/block/loop3", "0", False),
+    ],
+)
+def test_a_disk_that_may_be_unplugged(tmp_path: Path, place: str, removable: str, stays: bool) -> None:
+    root = tmp_path / "sys"
+    write(root / "devices" / place, {"removable": removable})
+    number = os.stat(tmp_path).st_dev
+    link = root / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(root / "devices" / place)
+    assert stays_connected(tmp_path, root) is stays
+    assert not stays_connected(tmp_path, tmp_path / "no-sys")
+    assert not stays_connected(tmp_path / "gone", root)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 from engine.experts import file_image, mapped_file
 from engine.experts.file_image import FileImage
-from engine.experts.mapped_file import MappedFile, map_file
+from engine.experts.mapped_file import MappedFile, dropped_note, map_file
+from engine.hardware.surroundings import _IN_USE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux alone")
 
@@ -22,43 +24,60 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(mapped_file, "_TRIED", 2**16)
     monkeypatch.setattr(mapped_file, "_ENOUGH", 0.0)
     monkeypatch.setattr(file_image, "_PIECE", 2**16)
+    monkeypatch.setattr(mapped_file, "stays_connected", lambda _path: True)
+    monkeypatch.setattr(mapped_file, "available_ram", lambda: 2**50)
     path = tmp_path / "file"
     path.write_bytes(random.Random(7).randbytes(10 * 2**16 + 4321))
     return path
 
 
-def test_a_mapped_image_is_the_file_and_takes_no_memory_of_ours(file: Path) -> None:
-    content = file.read_bytes()
+def test_a_mapped_image_is_the_file_and_counts_as_used_memory(file: Path) -> None:
+    content, before = file.read_bytes(), _IN_USE.nbytes
     image = FileImage(file)
     assert image._mapped is not None
+    assert image.nbytes == len(content) == _IN_USE.nbytes - before
     image.wait_for(100_000)
     assert bytes(image.bytes[:100_000]) == content[:100_000]
     image.wait_for(len(content))
     image.close()
-    assert image.nbytes == 0
     assert bytes(image.bytes) == content
     image.bytes[:5] = b"other"
     assert file.read_bytes() == content
     file.unlink()
     assert bytes(image.bytes[5:]) == content[5:]
+    part = image.bytes[100:]
+    del image
+    assert _IN_USE.nbytes == before + len(content)
+    del part
+    assert _IN_USE.nbytes == before
 
 
-def test_without_huge_pages_or_with_few_bytes_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_ENOUGH", 2.0), ("_TRIED", 2**30)):
-        with monkeypatch.context() as changed:
-            changed.setattr(mapped_file, name, value)
-            image = FileImage(file)
-            assert image._mapped is None
-            image.wait_for(file.stat().st_size)
-            assert bytes(image.bytes) == file.read_bytes()
-            assert image.nbytes == file.stat().st_size
-            image.close()
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("_ENOUGH", 2.0),
+        ("_TRIED", 2**30),
+        ("stays_connected", lambda _path: False),
+        ("available_ram", lambda: mapped_file._SPARE),
+    ],
+    ids=["small pages", "few bytes", "a disk that may go", "little memory"],
+)
+def test_else_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    before = _IN_USE.nbytes
+    monkeypatch.setattr(mapped_file, name, value)
+    image = FileImage(file)
+    assert image._mapped is None
+    image.wait_for(file.stat().st_size)
+    assert bytes(image.bytes) == file.read_bytes()
+    assert image.nbytes == file.stat().st_size
+    assert _IN_USE.nbytes == before
+    image.close()
 
 
 def test_an_older_system_copies(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_file, "_POPULATE_READ", 12345)
     with file.open("rb") as opened:
-        assert map_file(opened.fileno(), file.stat().st_size) is None
+        assert map_file(file, opened.fileno(), file.stat().st_size) is None
 
 
 def test_a_file_that_became_shorter_is_told_and_kills_nobody(file: Path) -> None:
@@ -77,3 +96,21 @@ def test_huge_pages_are_counted(tmp_path: Path) -> None:
         mapped = MappedFile(opened.fileno(), 64 * 2**20)
         mapped.read(0, 64 * 2**20)
         assert 0 <= mapped.huge_bytes() <= 64 * 2**20
+
+
+def test_what_the_system_dropped_is_told(file: Path) -> None:
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+        mapped = MappedFile(opened.fileno(), file.stat().st_size)
+        mapped.read(0, file.stat().st_size)
+        assert dropped_note() == ""
+        mapped.memory.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        note = dropped_note()
+        if not note:
+            pytest.skip("this file system drops nothing")
+        assert note.startswith("Memory is short: 100% of the weights")
+        assert bytes(mapped.memory) == file.read_bytes()
+        assert dropped_note() == ""
+        del mapped
+    assert dropped_note() == ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +20,26 @@ FREE = 8 * 10**9
 
 def test_free_memory_is_cut_to_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_memory.available_ram() > 0
-    monkeypatch.setattr(surroundings, "memory_limits", lambda: (5000, 700))
+    monkeypatch.setattr(surroundings, "memory_limits", lambda in_use: (5000, 700 - in_use))
     assert host_memory.available_ram() == 700
+
+
+def test_mapped_files_are_used_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(surroundings.psutil, "virtual_memory", lambda: SimpleNamespace(available=FREE))
+    monkeypatch.setattr(surroundings, "memory_limits", lambda in_use: (None, None))
+    surroundings.count_as_used(3000)
+    try:
+        assert host_memory.available_ram() == FREE - 3000
+    finally:
+        surroundings.count_as_used(-3000)
+    assert host_memory.available_ram() == FREE
+    monkeypatch.undo()
+    for name, text in (("memory.max", "9000"), ("memory.current", "8000"), ("memory.stat", "inactive_file 6000\n")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(surroundings, "_own_groups", lambda *_: [tmp_path])
+    assert surroundings.memory_limits() == (9000, 7000)
+    assert surroundings.memory_limits(in_use=4000) == (9000, 3000)
+    assert surroundings.memory_limits(in_use=7000) == (9000, 1000)
 
 
 def test_what_may_be_used_is_cut_to_the_budget() -> None:

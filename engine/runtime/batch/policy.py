@@ -6,9 +6,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
-
 from engine.common.footprint import activation_token_bytes
+from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
@@ -98,7 +97,7 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
 
 def _room(loaded: LoadedModel, tokens: int) -> int:
     """Bytes of RAM for keys and values, next to the weights there and the activations of `tokens` tokens."""
-    free = int(psutil.virtual_memory().available * _KV_SHARE)
+    free = int(available_ram() * _KV_SHARE)
     if loaded.ram_bytes is None:
         return free
     config = loaded.model.config.get_text_config(decoder=True)

@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from engine.common.files import is_full
+from engine.devices.host_memory import available_ram
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, block_keys
 from engine.runtime.kept.files import KeptFiles, Key, Writing
 from engine.runtime.kept.state import HeldState, StateLayout, state_keys
@@ -382,8 +383,7 @@ class KeptPrefixes:
 
     def _make_room(self, nbytes: int, spared: Sequence[Key]) -> bool:
         """Frees what was of no use for longest, but nothing of the sequence that wants the room."""
-        memory = psutil.virtual_memory()
-        free = memory.available - memory.total // _SPARE_SHARE
+        free = available_ram() - psutil.virtual_memory().total // _SPARE_SHARE
         budget = min(self.ram_budget, self._ram + max(0, free))
         if self._ram + nbytes <= budget:
             return True

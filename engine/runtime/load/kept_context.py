@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 
 from engine.common.kept_context import kept_context_dir
+from engine.devices.host_memory import available_ram
 from engine.runtime.kept.files import KeptFiles, Key
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import CacheForm
@@ -102,7 +102,7 @@ def _version() -> str:
 
 
 def _ram_bytes(loaded: LoadedModel) -> int:
-    free = psutil.virtual_memory().available
+    free = available_ram()
     if loaded.ram_bytes is not None:
         weights = loaded.info.weights_bytes if loaded.devices is None else 0
         free = min(free, loaded.ram_bytes - loaded.info.experts_bytes - weights)

@@ -12,6 +12,7 @@ from engine.common.kept_context import kept_context_settings
 from engine.experts.cache.tier import CacheSnapshot
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
+from engine.experts.mapped_file import dropped_note
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.experts import ExpertUses, NumberedLayer
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DISK, READ
@@ -76,7 +77,9 @@ class CacheReporter:
                 for each in (prediction.predictors if prediction is not None else ())
             ),
             memory=memory_parts(self._loaded, self._kv_bytes()),
-            note=" ".join(filter(None, (prediction.note if prediction is not None else "", self._kept_note()))),
+            note=" ".join(
+                filter(None, (prediction.note if prediction is not None else "", self._kept_note(), dropped_note()))
+            ),
         )
 
     def _kept_note(self) -> str:
