@@ -108,6 +108,16 @@ def _longest_gui_wait_ms(starter: Path) -> float:
 
 def _first_token_seconds(starter: Path) -> dict[str, float]:
     """Seconds of each phase from starting the engine process to the first text of an answer."""
+    messages = (ChatMessage("user", "What is the capital of France?"),)
+    return phases_of(EngineConfig(str(starter)), Generate("ask", messages, SamplingParams(max_tokens=4)))
+
+
+def phases_of(config: EngineConfig, question: Generate | None = None) -> dict[str, float]:
+    """Seconds of each phase from starting the engine process to the model, or to the first text of an answer.
+
+    Raises:
+        EngineError: the model cannot be loaded, or the question answered; `INTERNAL` if the engine ended.
+    """
     command, variables = python_module("engine.worker")
     started = time.perf_counter()
     pipe, environment = subprocess.PIPE, {**as_installed(), **variables}
@@ -115,10 +125,9 @@ def _first_token_seconds(starter: Path) -> dict[str, float]:
     with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
-        sampling = SamplingParams(max_tokens=4)
-        messages = (ChatMessage("user", "What is the capital of France?"),)
-        worker.stdin.write(encode(LoadModel("load", EngineConfig(str(starter)))))
-        worker.stdin.write(encode(Generate("ask", messages, sampling)))
+        worker.stdin.write(encode(LoadModel("load", config)))
+        if question is not None:
+            worker.stdin.write(encode(question))
         worker.stdin.flush()
         for line in worker.stdout:
             event = decode(line)
@@ -126,13 +135,13 @@ def _first_token_seconds(starter: Path) -> dict[str, float]:
             if isinstance(event, Failed):
                 worker.kill()
                 raise EngineError(event.code, event.message)
-            if isinstance(event, Finished):
+            if isinstance(event, Finished if question is not None else ModelLoaded):
                 worker.stdin.write(encode(Shutdown()))
                 worker.stdin.flush()
     phases: dict[str, float] = {}
-    for name, ends_with in _PHASES:
+    for name, ends_with in _PHASES if question is not None else _PHASES[:-1]:
         if ends_with not in reached:
-            raise EngineError(ErrorCode.INTERNAL, "The engine ended before its first token.")
+            raise EngineError(ErrorCode.INTERNAL, "The engine ended while it started.")
         phases[name] = reached[ends_with] - sum(phases.values())
     return phases
 

@@ -30,7 +30,7 @@ from engine.checkpoint.usage import read_usage, where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
-from engine.common.paths import cache_dir, data_dir, models_dir
+from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
 
 _VERSION = 2
 """Of the file with descriptions; another is not read."""
@@ -48,14 +48,14 @@ _ABOUT = re.compile(r"(?:readme|licen[cs]e|notice|use_policy|copying)(?:\.md|\.t
 
 def bank_path(directory: Path, precision: str) -> Path:
     """The bank file of a checkpoint directory: in the data folder, as it is as large as the model."""
-    return _banks_dir() / f"{directory.name}-{precision}-{where(directory)}.bank"
+    return banks_dir() / f"{directory.name}-{precision}-{where(directory)}.bank"
 
 
 def banks_of(directory: Path) -> list[Path]:
     """The existing bank files of a checkpoint directory, finished or not, in all precisions."""
     middle = f"-{where(directory)}.bank"
     try:
-        return [file for file in _banks_dir().iterdir() if middle in file.name and file.is_file()]
+        return [file for file in banks_dir().iterdir() if middle in file.name and file.is_file()]
     except OSError:
         return []
 
@@ -71,8 +71,10 @@ def remove_banks(files: list[Path]) -> int:
     return freed
 
 
-def _banks_dir() -> Path:
-    return data_dir() / "banks"
+def banks_dir() -> Path:
+    """Where bank files are kept; need not exist."""
+    own = os.environ.get(PREPARED_VARIABLE)
+    return Path(own) if own else data_dir() / "banks"
 
 
 __all__ = ["LibraryEntry", "Listing", "Verification", "list_models", "look_around", "resolve", "show", "verify"]

@@ -11,6 +11,9 @@ import platformdirs
 
 _APP = "Switchyard"
 
+PREPARED_VARIABLE = "SWITCHYARD_PREPARED"
+"""Of the environment: the folder of prepared weights, if not the one in the data folder."""
+
 
 def _base(platform_folder: str, name: str) -> Path:
     home = os.environ.get("SWITCHYARD_HOME")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,21 @@ class BankFile:
             for row in rows
             if row is not None
         ]
+
+
+def take_over(path: Path, wanted: BankHeader) -> None:
+    """Renames a bank that is as wanted to `path`, if there is none: of the very same model where it was before.
+
+    A data folder that comes from another machine, or with a model that was moved by hand, would otherwise keep banks
+    that nobody finds.
+    """
+    if path.exists():
+        return
+    for other in sorted(path.parent.glob(f"*{path.suffix}")):
+        with contextlib.suppress(OSError, UnusableBankError):  # in use, or something else
+            BankFile(other, wanted).close()
+            other.rename(path)
+            return
 
 
 def read_header(path: Path, file: DirectFile) -> BankHeader:

@@ -33,6 +33,9 @@ FORMAT_VERSION = 1
 LAYOUT_VERSION = 2
 """Of the records' content: incremented when kernels read the bytes of a part in another way."""
 
+CONVERTER = "converter"
+"""Of a header's `source`: the library that converted the model, with its version."""
+
 PREAMBLE = struct.Struct("<8sII8s8x")
 _MAX_HEADER = 64 * 2**20
 _DTYPES = {
@@ -149,6 +152,9 @@ class BankHeader:
         if (self.precision, self.group_size) != (other.precision, other.group_size):
             return f"it holds the experts in {other.precision} rather than {self.precision}"
         if self.source != other.source:
+            ours, theirs = self.source.get(CONVERTER), other.source.get(CONVERTER)
+            if ours != theirs and {**other.source, CONVERTER: ours} == self.source:
+                return f"it was made with {theirs}, and here is {ours}"
             return "the model that it was made from has changed"
         if _described(self.layers) != _described(other.layers):
             return "its layers are not those of the model"

@@ -1,7 +1,7 @@
-"""Prepared files that are read while Python still imports the engine: those that the last such start has read.
+"""Prepared files that are read while Python still imports the engine: those that the last such start read or wrote.
 
 Which files a model takes is known once its headers are read and its memory is planned, and all that takes torch.  So
-each start notes what it has read, and the next one that is asked for the same begins with that.  A wrong guess costs
+each start notes what it has read or kept, and the next one that is asked for the same begins with that.  A wrong guess costs
 nothing but the reading: what nobody takes is given back.  No torch here.
 """
 
@@ -108,7 +108,7 @@ EARLY_READS = EarlyReads()
 
 
 def remember(config: EngineConfig, files: Iterable[Path]) -> None:
-    """Notes what a start that was asked for these settings has read.  Never fails: it is not worth a start."""
+    """Notes what the next start that is asked for these settings can read.  Never fails: it is not worth a start."""
     with contextlib.suppress(OSError, EngineError, ValueError):
         note = _note_of(config)
         record = json.dumps({"asked": _asked(config), "files": [str(file) for file in files]})

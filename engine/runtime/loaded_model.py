@@ -92,7 +92,7 @@ class LoadedModel(ModelParts):
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
-        prepared: files of what an earlier start had converted, which were read in place of that.
+        prepared: files of what was converted, by an earlier start or by this one, which the next reads in place of that.
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.
@@ -159,6 +159,8 @@ class Arriving(Protocol):
     @property
     def is_there(self) -> bool: ...
 
+    serves_next: bool
+
     def wait(self, cancelled: CancelCheck) -> None: ...
 
     def close(self) -> None: ...
@@ -172,7 +174,7 @@ class LoadingParts(ModelParts):
         devices: that were opened, until it is decided whether the model runs on them and what is where.
         arriving: what reads or writes the experts of `bank` and the linear layers meanwhile, if they are kept on disk.
         kept_dense: the linear layers that are read or kept so.
-        prepared: the files that were read.
+        prepared: the files that the next start can read.
         on_phase: is told what is done from now on.
     """
 
@@ -185,10 +187,10 @@ class LoadingParts(ModelParts):
 
     def wait_for_weights(self, cancelled: CancelCheck) -> None:
         """Until all that is read for `bank` and for linear layers is there; see `Arriving.wait`."""
-        self.prepared = tuple(each.path for each in self.arriving if each.is_there)
         for each in self.arriving:
             self.on_phase("reading" if each.is_there else "keeping")
             each.wait(cancelled)
+        self.prepared = tuple(each.path for each in self.arriving if each.serves_next)
 
     def close(self) -> None:
         """See `ModelParts.close`."""

@@ -6,6 +6,7 @@ Results taken while other programs were busy are saved only if the user confirms
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,14 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes and reports; see `add_parser`."""
+    from engine.bench.prepared_apart import prepared_apart
+    from engine.bench.synthetic import is_synthetic
+
+    with prepared_apart() if is_synthetic(args.model) else contextlib.nullcontext():
+        return _tune(args)
+
+
+def _tune(args: argparse.Namespace) -> int:
     from engine.bench.synthetic import resolve_model
     from engine.hardware.other_programs import is_busy
     from engine.process.lifetime import quiet_libraries

@@ -17,9 +17,12 @@ from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
 from engine.bench.peers.editions import EDITIONS
 from engine.bench.peers.library import OFFLOAD
+from engine.checkpoint.library import banks_dir
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
+from engine.experts.bank_writer import BankWriter
 from engine.experts.replay.trace_file import write_trace
+from engine.runtime.load import kept_experts, kept_records
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 from tests.peers import users_peers  # noqa: F401 - a fixture
@@ -252,3 +255,22 @@ def test_experts_in_a_mapped_file_where_memory_can_be_limited(capsys: pytest.Cap
     document = bench(capsys, "disk", "--model", TINY, "--tokens", "6", "--device", "cpu", "--threads", "1")
     assert not_run(document) == set()
     assert rows(document)["experts in a plain mmap"]["ratio"] > 0
+
+
+def test_what_is_prepared_of_a_synthetic_model_is_not_left_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Path] = []
+    own = BankWriter.finish
+
+    def finish(self: BankWriter) -> None:
+        own(self)
+        written.append(self.path)
+
+    monkeypatch.setattr(kept_experts, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(kept_records, "_LEFT_FREE", 0)
+    monkeypatch.setattr(BankWriter, "finish", finish)
+    bench(capsys, "decode", "--model", TINY, "--tokens", "2", "--device", "cpu", "--precision", "int4")
+    assert written
+    assert not any(path.exists() for path in written)
+    assert list(banks_dir().iterdir()) == []

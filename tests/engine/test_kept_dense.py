@@ -59,15 +59,14 @@ def _logits(folder: Path, precision: str) -> tuple[torch.Tensor, str, tuple[Path
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_a_second_start_computes_the_same_and_quantises_nothing(folder: Path, made: list[int], precision: str) -> None:
-    first, note, read = _logits(folder, precision)
+    first, note, for_next = _logits(folder, precision)
     assert made
-    assert read == ()
     files = {bank_path(folder, precision), bank_path(folder, f"{precision}-dense")}
-    assert set(banks_of(folder)) == files
+    assert set(banks_of(folder)) == set(for_next) == files
     count = len(made)
-    second, same_note, read = _logits(folder, precision)
+    second, same_note, for_next = _logits(folder, precision)
     assert len(made) == count
-    assert set(read) == files
+    assert set(for_next) == files
     assert same_note == note
     assert torch.equal(first, second)
 
@@ -94,6 +93,7 @@ def test_made_again_with_a_notice(folder: Path, made: list[int], monkeypatch: py
 
 def test_a_full_disk_keeps_nothing_and_says_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_records, "_LEFT_FREE", 2**60)
-    _, note, _ = _logits(folder, "int8")
+    _, note, for_next = _logits(folder, "int8")
+    assert for_next == ()
     assert "The converted other weights are not kept for the next start: they need" in note
     assert banks_of(folder) == []

@@ -1,8 +1,18 @@
-"""What Python tells of its imports, by package."""
+"""What Python tells of its imports, by package; a second start beside a reader of what it reads."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
+from engine.bench import second_start
+from engine.bench.report import Report
+from engine.bench.second_start import bench_second_start
 from engine.bench.startup import seconds_by_package
+from engine.checkpoint.library import bank_path, banks_dir
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError
 
 
 def test_imports_are_summed_by_package() -> None:
@@ -16,3 +26,37 @@ def test_imports_are_summed_by_package() -> None:
         ]
     )
     assert seconds_by_package(told) == {"torch": 0.002, "engine": 0.00001}
+
+
+def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    starts: list[bool] = []
+
+    def phases_of(config: EngineConfig) -> dict[str, float]:
+        bank = bank_path(Path(config.model), "int4")
+        starts.append(bank.exists())
+        bank.write_bytes(bytes(10**6))
+        return {"process": 1.0, "imports": 2.0}
+
+    monkeypatch.setattr(second_start, "phases_of", phases_of)
+    report = Report({})
+    bench_second_start(EngineConfig(str(tmp_path / "model")), 2, report, lambda _text: None)
+    assert starts == [False, True, True, True, True]
+    names = [(row.name, row.peer) for row in report.rows]
+    assert names == [
+        ("ready, 0.0 GB of prepared files on disk", "reading them"),
+        ("  of that: process", None),
+        ("  of that: imports", None),
+        ("ready, the same in the page cache", "reading them from there"),
+        ("  of that: process", None),
+        ("  of that: imports", None),
+    ]
+    assert all(row.value == 3.0 and row.ratio for row in report.rows if row.peer)
+    assert list(banks_dir().iterdir()) == []
+
+
+def test_a_model_of_which_nothing_is_kept_has_no_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(second_start, "phases_of", lambda _config: {})
+    with pytest.raises(EngineError, match="Nothing of model is kept"):
+        bench_second_start(EngineConfig(str(tmp_path / "model")), 1, Report({}), lambda _text: None)

@@ -21,7 +21,7 @@ from engine.common.errors import EngineError, RequestCancelled
 from engine.common.files import new_folder
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.bank import BankLayer, ExpertBank
-from engine.experts.bank_file import BankFile, DamagedRecordError
+from engine.experts.bank_file import BankFile, DamagedRecordError, take_over
 from engine.experts.bank_header import BankHeader, UnusableBankError
 from engine.experts.bank_writer import BankWriter, part_path, preparing
 from engine.experts.direct_file import bytes_of
@@ -57,6 +57,7 @@ class KeptRecords:
     Attributes:
         is_there: whether they are read from the file; else what `write` gets is kept in it.
         done: bytes that were read or written.
+        serves_next: whether the next start can read the file: this one did, or has written it.
         note: a sentence for people; empty if there is nothing to say.
     """
 
@@ -73,7 +74,8 @@ class KeptRecords:
         self._writer: BankWriter | None = None
         self.done, self._rest = 0, (0, 0)
         self._together: Callable[[int, int], None] = lambda _done, _total: None
-        self.note = ""
+        self.note, self.serves_next = "", False
+        take_over(path, header)
         try:
             self._file = self._held.enter_context(BankFile(path, self._header, direct=False))
         except FileNotFoundError:
@@ -165,6 +167,7 @@ class KeptRecords:
                 if cancelled():
                     raise RequestCancelled
                 self._together(*self._rest)
+            self.serves_next = self._file is not None
             if self._writer is not None:
                 self._finish(self._writer)
         except DamagedRecordError as error:
@@ -182,6 +185,7 @@ class KeptRecords:
         self._unchanged(self._header)
         if len(writer.finished) == len(self._header.layers):
             writer.finish()
+            self.serves_next = True
         else:  # of no use: the model does not have what its headers promised
             _log.info("some %s were not converted", self._what)
             writer.finished.clear()

@@ -24,8 +24,8 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import new_folder
 from engine.devices.host_memory import available_ram
 from engine.experts.bank import BankLayer, ExpertBank
-from engine.experts.bank_file import BankFile
-from engine.experts.bank_header import BankHeader, BankLayerSpec, UnusableBankError
+from engine.experts.bank_file import BankFile, take_over
+from engine.experts.bank_header import CONVERTER, BankHeader, BankLayerSpec, UnusableBankError
 from engine.experts.bank_writer import BankWriter, preparing
 from engine.experts.checksums import BEST_CHECKSUM
 from engine.experts.record import RecordLayout, allocate_records
@@ -151,7 +151,7 @@ def source_of(directory: Path, plan: LoadingPlan) -> dict[str, Any]:
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a file is gone.
     """
-    return {**fingerprint(directory, plan.entries), "converter": _CONVERTER}
+    return {**fingerprint(directory, plan.entries), CONVERTER: _CONVERTER}
 
 
 def require_unchanged(directory: Path, plan: LoadingPlan, header: BankHeader) -> None:
@@ -224,6 +224,7 @@ def prepare_bank(
             raise RequestCancelled
 
     header = source.header()
+    take_over(path, header)
     usable, why_not = _is_usable(path, header)
     if usable:
         return PreparedBank(path, made=False)
