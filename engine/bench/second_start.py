@@ -24,8 +24,8 @@ _PIECE = 8 * 2**20
 
 
 def bench_second_start(config: EngineConfig, repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: seconds until the model is there, with its prepared files on disk alone and in the page cache, and where
-    they go.
+    """Adds rows: seconds until the model is there, with its prepared files on disk alone and in the page cache, and
+    where they go.
 
     A reader of the same files takes turns with each: cold, the faster of one past the page cache with several reads in
     flight and one through it; warm, one that copies them from there into memory that it uses again and again.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,10 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_header import PREAMBLE, BankHeader, UnusableBankError, parse_header, parse_preamble
 from engine.experts.checksums import CHECKSUM_BYTES, CHECKSUMS
 from engine.experts.direct_file import DirectFile, bytes_of
+
+
+_NAMED = re.compile(r".+-(?P<place>[0-9a-f]{12})\.bank")
+"""Names of banks that belong to a model, with what stands for its place: see `engine.checkpoint.library.bank_path`."""
 
 
 class DamagedRecordError(EngineError):
@@ -156,9 +161,13 @@ def take_over(path: Path, wanted: BankHeader) -> None:
     A data folder that comes from another machine, or with a model that was moved by hand, would otherwise keep banks
     that nobody finds.
     """
-    if path.exists():
+    own = _NAMED.fullmatch(path.name)
+    if own is None or path.exists():
         return
     for other in sorted(path.parent.glob(f"*{path.suffix}")):
+        named = _NAMED.fullmatch(other.name)
+        if named is None or named["place"] == own["place"]:
+            continue
         with contextlib.suppress(OSError, UnusableBankError):  # in use, or something else
             BankFile(other, wanted).close()
             other.rename(path)

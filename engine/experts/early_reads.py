@@ -1,8 +1,8 @@
 """Prepared files that are read while Python still imports the engine: those that the last such start read or wrote.
 
 Which files a model takes is known once its headers are read and its memory is planned, and all that takes torch.  So
-each start notes what it has read or kept, and the next one that is asked for the same begins with that.  A wrong guess costs
-nothing but the reading: what nobody takes is given back.  No torch here.
+each start notes what it has read or kept, and the next one that is asked for the same begins with that.  A wrong guess
+costs nothing but the reading: what nobody takes is given back.  No torch here.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class LoadedModel(ModelParts):
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
-        prepared: files of what was converted, by an earlier start or by this one, which the next reads in place of that.
+        prepared: files of what an earlier start or this one has converted, which the next reads in place of that.
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.

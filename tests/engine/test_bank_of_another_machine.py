@@ -38,13 +38,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A word for each thing that was converted."""
     found: list[str] = []
-    for module, name in ((fill_bank, "quantise_layer"), (kept_dense, "quantise_into")):
 
-        def counted(*args: object, own: Callable[..., None] = getattr(module, name), what: str = name) -> None:
-            found.append(what)
+    def counted(own: Callable[..., None]) -> Callable[..., None]:
+        def count_and_convert(*args: object) -> None:
+            found.append(own.__name__)
             own(*args)
 
-        monkeypatch.setattr(module, name, counted)
+        return count_and_convert
+
+    monkeypatch.setattr(fill_bank, "quantise_layer", counted(fill_bank.quantise_layer))
+    monkeypatch.setattr(kept_dense, "quantise_into", counted(kept_dense.quantise_into))
     return found
 
 

@@ -91,7 +91,7 @@ def test_a_second_start_computes_the_same_and_repacks_nothing(
     assert show(str(file)).bank_bytes == sum(each.stat().st_size for each in files)
     remove_banks(banks_of(file))
     third, _, _ = _logits(file)
-    assert len(repacked) == 2 * count
+    assert len(repacked) > count
     assert torch.equal(plain, third)
 
 
