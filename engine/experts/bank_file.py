@@ -16,7 +16,6 @@ from engine.experts.bank_header import PREAMBLE, BankHeader, UnusableBankError, 
 from engine.experts.checksums import CHECKSUM_BYTES, CHECKSUMS
 from engine.experts.direct_file import DirectFile, bytes_of
 
-
 _NAMED = re.compile(r".+-(?P<place>[0-9a-f]{12})\.bank")
 """Names of banks that belong to a model, with what stands for its place: see `engine.checkpoint.library.bank_path`."""
 
