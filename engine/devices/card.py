@@ -13,6 +13,7 @@ from engine.devices.card_stream import CardClock, CardStream
 from engine.devices.device import Capture, CopyLog, Device
 from engine.devices.host_memory import HostMemory, aligned
 from engine.devices.memory_budget import MemoryBudget
+from engine.devices.relayed_stream import RelayedStream
 
 HEADROOM_BYTES = 2**30
 """Bytes left to the driver, torch's workspaces and the desktop."""
@@ -90,8 +91,9 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
     cards.set_per_process_memory_fraction(hard_fraction(budget, total), place)
     log = CopyLog()
     roles = ("compute", "h2d", "d2h", "small copies")
+    kinds = (CardStream, RelayedStream, CardStream, CardStream)
     compute, h2d, d2h, small = (
-        CardStream(f"{name} {role}", queue, cards, clock, log) for role, queue in zip(roles, queues, strict=True)
+        made(f"{name} {role}", queue, cards, clock, log) for made, role, queue in zip(kinds, roles, queues, strict=True)
     )
     host = kind.host_memory(place)
 

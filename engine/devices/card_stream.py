@@ -92,18 +92,32 @@ class CardEvent:
         self._copied = copied
         self._lock = threading.Lock()
         self._marks: tuple[Anchor, Any, Any] | None = None
+        self._placed: threading.Event | None = None
         self._span: tuple[float, float] | None = None
         self._failure: EngineError | None = None
+
+    def later(self) -> None:
+        """Called by the stream at first if the work does not go into its queue at once."""
+        self._placed = threading.Event()
 
     def recorded(self, anchor: Anchor, start: Any, end: Any) -> None:
         """Called by the stream: start and end of the work are in its queue."""
         self._marks = anchor, start, end
+        if self._placed is not None:
+            self._placed.set()
 
     def fail(self, error: EngineError) -> None:
         """Called by the stream: the work failed, or will not run."""
         with self._lock:
             now_s = time.perf_counter()
             self._failure, self._span, self._copied = error, (now_s, now_s), None
+        if self._placed is not None:
+            self._placed.set()
+
+    def placed(self) -> None:
+        """Blocks until the work is in the card's queue, or has failed before."""
+        if self._placed is not None:
+            self._placed.wait()
 
     @property
     def end(self) -> Any | None:
@@ -132,10 +146,12 @@ class CardEvent:
                 if (now_s := time.perf_counter()) >= give_up_s:
                     return False
                 sleep_until(min(give_up_s, now_s + _POLL_S), lambda: False)
-        elif self._span is None and self._marks is not None:
+        elif self._span is None:
+            self.placed()
             try:
-                self._marks[2].synchronize()
-                self._settle()
+                if self._marks is not None:
+                    self._marks[2].synchronize()
+                    self._settle()
             except RuntimeError as error:
                 self.fail(as_engine_error(error, self._stream))
         if self._failure is not None:
@@ -203,7 +219,7 @@ class CardStream(RecordedStream):
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
         """See `Stream.copy`.  Asynchronous to the host only from and to pinned memory."""
-        taken = direction or _direction(destination, source)
+        taken = direction or direction_of(destination, source)
 
         def move() -> None:
             destination.copy_(source, non_blocking=True)
@@ -215,7 +231,9 @@ class CardStream(RecordedStream):
             return self._run(move, (taken, source.nbytes, (destination, source)))
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`.  Blocks on events of other devices."""
+        """See `Stream.wait`.  Blocks on events of other devices, and until a card's work is in its queue."""
+        if isinstance(event, CardEvent):
+            event.placed()
         with self._turn:
             self._require_open()
             if self._failure is not None:
@@ -254,6 +272,8 @@ class CardStream(RecordedStream):
             if self._closed:
                 return
             self._closed = True
+        self._stop()
+        with self._turn:
             with contextlib.suppress(RuntimeError):  # the card is lost, including work in flight
                 self._queue.synchronize()
             self._forget_ended()
@@ -264,26 +284,33 @@ class CardStream(RecordedStream):
             self._require_open()
             self._forget_ended()
             event = CardEvent(self.name, self._copy_log, copied)
-            if self._failure is not None:
-                event.fail(self._failure)
-                return event
-            try:
-                anchor = self._clock.anchor()
-                start = end = self._cards.Event(enable_timing=True)
-                start.record(self._queue)
-                if work is not None:
-                    with self._cards.stream(self._queue):
-                        work()
-                    end = self._cards.Event(enable_timing=True)
-                    end.record(self._queue)
-            except Exception as error:
-                self._failure = as_engine_error(error, self.name)
-                event.fail(self._failure)
-                return event
-            event.recorded(anchor, start, end)
-            if copied is not None:
-                self._in_flight.append(event)
+            self._place(event, work, is_copy=copied is not None)
             return event
+
+    def _place(self, event: CardEvent, work: Callable[[], object] | None, *, is_copy: bool) -> None:
+        """Calls the work, between the event's marks."""
+        if self._failure is not None:
+            event.fail(self._failure)
+            return
+        try:
+            anchor = self._clock.anchor()
+            start = end = self._cards.Event(enable_timing=True)
+            start.record(self._queue)
+            if work is not None:
+                with self._cards.stream(self._queue):
+                    work()
+                end = self._cards.Event(enable_timing=True)
+                end.record(self._queue)
+        except Exception as error:
+            self._failure = as_engine_error(error, self.name)
+            event.fail(self._failure)
+            return
+        event.recorded(anchor, start, end)
+        if is_copy:
+            self._in_flight.append(event)
+
+    def _stop(self) -> None:
+        """Ends what a subclass runs, before nothing is in flight any more."""
 
     def _forget_ended(self) -> None:
         while self._in_flight and self._in_flight[0].done():
@@ -294,7 +321,8 @@ class CardStream(RecordedStream):
             raise closed_error(self.name)
 
 
-def _direction(destination: torch.Tensor, source: torch.Tensor) -> Direction:
+def direction_of(destination: torch.Tensor, source: torch.Tensor) -> Direction:
+    """Which way a copy between these goes."""
     into, out_of = (tensor.device.type != "cpu" for tensor in (destination, source))
     if into == out_of:
         return Direction.D2D
