@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 import threading
 from dataclasses import dataclass
@@ -63,10 +64,24 @@ def count_as_used(nbytes: int) -> None:
     _IN_USE.add(nbytes)
 
 
+def mapped_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of files that this and other programs have mapped and in RAM; 0 where the system does not tell.
+
+    Memory that programs share is mapped, too, but never counts as available: all of it is left out.
+    """
+    found = dict(re.findall(r"^(Mapped|Shmem): +(\d+) kB", text_of(meminfo) or "", re.MULTILINE))
+    return max(0, int(found.get("Mapped", 0)) - int(found.get("Shmem", 0))) * 1024
+
+
+_ORDINARILY_MAPPED = 2**30
+"""Bytes of programs and their libraries; more than that are models, ours in another process or other programs'."""
+
+
 def available_ram() -> int:
     """Bytes of RAM available now, within the machine and its control groups."""
     in_use = _IN_USE.nbytes
-    free = max(0, int(psutil.virtual_memory().available) - in_use)
+    mapped = max(in_use, mapped_bytes() - _ORDINARILY_MAPPED)
+    free = max(0, int(psutil.virtual_memory().available) - mapped)
     _, left = memory_limits(in_use=in_use)
     return free if left is None else min(free, left)
 

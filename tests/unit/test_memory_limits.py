@@ -27,11 +27,16 @@ def test_free_memory_is_cut_to_the_container(monkeypatch: pytest.MonkeyPatch) ->
 def test_mapped_files_are_used_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(surroundings.psutil, "virtual_memory", lambda: SimpleNamespace(available=FREE))
     monkeypatch.setattr(surroundings, "memory_limits", lambda in_use: (None, None))
+    mapped = 2**30 - 1
+    monkeypatch.setattr(surroundings, "mapped_bytes", lambda: mapped)
     surroundings.count_as_used(3000)
     try:
         assert host_memory.available_ram() == FREE - 3000
+        mapped = 2**30 + 5000  # by another program too
+        assert host_memory.available_ram() == FREE - 5000
     finally:
         surroundings.count_as_used(-3000)
+    mapped = 7 * 10**8
     assert host_memory.available_ram() == FREE
     monkeypatch.undo()
     for name, text in (("memory.max", "9000"), ("memory.current", "8000"), ("memory.stat", "inactive_file 6000\n")):
@@ -40,6 +45,12 @@ def test_mapped_files_are_used_memory(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert surroundings.memory_limits() == (9000, 7000)
     assert surroundings.memory_limits(in_use=4000) == (9000, 3000)
     assert surroundings.memory_limits(in_use=7000) == (9000, 1000)
+
+
+def test_what_all_programs_have_mapped_is_read_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMapped:          1204 kB\nShmem: 7 kB\n")
+    assert surroundings.mapped_bytes(tmp_path / "meminfo") == 1197 * 1024
+    assert surroundings.mapped_bytes(tmp_path / "none") == 0
 
 
 def test_what_may_be_used_is_cut_to_the_budget() -> None:
