@@ -108,8 +108,8 @@ def dropped_note() -> str:
     if share < _WORTH_SAYING:
         return ""
     return (
-        f"Memory is short: {share:.0%} of the weights have been dropped from it and are read from the disk again, "
-        "which slows answers down. Close other programs, or load the model again."
+        f"Other programs have pushed {share:.0%} of the weights out of memory. They are read from the disk again as they "
+        "are needed, which slows answers down meanwhile: if it lasts, close other programs."
     )
 
 

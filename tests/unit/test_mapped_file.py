@@ -109,7 +109,7 @@ def test_what_the_system_dropped_is_told(file: Path) -> None:
         note = dropped_note()
         if not note:
             pytest.skip("this file system drops nothing")
-        assert note.startswith("Memory is short: 100% of the weights")
+        assert note.startswith("Other programs have pushed 100% of the weights out of memory.")
         assert bytes(mapped.memory) == file.read_bytes()
         assert dropped_note() == ""
         del mapped
