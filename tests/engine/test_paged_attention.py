@@ -24,11 +24,11 @@ from engine.kernels.native.paged_attention import (
 from engine.kernels.reference import attend_in_torch
 from tests.engine.native_isas import isas, kernels_of
 
-_ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
+ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
 """The others compute attention as one of these does."""
 
 
-@pytest.fixture(params=_ISAS, ids=lambda isa: isa.name)
+@pytest.fixture(params=ISAS, ids=lambda isa: isa.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
     isa: Isa = request.param
     with kernels_of(isa, threads=2) as found:
@@ -59,6 +59,27 @@ class _Sequences:
 
 def _tolerance(kv_type: KvType, dtype: torch.dtype) -> float:
     return 0.02 if dtype == torch.bfloat16 else 2e-5 if kv_type is not KvType.INT8 else 2e-4
+
+
+def assert_as_in_torch(
+    kernels: NativeKernels,
+    kv_type: KvType,
+    dtype: torch.dtype,
+    shape: KvShape,
+    terms: AttentionTerms,
+    held: int,
+    tokens: int,
+) -> None:
+    """A sequence of random states: those held come in one step, the others in a second one."""
+    sequences = _Sequences(shape, kv_type, [held + tokens], dtype)
+    struct = sequences.native.struct(terms)
+    for begin, end in ((0, held), (held, held + tokens)):
+        if begin == end:
+            continue
+        pieces, states = sequences.step([(begin, end)])
+        got = attend(kernels, struct, pieces, *states)
+        wanted = attend_in_torch(sequences.torch, terms, pieces, *states)
+        torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
 
 
 @pytest.mark.parametrize("kv_type", list(KvType))
@@ -122,15 +143,7 @@ def test_any_shape_is_as_in_torch(
     heads = kv_heads * together
     sinks = torch.linspace(-1, 1, heads) if has_sinks else None
     terms = AttentionTerms(key_dim**-0.5, window=window, kept=kept if window else 0, sinks=sinks)
-    sequences = _Sequences(KvShape(heads, kv_heads, key_dim, value_dim), kv_type, [held + tokens], dtype)
-    struct = sequences.native.struct(terms)
-    for begin, end in ((0, held), (held, held + tokens)):
-        if begin == end:
-            continue
-        pieces, states = sequences.step([(begin, end)])
-        got = attend(kernels, struct, pieces, *states)
-        wanted = attend_in_torch(sequences.torch, terms, pieces, *states)
-        torch.testing.assert_close(got, wanted, atol=_tolerance(kv_type, dtype), rtol=_tolerance(kv_type, dtype))
+    assert_as_in_torch(kernels, kv_type, dtype, KvShape(heads, kv_heads, key_dim, value_dim), terms, held, tokens)
 
 
 @pytest.mark.parametrize("kv_type", list(KvType))

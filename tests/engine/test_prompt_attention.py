@@ -14,10 +14,10 @@ from engine.kernels.native.prompt_attention import attend_prompt
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from tests.engine.native_isas import isas, kernels_of
 
-_ISAS = isas()
+ISAS = isas()
 
 
-@pytest.fixture(scope="module", params=_ISAS, ids=lambda isa: isa.name)
+@pytest.fixture(scope="module", params=ISAS, ids=lambda isa: isa.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
     isa: Isa = request.param
     with kernels_of(isa, threads=int(isa) % 3 + 1) as held_back:
@@ -36,6 +36,29 @@ def _reference(
 def _causal(tokens: int, held: int, window: int | None = None) -> torch.Tensor:
     place, key = torch.arange(held - tokens, held)[:, None], torch.arange(held)[None]
     return (key <= place) & (key > place - window if window is not None else key >= 0)
+
+
+def assert_prompt_as_in_torch(
+    kernels: NativeKernels,
+    kv_heads: int,
+    group: int,
+    key_dim: int,
+    value_dim: int,
+    tokens: int,
+    before: int,
+    window: int | None,
+    masked: bool,
+) -> None:
+    held = before + tokens
+    # As caches and projections have them: heads within tokens, and room for more tokens.
+    queries = torch.randn(tokens, kv_heads * group, key_dim).bfloat16().transpose(0, 1)
+    keys = torch.randn(kv_heads, held + 7, key_dim).bfloat16()[:, :held]
+    values = torch.randn(held, kv_heads, value_dim).bfloat16().transpose(0, 1)
+    sees = _causal(tokens, held, window)
+    scale = key_dim**-0.5
+    got = attend_prompt(kernels, queries, keys, values, scale, sees if masked or window is not None else None)
+    assert got is not None
+    torch.testing.assert_close(got.float(), _reference(queries, keys, values, scale, sees), atol=3e-2, rtol=3e-2)
 
 
 @settings(max_examples=20)
@@ -63,16 +86,7 @@ def test_prompts_attend_as_torch_does(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    held = before + tokens
-    # As caches and projections have them: heads within tokens, and room for more tokens.
-    queries = torch.randn(tokens, kv_heads * group, key_dim).bfloat16().transpose(0, 1)
-    keys = torch.randn(kv_heads, held + 7, key_dim).bfloat16()[:, :held]
-    values = torch.randn(held, kv_heads, value_dim).bfloat16().transpose(0, 1)
-    sees = _causal(tokens, held, window)
-    scale = key_dim**-0.5
-    got = attend_prompt(kernels, queries, keys, values, scale, sees if masked or window is not None else None)
-    assert got is not None
-    torch.testing.assert_close(got.float(), _reference(queries, keys, values, scale, sees), atol=3e-2, rtol=3e-2)
+    assert_prompt_as_in_torch(kernels, kv_heads, group, key_dim, value_dim, tokens, before, window, masked)
 
 
 def test_large_scores_neither_overflow_nor_vanish(kernels: NativeKernels) -> None:
@@ -98,7 +112,7 @@ def test_threads_do_not_matter() -> None:
     queries, keys, values = (torch.randn(heads, 333, 64).bfloat16() for heads in (8, 2, 2))
     outs = []
     for threads in (1, 2, 5):
-        with kernels_of(_ISAS[-1], threads) as kernels:
+        with kernels_of(ISAS[-1], threads) as kernels:
             outs.append(attend_prompt(kernels, queries, keys, values, 0.125))
     assert outs[0] is not None
     for out in outs[1:]:

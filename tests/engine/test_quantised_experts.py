@@ -26,11 +26,11 @@ from engine.kernels.reference import reference_experts
 from tests.combinations import any_two
 from tests.engine.native_isas import isas, kernels_of
 
-_ISAS = isas()
+ISAS = isas()
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=_ISAS, ids=lambda isa: isa.name)
+@pytest.fixture(scope="module", params=ISAS, ids=lambda isa: isa.name)
 def kernels(request: pytest.FixtureRequest) -> Iterator[NativeKernels]:
     isa: Isa = request.param
     with kernels_of(isa, threads=int(isa) % 4 + 1) as held_back:
@@ -209,7 +209,7 @@ def test_experts_that_many_tokens_want_beside_those_that_few_want(kernels: Nativ
     )
 
 
-@any_two({"kernels": _ISAS, "precision": PRECISIONS, "value": [float("inf"), float("-inf"), float("nan")]}, ["kernels"])
+@any_two({"kernels": ISAS, "precision": PRECISIONS, "value": [float("inf"), float("-inf"), float("nan")]}, ["kernels"])
 def test_what_is_no_number_stays_none(kernels: NativeKernels, precision: str, value: float) -> None:
     torch.manual_seed(2)
     module = _module("silu", 2, 64, 48, bias=False)

@@ -1,6 +1,7 @@
 // Calls of everything that the native kernels export, on random shapes.  What they give goes to `record`, which the
 // including file defines: record(name, std::vector<uint16_t>), in bf16.
 #pragma once
+#include "model_case.h"
 #include "own_memory.h"
 #include "paged_attention.h"
 #include "prompt_attention.h"
@@ -425,6 +426,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_sparse(pool, random, format);
             try_attention(pool, random, format);
             try_latent(pool, random, format);
+            try_model(pool, random, format);
             try_paged(pool, random);
             try_prompt(pool, random);
             try_reading(pool, random);

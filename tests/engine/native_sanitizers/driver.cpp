@@ -61,5 +61,14 @@ int main(int argc, char **argv) {
         }
         for (int32_t threads = 0; threads < 5; ++threads) const OwnPool unused(threads);
     }
+    // Sets beside each other, as they are where each kind of work has the one that is fastest for it.
+    Random random(seed);
+    for (int round = 0; argc > 4 && round < rounds; ++round) {
+        for (const int32_t use : {SWITCHYARD_FEW, SWITCHYARD_MANY, SWITCHYARD_ATTENTION})
+            for (const int32_t format : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4})
+                switchyard_use_isa_for(use, format, std::atoi(argv[draw(random, 3, argc - 1)]));
+        const OwnPool pool(3);
+        go_through(pool.pool, seed + 4, 1);
+    }
     return 0;
 }

@@ -1,0 +1,91 @@
+// A call for a whole model, of one layer after the other, against a call for each of its steps.
+#pragma once
+#include "own_memory.h"
+#include "thread_pool.h"
+
+namespace {
+
+// Keys and values of one layer, and whom its tokens chose.
+struct OwnHeld {
+    std::vector<uint8_t> keys, values;
+    std::vector<float> key_scales, value_scales;
+    std::vector<int64_t> chosen;
+    std::vector<float> shares;
+};
+
+// Layers with the same weights, so that a case stays small, each with a cache of its own.
+void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
+    const OwnExperts own(pool, random, format);
+    const int32_t hidden = own.layer.hidden, experts = own.layer.count;
+    const auto norm = draw_row(random, hidden), router = draw_row(random, int64_t{experts} * hidden);
+    SwitchyardSparseBlock block{};
+    block.norm = norm.data();
+    block.epsilon = 1e-6f;
+    block.experts = own.layer;
+    block.router.weight = router.data();
+    block.router.groups = block.router.kept_groups = 1;
+    block.router.top_k = static_cast<int32_t>(draw(random, 1, experts));
+    block.router.normalise = coin(random);
+    block.router.scale = 1.0f;
+    SwitchyardAttention attention{};
+    attention.kv_heads = static_cast<int32_t>(draw(random, 1, 2));
+    attention.heads = attention.kv_heads * static_cast<int32_t>(draw(random, 1, 5));
+    attention.head_dim = static_cast<int32_t>(2 * draw(random, 1, 24));
+    attention.hidden = hidden;
+    attention.epsilon = 1e-6f;
+    attention.scale = 0.1f;
+    const int64_t dim = attention.head_dim, half = dim / 2;
+    const int64_t queries = attention.heads * dim, width = attention.kv_heads * dim;
+    const OwnMatrix q(pool, random, queries, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, width, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix v(pool, random, width, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, queries, format, SWITCHYARD_PLAIN);
+    attention.norm = norm.data();
+    attention.q = q.matrix, attention.k = k.matrix, attention.v = v.matrix, attention.o = o.matrix;
+
+    const int64_t capacity = 32 * draw(random, 1, 3), length = draw(random, 0, capacity - 1);
+    const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
+    const auto type = static_cast<int32_t>(draw(random, 0, 2));
+    const bool scaled = type == SWITCHYARD_KV_INT8;
+    const auto count = static_cast<int32_t>(draw(random, 1, 3));
+    std::vector<OwnHeld> held(static_cast<size_t>(count));
+    std::vector<SwitchyardLayer> layers;
+    for (OwnHeld &its : held) {
+        const auto slots = static_cast<size_t>(attention.kv_heads * capacity);
+        its.keys.resize(slots * static_cast<size_t>(dim) * (scaled ? 1 : 2));
+        its.values = its.keys;
+        if (scaled) its.key_scales.resize(slots, 0.01f), its.value_scales.resize(slots, 0.01f);
+        its.chosen.resize(static_cast<size_t>(tokens * block.router.top_k));
+        its.shares.resize(its.chosen.size());
+        layers.push_back({&attention, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
+                          scaled ? its.value_scales.data() : nullptr, capacity, length, its.chosen.data(),
+                          its.shares.data(), type});
+    }
+    const int64_t words = draw(random, 1, 90);
+    const OwnMatrix head(pool, random, words, hidden, format, SWITCHYARD_PLAIN);
+    const auto bias = draw_row(random, words);
+    SwitchyardModel model = {layers.data(), norm.data(), coin(random) ? bias.data() : nullptr, head.matrix, 1e-6f,
+                             coin(random), count};
+    const auto x = draw_row(random, int64_t{tokens} * hidden);
+    const auto cos = draw_row(random, tokens * half), sin = draw_row(random, tokens * half);
+    std::vector<uint16_t> logits(static_cast<size_t>(tokens * words));
+    require(switchyard_model_step(pool, &model, tokens, x.data(), cos.data(), sin.data(), half, logits.data()) == 0,
+            "no step of a model");
+
+    // The same model whose layers are called one by one: what is left of it is the last norm and the head.
+    auto now = x, next = x;
+    for (const SwitchyardLayer &layer : layers) {
+        require(switchyard_attention_step(pool, layer.attention, tokens, now.data(), cos.data(), sin.data(), half, type,
+                                          layer.keys, layer.values, layer.key_scales, layer.value_scales, capacity,
+                                          length, next.data()) == 0, "no attention");
+        require(switchyard_sparse_step(pool, layer.block, tokens, next.data(), layer.chosen, layer.shares,
+                                       now.data()) == 0, "no sparse step");
+    }
+    std::vector<uint16_t> again(logits.size());
+    model.count = 0;
+    require(switchyard_model_step(pool, &model, tokens, now.data(), cos.data(), sin.data(), half, again.data()) == 0,
+            "no step of a model");
+    require(logits == again, "a model's step is not that of its layers");
+}
+
+}  // namespace
