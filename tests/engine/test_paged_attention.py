@@ -22,6 +22,7 @@ from engine.kernels.native.paged_attention import (
     attend,
 )
 from engine.kernels.reference import attend_in_torch
+from tests.engine.int8_ties import without_ties
 from tests.engine.native_isas import isas, kernels_of
 
 ISAS = [isa for isa in isas() if isa in (Isa.PORTABLE, Isa.AVX2, Isa.AVX512, Isa.AVX512_BF16)] or isas()[:1]
@@ -48,7 +49,7 @@ class _Sequences:
             for tensor in (layer.keys, layer.values):
                 tensor.view(torch.uint8).fill_(255)
         heads = ((shape.heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
-        self.states = [[torch.randn(length, *of).to(dtype) for of in heads] for length in lengths]
+        self.states = [[without_ties(torch.randn(length, *of).to(dtype)) for of in heads] for length in lengths]
 
     def step(self, cut: list[tuple[int, int]]) -> tuple[Pieces, list[torch.Tensor]]:
         """The tokens [begin, end) of each sequence that has any."""
