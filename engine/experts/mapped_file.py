@@ -108,8 +108,8 @@ def dropped_note() -> str:
     if share < _WORTH_SAYING:
         return ""
     return (
-        f"Other programs have pushed {share:.0%} of the weights out of memory. They are read from the disk again as they "
-        "are needed, which slows answers down meanwhile: if it lasts, close other programs."
+        f"Other programs have pushed {share:.0%} of the weights out of memory. They are read from the disk again as "
+        "they are needed, which slows answers down meanwhile: if it lasts, close other programs."
     )
 
 
