@@ -23,7 +23,8 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
-from engine.runtime.schedule.scheduler import Outcome, Scheduler, _Times
+from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.tiny_families import tiny_checkpoint
@@ -206,7 +207,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(
 
 def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
     now = [0.0]
-    times = _Times(lambda: now[0])
+    times = Times(lambda: now[0])
     times.start()
     requests = background = 0.0
     for step in range(200):

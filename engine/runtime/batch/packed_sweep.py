@@ -29,10 +29,11 @@ from engine.telemetry.recorder import RECORDER
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A row and its number of tokens in the next sweep."""
+    """A row and its number of tokens in the next sweep; `is_guest` if the sweep is of others."""
 
     row: PagedRow
     tokens: int
+    is_guest: bool = False
 
     @property
     def wants_logits(self) -> bool:
@@ -147,7 +148,8 @@ class PackedModel:
         tokens = sum(each.tokens for each in work)
         read = sum(each.tokens for each in work if each.row.is_reading)
         if self._policy.ahead is None:  # rows of jobs have room for all of their answers
-            RECORDER.swept(since_ns, 0, 0, tokens)
+            guests = sum(each.is_guest for each in work)
+            RECORDER.swept(since_ns, guests, 0, tokens - guests)
         else:
             RECORDER.swept(since_ns, tokens - read, read)
 

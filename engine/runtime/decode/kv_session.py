@@ -109,6 +109,15 @@ class KvSession:
         self._cache, self._ids, self._prompt_tokens, self._whole = cache, list(ids), len(ids), True
         return True
 
+    def append(self, ids: Sequence[int], fill: Callable[[Cache], None]) -> None:
+        """Holds these tokens, too, which `fill` writes into its cache, behind what it holds."""
+        cache = self.cache
+        assert cache is not None
+        self._whole = False
+        fill(cache)
+        self._ids.extend(ids)
+        self._whole = True
+
     @property
     def bytes(self) -> int:
         """Bytes now held, spare capacity included."""

@@ -159,6 +159,13 @@ class Speculation:
         self.guessed += len(guess.ids)
         return self._rows[:1]
 
+    def passed(self, ids: Sequence[int]) -> None:
+        """The answer's next tokens have been read by somebody else, after `settle`."""
+        self._left -= len(ids)
+        for drafter in self._drafters:
+            for token_id in ids:
+                drafter.append(token_id)
+
     def settle(self) -> None:
         """Takes back what the answer does not go on with, and learns from it.  Harmless if repeated."""
         guess, self._guess = self._guess, None

@@ -43,6 +43,8 @@ from engine.tuning.result import DecodeRate
 
 TakeOver = Callable[[PreparedRow, AnswerSequence, Any, int], bool]
 """See `ContinuousBatch.take_over`."""
+MakeRow = Callable[[PreparedRow, AnswerSequence, Any, int], PagedRow | None]
+"""A row for an answer whose first tokens, so many with its prompt, are in a cache of its own."""
 
 TIMED_PROMPT = (
     "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
@@ -208,6 +210,7 @@ class AloneAnswer:
         self._writing: Generator[None, None, Decoded] | None = None
         if begun is not None and is_held:
             self._writing = self._written(None)
+        self._over: FinishReason | None = None
         self._reused = Reused()
         self._request: int | None = None
         """Number of the recorded request; 0 if nothing was recorded when it began."""
@@ -259,6 +262,8 @@ class AloneAnswer:
             RECORDER.resume_request(self._request)
 
     def _go_on(self, until: Check) -> Decoded | None:
+        if self._over is not None and (answer := self._answer) is not None:
+            return Decoded(answer.ids, answer.text, self._over, 0.0, 0.0, len(answer.ids), answer.stopped_by)
         while self._writing is None:
             try:
                 next(self._reading)
@@ -297,7 +302,9 @@ class AloneAnswer:
                 earlier=asked.earlier,
             )
         steps: Any = session
-        if self._guessing is not None:
+        if self._guesses is not None:
+            steps = self._guesses
+        elif self._guessing is not None:
             steps = self._guesses = self._guessing([*prefix, *answer.ids[:-1]] if answer is not None else prefix)
         if answer is None:
             assert logits is not None
@@ -315,16 +322,47 @@ class AloneAnswer:
         Returns:
             Whether they do: nothing more is to be done here.
         """
+        held = self._settled()
+        if held is None or self._answer is None:
+            return False
+        return take_over(self.asked, self._answer, held.cache, held.tokens)
+
+    def lend(self, make_row: MakeRow) -> PagedRow | None:
+        """Lets others write its next tokens, until `bring_back`.
+
+        Args:
+            make_row: a row that holds what the session does, if there can be one.
+        """
+        held = self._settled()
+        if held is None or self._answer is None or self._over is not None or held.drafters():
+            return None
+        return make_row(self.asked, self._answer, held.cache, held.tokens)
+
+    def bring_back(self, row: PagedRow, fill: Callable[[Any, int], None]) -> None:
+        """Goes on behind the tokens that others have written meanwhile.
+
+        Args:
+            fill: makes a cache of so many tokens hold all of the row's.
+        """
+        session, held, self._over = self._session, self._session.tokens, row.over
+        if row.held == held:
+            return
+        assert isinstance(session, KvSession)
+        read = row.read[held:]
+        session.append(read, lambda cache: fill(cache, held))
+        if self._guesses is not None:
+            self._guesses.passed(read)
+        self._writing = self._written(None)
+
+    def _settled(self) -> KvSession | None:
+        """The session, if its own cache holds all tokens of an answer under way but the last, which was chosen."""
         session, answer = self._session, self._answer
         if answer is None or not answer.ids or not isinstance(session, KvSession) or session.graphs is not None:
-            return False
+            return None
         if self._guesses is not None:
             self._guesses.settle()
-        # The last token has been chosen, and not read.
         held = len(self.asked.prompt) + len(answer.ids) - 1
-        if session.cache is None or session.tokens != held:
-            return False
-        return take_over(self.asked, answer, session.cache, held)
+        return session if session.cache is not None and session.tokens == held else None
 
     def _result(self, done: Decoded) -> GenerationResult:
         if self._loaded.foresight is not None:

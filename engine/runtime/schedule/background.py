@@ -98,6 +98,11 @@ class Background:
         """Whether any job wants the engine now."""
         return bool(self._calls or self._runs)
 
+    @property
+    def is_in_one_lane(self) -> bool:
+        """Whether the sweeps of all jobs are the same: none has to wait for those of another."""
+        return len(self._lanes) == 1
+
     @torch.inference_mode()  # as requests: both use the same pages
     def go_on(self, until: Check) -> None:
         """Goes on with the jobs until `until()` comes true, or none of them wants the engine now."""

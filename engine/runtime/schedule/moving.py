@@ -9,7 +9,7 @@ import torch
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer
 from engine.runtime.kv.growing import GrowingLayer
 from engine.runtime.kv.narrow import NarrowLayer
-from engine.runtime.kv.parts import has_parts, held_parts, parts_of_pages
+from engine.runtime.kv.parts import has_parts, held_parts, make_rows, parts_of_pages
 
 _NARROW = (KvType.INT8, KvType.FP16)
 
@@ -22,11 +22,32 @@ def can_move(cache: Any, layers: list[PagedLayer], tokens: int) -> bool:
     )
 
 
-def move(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int) -> None:
-    """Writes the first `tokens` tokens of a cache that `can_move` into `pages`."""
+def move(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int, first: int = 0) -> None:
+    """Writes the tokens from `first` to `tokens` of a cache that `can_move` into `pages`."""
+    places = _Places(pages, first, tokens) if first else None
     for states, paged in zip(cache.layers, layers, strict=True):
         for target, source in zip(parts_of_pages(paged), held_parts(states), strict=True):
-            _fill(target, source[:, :tokens], pages)
+            if places is None:
+                _fill(target, source[:, :tokens], pages)
+            else:
+                target[places.pages, :, places.rows] = source[:, first:tokens].transpose(0, 1)
+
+
+def append(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int, first: int) -> None:
+    """Makes a cache that holds `first` tokens, and `can_move`, hold those up to `tokens` that are in `pages`."""
+    places = _Places(pages, first, tokens)
+    for states, paged in zip(cache.layers, layers, strict=True):
+        parts = [part[places.pages, :, places.rows].transpose(0, 1) for part in parts_of_pages(paged)]
+        for target, source in zip(make_rows(states, tokens - first, parts), parts, strict=True):
+            target.copy_(source)
+
+
+class _Places:
+    """Where the tokens from `first` to `tokens` are: in which pages, and where in them."""
+
+    def __init__(self, pages: torch.Tensor, first: int, tokens: int) -> None:
+        numbers = torch.arange(first, tokens)
+        self.pages, self.rows = pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
 
 
 def move_back(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int) -> bool:

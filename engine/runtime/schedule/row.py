@@ -159,6 +159,8 @@ class PagedRow:
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
         self._reserved = 0
+        self.over: FinishReason | None = None
+        """Why its answer has ended, once it has."""
         self.held = 0
         self.shared = 0
         self.kept = Reused()
@@ -213,6 +215,22 @@ class PagedRow:
             return False
         fill(self.piece(tokens).pages)
         self.has_read(tokens)
+        return True
+
+    def follow(self, tokens: int, fill: Callable[[torch.Tensor, int], None]) -> bool:
+        """Has room for one more after the first `tokens` tokens of its prompt and its answer, and holds those, which
+        are read elsewhere; false if there are no pages for them.
+
+        Args:
+            fill: writes keys and values of the tokens from a place on, up to that number, into these pages.
+        """
+        if pages_for(tokens + 1) > self._reserved and not (
+            self._reserve_up_to(tokens + self._ahead) or self._reserve_up_to(tokens + 1)
+        ):
+            return False
+        if tokens > self.held:
+            fill(self.piece(tokens - self.held).pages, self.held)
+            self.has_read(tokens - self.held)
         return True
 
     @property

@@ -2,7 +2,8 @@
 
 Requests of people come first.  One that has the model for itself is answered alone, over the model's own cache, which
 is fastest; those that come meanwhile share sweeps through the layers.  Work in the background goes on between two of
-their tokens: it gets no more time than they do, as measured, and none before each of them has its first token.
+their tokens, and takes them along: another row costs a sweep of many little.  It slows them down no more than they do
+it, as measured, and does nothing before each of them has its first token.
 """
 
 from __future__ import annotations
@@ -27,17 +28,14 @@ from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
+from engine.runtime.schedule.loan import Loan
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check, Preparation, PreparedRow, never
 from engine.runtime.schedule.row import PagedRow, pages_for
+from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch
 
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
-_SLICE_S = 0.15
-"""The background goes on for so long at a time: a token after it costs more, for what it needs is in no cache, and
-people do not see so short a pause."""
-_MOST_OWED_S = 2.0
-"""Neither side saves up more than this."""
 
 Outcome = GenerationResult | BaseException
 """What was answered, or why nothing was."""
@@ -66,7 +64,8 @@ class Scheduler:
         self._sharing: dict[int, _Asked] = {}
         self._numbers = 0
         self._rests = True
-        self._times = _Times()
+        self._times = Times()
+        self._loan = Loan(AHEAD_TOKENS)
 
     @property
     def is_busy(self) -> bool:
@@ -105,7 +104,8 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        self._waiting.append(_Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter()))
+        asked = _Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter(), self._wrote)
+        self._waiting.append(asked)
 
     def serve(self, until: Check = never) -> None:
         """Answers requests, and goes on with jobs, until there is nothing left to do, or `until()` comes true, which is
@@ -113,6 +113,7 @@ class Scheduler:
         jobs = self.background
         while self.is_busy or jobs.is_busy:
             if not jobs.is_busy:
+                self._times.rest()
                 self._turn(lambda: until() or jobs.is_busy)
                 self._times.leave()
             elif self.is_due():
@@ -126,7 +127,10 @@ class Scheduler:
 
     def is_due(self) -> bool:
         """Whether what goes on in the background is to let requests have their turn now."""
-        return self.is_busy and (self._awaited() or self._times.is_due())
+        if not self.is_busy:
+            return False
+        # With them in its sweep it goes on to their next token.
+        return self._awaited() or (self._times.is_due() and not any(lane.has_guests for lane in self._beside()))
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
@@ -151,6 +155,9 @@ class Scheduler:
 
     def forget(self) -> None:
         """Frees the context of requests.  Those that are under way never end."""
+        for lane in self._beside():
+            lane.send_guests_away()
+        self._loan.end()
         self._waiting.clear()
         self._joined.clear()
         self._sharing.clear()
@@ -167,6 +174,7 @@ class Scheduler:
 
     def _forget(self) -> None:
         """What was read alone may be half written, or be what filled the memory: the next one starts from nothing."""
+        self._loan.end()
         with suppress(EngineError):
             self.alone.clear()
 
@@ -188,7 +196,10 @@ class Scheduler:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
         try:
             self._count_alone()
+            self._bring_back()
             self._admit()
+            if self._sharing or self._waiting or not self._beside():
+                self._loan.end()
             if self._first is not None and self._sharing:
                 self._join()
             elif len(self._sharing) == 1 and self._first is None:
@@ -283,8 +294,42 @@ class Scheduler:
             assert isinstance(lane, ContinuousBatch)
             lane.on_free = lambda: pool.give_back_reservation(lent)
             return lane, why
-        model = PackedModel(self._loaded, policy, together.model)
-        return ContinuousBatch(model, policy, above=together, kept=self._kept), ""
+        lane = ContinuousBatch(
+            PackedModel(self._loaded, policy, together.model), policy, above=together, kept=self._kept
+        )
+        lane.guests = self._guests
+        return lane, ""
+
+    def _beside(self) -> list[ContinuousBatch]:
+        """Where jobs are answered in the pages of requests."""
+        return self._together.below if self._together is not None else []
+
+    def _guests(self) -> list[PagedRow]:
+        """Rows of those who are writing, for a sweep of jobs."""
+        if self._together is None or not self.is_busy or self._awaited() or not self.background.is_in_one_lane:
+            return []
+        rows = self._together.able_to_write()
+        if self._first is not None:
+            asked, answer = self._first
+            row = self._loan.lend(answer, self._together)
+            if row is not None:
+                asked.has_moved = True
+                rows.append(row)
+        return rows
+
+    def _bring_back(self) -> None:
+        """Requests that take part in sweeps of jobs have left them after this."""
+        for lane in self._beside():
+            lane.send_guests_away()
+        if self._first is None:
+            return
+        try:
+            self._loan.bring_back(self._first[1])
+        except Exception as error:
+            self._end_first(error)
+
+    def _wrote(self) -> None:
+        self._times.wrote(1 / max(1, len(self._sharing) + (self._first is not None)))
 
     def _count_alone(self) -> None:
         """The context of who is answered alone takes memory that pages would have."""
@@ -324,19 +369,24 @@ class Scheduler:
 
     def _answer_first(self, until: Check) -> None:
         assert self._first is not None
-        asked, answer = self._first
+        answer = self._first[1]
         try:
             result: Outcome | None = answer.turn(until)
         except Exception as error:
             result = error
-        if isinstance(result, Exception):
-            self._forget()
         if result is not None:
-            self._first = None
-            if isinstance(result, GenerationResult) and asked.has_moved:
-                result = asked.timed(result)
-            self.alone.keep()
-            asked.end(result)
+            self._end_first(result)
+
+    def _end_first(self, result: Outcome) -> None:
+        assert self._first is not None
+        (asked, _), self._first = self._first, None
+        if isinstance(result, BaseException):
+            self._forget()
+        elif asked.has_moved:
+            result = asked.timed(result)
+        self._loan.end()
+        self.alone.keep()
+        asked.end(result)
 
     def _sweep(self) -> None:
         assert self._together is not None
@@ -377,6 +427,7 @@ class _Asked:
     end: OnEnd
     on_begin: Callable[[], None]
     begun_s: float
+    on_token: Callable[[], None] = lambda: None
     prepared: PreparedRow | None = None
     has_moved: bool = False
     outgrown: AnswerSequence | None = None
@@ -391,6 +442,7 @@ class _Asked:
             self.last_s = perf_counter()
             self.first_s = self.first_s or self.last_s
             self.tokens = tokens
+            self.on_token()
         self.request.on_text(text, tokens)
 
     def result(self, answer: BatchAnswer) -> GenerationResult:
@@ -421,42 +473,3 @@ class _Asked:
             ttft_s=self.first_s - self.begun_s if self.tokens else 0.0,
             tokens_per_s=(self.tokens - 1) / took if self.tokens > 1 and took > 0 else 0.0,
         )
-
-
-class _Times:
-    """What requests, and work in the background, have taken of each other's time."""
-
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        self._clock = clock
-        self._owed_s = 0.0
-        """Of the requests' time that the background has had more than they."""
-        self._since_s = clock()
-
-    def start(self) -> None:
-        """Neither has had any."""
-        self._owed_s, self._since_s = 0.0, self._clock()
-
-    def is_due(self) -> bool:
-        """Whether the background has had as much by now, and a slice more."""
-        return self._owed_s + self._clock() - self._since_s >= _SLICE_S
-
-    @property
-    def owes(self) -> bool:
-        """Whether requests still have less."""
-        return self._owed_s > 0
-
-    def enter(self) -> None:
-        """The background stops here, for a while."""
-        now = self._clock()
-        self._owed_s, self._since_s = min(self._owed_s + now - self._since_s, _MOST_OWED_S), now
-
-    def note(self, *, counts: bool) -> None:
-        """Requests have had the time since; `counts` if it is charged to them."""
-        now = self._clock()
-        if counts:
-            self._owed_s = max(self._owed_s - (now - self._since_s), -_MOST_OWED_S)
-        self._since_s = now
-
-    def leave(self) -> None:
-        """The background goes on."""
-        self._since_s = self._clock()

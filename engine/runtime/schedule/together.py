@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
 
+from engine.common.chat import FinishReason
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_out_of_memory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -24,6 +26,11 @@ from engine.runtime.schedule.request import AnswerCallback, Check, PreparedRow, 
 from engine.runtime.schedule.row import PagedRow, PagePool, pages_for
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
+
+_LONGEST_WITH_GUESTS_S = 0.3
+"""A sweep that takes longer has no guests: they get no other token meanwhile."""
+_NEWEST = 0.25
+"""Weight of the newest measurement in an average."""
 
 
 class ContinuousBatch(Lane):
@@ -81,6 +88,12 @@ class ContinuousBatch(Lane):
         self._request = 0
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
+        self.guests: Callable[[], Sequence[PagedRow]] = _nobody
+        """Asked when a sweep begins: rows of others, in the same pages, that may take part in it with a token each."""
+        self._has_sent_guests_away = False
+        self._token_s = 0.0
+        """What sweeps have taken lately for each of their tokens."""
+        self._sweep_s = 0.0
 
     def sweep(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
         """Admits rows and takes all of them through the layers once."""
@@ -131,13 +144,14 @@ class ContinuousBatch(Lane):
     def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
         if self._sweep is None:
+            self._sweep_s = 0.0
             self._drop_cancelled()
             aside = -1
             while not (work := self._next()):
                 if len(self._aside) in (0, aside):
                     return False
                 aside = len(self._aside)  # of which some may have outgrown all pages
-            self._work = work
+            self._work = work + self._invited(work)
             self._sweep = self._model.sweep(self._work)
             self.turns += 1
         return True
@@ -166,6 +180,25 @@ class ContinuousBatch(Lane):
         newest.step_aside()
         self._aside.appendleft(newest)
         return True
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether rows of others take part in the sweep under way, which have to leave before anybody else reads."""
+        return self._sweep is not None and any(each.is_guest for each in self._work)
+
+    def send_guests_away(self) -> None:
+        """Gives up the sweep under way if it has guests; the next one has none, so that rows do not begin for ever."""
+        if self.has_guests:
+            self._end_sweep()
+            self._has_sent_guests_away = True
+
+    def _invited(self, work: list[Work]) -> list[Work]:
+        """Guests of a sweep over `work`, unless they would wait too long for their token."""
+        sent_away, self._has_sent_guests_away = self._has_sent_guests_away, False
+        expected_s = self._token_s * sum(each.tokens for each in work)
+        if sent_away or not 0 < expected_s <= _LONGEST_WITH_GUESTS_S:
+            return []
+        return [Work(row, 1, is_guest=True) for row in self.guests()]
 
     def take_over(self, new: PreparedRow, sequence: AnswerSequence, cache: Any, tokens: int) -> bool:
         """Goes on with an answer whose first `tokens` tokens, prompt included, are in a cache of its own.
@@ -216,10 +249,12 @@ class ContinuousBatch(Lane):
     def _continue(self) -> bool:
         """Goes on with the current sweep by a layer; whether it goes on after that."""
         assert self._sweep is not None
+        begun_s = perf_counter()
         try:
             next(self._sweep)
         except StopIteration as end:
             self._sweep = None
+            self._took(self._sweep_s + perf_counter() - begun_s)
             self._take(end.value)
             return False
         except BaseException as error:
@@ -228,13 +263,20 @@ class ContinuousBatch(Lane):
             if not _is_memory(error) or not self._lighten():
                 raise
             return False
+        self._sweep_s += perf_counter() - begun_s
         return True
+
+    def _took(self, seconds: float) -> None:
+        each_s = seconds / sum(each.tokens for each in self._work)
+        self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
 
     def _lighten(self) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, with fewer rows or less of a
         prompt; one that is too much by itself ends.  Whether there was anything to be done."""
         work, self._work = self._work, []
-        if len(work) > 1:
+        if any(each.is_guest for each in work):
+            self.guests = _nobody
+        elif len(work) > 1:
             self._most_rows = max(1, len(self.rows) - 1)
             self.give_way()
         elif work and work[0].tokens > PAGE_TOKENS:
@@ -375,16 +417,35 @@ class ContinuousBatch(Lane):
         if RECORDER.on:
             RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
         for row, token in zip(choosing, tokens, strict=True):
-            text, reason = row.sequence.take(token)
+            text, row.over = row.sequence.take(token)
             row.request.on_text(text, len(row.sequence.ids))
-            if reason is not None:
-                if self._kept is not None and self._keeps:
-                    row.offer(self._kept, self._model.layer_pages())
-                self._leave(row).on_row(row.answer(reason))
+            if row.over is not None:
+                self._ended(row, row.over)
+
+    def _ended(self, row: PagedRow, reason: FinishReason) -> None:
+        """A row has its answer, whoever's it is; who lent it without being here looks at it again by itself."""
+        if row in self._source_of:
+            if self._kept is not None and self._keeps:
+                row.offer(self._kept, self._model.layer_pages())
+            self._leave(row).on_row(row.answer(reason))
+        elif self._above is not None:
+            self._above._ended(row, reason)
+
+    def able_to_write(self) -> list[PagedRow]:
+        """Its rows that can take part in a sweep of others now, with room for a token."""
+        able = []
+        for row in self.rows:
+            if not row.is_reading and row.sequence.ids and not row.request.cancelled() and row.reserve_next():
+                able.append(row)
+        return able
 
 
 def _nothing() -> None:
     pass
+
+
+def _nobody() -> Sequence[PagedRow]:
+    return ()
 
 
 def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:

@@ -1,0 +1,93 @@
+"""How the time of a model is shared by those who are answered at once and what goes on in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+SLICE_S = 0.15
+"""The background goes on for so long at a time: a token after it costs more, for what it needs is in no cache, and
+people do not see so short a pause."""
+_MOST_OWED_S = 2.0
+"""Neither side saves up more than this."""
+_NEWEST = 0.1
+"""Weight of the newest token's time in their average."""
+_OUTLIER = 2.0
+"""A token that took longer by this factor than the average counts as if it were only so much: the machine was busy."""
+
+
+class Times:
+    """What requests, and work in the background, have had of each other's time.
+
+    A token that a request gets within a sweep of the background counts as much time as it would have taken without: so
+    both go on at the same share of their speeds alone.
+    """
+
+    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+        self._clock = clock
+        self._owed_s = 0.0
+        """Of the requests' time that the background has had more than they."""
+        self._since_s = clock()
+        self._is_background = False
+        self._tokens = 0.0
+        """Of each request, since their time was noted."""
+        self._unpriced_s = 0.0
+        self.token_s = 0.0
+        """What a token for each of the requests takes without the background, lately; 0 before there was any."""
+
+    def start(self) -> None:
+        """Neither has had any."""
+        self._owed_s = self.token_s = 0.0
+        self.rest()
+
+    def rest(self) -> None:
+        """The time from now on belongs to nobody."""
+        self._since_s, self._is_background = self._clock(), False
+        self._tokens = self._unpriced_s = 0.0
+
+    def is_due(self) -> bool:
+        """Whether the background has had as much by now, and a slice more."""
+        return self._owed_s + self._clock() - self._since_s >= SLICE_S
+
+    @property
+    def owes(self) -> bool:
+        """Whether requests still have less."""
+        return self._owed_s > 0
+
+    def enter(self) -> None:
+        """The background stops here, for a while."""
+        now = self._clock()
+        self._owed_s = min(self._owed_s + now - self._since_s, _MOST_OWED_S)
+        self.rest()
+
+    def note(self, *, counts: bool) -> None:
+        """Requests have had the time since; `counts` if it is charged to them."""
+        now = self._clock()
+        took_s = now - self._since_s
+        if counts:
+            self._owed_s = max(self._owed_s - took_s, -_MOST_OWED_S)
+            self._price(took_s)
+        else:
+            self._tokens = self._unpriced_s = 0.0
+        self._since_s = now
+
+    def wrote(self, share: float) -> None:
+        """One of the requests, which are `share` of all, has got a token."""
+        if self._is_background:
+            self._owed_s = max(self._owed_s - share * self.token_s, -_MOST_OWED_S)
+        else:
+            self._tokens += share
+
+    def leave(self) -> None:
+        """The background goes on."""
+        self.rest()
+        self._is_background = True
+
+    def _price(self, seconds: float) -> None:
+        self._unpriced_s += seconds
+        if self._tokens < 1:
+            return
+        newest, self._tokens, self._unpriced_s = self._unpriced_s / self._tokens, 0.0, 0.0
+        if not self.token_s:
+            self.token_s = newest
+        self.token_s += _NEWEST * (min(newest, _OUTLIER * self.token_s) - self.token_s)
