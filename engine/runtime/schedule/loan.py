@@ -1,7 +1,7 @@
 """One who has the model alone takes part in sweeps of jobs as well.
 
-Keys and values stay in the sequence's own cache, which is the fastest, and are in pages, too.  What is new in the one is
-brought to the other when it is needed there: a few tokens at a time, and all of them once.
+Keys and values stay in the sequence's own cache, which is the fastest, and are in pages, too.  What is new in the one
+is brought to the other when it is needed there: a few tokens at a time, and all of them once.
 """
 
 from __future__ import annotations
@@ -32,19 +32,23 @@ class Loan:
         self._row: PagedRow | None = None
         self._of: ContinuousBatch | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer has ended, and nobody has been told."""
+        return self._row is not None and self._row.over is not None
+
     def lend(self, answer: AloneAnswer, to: ContinuousBatch) -> PagedRow | None:
         """A row in these pages that goes on with the answer, if there can be one now; `bring_back` ends that."""
+        if self.is_over:
+            return None
         if self._of is not to:
             self.end()
         layers = to.model.layer_pages()
 
         def follow(asked: PreparedRow, sequence: AnswerSequence, cache: Any, tokens: int) -> PagedRow | None:
             row, most = self._row, _MOST_BYTES * PAGE_TOKENS // to.model.page_bytes
-            if (
-                not layers
-                or tokens - (row.held if row is not None else 0) > most
-                or not can_move(cache, layers, tokens)
-            ):
+            new = tokens - (row.held if row is not None else 0)
+            if not layers or new > most or asked.request.cancelled() or not can_move(cache, layers, tokens):
                 return None
             if row is None:
                 row = PagedRow(asked.request, asked.prompt, sequence, asked.limits.max_tokens, to.pool, self._ahead)

@@ -130,7 +130,11 @@ class Scheduler:
         if not self.is_busy:
             return False
         # With them in its sweep it goes on to their next token.
-        return self._awaited() or (self._times.is_due() and not any(lane.has_guests for lane in self._beside()))
+        return (
+            self._awaited()
+            or self._loan.is_over
+            or (self._times.is_due() and not any(lane.has_guests for lane in self._beside()))
+        )
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""

@@ -433,11 +433,8 @@ class ContinuousBatch(Lane):
 
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
-        able = []
-        for row in self.rows:
-            if not row.is_reading and row.sequence.ids and not row.request.cancelled() and row.reserve_next():
-                able.append(row)
-        return able
+        writing = [row for row in self.rows if not row.is_reading and row.sequence.ids]
+        return [row for row in writing if not row.request.cancelled() and row.reserve_next()]
 
 
 def _nothing() -> None:
