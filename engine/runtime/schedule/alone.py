@@ -345,7 +345,7 @@ class AloneAnswer:
             fill: makes a cache of so many tokens hold all of the row's.
         """
         session, held, self._over = self._session, self._session.tokens, row.over
-        if row.held == held:
+        if row.held <= held:
             return
         assert isinstance(session, KvSession)
         read = row.read[held:]

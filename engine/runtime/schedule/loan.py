@@ -39,8 +39,10 @@ class Loan:
 
     def lend(self, answer: AloneAnswer, to: ContinuousBatch) -> PagedRow | None:
         """A row in these pages that goes on with the answer, if there can be one now; `bring_back` ends that."""
-        if self.is_over:
-            return None
+        row = self._row
+        if row is not None and row.held + 1 == len(row.prompt) + len(row.sequence.ids):  # nobody else has gone on
+            ready = row.over is None and not row.request.cancelled() and row.reserve_next()
+            return row if ready else None
         if self._of is not to:
             self.end()
         layers = to.model.layer_pages()
