@@ -139,11 +139,14 @@ class Scheduler:
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
         self._times.enter()
+        awaited = self._awaited()
 
         def enough() -> bool:
             # Nothing is charged to those who wait for their first token.
-            self._times.note(counts=not self._awaited())
-            return until() or not (self._awaited() or self._times.owes)
+            nonlocal awaited
+            awaited, was_awaited = self._awaited(), awaited
+            self._times.note(counts=not was_awaited)
+            return until() or not (awaited or self._times.owes)
 
         while self.is_busy:
             self._turn(enough)

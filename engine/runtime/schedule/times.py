@@ -10,10 +10,13 @@ SLICE_S = 0.15
 people do not see so short a pause."""
 _MOST_OWED_S = 2.0
 """Neither side saves up more than this."""
-_NEWEST = 0.1
-"""Weight of the newest token's time in their average."""
+_SLOWER, _FASTER = 0.05, 0.5
+"""Weights of the newest token's time in their average: the first ones after a slice of the background are slow, and
+none is faster than it would be without."""
 _OUTLIER = 2.0
 """A token that took longer by this factor than the average counts as if it were only so much: the machine was busy."""
+_MOST_CREDIT = 0.5
+"""Of the background's time that tokens within its sweeps may make up for, whatever they are thought to take."""
 
 
 class Times:
@@ -29,6 +32,8 @@ class Times:
         """Of the requests' time that the background has had more than they."""
         self._since_s = clock()
         self._is_background = False
+        self._credit_s = 0.0
+        """Of the requests' time that the background has spared them since they left."""
         self._tokens = 0.0
         """Of each request, since their time was noted."""
         self._unpriced_s = 0.0
@@ -43,11 +48,11 @@ class Times:
     def rest(self) -> None:
         """The time from now on belongs to nobody."""
         self._since_s, self._is_background = self._clock(), False
-        self._tokens = self._unpriced_s = 0.0
+        self._tokens = self._unpriced_s = self._credit_s = 0.0
 
     def is_due(self) -> bool:
         """Whether the background has had as much by now, and a slice more."""
-        return self._owed_s + self._clock() - self._since_s >= SLICE_S
+        return self._owed_s + self._clock() - self._since_s - self._credit_s >= SLICE_S
 
     @property
     def owes(self) -> bool:
@@ -56,8 +61,8 @@ class Times:
 
     def enter(self) -> None:
         """The background stops here, for a while."""
-        now = self._clock()
-        self._owed_s = min(self._owed_s + now - self._since_s, _MOST_OWED_S)
+        spent_s = self._clock() - self._since_s - self._credit_s
+        self._owed_s = min(self._owed_s + spent_s, _MOST_OWED_S)
         self.rest()
 
     def note(self, *, counts: bool) -> None:
@@ -74,7 +79,8 @@ class Times:
     def wrote(self, share: float) -> None:
         """One of the requests, which are `share` of all, has got a token."""
         if self._is_background:
-            self._owed_s = max(self._owed_s - share * self.token_s, -_MOST_OWED_S)
+            most_s = _MOST_CREDIT * (self._clock() - self._since_s)
+            self._credit_s = min(self._credit_s + share * self.token_s, most_s)
         else:
             self._tokens += share
 
@@ -90,4 +96,5 @@ class Times:
         newest, self._tokens, self._unpriced_s = self._unpriced_s / self._tokens, 0.0, 0.0
         if not self.token_s:
             self.token_s = newest
-        self.token_s += _NEWEST * (min(newest, _OUTLIER * self.token_s) - self.token_s)
+        weight = _SLOWER if newest > self.token_s else _FASTER
+        self.token_s += weight * (min(newest, _OUTLIER * self.token_s) - self.token_s)
