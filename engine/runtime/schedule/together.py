@@ -109,7 +109,8 @@ class ContinuousBatch(Lane):
             while self._is_sweeping():
                 if until():
                     return True
-                self._continue()
+                if not self._continue() and until():  # before the next one begins, perhaps with guests
+                    return True
         return False
 
     def works_on(self, source: RowSource) -> bool:
