@@ -16,14 +16,15 @@ none is faster than it would be without."""
 _OUTLIER = 2.0
 """A token that took longer by this factor than the average counts as if it were only so much: the machine was busy."""
 _MOST_CREDIT = 0.5
-"""Of the background's time that tokens within its sweeps may make up for, whatever they are thought to take."""
+"""Of either side's time that need not be paid for, whatever tokens are thought to take."""
 
 
 class Times:
     """What requests, and work in the background, have had of each other's time.
 
-    A token that a request gets within a sweep of the background counts as much time as it would have taken without: so
-    both go on at the same share of their speeds alone.
+    A token that a request gets counts as much time as it takes without the background, also within a sweep of that, and
+    when it takes longer because what it needs is in no cache any more.  So both go on at the same share of their speeds
+    alone.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -70,8 +71,7 @@ class Times:
         now = self._clock()
         took_s = now - self._since_s
         if counts:
-            self._owed_s = max(self._owed_s - took_s, -_MOST_OWED_S)
-            self._price(took_s)
+            self._owed_s = max(self._owed_s - took_s + self._too_much_s(took_s), -_MOST_OWED_S)
         else:
             self._tokens = self._unpriced_s = 0.0
         self._since_s = now
@@ -89,12 +89,16 @@ class Times:
         self.rest()
         self._is_background = True
 
-    def _price(self, seconds: float) -> None:
+    def _too_much_s(self, seconds: float) -> float:
+        """After so much more time: what tokens took beyond their price, once they have come."""
         self._unpriced_s += seconds
         if self._tokens < 1:
-            return
-        newest, self._tokens, self._unpriced_s = self._unpriced_s / self._tokens, 0.0, 0.0
+            return 0.0
+        tokens, took_s = self._tokens, self._unpriced_s
+        self._tokens = self._unpriced_s = 0.0
+        newest = took_s / tokens
         if not self.token_s:
             self.token_s = newest
         weight = _SLOWER if newest > self.token_s else _FASTER
         self.token_s += weight * (min(newest, _OUTLIER * self.token_s) - self.token_s)
+        return max(0.0, min(took_s - tokens * self.token_s, _MOST_CREDIT * took_s))
