@@ -146,7 +146,7 @@ def test_rows_of_jobs_step_aside_for_chats(mixtral: LoadedModel) -> None:
     assert isinstance(lane, ContinuousBatch)
     rows = iter([Preparation(mixtral).prepare(replace(request(number, (40, 20)), row=number)) for number in range(4)])
     lane.sources.append(RowSource(rows, lambda answer: answers.__setitem__(answer.row, answer)))
-    looks = iter(range(10))
+    looks = iter(range(14))
     lane.go_on(lambda: next(looks, None) is None)
     held = above.pool.held
     assert held > 4
