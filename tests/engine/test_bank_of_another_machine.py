@@ -23,6 +23,8 @@ from engine.runtime.load import fill_bank, kept_dense, kept_experts, kept_record
 from engine.runtime.load.model import load_model
 from tests.engine.tiny_families import tiny_checkpoint
 
+pytestmark = pytest.mark.skipif(not usable_isas(), reason="no native kernels here")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -71,8 +73,6 @@ def test_a_bank_of_another_processor_is_used_as_it_is(
     folder: Path, converted: list[str], monkeypatch: pytest.MonkeyPatch, precision: str, here_is_newer: bool
 ) -> None:
     isas = usable_isas()
-    if not isas:
-        pytest.skip("there are no native kernels here")
     oldest, newest = Isa(min(isas)).name, Isa(max(isas)).name
     there, here = (oldest, newest) if here_is_newer else (newest, oldest)
     monkeypatch.setenv("SWITCHYARD_ISA", there)
