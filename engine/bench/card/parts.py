@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.devices.device import Device
     from engine.runtime.loaded_model import LoadedModel
 
@@ -30,6 +32,7 @@ _RECORD = 3 * 2**20
 _LARGE = 64 * 2**20
 _REPEATS = 30
 _TOKENS, _PROMPT, _ROUNDS = 64, 2048, 3
+_KV_HEADS, _KV_TOKENS, _HEAD_DIM = 4, 4096, 128
 
 
 def machine(device: str, _model: str) -> Figures:
@@ -66,7 +69,37 @@ def kernels(device: str, _model: str) -> Figures:
     if chosen is not None:
         few = f"{chosen.few.name}, up to {chosen.most_few} visits"
         many = type(chosen.many).__name__ if chosen.many is not None else many
-    return {"few visits": few, "many": many, "why no others": refused or "", "until they are proven, s": took_s}
+    found = {"few visits": few, "many": many, "why no others": refused or "", "until they are proven, s": took_s}
+    return found | _attention(place)
+
+
+def _attention(place: torch.device) -> Figures:
+    """Attention of one token after many others, with heads as Qwen3-30B-A3B has them."""
+    import torch
+
+    from engine.kernels.gpu.attention_proof import attention_of
+    from engine.kernels.gpu.pages import PageTable
+    from engine.kernels.native.paged_attention import AttentionTerms, KvType
+
+    kernel = attention_of(place)
+    if kernel is None:
+        return {"attention": "torch's operators"}
+    states = torch.zeros(2, _KV_HEADS, _KV_TOKENS, _HEAD_DIM, dtype=torch.bfloat16, device=place)
+    queries = states.new_zeros(1, 8 * _KV_HEADS, _HEAD_DIM)
+    new, held = states[0, None, :, 0], torch.tensor([_KV_TOKENS - 1], device=place)
+    table = PageTable(KvType.BF16, 1, _KV_TOKENS // 32, place)
+    table.set_rows(0, list(states))
+
+    def attended() -> None:
+        for _ in range(_REPEATS):
+            kernel.attend(table, AttentionTerms(_HEAD_DIM**-0.5), queries, new, new, held)
+        torch.cuda.synchronize(place)
+
+    try:
+        attended()
+    except LookupError as error:
+        return {"attention": f"torch's operators: {error}"}
+    return {"attention": "a kernel", f"attention after {_KV_TOKENS:,}, us": 1e6 * _median(attended) / _REPEATS}
 
 
 def link(device: str, _model: str) -> Figures:

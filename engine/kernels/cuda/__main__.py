@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.formats import FORMATS
+from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import compile_kernel
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import product_kernels
@@ -32,7 +33,8 @@ def usage_rows() -> Iterator[list[str]]:
     yield ["kernel", "KiB shared", *(f"sm_{each}" for each in known)]
     on_cards = [each for each in FORMATS.values() if each.on_card]
     unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
-    for kernel in (*(kernel for each in on_cards for kernel in product_kernels(each)), *unpacking):
+    products = [kernel for each in on_cards for kernel in product_kernels(each)]
+    for kernel in (*products, *unpacking, *attention_kernels()):
         found = [usage_in(compile_kernel(kernel, each, compiler).log) for each in known]
         registers = (f"{each.registers}{'+' if each.spilled_bytes else ''}" for each in found)
         yield [kernel.name, f"{max(each.shared_bytes for each in found) / 1024:.1f}", *registers]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,7 +31,9 @@ from engine.experts.dispatch import bound_kernel, compute_experts, interrupted_b
 from engine.experts.recording import LAYER_NUMBER
 from engine.kernels.interface import is_capturable
 from engine.runtime.decode.step_model import StepModel
+from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.kv.fixed import FixedCache, FixedPosition
+from engine.runtime.kv.tabled import TabledCache
 from engine.telemetry.lanes import DENSE, GRAPH, HEAD
 from engine.telemetry.recorder import RECORDER
 
@@ -186,13 +189,15 @@ class GraphedSteps:
     Args:
         model: computes a step.
         device: that the whole model is on; it can capture.
+        tabled: attention by the card's kernel, if it has one; where that does not do what the library does, it is left
+            alone from then on.
 
     Attributes:
         refused: why this model's steps are not captured any more, once that was found out; it is said in the log once.
     """
 
-    def __init__(self, model: StepModel, device: Device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: StepModel, device: Device, tabled: TabledAttention | None = None) -> None:
+        self._model, self._device, self._tabled = model, device, tabled
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._position = FixedPosition(device.torch_device)
         self._memory = device.memory.reserve(0, MemoryCategory.ACTIVATIONS)
@@ -257,12 +262,13 @@ class GraphedSteps:
         self.leave()
         self.forget()
         try:
-            self._beside = FixedCache.bytes_beside(cache)
+            kind = FixedCache if self._tabled is None else TabledCache
+            self._beside = kind.bytes_beside(cache)
             self._memory.resize(self._beside)
         except DeviceMemoryError as error:
             self._refuse(str(error))
             return None
-        made = self._chunked or FixedCache.over(cache, held + 1, self._position)
+        made = self._chunked or kind.over(cache, held + 1, self._position)
         if isinstance(made, str):
             self._memory.release()
             self._refuse(made)
@@ -271,7 +277,9 @@ class GraphedSteps:
         return made
 
     def _forward(self, cache: FixedCache) -> torch.Tensor:
-        return self._model.at(self._position.ids, self._token, cache)[0]
+        attending = self._tabled.over(cache) if isinstance(cache, TabledCache) and self._tabled else nullcontext()
+        with attending:
+            return self._model.at(self._position.ids, self._token, cache)[0]
 
     def _warm_up(self, fixed: FixedCache, cache: Cache, held: int) -> torch.Tensor:
         """The step both ways; what counts is the ordinary one, and whether they agree."""
@@ -283,12 +291,12 @@ class GraphedSteps:
             raise
         except Exception as error:  # a family that wants to know more of its cache than this one can say
             found = None
-            self._refuse(_sentence(error))
+            self._doubt(_sentence(error))
         logits = self._model(self._token, cache, held)[0]
         if found is not None:
             likeness = torch.cosine_similarity(found.float(), logits.float()).item()
             if not likeness > 1 - _UNLIKE[logits.dtype == torch.float32]:
-                self._refuse("its steps come out differently when keys lie in a fixed place")
+                self._doubt("its steps come out differently when keys lie in a fixed place")
         return logits
 
     def _capture(self, cache: FixedCache) -> torch.Tensor | None:
@@ -309,6 +317,16 @@ class GraphedSteps:
         self._step = step
         self.counters.captures += 1
         return step.logits
+
+    def _doubt(self, why: str) -> None:
+        """A step cannot be repeated as it is: the next one is tried with the library's attention, if this was not."""
+        self._cache = self._of = None  # what the step left there is not written back
+        self._memory.release()
+        if self._tabled is None:
+            self._refuse(why)
+            return
+        _log.info("PyTorch's operators compute attention on %s: %s", self._device.name, why)
+        self._tabled = None
 
     def _refuse(self, why: str) -> None:
         self.refused = why

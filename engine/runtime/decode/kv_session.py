@@ -18,6 +18,7 @@ from engine.runtime.decode.generation import ProgressCallback, Reading, ReusedCa
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
+from engine.runtime.decode.tabled_attention import tabled_attention
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import from_cache, into_cache
@@ -70,7 +71,10 @@ class KvSession:
         self._device = loaded.device
         self._devices = loaded.devices
         captures = loaded.graph_device
-        self.graphs = GraphedSteps(self._step, captures) if captures is not None else None
+        self.graphs: GraphedSteps | None = None
+        if captures is not None:
+            tabled = tabled_attention(loaded.model, captures.torch_device, loaded.context_tokens)
+            self.graphs = GraphedSteps(self._step, captures, tabled)
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
         head = draft_head_of(loaded.model) if guesses and loaded.speculates else None

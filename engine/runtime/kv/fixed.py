@@ -155,7 +155,8 @@ class FixedWindowLayer(CacheLayerMixin):  # type: ignore[misc]
         self._layer.values = self.values.index_select(-2, rows)
 
 
-def _is_one_window(layer: GrowingWindowLayer) -> bool:
+def is_one_window(layer: GrowingWindowLayer) -> bool:
+    """Whether it holds a single sequence, and no more than its window."""
     return bool(layer.is_initialized and not layer.record_past and layer.keys.dim() == 4 and layer.keys.shape[0] == 1)
 
 
@@ -183,7 +184,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         for layer in cache.layers:
             if type(layer) is GrowingLayer:
                 layers.append(FixedLayer(layer, rows, position))
-            elif type(layer) is GrowingWindowLayer and _is_one_window(layer):
+            elif type(layer) is GrowingWindowLayer and is_one_window(layer):
                 layers.append(FixedWindowLayer(layer, position))
             elif type(layer) is DummyLayer:
                 layers.append(layer)
@@ -197,7 +198,7 @@ class FixedCache(Cache):  # type: ignore[misc]
         return sum(
             layer.sliding_window * states.shape[1] * states.shape[-1] * states.element_size()
             for layer in cache.layers
-            if type(layer) is GrowingWindowLayer and _is_one_window(layer)
+            if type(layer) is GrowingWindowLayer and is_one_window(layer)
             for states in (layer.keys, layer.values)
         )
 

@@ -120,7 +120,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
     def __init__(self, most_tokens: int | None = None) -> None:
         super().__init__()
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
         self._length = 0
         self._key_buffer: torch.Tensor | None = None
         self._value_buffer: torch.Tensor | None = None
@@ -226,7 +226,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def _grow(
         self, key_states: torch.Tensor, value_states: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        capacity = grown_capacity(self._length, tokens, self._most_tokens)
+        capacity = grown_capacity(self._length, tokens, self.most_tokens)
         grown = []
         for old, new in ((self._key_buffer, key_states), (self._value_buffer, value_states)):
             shape = (*new.shape[:-2], capacity, new.shape[-1])

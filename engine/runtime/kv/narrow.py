@@ -27,7 +27,7 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
 
     def __init__(self, kv_type: KvType, most_tokens: int | None = None) -> None:
         self.kv_type = kv_type
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
         self._length = 0
         self._buffers: list[torch.Tensor] = []
         """Keys and values, then the scales of both [B, H, capacity] where the type has them."""
@@ -96,6 +96,17 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         self._length = start + tokens
         return self._buffers[0], self._buffers[1], start
 
+    def room_for(self, tokens: int) -> tuple[torch.Tensor, ...] | None:
+        """As `GrowingLayer.room_for`, with the scales of both [1, H, capacity] where the type has them."""
+        if not self.can_claim(tokens):
+            return None
+        self._make_room(tokens, self._buffers[:2])
+        return tuple(self._buffers)
+
+    def wrote(self, tokens: int) -> None:
+        """Rows have been written into the buffers from outside: they hold so many tokens now."""
+        self._length = tokens
+
     def stored(self) -> list[torch.Tensor]:
         """Keys and values [H, n, D] of the one sequence in their type, and the scales [H, n] of both if it has any."""
         return [buffer[0].narrow(1, 0, self._length) for buffer in self._buffers]
@@ -122,7 +133,7 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
     def _make_room(self, tokens: int, like: Any) -> None:
         if self._buffers and tokens <= self._buffers[0].shape[-2]:
             return
-        capacity = grown_capacity(self._length, tokens, self._most_tokens)
+        capacity = grown_capacity(self._length, tokens, self.most_tokens)
         capacity = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS  # kernels read scales by whole pages
         shapes = [(*states.shape[:-2], capacity, states.shape[-1]) for states in like]
         made = [empty_in_huge_pages(shape, dtype=self.kv_type.dtype, device=self.device) for shape in shapes]

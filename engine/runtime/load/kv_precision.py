@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from engine.kernels.gpu.attention_proof import attention_of
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -13,8 +16,11 @@ from engine.runtime.kv.layers import new_cache
 _TYPES = {"int8": KvType.INT8, "fp16": KvType.FP16}
 
 
-def narrow_type(model: Any, kv_precision: str) -> tuple[KvType | None, str]:
-    """The type of keys and values that was asked for, if native kernels read it in every layer of this model.
+def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = None) -> tuple[KvType | None, str]:
+    """The type of keys and values that was asked for, if kernels read it in every layer of this model.
+
+    Args:
+        captures: where all of it is, if its steps are captured there: a card's kernel may read such keys then.
 
     Returns:
         `None` for the model's own type, and then a sentence if another one was asked for.
@@ -26,6 +32,8 @@ def narrow_type(model: Any, kv_precision: str) -> tuple[KvType | None, str]:
     whole = cache is not None and all(isinstance(held, GrowingLayer | GrowingWindowLayer) for held in cache.layers)
     fast = (layer.__dict__.get("forward") for layer in layers)
     if whole and layers and all(isinstance(path, SingleTokenLayer) and path.reads_narrow for path in fast):
+        return wanted, ""
+    if whole and captures is not None and attention_of(captures) is not None:
         return wanted, ""
     return None, f"Chats hold keys and values in the model's own type: its attention cannot read {kv_precision} here."
 

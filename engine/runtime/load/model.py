@@ -219,7 +219,10 @@ def _hand_over(
     """
     placement, devices = decision.placement, parts.devices
     slow = decision.uses_cpu and parts.kernels is None and format_of(decision.precision).native is not None
-    kv_type, kv_note = narrow_type(opened.model, config.kv_precision)
+    captures = _graph_device(parts, config)
+    kv_type, kv_note = narrow_type(
+        opened.model, config.kv_precision, captures.torch_device if captures is not None else None
+    )
     if kv_type is not None:
         kv_bytes = narrow_token_bytes(opened.model, kv_bytes, kv_type)
     wanted = opened.context_tokens(config)
@@ -272,7 +275,7 @@ def _hand_over(
         device=decision.dense,
         devices=devices if decision.devices else None,
         foresight=parts.foresight,
-        graph_device=_graph_device(parts, config),
+        graph_device=captures,
         context_tokens=context,
         chunk_tokens=_chunk_tokens(opened, decision, parts),
         ram_bytes=config.ram_bytes,

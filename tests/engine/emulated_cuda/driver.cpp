@@ -1,24 +1,10 @@
 // Random products with buffers of exactly their sizes against plain loops: for sanitizers to watch.
 //
 // Usage: driver SEED CASES
-#include <memory>
-#include <random>
-#include <vector>
-
-#include "kernels.h"
+#include "attention_cases.h"
+#include "cases.h"
 
 namespace {
-std::mt19937 numbers;
-
-int between(int least, int most) { return std::uniform_int_distribution<int>(least, most)(numbers); }
-float real(float least, float most) { return std::uniform_real_distribution<float>(least, most)(numbers); }
-
-void require(bool is_so, const char* what) {
-    if (is_so) return;
-    std::fprintf(stderr, "%s\n", what);
-    std::exit(1);
-}
-
 struct Shape {
     const char* name;
     bool is_tiled, has_nibbles, has_zeros, has_table, has_half_scales;
@@ -31,22 +17,6 @@ const Shape SHAPES[] = {
 };
 
 int aligned(int bytes) { return (bytes + 63) / 64 * 64; }
-
-// Memory at a multiple of 64 whose end is the end of an allocation.
-struct Exact {
-    std::unique_ptr<u8[]> raw;
-    u8* data;
-    explicit Exact(std::size_t bytes) : raw(new u8[bytes + 64]) {
-        data = raw.get() + (64 - reinterpret_cast<std::uintptr_t>(raw.get()) % 64) % 64;
-        const std::size_t begin = static_cast<std::size_t>(data - raw.get());
-        std::unique_ptr<u8[]> shorter(new u8[begin + bytes]);
-        if (reinterpret_cast<std::uintptr_t>(shorter.get()) % 64 == reinterpret_cast<std::uintptr_t>(raw.get()) % 64) {
-            raw.swap(shorter);
-            data = raw.get() + begin;
-        }
-        std::memset(data, 0, bytes);
-    }
-};
 
 float element(const Shape& shape, const u8* at) {
     if (shape.bytes == 4) {
@@ -267,5 +237,8 @@ int main(int, char** argv) {
 #else
     const bool is_small = false;
 #endif
-    for (int i = 0; i < cases; i++) go_through_a_case(is_small);
+    for (int i = 0; i < cases; i++) {
+        go_through_a_case(is_small);
+        go_through_attention(is_small);
+    }
 }

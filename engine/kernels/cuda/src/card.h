@@ -21,6 +21,10 @@ __device__ __forceinline__ int warp_number() { return threadIdx.x / LANES; }
 
 __device__ __forceinline__ float float_of_bits(u32 bits) { return __uint_as_float(bits); }
 
+__device__ __forceinline__ u32 word_of(const uint4& words, int at) {
+    return at == 0 ? words.x : at == 1 ? words.y : at == 2 ? words.z : words.w;
+}
+
 // Elements of matrices and vectors, as they lie in memory.
 struct Bf16 {
     u16 bits;

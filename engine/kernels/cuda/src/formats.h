@@ -40,10 +40,6 @@ __device__ __forceinline__ int signed_byte(int word, int at) {
     return static_cast<i8>(static_cast<u32>(word) >> (8 * at) & 255u);
 }
 
-__device__ __forceinline__ u32 word_of(const uint4& words, int at) {
-    return at == 0 ? words.x : at == 1 ? words.y : at == 2 ? words.z : words.w;
-}
-
 // 8 bits: vectors 0 to 7 of both halves, 16 rows each.
 struct Int8 {
     typedef Bf16 Element;

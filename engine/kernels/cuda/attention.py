@@ -1,0 +1,113 @@
+"""Attention of single tokens over pages by the kernel in `attention.cu`: one launch, however many tokens are held."""
+
+from __future__ import annotations
+
+import ctypes
+from weakref import WeakKeyDictionary
+
+import torch
+
+from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.driver import Launcher
+from engine.kernels.cuda.products import pointer
+from engine.kernels.gpu.pages import PageTable
+from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
+
+_THREADS = 128
+_PIECE = 8
+"""Elements of a key or value that a thread reads."""
+_WIDTHS = (64, 128, 256)
+_ROWS = (1, 4, 8)
+"""Heads of queries that share a reading of keys, as kernels are compiled."""
+_MOST_SPLITS = 64
+_BLOCKS_PER_MULTIPROCESSOR = 3
+_TYPES = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.INT8: "KvInt8", KvType.FP32: "KvFp32"}
+_STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""As `state_at` in pages.h has them."""
+
+
+class AttentionArguments(ctypes.Structure):
+    """`AttentionArguments` in attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "out", "held", "table", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("parts", "arrived")),
+        *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
+        *((name, ctypes.c_int) for name in ("window", "ring", "splits", "states")),
+    )
+
+
+def attention_kernels() -> list[Kernel]:
+    """All that may be asked for."""
+    return [_kernel(kv_type, width, rows) for kv_type in _TYPES for width in _WIDTHS for rows in _ROWS]
+
+
+def _kernel(kv_type: KvType, width: int, rows: int) -> Kernel:
+    defines = (("SWITCHYARD_KV", _TYPES[kv_type]), ("SWITCHYARD_WIDTH", str(width)), ("SWITCHYARD_ROWS", str(rows)))
+    return Kernel("attention.cu", "attention_kernel", _THREADS, defines)
+
+
+class CudaAttention:
+    """Attention on one card.  A step's calls must come one after the other: those over a table share counters."""
+
+    def __init__(self, card: Launcher) -> None:
+        self._card = card
+        self._arrived: WeakKeyDictionary[PageTable, torch.Tensor] = WeakKeyDictionary()
+
+    @staticmethod
+    def takes(shape: KvShape) -> bool:
+        """Whether heads are of a width that a kernel is there for."""
+        dims = (shape.key_dim, shape.value_dim)
+        return max(dims) <= _WIDTHS[-1] and all(dim % _PIECE == 0 for dim in dims)
+
+    def attend(
+        self,
+        table: PageTable,
+        terms: AttentionTerms,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        held: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores a token of each sequence in its pages and attends to what it sees.
+
+        `engine.kernels.reference.attend_in_torch` is the definition.
+
+        Args:
+            terms: `kept` is not for cards; sinks are on the card.
+            queries, keys, values: [sequences, heads, dim] of one type: bf16, fp16 or fp32.
+            held: int64 [sequences] on the card, tokens before.
+
+        Returns:
+            [sequences, heads, value_dim], of the same type.
+        """
+        queries, keys, values = queries.contiguous(), keys.contiguous(), values.contiguous()
+        sequences, heads, key_dim = queries.shape
+        kv_heads, value_dim = values.shape[1:]
+        group = heads // kv_heads
+        rows = next((each for each in _ROWS if each >= group), _ROWS[-1])
+        runs = kv_heads * -(-group // rows)
+        wanted = -(-_BLOCKS_PER_MULTIPROCESSOR * self._card.multiprocessors // (runs * sequences))
+        splits = max(1, min(wanted, _MOST_SPLITS))
+        out = values.new_empty(sequences, heads, value_dim)
+        parts = out.new_empty(sequences * heads * splits * (2 + value_dim), dtype=torch.float32)
+        arguments = AttentionArguments(
+            queries=queries.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), out=out.data_ptr(),
+            held=held.data_ptr(), table=table.entries.data_ptr(), sinks=pointer(terms.sinks), parts=parts.data_ptr(),
+            arrived=self._counters(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
+            part_step=table.entries.stride(1), scale=terms.scale, softcap=terms.softcap, heads=heads,
+            kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, ring=table.ring,
+            splits=splits, states=_STATES[queries.dtype],
+        )  # fmt: skip
+        width = next(each for each in _WIDTHS if each >= max(key_dim, value_dim))
+        self._card.launch(_kernel(table.kv_type, width, rows), (splits, runs, sequences), arguments)
+        return out
+
+    def _counters(self, table: PageTable, count: int) -> torch.Tensor:
+        known = self._arrived.get(table)
+        if known is None or len(known) < count:
+            known = torch.zeros(count, dtype=torch.int32, device=table.entries.device)
+            self._arrived[table] = known
+        return known
