@@ -115,6 +115,21 @@ class TiledMatrix:
         return sum(tensor.nbytes for tensor in self.parts.values())
 
 
+def rows_of(matrix: TiledMatrix, begin: int, end: int) -> TiledMatrix:
+    """Rows of a matrix, as views of it; they begin where a block does, and end where one or the matrix does."""
+    shape = matrix.shape
+    if (begin, end) == (0, shape.rows):
+        return matrix
+    blocks = slice(begin // TILE_ROWS, -(-end // TILE_ROWS))
+    return TiledMatrix(
+        TiledShape(end - begin, shape.columns, shape.format, shape.pairing),
+        matrix.weights[blocks],
+        matrix.scales[blocks],
+        matrix.zeros[blocks] if matrix.zeros is not None else None,
+        matrix.table,
+    )
+
+
 def dequantise(matrix: TiledMatrix, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """[rows, columns], computed in fp32 and rounded once; on any device."""
     shape, tiles = matrix.shape, matrix.weights

@@ -12,6 +12,7 @@ import torch
 
 from engine.formats import ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
 from engine.formats.tiles import TiledShape
+from engine.kernels.gpu.joined import SIBLINGS, JoinedLinears, can_join
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.library import NativeKernels
@@ -71,18 +72,45 @@ def quantise_on_cards(
         Number of layers.
     """
     layers = list(_layers(model, precision, stored.formats if stored is not None else None))
-    for name, module, of_this in layers:
-        place = place_of(name)
-        if stored is not None:
-            matrix = stored.matrix(name, kernels)
+    known = {name: (module, of_this) for name, module, of_this in layers}
+    for names in _together(list(known)):
+        matrices = []
+        for name in names:
+            module, of_this = known[name]
+            made = stored.matrix(name, kernels) if stored is not None else None
+            matrices.append(made if made is not None else quantise(module.weight, of_this, kernels=kernels))
+        biases = [m.bias.detach() if m.bias is not None else None for m, _ in (known[name] for name in names)]
+        place = place_of(names[0])
+        on_card = kernels_of(place) if all(known[name][1].on_card for name in names) else None
+        if on_card is not None and can_join(matrices):
+            joined = JoinedLinears(matrices, biases, place, on_card)
+            made_of = [(forward, joined.record) for forward in joined.forwards]
         else:
-            matrix = quantise(module.weight, of_this, kernels=kernels)
-        bias = module.bias.detach() if module.bias is not None else None
-        forward = CardLinear(matrix, bias, place, kernels_of(place) if of_this.on_card else None)
-        module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
-        module.register_buffer("tiles", forward.record, persistent=False)  # registered only to be counted
-        module.forward = forward  # type: ignore[method-assign]
+            alone = [
+                CardLinear(matrix, bias, place, kernels_of(place) if matrix.shape.format.on_card else None)
+                for matrix, bias in zip(matrices, biases, strict=True)
+            ]
+            made_of = [(forward, forward.record) for forward in alone]
+        for name, (forward, record) in zip(names, made_of, strict=True):
+            module = known[name][0]
+            module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+            module.register_buffer("tiles", record, persistent=False)  # registered only to be counted
+            module.forward = forward  # type: ignore[method-assign,assignment]
     return len(layers)
+
+
+def _together(names: list[str]) -> Iterator[list[str]]:
+    """Names in their order, those of layers that get the same input together."""
+    left = dict.fromkeys(names)
+    for name in names:
+        if name not in left:
+            continue
+        parent, _, own = name.rpartition(".")
+        family = next((each for each in SIBLINGS if own in each), (own,))
+        mine = [full for each in family if (full := f"{parent}.{each}" if parent else each) in left]
+        for each in mine:
+            del left[each]
+        yield mine
 
 
 def _layers(
