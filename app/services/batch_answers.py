@@ -33,10 +33,7 @@ class JobAnswers:
         """The answers after `row`, with shortened texts."""
         with self._lock:
             answers = read_answers(self._entry.journal, after=after, limit=limit, failed_only=failed_only)
-            return [
-                _row(answer, self._prompt(answer.row)[:_MOST_CHARACTERS], answer.text[:_MOST_CHARACTERS])
-                for answer in answers
-            ]
+            return [_row(answer, self._prompt(answer.row), _MOST_CHARACTERS) for answer in answers]
 
     def whole(self, row: int) -> BatchRow | None:
         """One answer with its full text; None if it does not exist (any more)."""
@@ -44,8 +41,7 @@ class JobAnswers:
             answers = read_answers(self._entry.journal, after=row - 1, limit=1)
             if not answers or answers[0].row != row:
                 return None
-            whole = _row(answers[0], self._prompt(row), answers[0].text)
-            return replace(whole, reasoning=answers[0].reasoning)
+            return _row(answers[0], self._prompt(row))
 
     def _prompt(self, row: int) -> str:
         if self._next < 0 or self._next > row:
@@ -67,5 +63,6 @@ def _prompts(entry: JobEntry) -> Iterator[tuple[int, str]]:
         yield asked.row, asked.messages[-1].content if isinstance(asked, RowRequest) else ""
 
 
-def _row(answer: Answer, prompt: str, text: str) -> BatchRow:
-    return BatchRow(answer.row, prompt, text, answer.finish_reason, answer.generated_tokens, answer.problem)
+def _row(answer: Answer, prompt: str, most: int | None = None) -> BatchRow:
+    asked, text, thought = (each[:most] for each in (prompt, answer.text, answer.reasoning))
+    return BatchRow(answer.row, asked, text, answer.finish_reason, answer.generated_tokens, answer.problem, thought)

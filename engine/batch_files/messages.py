@@ -111,9 +111,8 @@ class BatchRow:
 
     Attributes:
         row: its index in the input.
-        prompt, answer: their beginnings, for display; the journal has the whole text.
-        finish_reason, generated_tokens, problem, reasoning: see `engine.batch_files.rows.Answer`; reasoning only where
-            the whole text is shown.
+        prompt, answer, reasoning: their beginnings, for display; the journal has the whole text.
+        finish_reason, generated_tokens, problem: see `engine.batch_files.rows.Answer`.
     """
 
     row: int

@@ -227,8 +227,9 @@ class _JobEvents:
     def answer(self, answer: Answer, question: str) -> None:
         self._tokens += answer.generated_tokens
         self._log.has_answered(self._tokens)
-        shown = (question[:_MOST_CHARACTERS], answer.text[:_MOST_CHARACTERS])
-        row = BatchRow(answer.row, *shown, answer.finish_reason, answer.generated_tokens, answer.problem)
+        asked, text, thought = (each[:_MOST_CHARACTERS] for each in (question, answer.text, answer.reasoning))
+        ended = answer.finish_reason, answer.generated_tokens, answer.problem
+        row = BatchRow(answer.row, asked, text, *ended, thought)
         self._rows = [*self._rows, row][-_MOST_ROWS:]
         if time.monotonic() - self._rows_s >= _ROWS_S:
             self.rows_now()

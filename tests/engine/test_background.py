@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
+from engine.runtime.schedule.lane import RowSource
+from engine.runtime.schedule.one_by_one import OneByOne
+from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest, Preparation, never
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 
@@ -208,6 +211,38 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns() -> None:
         assert "one by one" in job.place.note
         job.check(loaded)
     scheduler.close()
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "nllb-moe"])
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
+    """Whether it rests in its prompt or in its answer, which goes on where it was."""
+    loaded = tiny_loaded(family)
+    lane, answers, written = OneByOne(loaded), dict[int, BatchAnswer](), list[int]()
+    first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
+    with torch.inference_mode():
+        sources = [
+            RowSource(
+                Preparation(loaded).rows(iter([each]), lambda _answer: None), lambda a: answers.update({a.row: a})
+            )
+            for each in (first, second)
+        ]
+        lane.sources.append(sources[0])
+        assert lane.go_on(lambda: len(written) >= tokens)
+        sources[0].rests = True
+        assert not lane.go_on(never)  # nobody else wants it
+        lane.sources.append(sources[1])
+        lane.go_on(never)
+        assert list(answers) == [1]
+        assert lane.has_ended(sources[1])
+        assert not lane.has_ended(sources[0])
+        sources[0].rests = False
+        lane.go_on(never)
+        assert lane.has_ended(sources[0])
+    for each in (first, second):
+        alone = Alone(loaded).answer(replace(each, on_text=lambda _text, _count: None))
+        assert answers[each.row].token_ids == alone.token_ids
+    lane.free()
 
 
 def test_a_model_that_is_freed_ends_jobs_in_a_sentence(mixtral: LoadedModel) -> None:

@@ -51,7 +51,7 @@ class Engine:
                 return JobEnding(False, _PACE, 1)
             assert not watcher.should_yield()  # who calls it answers chats
             self.seen.append("works")
-            watcher.on_answer(Answer(step, "a" * 1000, "stop", 1, 2), "question")
+            watcher.on_answer(Answer(step, "a" * 1000, "stop", 1, 2, reasoning="A" * 1000), "question")
             watcher.on_pace(_PACE, "")
         return JobEnding(True, _PACE, 6, tokens=12, note="one by one")
 
@@ -135,6 +135,7 @@ def test_jobs_run_beside_each_other(job: BatchJob) -> None:
         shown = [row for event in events for row in event.rows]
         assert [row.row for row in shown] == list(range(6))
         assert all(len(row.answer) < 1000 for row in shown)
+        assert [row.reasoning for row in shown] == [row.answer.upper() for row in shown]
     assert _of(BatchProgress, process.sent)[0].total == -1
     planned = BatchPlanned("one", 24, 3, "", 30, 10.0, 150.0, 450.0, 1.0, 2.0, "link", is_measured=False)
     assert planned in _of(BatchPlanned, process.sent)

@@ -154,6 +154,37 @@ def test_an_answer_being_written_enters_the_index_when_it_ends(database: ChatDat
     database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
 
 
+def test_an_ended_message_that_is_written_again_is_still_found(database: ChatDatabase) -> None:
+    conversation, (question, answer) = chat(database, "q", "a walrus")
+    database.update_message(replace(answer, reasoning="thought"))
+    assert len(search(database.connection, "walrus")) == 1
+    database.update_message(replace(answer, state=MessageState.PARTIAL))
+    assert len(search(database.connection, "walrus")) == 1
+    database.update_message(replace(answer, content="a seal"))
+    assert search(database.connection, "walrus") == ()
+    assert [hit.message_id for hit in search(database.connection, "seal")] == [answer.id]
+    assert (conversation.id, question.content) == (answer.conversation_id, "q")
+    database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
+
+
+def test_what_an_older_version_dropped_from_the_index_is_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    connection = connect(path)
+    migrate(connection, MIGRATIONS[:2])
+    add = "INSERT INTO conversations (id, title, created_at, updated_at) VALUES ('c', 'old', 1, 2)"
+    connection.execute(add)
+    connection.execute(
+        "INSERT INTO messages (id, conversation_id, parent_id, role, content, state, created_at, chosen) "
+        "VALUES ('m', 'c', NULL, 'user', 'a walrus', 'complete', 3, 1)"
+    )
+    connection.execute("UPDATE messages SET content = content")
+    assert search(connection, "walrus") == ()
+    connection.close()
+    database = open_checked(path)
+    assert len(search(database.connection, "walrus")) == 1
+    database.close()
+
+
 def test_text_that_utf8_cannot_hold_is_kept_as_far_as_it_can(database: ChatDatabase) -> None:
     conversation, _ = chat(database, "a\x00b\ud83d")
     assert database.messages(conversation.id)[0].content == "a\ufffdb\ufffd"

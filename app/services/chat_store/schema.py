@@ -78,7 +78,22 @@ _VERSION_2: Migration = (
     "ALTER TABLE messages ADD COLUMN reasoning_s REAL NOT NULL DEFAULT 0.0",
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2)
+# One trigger rather than two: SQLite runs several of one event in an order of its own, and where the new text was put
+# into the index before the old one was taken out, a message that had not changed was found no more.  The index is
+# made again, for that has happened.
+_VERSION_3: Migration = (
+    "DROP TRIGGER messages_old",
+    "DROP TRIGGER messages_new",
+    "CREATE TRIGGER messages_change AFTER UPDATE OF content, state ON messages "
+    "WHEN old.content IS NOT new.content OR (old.state = 'streaming') IS NOT (new.state = 'streaming') BEGIN "
+    "INSERT INTO messages_fts (messages_fts, rowid, content) "
+    "SELECT 'delete', old.seq, old.content WHERE old.state <> 'streaming'; "
+    "INSERT INTO messages_fts (rowid, content) SELECT new.seq, new.content WHERE new.state <> 'streaming'; END",
+    "INSERT INTO messages_fts (messages_fts) VALUES ('delete-all')",
+    "INSERT INTO messages_fts (rowid, content) SELECT seq, content FROM messages WHERE state <> 'streaming'",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

@@ -316,6 +316,15 @@ class AloneAnswer:
         """Tokens of the prompt that did not have to be read."""
         return self._reused
 
+    def set_aside(self) -> AnswerSequence | None:
+        """What there is of the answer, for `Alone.go_on`; None if it has to be begun again."""
+        answer = self._answer
+        if answer is None or not answer.ids or not isinstance(self._session, KvSession):
+            return None
+        if self._guesses is not None:
+            self._guesses.settle()
+        return answer
+
     def leave(self, take_over: TakeOver) -> bool:
         """Hands an answer that has begun to others, who go on with it, if they can.
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from engine.common.errors import EngineError
 from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone, AloneAnswer
 from engine.runtime.schedule.lane import Lane, RowSource
@@ -16,13 +17,16 @@ class OneByOne(Lane):
     """See `ContinuousBatch`; sources take turns.
 
     An answer goes on where it was.  A prompt is left between two layers, and read again from what it has in common with
-    what had been read by then.
+    what had been read by then.  A row whose source rests makes room for one of another: what it has written is read
+    again later.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
         self._alone = Alone(loaded)
         self._now: tuple[RowSource, PreparedRow, AloneAnswer] | None = None
+        self._aside: list[tuple[RowSource, PreparedRow, AnswerSequence | None]] = []
+        """Rows whose sources rest, and what they have written."""
         self._is_written = self._is_left = False
         self._until: Check = lambda: False
 
@@ -37,7 +41,8 @@ class OneByOne(Lane):
 
     def has_ended(self, source: RowSource) -> bool:
         """See `Lane.has_ended`."""
-        return super().has_ended(source) and not self._answers(source)
+        is_aside = any(each is source for each, _asked, _begun in self._aside)
+        return super().has_ended(source) and not self._answers(source) and not is_aside
 
     def _answers(self, source: RowSource) -> bool:
         return self._now is not None and self._now[0] is source
@@ -53,7 +58,11 @@ class OneByOne(Lane):
             assert self._now is not None
             source, asked, answer = self._now
             if source.rests:
-                return False
+                if all(each.rests for each in self.sources):
+                    return False
+                self._aside.append((source, asked, answer.set_aside()))
+                self._now = None
+                continue
             try:
                 result = answer.turn(until)
             except EngineError as error:
@@ -67,6 +76,7 @@ class OneByOne(Lane):
         """Gives up a source, and its row if it is being answered."""
         if self._answers(source):
             self._now = None
+        self._aside = [each for each in self._aside if each[0] is not source]
         if source in self.sources:
             self.sources.remove(source)
         source.next = None
@@ -77,7 +87,12 @@ class OneByOne(Lane):
         self._alone.clear()
 
     def _next(self) -> bool:
-        """Begins the next row of whoever waits longest; whether there is one."""
+        """Goes on with a row that stepped aside, or begins the next one of whoever waits longest; whether it could."""
+        for place, (source, asked, begun) in enumerate(self._aside):
+            if not source.rests:
+                del self._aside[place]
+                self._begin(source, asked, begun)
+                return True
         for source in [each for each in self.sources if not each.rests]:
             asked = source.take()
             if asked is not None:
@@ -88,7 +103,7 @@ class OneByOne(Lane):
                 return True
         return False
 
-    def _begin(self, source: RowSource, asked: PreparedRow) -> None:
+    def _begin(self, source: RowSource, asked: PreparedRow, begun: AnswerSequence | None = None) -> None:
         request = asked.request
         self._is_written = self._is_left = False
 
@@ -102,7 +117,8 @@ class OneByOne(Lane):
             return self._is_left or request.cancelled()
 
         watched = replace(asked, request=replace(request, cancelled=cancelled, on_text=on_text))
-        self._now = source, asked, self._alone.begin(watched)
+        answer = self._alone.begin(watched) if begun is None else self._alone.go_on(watched, begun)
+        self._now = source, asked, answer
 
     def _ended(self, result: GenerationResult) -> None:
         assert self._now is not None
