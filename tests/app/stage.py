@@ -418,6 +418,7 @@ def _batch_tried(stage: Stage) -> None:
 def _monitor(stage: Stage) -> None:
     stage.window.show_page(MONITOR)
     stage.decode()
+    stage.monitor.findChild(TimelineView).refresh()
 
 
 def _monitor_requests(stage: Stage) -> None:

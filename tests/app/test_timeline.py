@@ -93,6 +93,11 @@ def test_every_duration_has_a_short_text(nanoseconds: float) -> None:
     assert 0 < len(duration(nanoseconds)) < 24
 
 
+def test_hours_and_minutes_are_not_rounded_up() -> None:
+    minutes = 60 * 10**9
+    assert [duration(each * minutes) for each in (59.5, 100, 716.5)] == ["59:30 min", "1 h 40 min", "11 h 56 min"]
+
+
 @given(st.floats(1e-6, 1e15))
 def test_a_scale_is_never_below_its_values(value: float) -> None:
     assert value <= nice(value) * 1.001

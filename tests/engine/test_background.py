@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,19 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.kernels.native.paged_attention import KvType
+from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
 from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest, Preparation, never
+from engine.runtime.schedule.row import PagePool
 from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from engine.runtime.schedule.shared_budget import SharedBudget
+from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 
 POLICY = BatchPolicy(rows=6, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
@@ -196,8 +203,84 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     assert not scheduler.background._lanes
     assert scheduler._together is not None
     pool = scheduler._together.pool
-    assert (pool.held, pool.reserve(pool.capacity)) == (0, True)  # what was lent has been given back
+    assert (pool.held, pool.others(), pool.reserve(pool.capacity)) == (0, 0, True)  # its own are gone
+    assert not scheduler._together.below
     scheduler.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"window": 16, "kept": 2}, {"kv_type": KvType.FP16}, {"kv_type": KvType.INT8}],
+    ids=["window", "fp16", "int8"],
+)
+def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
+    mixtral: LoadedModel, other: dict[str, Any]
+) -> None:
+    """All of it while nobody else wants any, and what is left while chats go on; never more than there is in all."""
+    pages = 12
+    scheduler, ends = Scheduler(mixtral), dict[int, Outcome]()
+    policy = replace(POLICY, ahead=16)
+    together = scheduler._together = ContinuousBatch(PackedModel(mixtral, policy), policy, most_pages=pages)
+    job = Job(scheduler, [row(n, 60, 36) for n in range(8)], replace(POLICY, **other))  # three pages each
+    most_job, most_chats = [0], [0]
+
+    def look() -> bool:
+        pools = [together.pool, *(lane.pool for lane in together.below)]
+        budget = scheduler._budget
+        if budget is not None:
+            sizes = {id(each.pool): each.page_bytes for each in budget._members}
+            assert sum((pool.in_use - pool.elsewhere) * sizes[id(pool)] for pool in pools) <= budget.nbytes
+            assert budget.bytes_touched <= budget.nbytes
+            most_job[0] = max([most_job[0], *(pool.held * sizes[id(pool)] for pool in pools[1:])])
+            most_chats[0] = max(most_chats[0], pools[0].held)
+            assert budget.nbytes == pages * together.model.page_bytes
+        if len(job.answers) == 2 and not ends and not scheduler.is_busy:
+            for number in range(4):
+                scheduler.submit(row(number, 70, 40), lambda outcome, number=number: ends.update({number: outcome}))
+        return False
+
+    serve(scheduler, [job], look)
+    assert job.outcomes == [BatchOutcome.FINISHED]
+    assert len(ends) == 4
+    assert all(isinstance(end, GenerationResult) and end.generated_tokens == 40 for end in ends.values())
+    assert most_job[0] > pages * together.model.page_bytes // (2 if other.get("kv_type") is not KvType.INT8 else 4)
+    assert most_chats[0] > pages // 2
+    if "kv_type" not in other:
+        scheduler.close()
+        return
+    exact = other["kv_type"] is KvType.FP16
+    for each in job.rows:
+        assert job.answers[each.row].generated_tokens == 36
+        assert not exact or job.answers[each.row].token_ids == Alone(mixtral).answer(each).token_ids
+    scheduler.close()
+
+
+def test_pages_that_are_given_back_can_be_used_again(mixtral: LoadedModel) -> None:
+    pool = PagePool(40)
+    discarded = list[int]()
+    budget, other = SharedBudget(pool, 100, discarded.extend), PagePool(80)
+    budget.join(other, 50, lambda _pages: None)
+    assert pool.reserve(40)
+    held = [pool.take() for _ in range(40)]
+    pool.publish(held[3], b"prefix")
+    assert not other.reserve(1)
+    for page in held:
+        pool.release(page)
+    assert other.reserve(60)
+    taken = [other.take() for _ in range(60)]
+    assert budget.bytes_touched <= budget.nbytes
+    assert set(discarded) <= set(held)
+    assert len(discarded) >= 30
+    assert not pool.is_idle(b"prefix") or held[3] not in discarded
+    assert pool.reserve(9)
+    assert not pool.reserve(2)
+    for page in taken:
+        other.release(page)
+    assert pool.reserve(20)
+    assert len({pool.take() for _ in range(29)}) == 29
+    assert budget.bytes_touched <= budget.nbytes
+    budget.leave(other)
+    assert pool.others() == 0
 
 
 def test_jobs_whose_rows_cannot_be_packed_take_turns() -> None:

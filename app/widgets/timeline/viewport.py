@@ -81,9 +81,9 @@ def duration(nanoseconds: float) -> str:
     """`-1:30`, `2.5 s`, `340 ms`, `12 µs`: short, for axes and readouts."""
     sign, value = ("−" if nanoseconds < 0 else ""), abs(nanoseconds)
     if value >= 3600e9:
-        return f"{sign}{value / 3600e9:.0f} h {value % 3600e9 / 60e9:02.0f} min"
+        return f"{sign}{value // 3600e9:.0f} h {value % 3600e9 // 60e9:02.0f} min"
     if value >= 120e9:
-        return f"{sign}{value // 60e9:.0f}:{value % 60e9 / 1e9:02.0f} min"
+        return f"{sign}{value // 60e9:.0f}:{value % 60e9 // 1e9:02.0f} min"
     if value >= 1e9:
         return f"{sign}{value / 1e9:.3g} s"
     if value >= 1e6:

@@ -10,6 +10,7 @@ from enum import IntEnum
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.given_back import give_back
 from engine.kernels.native.library import NativeKernels
 
 PAGE_TOKENS = 32
@@ -124,6 +125,20 @@ class PagedLayer:
         layer = cls(shape, kv_type, 0)
         layer.keys, layer.values = keys, values
         return layer
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
+        runs = list[tuple[int, int]]()
+        for page in sorted(pages):
+            if runs and runs[-1][1] == page:
+                runs[-1] = runs[-1][0], page + 1
+            else:
+                runs.append((page, page + 1))
+        for part in (self.keys, self.values, self.key_scales, self.value_scales):
+            if part is not None and part.device.type == "cpu":
+                step, start = part.stride(0) * part.element_size(), part.data_ptr()
+                for begin, end in runs:
+                    give_back(start + begin * step, (end - begin) * step)
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
         """The kernels' struct; it points into these pages and `terms.sinks`."""

@@ -8,7 +8,7 @@ only the mask is reliable: some modules never pass their window on, others pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +60,11 @@ class PagedStates:
         for key, shape in self.shapes.items():
             layer = PagedLayer(shape, kv_type, pages)
             self._layers[key] = (layer, layer.struct(self._terms[key]))
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Returns the memory of these pages to the system, as far as it takes it."""
+        for layer, _struct in self._layers.values():
+            layer.discard(pages)
 
     def page_bytes(self, kv_type: KvType) -> int:
         """Bytes of one page of all layers."""

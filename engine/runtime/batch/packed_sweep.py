@@ -101,6 +101,10 @@ class PackedModel:
         self.pages = pages
         self._states.allocate(self._kv_type, pages)
 
+    def discard(self, pages: Sequence[int]) -> None:
+        """Returns the memory of these pages to the system, as far as it takes it."""
+        self._states.discard(pages)
+
     def threads(self) -> AbstractContextManager[None]:
         """For the duration of sweeps: torch uses one thread where native kernels do the large operations."""
         return self._loaded.token_by_token() if self._native is not None else nullcontext()

@@ -50,24 +50,28 @@ class PagePool:
         """Pages that no row holds but that can still be shared."""
         self.elsewhere = 0
         """Pages whose memory is in use as a cache of a sequence's own."""
+        self.touched: set[int] = set()
+        """Pages that have been written to, and so have memory."""
+        self.others: Callable[[], int] = _none
+        """Pages whose memory other pools have in use; see `SharedBudget`."""
+        self.before_touching: Callable[[], object] = _none
 
     @property
     def held(self) -> int:
         """Pages that rows hold now."""
         return self.capacity - len(self._free) - len(self._idle)
 
+    @property
+    def in_use(self) -> int:
+        """Pages that are held or promised, and those whose memory is a cache of a sequence's own."""
+        return self.held + self._reserved + self.elsewhere
+
     def reserve(self, pages: int) -> bool:
         """Reserves pages; False if there are not enough."""
-        if pages > 0 and self._reserved + pages + self.elsewhere > len(self._free) + len(self._idle):
+        if pages > 0 and self.in_use + pages + self.others() > self.capacity:
             return False
         self._reserved += pages
         return True
-
-    def lend(self) -> int:
-        """Reserves half of all pages, or as many as there are, for others who use their memory; returns how many."""
-        pages = max(0, min(self.capacity // 2, len(self._free) + len(self._idle) - self._reserved - self.elsewhere))
-        self._reserved += pages
-        return pages
 
     def give_back_reservation(self, pages: int) -> None:
         """Releases the reservation of a row that ends early, or that shares pages instead."""
@@ -77,12 +81,25 @@ class PagePool:
         """Takes a page out of a reservation."""
         assert self._reserved > 0
         self._reserved -= 1
-        if self._free:
-            page = self._free.pop()
-        else:
-            page, _ = self._idle.popitem(last=False)
-            del self._page_of[self._prefix_of.pop(page)]
+        page = self._free.pop() if self._free else self._oldest_idle()
         self._holders[page] = 1
+        if page not in self.touched:
+            self.before_touching()
+            self.touched.add(page)
+        return page
+
+    def give_back(self, most: int) -> list[int]:
+        """Up to so many pages with memory that no row holds: they have none from now on."""
+        pages = [page for page in self._free if page in self.touched][:most]
+        while len(pages) < most and self._idle:
+            pages.append(self._oldest_idle())
+            self._free.insert(0, pages[-1])
+        self.touched -= set(pages)
+        return pages
+
+    def _oldest_idle(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        del self._page_of[self._prefix_of.pop(page)]
         return page
 
     def share(self, prefix: Prefix) -> int | None:
@@ -124,6 +141,10 @@ class PagePool:
             self._idle[page] = None
         else:
             self._free.append(page)
+
+
+def _none() -> int:
+    return 0
 
 
 def pages_for(tokens: int) -> int:

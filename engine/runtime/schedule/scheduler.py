@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -31,6 +32,7 @@ from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.loan import Loan
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check, Preparation, PreparedRow, never
 from engine.runtime.schedule.row import PagedRow, pages_for
+from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch
 
@@ -59,6 +61,8 @@ class Scheduler:
         self._first: tuple[_Asked, AloneAnswer] | None = None
         self._joined: deque[_Asked] = deque()
         self._together: ContinuousBatch | None = None
+        self._budget: SharedBudget | None = None
+        """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
         self._sharing: dict[int, _Asked] = {}
@@ -174,7 +178,7 @@ class Scheduler:
             if together is not None and together.below:
                 together.close()  # jobs go on in the same pages
             elif together is not None:
-                self._together = None
+                self._together = self._budget = None
                 together.free()
         self._forget()
         self._rest(True)
@@ -295,11 +299,12 @@ class Scheduler:
         if together is None:
             return lane_for(self._loaded, policy)
         if policy.window or policy.kv_type is not self._loaded.kv_type:
-            pool = together.pool
-            lent = pool.lend()
-            lane, why = lane_for(self._loaded, replace(policy, kv_bytes=lent * together.model.page_bytes))
-            assert isinstance(lane, ContinuousBatch)
-            lane.on_free = lambda: pool.give_back_reservation(lent)
+            budget = self._budget = self._budget or _budget_of(together)
+            lane, why = lane_for(self._loaded, replace(policy, kv_bytes=budget.nbytes))
+            if isinstance(lane, ContinuousBatch):
+                budget.join(lane.pool, lane.model.page_bytes, lane.model.discard)
+                together.below.append(lane)
+                lane.on_free = partial(_leave, budget, together, lane)
             return lane, why
         lane = ContinuousBatch(
             PackedModel(self._loaded, policy, together.model), policy, above=together, kept=self._kept
@@ -309,7 +314,8 @@ class Scheduler:
 
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
-        return self._together.below if self._together is not None else []
+        together = self._together
+        return [lane for lane in together.below if lane.pool is together.pool] if together is not None else []
 
     def _guests(self) -> list[PagedRow]:
         """Rows of those who are writing, for a sweep of jobs."""
@@ -424,6 +430,17 @@ class Scheduler:
 
     def _rows(self) -> list[PagedRow]:
         return self._together.rows if self._together is not None else []
+
+
+def _budget_of(together: ContinuousBatch) -> SharedBudget:
+    """That of all pages of those who share sweeps."""
+    return SharedBudget(together.pool, together.model.page_bytes, together.model.discard)
+
+
+def _leave(budget: SharedBudget, together: ContinuousBatch, lane: ContinuousBatch) -> None:
+    """The pages of a job are gone."""
+    budget.leave(lane.pool)
+    together.below.remove(lane)
 
 
 @dataclass(eq=False)

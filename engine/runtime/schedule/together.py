@@ -364,7 +364,7 @@ class ContinuousBatch(Lane):
 
     def _has_outgrown(self, row: PagedRow) -> bool:
         """Ends a row here that no other keeps from having pages, unless some are only lent; whether it has ended."""
-        if self.pool.held or self.pool.elsewhere:
+        if self.pool.held or self.pool.elsewhere or self.pool.others():
             return False
         source = self._leave(row)
         if self.hands_on and source is self._own and row.sequence.ids:
