@@ -94,12 +94,12 @@ class OneByOne(Lane):
                 self._begin(source, asked, begun)
                 return True
         for source in [each for each in self.sources if not each.rests]:
-            asked = source.take()
-            if asked is not None:
+            new = source.take()
+            if new is not None:
                 self.sources.remove(source)
                 self.sources.append(source)
                 self.turns += 1
-                self._begin(source, asked)
+                self._begin(source, new)
                 return True
         return False
 
