@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.kernels.cuda import driver
 from engine.kernels.cuda.attention import CudaAttention
 from engine.kernels.gpu import attention_proof
 from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of, prove_attention
@@ -218,13 +219,13 @@ def test_a_kernel_that_computes_wrongly_is_left_alone(
 
 def test_without_a_card_or_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_of(CPU) is None
-    attention_proof._of_card.cache_clear()
+    driver._card.cache_clear()
 
     def refuses(index: int) -> None:
-        raise attention_proof.DriverError("there is no driver")
+        raise driver.DriverError("there is no driver")
 
-    monkeypatch.setattr(attention_proof, "find_nvrtc", lambda capability: None)
-    monkeypatch.setattr(attention_proof, "NvidiaCard", refuses)
+    monkeypatch.setattr(driver, "find_nvrtc", lambda capability: None)
+    monkeypatch.setattr(driver, "NvidiaCard", refuses)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 6))
     assert attention_of(torch.device("cuda", 0)) is None
-    attention_proof._of_card.cache_clear()
+    driver._card.cache_clear()

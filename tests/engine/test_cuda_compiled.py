@@ -15,6 +15,7 @@ from engine.formats import FORMATS
 from engine.kernels.cuda import nvrtc
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel, machine_code
+from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import (
     CompileError,
     Machine,
@@ -198,7 +199,7 @@ def test_every_kernel_for_every_card_without_spills(
     on_cards = [each for each in FORMATS.values() if each.on_card]
     unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
     products = [kernel for each in on_cards for kernel in product_kernels(each)]
-    for kernel in (*unpacking, *products, *attention_kernels()):
+    for kernel in (*unpacking, *products, *attention_kernels(), NORM_KERNEL):
         for architecture in architectures:
             usage = usage_in(compile_kernel(kernel, architecture, compiler).log)
             record_property(f"{kernel.name} sm_{architecture}", f"{usage.registers} registers")

@@ -9,6 +9,7 @@ import torch
 
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.driver import Launcher
+from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import pointer
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
@@ -22,8 +23,6 @@ _ROWS = (1, 4, 8)
 _MOST_SPLITS = 64
 _BLOCKS_PER_MULTIPROCESSOR = 3
 _TYPES = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.INT8: "KvInt8", KvType.FP32: "KvFp32"}
-_STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""As `state_at` in pages.h has them."""
 
 
 class AttentionArguments(ctypes.Structure):
@@ -99,7 +98,7 @@ class CudaAttention:
             arrived=self._counters(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
             part_step=table.entries.stride(1), scale=terms.scale, softcap=terms.softcap, heads=heads,
             kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, ring=table.ring,
-            splits=splits, states=_STATES[queries.dtype],
+            splits=splits, states=STATES[queries.dtype],
         )  # fmt: skip
         width = next(each for each in _WIDTHS if each >= max(key_dim, value_dim))
         self._card.launch(_kernel(table.kv_type, width, rows), (splits, runs, sequences), arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from typing import Protocol
 import torch
 
 from engine.kernels.cuda.compiled import Kernel, machine_code
+from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
+
+_log = logging.getLogger(__name__)
 
 
 class Launcher(Protocol):
@@ -47,6 +51,23 @@ def _checked(result: int, did: str) -> None:
         _driver().cuGetErrorString(result, ctypes.byref(words))
         said = words.value.decode(errors="replace") if words.value else f"error {result}"
         raise DriverError(f"The card's driver could not {did}: {said}")
+
+
+def nvidia_card(device: torch.device) -> NvidiaCard | None:
+    """The card that is this device, where kernels can be compiled for it."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    return _card(device.index if device.index is not None else torch.cuda.current_device())
+
+
+@cache
+def _card(index: int) -> NvidiaCard | None:
+    try:
+        find_nvrtc(torch.cuda.get_device_capability(index))
+        return NvidiaCard(index)
+    except (CompileError, DriverError) as error:
+        _log.info("card %d runs no kernels in CUDA C: %s", index, error)
+        return None
 
 
 class NvidiaCard:

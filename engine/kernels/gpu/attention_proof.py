@@ -10,8 +10,7 @@ from typing import Protocol
 import torch
 
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.driver import DriverError, NvidiaCard
-from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
+from engine.kernels.cuda.driver import NvidiaCard, nvidia_card
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
@@ -79,19 +78,13 @@ class ProvenAttention:
 
 def attention_of(device: torch.device) -> ProvenAttention | None:
     """Attention of a card by a kernel; `None`: PyTorch's operators do it."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return _of_card(device.index if device.index is not None else torch.cuda.current_device())
+    card = nvidia_card(device)
+    return _of_card(card) if card is not None else None
 
 
 @cache
-def _of_card(index: int) -> ProvenAttention | None:
-    try:
-        find_nvrtc(torch.cuda.get_device_capability(index))
-        return ProvenAttention(CudaAttention(NvidiaCard(index)))
-    except (CompileError, DriverError) as error:
-        _log.info("PyTorch's operators compute attention on card %d: %s", index, error)
-        return None
+def _of_card(card: NvidiaCard) -> ProvenAttention:
+    return ProvenAttention(CudaAttention(card))
 
 
 def prove_attention(

@@ -3,6 +3,7 @@
 // Usage: driver SEED CASES
 #include "attention_cases.h"
 #include "cases.h"
+#include "norm_cases.h"
 
 namespace {
 struct Shape {
@@ -240,5 +241,6 @@ int main(int, char** argv) {
     for (int i = 0; i < cases; i++) {
         go_through_a_case(is_small);
         go_through_attention(is_small);
+        go_through_norm();
     }
 }

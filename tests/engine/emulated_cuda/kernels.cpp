@@ -9,6 +9,8 @@ extern "C" int emulate(const char* entry, const char* const* defines, const unsi
         is_known = emulate_product(defines[0], std::atoi(defines[1]), size, seed, *static_cast<const ProductArguments*>(arguments));
     } else if (is("unpack_kernel")) {
         is_known = emulate_unpack(defines[0], size, seed, *static_cast<const UnpackArguments*>(arguments));
+    } else if (is("norm_kernel")) {
+        is_known = emulate_norm(size, seed, *static_cast<const NormArguments*>(arguments));
     }
     return is_known ? 0 : 1;
 }

@@ -1,5 +1,6 @@
 // The kernels as functions: a template of a card's program is called by the names that it would be compiled for.
 #pragma once
+#include "norm.cu"
 #include "products.cu"
 #include "unpack.cu"
 
@@ -39,4 +40,9 @@ inline bool emulate_unpack(const char* format, emulated::Index grid, std::uint64
     if (is("Int4")) return run(unpack<Int4>);
     if (is("Lut4")) return run(unpack<Lut4>);
     return false;
+}
+
+inline bool emulate_norm(emulated::Index grid, std::uint64_t seed, const NormArguments& arguments) {
+    emulated::run(grid, THREADS, seed, [&] { norm(arguments); });
+    return true;
 }

@@ -1,25 +1,12 @@
-// Keys and values of a context, in pages of PAGE tokens, and states of a token in any type.
+// Keys and values of a context, in pages of PAGE tokens.
 //
 // A table says where they lie: for keys, values and, where the type has them, the scales of both, the bytes from one head
 // to the next, and then the address of each page's first head.  A page of one head has its tokens one after the other.
 #pragma once
-#include "card.h"
+#include "states.h"
 
 constexpr int PAGE = 32;  // tokens
 constexpr int PIECE = 8;  // elements of a key or value that a lane reads
-
-// Element `at` of a state: 0 bf16, 1 fp16, 2 fp32.
-__device__ __forceinline__ float state_at(const u8* states, int type, i64 at) {
-    if (type == 0) return reinterpret_cast<const Bf16*>(states)[at].value();
-    if (type == 1) return reinterpret_cast<const Fp16*>(states)[at].value();
-    return reinterpret_cast<const float*>(states)[at];
-}
-
-__device__ __forceinline__ void set_state(u8* states, int type, i64 at, float value) {
-    if (type == 0) reinterpret_cast<Bf16*>(states)[at] = Bf16::of(value);
-    else if (type == 1) reinterpret_cast<Fp16*>(states)[at] = Fp16::of(value);
-    else reinterpret_cast<float*>(states)[at] = value;
-}
 
 __device__ __forceinline__ u16 half_at(const uint4& words, int at) { return static_cast<u16>(word_of(words, at / 2) >> (16 * (at & 1))); }
 

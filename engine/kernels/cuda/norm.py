@@ -1,0 +1,55 @@
+"""Root mean square norms by the kernel in `norm.cu`: one launch, where PyTorch's operators take eight."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.driver import Launcher
+
+NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)
+STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""As `state_at` in states.h has them."""
+
+
+class NormArguments(ctypes.Structure):
+    """`NormArguments` in norm.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "out", "weights")),
+        ("step", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("width", "states", "weight_states", "rounds_once")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
+    )
+
+
+class CudaNorm:
+    """Norms on one card."""
+
+    def __init__(self, card: Launcher) -> None:
+        self._card = card
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, offset: float, rounds_once: bool
+    ) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + epsilon) * (weight + offset), in fp32.
+
+        Args:
+            x: [rows, width] of a type in `STATES`, elements of a row contiguous.
+            weight: [width], contiguous, of a type in `STATES`.
+            rounds_once: whether the weight multiplies before rounding to x's type, not after.
+
+        Returns:
+            [rows, width], contiguous, of x's type.
+        """
+        rows, width = x.shape
+        out = x.new_empty(rows, width)
+        arguments = NormArguments(
+            x=x.data_ptr(), out=out.data_ptr(), weights=weight.data_ptr(), step=x.stride(0), width=width,
+            states=STATES[x.dtype], weight_states=STATES[weight.dtype], rounds_once=rounds_once, epsilon=epsilon,
+            offset=offset,
+        )  # fmt: skip
+        self._card.launch(NORM_KERNEL, (rows, 1, 1), arguments)
+        return out

@@ -1,0 +1,37 @@
+// Norms of rows of any width, of exactly their sizes, against plain loops.
+#pragma once
+#include <cmath>
+
+#include "cases.h"
+
+inline void go_through_norm() {
+    NormArguments a{};
+    const int rows = between(1, 8);
+    a.width = between(1, 700);
+    a.step = a.width + between(0, 9);
+    a.states = between(0, 2);
+    a.weight_states = between(0, 2);
+    a.rounds_once = between(0, 1);
+    a.epsilon = 1e-5f;
+    a.offset = static_cast<float>(between(0, 1));
+    const auto bytes = [](int type) { return type == 2 ? 4 : 2; };
+    const int held = static_cast<int>(a.step) * (rows - 1) + a.width;
+    const Exact x(static_cast<std::size_t>(held * bytes(a.states))), weights(static_cast<std::size_t>(a.width * bytes(a.weight_states)));
+    const Exact out(static_cast<std::size_t>(rows * a.width * bytes(a.states)));
+    for (int i = 0; i < held; i++) set_state(x.data, a.states, i, real(-3, 3));
+    for (int i = 0; i < a.width; i++) set_state(weights.data, a.weight_states, i, real(-2, 2));
+    a.x = x.data;
+    a.weights = weights.data;
+    a.out = out.data;
+    emulate_norm(emulated::Index{static_cast<unsigned int>(rows), 1, 1}, numbers(), a);
+    const double rounding = a.states == 0 ? 1.0 / 128 : a.states == 1 ? 1.0 / 1024 : 1e-5;
+    for (int row = 0; row < rows; row++) {
+        double sum = 0;
+        for (int i = 0; i < a.width; i++) sum += std::pow(static_cast<double>(state_at(a.x, a.states, row * a.step + i)), 2);
+        for (int i = 0; i < a.width; i++) {
+            const double wanted = state_at(a.x, a.states, row * a.step + i) / std::sqrt(sum / a.width + a.epsilon) * (state_at(a.weights, a.weight_states, i) + a.offset);
+            const double found = state_at(a.out, a.states, static_cast<i64>(row) * a.width + i);
+            require(std::fabs(found - wanted) <= rounding * std::fabs(wanted) + 1e-6, "a norm is wrong");
+        }
+    }
+}
