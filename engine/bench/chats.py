@@ -29,7 +29,7 @@ _WARM_TOKENS = 2
 """A batch is timed once so many tokens have come for each of its rows."""
 _FEWEST_SWEEPS, _LEAST_S = 4, 2.0
 """It is timed alone for so long."""
-_BESIDE_SWEEPS = 20
+_BESIDE_SWEEPS = 60
 """A chat beside it lasts for as long as so many sweeps would take if neither had the other."""
 _NO_END: frozenset[int] = frozenset()
 
