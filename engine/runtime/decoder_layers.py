@@ -109,28 +109,64 @@ def move_between(model: Any, layers: LayerDevices, places: Sequence[torch.device
     if len({str(place) for place in places}) < 2 or not any(layers.of_layer):
         return
     modules = model.get_submodule(layers.prefix.removesuffix("."))
+    there = {index: _Moved(places[index]) for index in set(layers.of_layer) if index}
+
+    def forget(*_: Any) -> None:
+        for moved in there.values():
+            moved.forget()
+
+    modules[0].register_forward_pre_hook(forget)
     for index, module in zip(layers.of_layer, modules, strict=True):
         if index:
-            module.register_forward_pre_hook(_Bring(places[index]), with_kwargs=True)
+            module.register_forward_pre_hook(there[index].bring, with_kwargs=True)
     modules[-1].register_forward_hook(lambda _module, _args, output: _moved(output, places[0]))
+    modules[-1].register_forward_hook(forget)
 
 
-class _Bring:
-    """Moves the arguments of a module to its device."""
+class _Moved:
+    """What the layers of one device were given in this pass, on that device.
+
+    Angles and masks are the same tensors for every layer, so the first of its layers has them copied for the others.
+    """
+
+    _MOST = 16
+    """Layers called out of order, and not to the last one, hold on to no more than this."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
+        self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return _moved(args, self._place), _moved(kwargs, self._place)
+    def forget(self) -> None:
+        """Before the next pass, whose tensors may be the same ones with other numbers."""
+        self._of.clear()
+
+    def bring(self, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Moves the arguments of a module to the device."""
+        named = {
+            name: _moved(value, self._place, None if name == "hidden_states" else self._of)
+            for name, value in kwargs.items()
+        }
+        while len(self._of) > self._MOST:
+            del self._of[next(iter(self._of))]
+        return _moved(args, self._place), named
 
 
-def _moved(value: Any, place: torch.device) -> Any:
-    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are left alone."""
+def _moved(value: Any, place: torch.device, before: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:
+    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are left alone.
+
+    Args:
+        before: by identity, tensors that were moved and what they became; it gets those that are moved now.
+    """
     if isinstance(value, torch.Tensor):
-        return value if value.device == place else value.to(place, non_blocking=True)
+        if value.device == place:
+            return value
+        if before is None:
+            return value.to(place, non_blocking=True)
+        if id(value) not in before:  # it holds the tensor too, so that no other one gets its identity
+            before[id(value)] = value, value.to(place, non_blocking=True)
+        return before[id(value)][1]
     if type(value) in (tuple, list):
-        return type(value)(_moved(item, place) for item in value)
+        return type(value)(_moved(item, place, before) for item in value)
     if type(value) is dict:
-        return {key: _moved(item, place) for key, item in value.items()}
+        return {key: _moved(item, place, before) for key, item in value.items()}
     return value

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.placement import split_layers
-from engine.runtime.decoder_layers import LayerDevices, _moved, layer_names
+from engine.runtime.decoder_layers import LayerDevices, _moved, layer_names, move_between
 from tests.engine.tiny_families import tiny_model
 
 
@@ -60,6 +62,61 @@ def test_arguments_are_moved_wherever_they_are() -> None:
     moved = _moved({"a": here, "b": (here, [here, None]), "cache": cache, "n": 3}, there)
     assert moved["a"].device == moved["b"][0].device == moved["b"][1][0].device == there
     assert (moved["b"][1][1], moved["cache"], moved["n"]) == (None, cache, 3)
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    def forward(self, hidden: torch.Tensor, *, angles: tuple[torch.Tensor, torch.Tensor], mask: Any) -> torch.Tensor:
+        self.given.append((*angles, mask))
+        return torch.zeros_like(hidden, device="cpu")  # what a device without memory holds cannot come back
+
+
+class _Stack(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_Layer() for _ in range(count))
+
+    def forward(
+        self, hidden: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor], masks: list[Any]
+    ) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden, angles=angles, mask=masks[number % len(masks)])
+        return hidden
+
+
+def test_angles_and_masks_are_copied_once_for_each_card() -> None:
+    # The device without memory stands for a second card: which tensors arrive can be seen, not what is in them.
+    here, there = torch.device("cpu"), torch.device("meta")
+    model = _Stack(7)
+    move_between(model, LayerDevices("layers.", (0, 0, 1, 1, 1, 1, 1)), [here, there])
+    angles, masks = (torch.zeros(3), torch.ones(3)), [torch.zeros(2, 2), torch.ones(2, 2)]
+    with torch.inference_mode():
+        for _ in range(2):  # the same tensors again, with other numbers perhaps
+            model(torch.zeros(1), angles, masks)
+    given = [layer.given for layer in model.layers]
+    assert all(tensor.device == here for each in given[:2] for call in each for tensor in call)
+    for turn in range(2):
+        moved = [call[turn] for call in given[2:]]
+        assert all(tensor.device == there for call in moved for tensor in call)
+        assert len({id(call[0]) for call in moved}) == len({id(call[1]) for call in moved}) == 1
+        assert len({id(call[2]) for call in moved}) == len(masks)
+    assert given[2][0][0] is not given[2][1][0]
+
+
+def test_layers_that_are_called_by_themselves_hold_on_to_little() -> None:
+    model = _Stack(3)
+    move_between(model, LayerDevices("layers.", (0, 1, 1)), [torch.device("cpu"), torch.device("meta")])
+    tensors = [torch.zeros(1) for _ in range(40)]
+    gone = [weakref.ref(tensor) for tensor in tensors]
+    for tensor in tensors:
+        model.layers[1](torch.zeros(1), angles=(tensor, tensor), mask=None)
+    for layer in model.layers:
+        layer.given.clear()
+    del tensor, tensors
+    assert sum(ref() is not None for ref in gone) <= 16
 
 
 _MODEL = tiny_model("mixtral", num_hidden_layers=6)
