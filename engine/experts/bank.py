@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -57,10 +58,17 @@ class ExpertBank:
     Args:
         device: holds the records.
         host_memory: allocates the records if a device is going to copy from them; it may pin them.
+        elsewhere: modules whose records are on further devices of the same kind.
     """
 
-    def __init__(self, device: torch.device, host_memory: HostMemory | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        host_memory: HostMemory | None = None,
+        elsewhere: Mapping[str, torch.device] | None = None,
+    ) -> None:
         self.device = device
+        self._elsewhere = elsewhere or {}
         self.layers: dict[str, BankLayer] = {}
         self._host_memory = host_memory
 
@@ -71,7 +79,7 @@ class ExpertBank:
             MemoryError: the host does not have enough memory.
         """
         if self._host_memory is None:
-            records = allocate_records(num_experts, layout, self.device)
+            records = allocate_records(num_experts, layout, self._elsewhere.get(name, self.device))
         else:
             memory = self._host_memory.allocate(num_experts * layout.nbytes, unit=layout.nbytes)
             records = memory.view(num_experts, layout.nbytes)

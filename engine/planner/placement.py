@@ -267,7 +267,7 @@ class Placement:
     Attributes:
         devices: contents of each device; empty if the CPU computes everything.
         of_layer: device index of each decoder layer; empty if nothing is split.
-        all_experts: whether all experts are on the device, and none in RAM.
+        all_experts: whether each device has all experts of its layers, and none are in RAM.
         chunk_tokens: prompt tokens that the devices have room to process at once.
         context_tokens: context that fits on the devices if experts make room, at most the one requested.
         ram: contents of the RAM.
@@ -396,7 +396,13 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
         )
     room = min(need.activations for need in needs)  # every device processes the same chunk
     needs = [replace(need, activations=room) for need in needs]
-    all_experts = not weights.experts or (_is_default(config, needs) and _fits_whole(sizes, weights, needs[0], config))
+    all_experts = not weights.experts or (
+        _is_default(config)
+        and all(
+            _fits_whole(sizes, sum(each.nbytes for each in _experts_on(index, weights, of_layer)), need, config)
+            for index, need in enumerate(needs)
+        )
+    )
     experts = () if all_experts else weights.experts
     ram, on_disk = _in_ram(sizes, weights, budgets, dense=0, experts=experts, more=weights.working_for_devices)
     return Placement(
@@ -457,16 +463,21 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
     )
 
 
-def _is_default(config: EngineConfig, needs: Sequence[_Need]) -> bool:
-    """Whether the configuration leaves the cache to the engine and one device is used."""
-    return config.cache_slots is None and config.misses == "mixed" and len(needs) == 1
+def _is_default(config: EngineConfig) -> bool:
+    """Whether the configuration leaves the cache to the engine."""
+    return config.cache_slots is None and config.misses == "mixed"
 
 
-def _fits_whole(sizes: Sizes, weights: Weights, need: _Need, config: EngineConfig) -> bool:
-    """Whether all experts fit, together with a context that they would never have to make room for."""
+def _experts_on(index: int, weights: Weights, of_layer: Sequence[int]) -> list[Experts]:
+    """Experts of the layers that a device has."""
+    return [each for each in weights.experts if _device_of(each.layer, of_layer) == index]
+
+
+def _fits_whole(sizes: Sizes, experts: int, need: _Need, config: EngineConfig) -> bool:
+    """Whether these bytes of experts fit, with a context that they would never have to make room for."""
     longest = sizes.context_tokens
     context = longest if config.context_tokens else min(longest, footprint.ROOMY_KV_TOKENS)
-    held = need.dense + weights.experts_nbytes + need.activations + context * need.kv_per_token
+    held = need.dense + experts + need.activations + context * need.kv_per_token
     return held <= need.device.free
 
 
@@ -475,10 +486,10 @@ def _on_device(
 ) -> OnDevice:
     kv = need.first_context * need.kv_per_token
     if all_experts:
-        experts = sum(each.nbytes for each in weights.experts) if index == 0 else 0
-        count = sum(each.count for each in weights.experts) if index == 0 else 0
-        return OnDevice(need.dense, experts, 0, kv, need.activations, count)
-    mine = [each for each in weights.experts if each.is_on_demand and (_device_of(each.layer, of_layer) == index)]
+        whole = _experts_on(index, weights, of_layer)
+        nbytes, count = sum(each.nbytes for each in whole), sum(each.count for each in whole)
+        return OnDevice(need.dense, nbytes, 0, kv, need.activations, count)
+    mine = [each for each in _experts_on(index, weights, of_layer) if each.is_on_demand]
     budget = max(0, need.device.free - need.dense - kv - need.activations)
     held, staged, slots = 0, 0, 0
     total = sum(each.nbytes for each in mine)

@@ -60,6 +60,19 @@ def test_over_two_devices(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(model), wanted, rtol=0.05, atol=0.05)
 
 
+def test_all_experts_over_two_devices(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "all")
+    with opened(folder, precision="int8", vram_bytes=64 * MIB) as model:
+        wanted, whole = logits(model), memory_use(model)[0].by_category[MemoryCategory.EXPERTS]
+    with opened(folder, 2, precision="int8", vram_bytes=64 * MIB) as model:
+        assert model.devices is not None
+        assert not model.devices.experts.all_caches
+        held = [use.by_category[MemoryCategory.EXPERTS] for use in memory_use(model)]
+        assert min(held) > 0
+        assert sum(held) == whole
+        torch.testing.assert_close(logits(model), wanted, rtol=0.05, atol=0.05)
+
+
 def test_sizes_of_a_tied_head(tmp_path: Path) -> None:
     model = torch.nn.Module()
     head, embedding = torch.nn.Linear(64, 320, bias=False), torch.nn.Embedding(320, 64)

@@ -72,10 +72,19 @@ def test_who_asks_for_a_cache_gets_one(wish: dict[str, object]) -> None:
     assert not decide(sizes(MIB, MIB), budgets(8 * MIB), config).all_experts
 
 
-def test_experts_of_several_cards_are_cached() -> None:
-    placement = decide(sizes(2 * MIB, MIB, layers=2), budgets(8 * MIB, 8 * MIB), PLAIN)
+def test_experts_of_several_cards_are_all_there_if_each_card_has_room_for_its_own() -> None:
+    model = sizes(2 * MIB, layers=2)
+    halves = (Experts(2**16, 32, 0), Experts(2**16, 32, 1))
+    model = replace(model, weights=(replace(model.weights[0], experts=halves),))
+    placement = decide(model, budgets(6 * MIB, 6 * MIB), PLAIN)
+    assert placement.all_experts
+    assert [card.experts for card in placement.devices] == [2 * MIB] * 2
+    assert [card.slots for card in placement.devices] == [32, 32]
+    few = Budgets(2**40, None, (DeviceBudget("card#0", 6 * MIB, 6 * MIB), DeviceBudget("card#1", 6 * MIB, 2 * MIB)))
+    placement = decide(model, few, PLAIN)
     assert len(placement.devices) == 2
     assert not placement.all_experts
+    assert not decide(model, budgets(6 * MIB, 6 * MIB), replace(PLAIN, cache_slots=2)).all_experts
 
 
 @pytest.mark.parametrize(("dense", "short"), [(18 * MIB, 0), (12 * MIB, 1)])

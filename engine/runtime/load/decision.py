@@ -67,6 +67,14 @@ class Decision:
         return self.dense if self.placement.all_experts else _CPU
 
     @property
+    def experts_elsewhere(self) -> dict[str, torch.device]:
+        """Modules whose records are on a device other than the first, where devices have all of them."""
+        if not self.placement.all_experts:
+            return {}
+        found = {site.name: self.layers.of(site.name) for site in self.sites}
+        return {name: self.devices[index].torch_device for name, index in found.items() if index}
+
+    @property
     def on_disk(self) -> list[ExpertsSite]:
         """Experts modules whose records come into slots in RAM from disk."""
         return [site for site in self.sites if can_be_disk_backed(site)] if self.placement.on_disk else []

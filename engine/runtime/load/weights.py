@@ -57,10 +57,12 @@ def read_weights(
         host_memory = decision.devices[0].host_memory if from_host else None
         if host_memory is not None:
             host_memory.expect(sum(site.nbytes for site in resident))
-        parts.bank = ExpertBank(decision.experts, host_memory)
+        parts.bank = ExpertBank(decision.experts, host_memory, decision.experts_elsewhere)
     devices.count_weights(decision.dense_sizes)
     if decision.devices and placement.all_experts:
-        devices.count(0, sum(site.nbytes for site in sites), MemoryCategory.EXPERTS)
+        for index in range(len(decision.devices)):
+            mine = [site.nbytes for site in sites if decision.layers.of(site.name) == index]
+            devices.count(index, sum(mine), MemoryCategory.EXPERTS)
     if on_disk:
         parts.on_phase("converting")
         source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels, opened.guesses)
