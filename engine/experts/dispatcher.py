@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from engine.experts.recording import record_uses
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
+
+if TYPE_CHECKING:
+    from engine.experts.card_tokens import CardTokens
 
 BUNDLED_BYTES = 2**17
 """Hidden states up to this size are copied with the routing in case the CPU needs them, to save a second sync."""
@@ -50,7 +54,12 @@ class HybridExperts(ExpertLayer):
         mode: how misses are served, see `engine.experts.misses.modes`.
         prefetcher: observes decode steps.
         number: of the layer, for the prefetcher; `layer` if None.
+
+    Attributes:
+        tokens: steps of a single token that the device computes by itself, if it does.
     """
+
+    tokens: CardTokens | None = None
 
     def __init__(
         self,
@@ -93,6 +102,13 @@ class HybridExperts(ExpertLayer):
             return self._step(hidden, index, weights, is_prefill=True)
         finally:
             self._ways = ways
+
+    def looked_up(self, experts: list[int]) -> list[int]:
+        """The device has looked up these by itself, in `tokens`: those that it missed."""
+        missed = self.cache.looked_up(self.layer, experts)
+        if self.observer is not None:
+            self.observer.observe(self._number, experts, None)
+        return missed
 
     def _step(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if not index.numel():

@@ -84,11 +84,13 @@ class DeviceSlots:
 
     Attributes:
         layer_numbers: decoder layer of each of its layers, for the timeline.
+        addresses: where each slot's record begins; another list once segments have come or gone.
     """
 
     def __init__(self, device: Device, layout: RecordLayout, segment_slots: int, layers: int) -> None:
         self.device, self.layout, self.segment_slots = device, layout, segment_slots
         self.segments: list[Segment] = []
+        self.addresses: list[int] = []
         self.layer_numbers = list(range(layers))
         self._kernels: dict[KernelMaker, ExpertKernel] = {}
         self._last_use: Event | None = None
@@ -117,11 +119,14 @@ class DeviceSlots:
         size = self.segment_slots
         segment = Segment(self.device, self.layout, size, len(self), MemoryCategory.EXPERTS)
         self.segments.append(segment)
+        begin = segment.records.records.data_ptr()
+        self.addresses = [*self.addresses, *(begin + row * self.layout.nbytes for row in range(size))]
         return segment
 
     def drop(self) -> None:
         """Frees the last segment.  No copy to it and no computation from it may be in flight."""
         self._kernels.clear()
+        self.addresses = self.addresses[: -self.segment_slots]
         self.segments.pop().release()
 
     def not_before(self, last_use: Event | None) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.common.errors import EngineError
@@ -148,6 +148,11 @@ class VramCache:
         """Decoder layer of each of its layers, for the timeline; callers fill it in."""
         return self._memory.layer_numbers
 
+    @property
+    def experts(self) -> int:
+        """The most of any layer: an expert's key is layer * experts + expert."""
+        return self._experts
+
     def key_of(self, layer: int, expert: int) -> Key:
         """The key of an expert."""
         return self._tier.key_of(layer, expert)
@@ -180,6 +185,11 @@ class VramCache:
         with self._lock:
             return self._memory.kernel(make)
 
+    @property
+    def slot_addresses(self) -> list[int]:
+        """Where each slot's record begins; another list once there are more or fewer slots."""
+        return self._memory.addresses
+
     def locate(self, slot: Slot) -> tuple[Segment, int]:
         """The segment of a pinned slot, and its index in the segment."""
         return self._memory.locate(slot)
@@ -190,26 +200,48 @@ class VramCache:
         Raises:
             EngineError: the device has failed permanently.
         """
-        tier, counters, lookup = self._tier, self.counters, Lookup(layer)
         with self._lock:
             self._make_room()
-            first = layer * self._experts
-            keys = [first + expert for expert in experts]
-            if tier.sampler is not None:
-                tier.observe(layer, keys)
-            hits, misses, arriving = lookup.hits, lookup.misses, tier.pool_of[layer].arriving
-            for expert, slot in zip(experts, tier.look_up(layer, keys), strict=True):
-                if slot is not None:
-                    hits[expert] = slot
-                    continue
-                misses.append(expert)
-                if first + expert in arriving:
-                    lookup.late.add(expert)
-            counters.lookups += len(keys)
-            counters.hits += len(hits)
-            counters.misses += len(misses)
-            counters.late += len(lookup.late)
-            return lookup
+            return self._look_up(layer, experts)
+
+    def _look_up(self, layer: int, experts: Sequence[int]) -> Lookup:
+        tier, counters, lookup = self._tier, self.counters, Lookup(layer)
+        first = layer * self._experts
+        keys = [first + expert for expert in experts]
+        if tier.sampler is not None:
+            tier.observe(layer, keys)
+        hits, misses, arriving = lookup.hits, lookup.misses, tier.pool_of[layer].arriving
+        for expert, slot in zip(experts, tier.look_up(layer, keys), strict=True):
+            if slot is not None:
+                hits[expert] = slot
+                continue
+            misses.append(expert)
+            if first + expert in arriving:
+                lookup.late.add(expert)
+        counters.lookups += len(keys)
+        counters.hits += len(hits)
+        counters.misses += len(misses)
+        counters.late += len(lookup.late)
+        return lookup
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[dict[Key, Slot | None]]:
+        """While the device looks up experts by itself: no slot is written or given away, and other threads wait.
+
+        Yields:
+            What has changed since the last time: keys, with their slots now, or None.
+        """
+        with self._lock:
+            self._make_room()
+            moved, self._tier.moved = self._tier.moved, {}
+            yield moved
+
+    def looked_up(self, layer: int, experts: Sequence[int]) -> list[int]:
+        """Within `unchanged`: the device has looked up these, and the CPU computed those missed, which are returned."""
+        lookup = self._look_up(layer, experts)
+        self._tier.release(layer, lookup.hits)
+        self.count_served(lookup, len(lookup.misses), 0)
+        return lookup.misses
 
     def hold(self, layer: int, experts: Sequence[int]) -> Lookup:
         """As `acquire`, for a prefill: neither the cache nor its eviction order changes."""

@@ -128,6 +128,7 @@ class Tier(Generic[Source, Handle]):
         copies: in flight, in the order they were started.
         predicted: keys that were prefetched and have not been needed yet.
         policy: name of the current policy.
+        moved: keys that have come to a slot or left theirs since it was last emptied: the slot, or None.
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class Tier(Generic[Source, Handle]):
         self.pool_of = [_NO_SLOTS] * layers
         self.copies: dict[Key, Copy[Handle]] = {}
         self.predicted: set[Key] = set()
+        self.moved: dict[Key, Slot | None] = {}
         self.counters = counters if counters is not None else TierCounters()
         self.is_adaptive = policy == ADAPTIVE
         self.policy = CANDIDATES[0] if self.is_adaptive else policy
@@ -306,6 +308,7 @@ class Tier(Generic[Source, Handle]):
             counters.failures += not copy.cancelled
             return
         copy.pool.arrived(copy.key)
+        self.moved[copy.key] = copy.slot
         if copy.purpose is Purpose.FETCH:
             counters.kept += 1
             counters.kept_bytes += nbytes
@@ -327,6 +330,7 @@ class Tier(Generic[Source, Handle]):
 
     def _count_eviction(self, key: Key) -> None:
         self.counters.evictions += 1
+        self.moved[key] = None
         if key in self.predicted:
             self._count_wasted(key)
 

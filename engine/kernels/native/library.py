@@ -22,7 +22,7 @@ from engine.common.files import write_whole
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 13
+_ABI = 14
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -38,6 +38,33 @@ class Isa(IntEnum):
     AMX = 6
     NEON = 16
     NEON_DOT = 17
+
+
+class ExchangeCalls:
+    """The calls of switchyard_exchange.h."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        for name, arguments, result in (
+            ("bytes", [pointer], i64),
+            ("create", [pointer, pointer, pointer, pointer, i64], pointer),
+            ("destroy", [pointer], None),
+            ("change", [pointer, i32, i32, i32], None),
+            ("start", [pointer], ctypes.c_uint64),
+            ("end", [pointer], i32),
+            ("cancel", [pointer], None),
+            ("records", [pointer], pointer),
+        ):
+            call = getattr(library, f"switchyard_exchange_{name}")
+            call.argtypes, call.restype = arguments, result
+        self.bytes = library.switchyard_exchange_bytes
+        self.create = library.switchyard_exchange_create
+        self.destroy = library.switchyard_exchange_destroy
+        self.change = library.switchyard_exchange_change
+        self.start = library.switchyard_exchange_start
+        self.end = library.switchyard_exchange_end
+        self.cancel = library.switchyard_exchange_cancel
+        self.records = library.switchyard_exchange_records
 
 
 class NativeKernels:
@@ -109,6 +136,7 @@ class NativeKernels:
         self.read_memory = library.switchyard_read_memory
         self.route_rows = library.switchyard_route_rows
         self.stamps = NativeStamps(library)
+        self.exchange = ExchangeCalls(library)
 
     def use(self, isa: Isa) -> None:
         """All later calls, of any pool, use this instruction set."""

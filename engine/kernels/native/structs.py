@@ -63,6 +63,18 @@ class RouterStruct(ctypes.Structure):
     )
 
 
+class CardExpertsStruct(ctypes.Structure):
+    """`SwitchyardCardExperts`."""
+
+    _fields_ = (("exchange", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("layer", ctypes.c_int32))
+
+
+class ExchangeShapeStruct(ctypes.Structure):
+    """`SwitchyardExchangeShape`."""
+
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("layers", "experts", "hidden", "most", "depth"))
+
+
 class SparseBlockStruct(ctypes.Structure):
     """`SwitchyardSparseBlock`."""
 
@@ -72,6 +84,7 @@ class SparseBlockStruct(ctypes.Structure):
         ("experts", ExpertsStruct),
         *((name, MatrixStruct) for name in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")),
         ("shared_gate", ctypes.c_void_p),
+        ("card", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
         ("norm_rounds_once", ctypes.c_int32),
     )

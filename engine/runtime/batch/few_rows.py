@@ -55,14 +55,14 @@ class FewRows:
         if fast_path_of(model, "model") is None or model.model.embed_tokens.weight.dtype != torch.bfloat16:
             return None
         forwards = [layer.__dict__.get("forward") for layer in model.model.layers]
-        known = all(isinstance(each, SingleTokenLayer) and each.sparse is not None for each in forwards)
+        known = all(isinstance(each, SingleTokenLayer) and each.is_native for each in forwards)
         if not known or len(attention) < len(forwards):
             return None
         return cls(model, [attention[index] for index in range(len(forwards))], states, kernels)
 
     def takes(self, tokens: int) -> bool:
         """Whether it computes so many rows now: nobody listens to a layer, or has its routing recorded."""
-        return tokens <= MAX_TOKENS and not any(self._hooks) and all(layer.sparse for layer in self._layers)
+        return tokens <= MAX_TOKENS and not any(self._hooks) and all(layer.is_native for layer in self._layers)
 
     def __call__(self, ids: list[int], positions: list[int], pieces: Pieces) -> torch.Tensor:
         """Logits [R, V] after one token of each row.

@@ -232,6 +232,15 @@ class TokenStep:
                 return None
         hidden = self._embed(tokens)
         angles = self._angles.at(start, hidden, position_ids)
+        card = next((layer.sparse.tokens for layer in self._layers if layer.sparse is not None), None)
+        if card is None:
+            return self._through_layers(hidden, angles, position_ids, cache)
+        with card.token():
+            return self._through_layers(hidden, angles, position_ids, cache)
+
+    def _through_layers(
+        self, hidden: torch.Tensor, angles: Any, position_ids: torch.Tensor, cache: Cache
+    ) -> torch.Tensor | None:
         whole = None if self._norm._forward_hooks else self._whole  # somebody may listen to the last hidden states
         logits = whole.step(hidden, cache, angles) if whole is not None else None
         if logits is not None:
@@ -243,7 +252,7 @@ class TokenStep:
                 if first:
                     return None
                 # A layer with a cache of another kind; a single token has nothing hidden from it.
-                assert tokens.shape[1] == 1
+                assert hidden.shape[1] == 1
                 out = layer.in_library(
                     hidden,
                     attention_mask=None,

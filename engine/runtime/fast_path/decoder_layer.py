@@ -84,7 +84,7 @@ class SingleTokenLayer:
         self._routes_apart = False
         self._dense_rows = DenseRows.of(layer)
         RECORDER.layers.name(attention.address, number, has_experts=False)
-        if sparse is not None:
+        if sparse is not None and sparse.tokens is None:
             RECORDER.layers.name(sparse.address, number, has_experts=True)
 
     def leave_routing(self) -> None:
@@ -120,7 +120,7 @@ class SingleTokenLayer:
         out = self.attention.step(hidden_states, cache, positions)
         if out is None:
             return None
-        if self.sparse is not None:
+        if self.sparse is not None and self.sparse.can_step:
             return self.sparse.step(out)
         return self._recorded_mlp(out) if RECORDER.on else self._library_mlp(out)
 
@@ -145,9 +145,14 @@ class SingleTokenLayer:
         return isinstance(self.attention, GroupedAttention)
 
     @property
+    def is_native(self) -> bool:
+        """Whether native calls compute all of it, and several tokens together; a card computes one at a time."""
+        return self.sparse is not None and self.sparse.tokens is None
+
+    @property
     def keeps_tokens_apart(self) -> bool:
         """Whether several tokens at once come out as each of them alone would, bit by bit."""
-        return self.sparse is not None or self._dense_rows is not None
+        return self.is_native or self._dense_rows is not None
 
     def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:
         if out.shape[1] > 1 and self._dense_rows is not None:

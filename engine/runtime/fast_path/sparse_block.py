@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 
+from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatcher import HybridExperts
 from engine.families import fast_path_of
 from engine.families.family import Router
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
-from engine.kernels.native.structs import MatrixStruct, RouterStruct, SparseBlockStruct
+from engine.kernels.native.structs import (
+    CardExpertsStruct,
+    ExpertsStruct,
+    MatrixStruct,
+    RouterStruct,
+    SparseBlockStruct,
+)
 
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """As switchyard_kernels.h numbers them."""
@@ -25,10 +33,14 @@ class SparseBlock:
     Attributes:
         address: of what describes it to the kernels, which stamp its steps with it.
         routing: where a step's chosen experts and their shares go.
+        tokens: of the card that has experts of the block; only while one is under way, steps may be computed.
     """
 
-    def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels) -> None:
-        self.struct = struct
+    def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None) -> None:
+        self.struct, self._experts = struct, experts
+        self._bound = getattr(experts, BANK_LAYER, None)
+        kernel = self._bound[1] if self._bound is not None else None
+        self.tokens: CardTokens | None = kernel.tokens if isinstance(kernel, HybridExperts) else None
         self.address = ctypes.addressof(struct)
         self._kernels = kernels
         self._chosen = torch.zeros(MAX_TOKENS, struct.router.top_k, dtype=torch.int64)
@@ -51,9 +63,10 @@ class SparseBlock:
             or not (correction is None or correction.dtype == torch.float32)
             or not (shared is None or _is_plain_mlp(shared))
             or bound is None
-            or not isinstance(bound[1], NativeExperts)
+            or (experts := _experts(bound[1])) is None
         ):
             return None
+        of_experts, card = experts
         gate = getattr(block, "shared_expert_gate", None)
         if gate is not None and not is_plain(gate.weight):
             return None
@@ -61,13 +74,19 @@ class SparseBlock:
         struct = SparseBlockStruct(
             norm.weight.data_ptr(),
             _router(router, path.router),
-            bound[1].struct,
+            of_experts,
             *((linear_struct(part) for part in parts) if parts else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
+            ctypes.addressof(card) if card is not None else None,
             norm.variance_epsilon,
             path.norms_round_once,
         )
-        return cls(struct, kernels)
+        return cls(struct, kernels, block.experts)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step may be computed now: a card's in a token under way, and if nobody has replaced its experts."""
+        return self.tokens is None or (self.tokens.is_open and getattr(self._experts, BANK_LAYER, None) is self._bound)
 
     def step(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states [1, q, hidden], contiguous, q up to `MAX_TOKENS`, with the block's result added.
@@ -81,6 +100,15 @@ class SparseBlock:
         if kernels.sparse_step(kernels.pool, self.address, tokens, start, *self.routing, out.data_ptr()):
             raise out_of_memory()
         return out
+
+
+def _experts(kernel: Any) -> tuple[ExpertsStruct, CardExpertsStruct | None] | None:
+    """The experts that a kernel computes natively, all in RAM or some of them on a card."""
+    if isinstance(kernel, NativeExperts):
+        return kernel.struct, None
+    if isinstance(kernel, HybridExperts) and kernel.tokens is not None:
+        return kernel.tokens.experts_of(kernel)
+    return None
 
 
 def _is_plain_mlp(mlp: Any) -> bool:

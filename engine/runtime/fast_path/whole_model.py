@@ -77,7 +77,7 @@ class WholeModel:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         tokens = hidden.shape[1]
-        if any(layer.sparse is None for layer in self._layers):
+        if any(layer.sparse is None or not layer.sparse.can_step for layer in self._layers):
             return None
         angles = self._attentions[0].angles_of(positions, tokens)
         if angles is None or not all(attention.can_claim(tokens, cache) for attention in self._attentions):

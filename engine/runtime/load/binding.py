@@ -15,12 +15,15 @@ from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
+from engine.experts.card_tokens import CardTokens
 from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
-from engine.experts.executor import ExpertExecutor, StepObserver
+from engine.experts.executor import ExpertExecutor
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
+from engine.experts.misses import MIXED
+from engine.experts.misses.on_cpu import OnCpu
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
@@ -31,7 +34,9 @@ from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
+from engine.families import fast_path_of
 from engine.formats import STORED, careful, format_of
+from engine.hardware.probe import usable_cpus
 from engine.kernels import choose_kernel
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.interface import ExpertKernel, LayerRecords
@@ -107,10 +112,16 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
         bind_whole_layers(bound, held)
         return
     foresight, per_token = parts.foresight, profile.experts_per_token
-    foresight.prefetcher = _prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
+    layers = bind_to_devices(bound, held, config)
+    if _runs_tokens(opened.model, layers, config, per_token):
+        assert parts.kernels is not None
+        held.tokens = CardTokens(layers, parts.kernels, per_token)
+    else:  # within a token of the device nothing could be brought
+        foresight.prefetcher = _prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(opened.key, uses, known)
-    bind_to_devices(bound, held, config, uses)
+    for layer in layers:
+        layer.observer = uses
     if known is not None:
         fill_caches(bound, known)
 
@@ -224,13 +235,9 @@ def bind_to_devices(
     bound: Sequence[BoundLayer],
     held: DeviceExperts,
     config: EngineConfig,
-    observer: StepObserver | None,
-) -> None:
-    """Lets every experts module be computed where `open_caches` has put it.
-
-    Args:
-        observer: is called for each layer of decode steps.
-    """
+) -> list[HybridExperts]:
+    """Lets every experts module be computed where `open_caches` has put it, by what is returned for each."""
+    made: list[HybridExperts] = []
     activations = {activations.device.name: activations for activations in held.activations}
     for layer in bound:
         place, device = layer.place, layer.place.cache.device
@@ -242,10 +249,28 @@ def bind_to_devices(
             layer.latency,
             activations[device.name],
             mode=config.misses,
-            prefetcher=observer,
             number=layer.number,
         )
+        made.append(experts)
         setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
+    return made
+
+
+def _runs_tokens(model: Any, layers: Sequence[HybridExperts], config: EngineConfig, per_token: int) -> bool:
+    """Whether the device computes single tokens by itself: misses then are the CPU's, and none is foreseen.
+
+    Unless that was asked for, a core has to be free for the thread that computes them: where the kernels' own threads
+    have all, it is a millisecond late.
+    """
+    has_core = usable_cpus() > torch.get_num_threads()
+    return (
+        config.misses in (MIXED, OnCpu.name)
+        and config.prefetch in ("auto", "off")
+        and fast_path_of(model, "model") is not None
+        and len({layer.device.name for layer in layers}) == 1
+        and CardTokens.can_run(layers, per_token)
+        and (config.misses == OnCpu.name or (has_core and all(layer.latency.prefers_cpu(1) for layer in layers)))
+    )
 
 
 def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:

@@ -10,6 +10,7 @@ from engine.common.errors import EngineError
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.experts.activations import Activations
+from engine.experts.card_tokens import CardTokens
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
@@ -26,6 +27,7 @@ class DeviceExperts:
         activations: of each device, on their way.
         layer_buffers: in place of caches, where whole layers are fetched.
         kernels: the native ones that compute for emulated devices.
+        tokens: those that a device computes by itself, if it does.
         shortages: sentences for the user about what did not fit when the model was loaded.
     """
 
@@ -33,6 +35,7 @@ class DeviceExperts:
     caches: list[list[VramCache]] = field(init=False)
     activations: list[Activations] = field(default_factory=list)
     kernels: NativeKernels | None = None
+    tokens: CardTokens | None = None
     layer_buffers: list[LayerBuffers] = field(default_factory=list)
     shortages: list[str] = field(default_factory=list)
     _wanted: dict[int, int] = field(default_factory=dict)
@@ -105,6 +108,9 @@ class DeviceExperts:
 
     def close(self) -> None:
         """Frees all slots.  The owner of the devices closes them.  Harmless if repeated."""
+        if self.tokens is not None:
+            self.tokens.close()
+            self.tokens = None
         for buffers in self.layer_buffers:
             buffers.close()
         self.layer_buffers = []

@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int32_t kAbi = 13;
+constexpr int32_t kAbi = 14;
 constexpr int32_t kAmx = 6;
 
 // What an instruction set has.

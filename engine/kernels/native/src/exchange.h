@@ -207,7 +207,7 @@ class ExchangeCard {
     }
     // Waits for what was asked for: [missed, hidden], in ascending order of the experts.  Null: the token was cancelled,
     // or the answer took longer than the limit, after which nothing more is asked.
-    template <class Pause> const float *wait(int32_t layer, Pause pause) {
+    template <class Pause> float *wait(int32_t layer, Pause pause) {
         const uint64_t sequence = memory_.sequence(token_, layer);
         int64_t begun_ns = 0;
         for (uint32_t round = 1; !is_given_up_; ++round) {

@@ -1,5 +1,5 @@
-// The thread of the host that computes what a card's tokens miss.  It looks at its flag without a pause while a token is
-// under way, since a card cannot wake anybody, and sleeps between tokens.
+// The thread of the host that computes what a card's tokens miss.  It looks at its flag again and again while a token is
+// under way, since a card cannot wake anybody, but lets others have its core; between tokens it sleeps.
 #pragma once
 #include <condition_variable>
 #include <functional>
@@ -35,9 +35,9 @@ class ExchangeThread {
         for (int idle = 0; !worker_.is_stopped();) {
             if (worker_.serve(compute_)) {
                 idle = 0;
-            } else if (++idle < kSpins || worker_.is_needed()) {
+            } else if (++idle < kLooks || worker_.is_needed()) {
                 relax_cpu();
-                if (idle > kSpins) std::this_thread::yield();
+                if (idle % kLooksPerTurn == 0) std::this_thread::yield();
             } else {
                 std::unique_lock<std::mutex> lock(mutex_);
                 wake_.wait(lock, [this] { return worker_.is_needed() || worker_.is_stopped(); });
@@ -46,7 +46,8 @@ class ExchangeThread {
         }
     }
 
-    static constexpr int kSpins = 4000;  // some 100 microseconds: between two tokens of a small model
+    static constexpr int kLooks = 4000;       // some 100 microseconds: between two tokens of a small model
+    static constexpr int kLooksPerTurn = 64;  // where there are more threads than cores, others compute meanwhile
 
     ExchangeWorker worker_;
     const Compute compute_;

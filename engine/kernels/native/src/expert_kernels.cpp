@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <new>
+#include <utility>
 
 #include "activation.h"
 #include "dispatch.h"
@@ -58,6 +59,7 @@ void first_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
 void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     static thread_local std::vector<float> dots;
     const auto &layer = *call.layer;
+    const Rounding round = {layer.down.format == SWITCHYARD_BF16};
     const int64_t per_expert = call.down_block_count();
     const int64_t all = static_cast<int64_t>(call.visits.active.size()) * per_expert;
     for (int64_t item = begin; item < std::min(end, all); ++item) {
@@ -68,8 +70,15 @@ void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
         dots.resize(static_cast<size_t>(count * kTileRows));
         block_dot(call.kernels, call.down_matrix(call.visits.active[which]), block, call.activated, &call.one_by_one[first],
                   count, dots.data());
-        for (int64_t v = 0; v < count; ++v)
-            std::copy_n(&dots[v * kTileRows], rows, &call.products[(first + v) * layer.hidden + row]);
+        const uint16_t *bias = call.bias(call.visits.active[which], layer.down);
+        for (int64_t v = 0; v < count; ++v) {
+            const float *dot = &dots[v * kTileRows];
+            float *output = call.outputs[static_cast<size_t>(first + v)] + row;
+            if (bias)
+                for (int64_t i = 0; i < rows; ++i) output[i] = round(dot[i] + from_bf16(bias[row + i]));
+            else
+                for (int64_t i = 0; i < rows; ++i) output[i] = round(dot[i]);
+        }
     }
 }
 
@@ -77,19 +86,12 @@ void down_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
 void sum_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     static thread_local std::vector<float> sums;
     const auto &layer = *call.layer;
-    const Rounding round = {layer.down.format == SWITCHYARD_BF16};
     const int64_t from = begin * kTileRows, rows = std::min(end * kTileRows, int64_t{layer.hidden}) - from;
     sums.assign(static_cast<size_t>(call.tokens * rows), 0.0f);
-    for (size_t which = 0; which < call.visits.active.size(); ++which) {
-        const uint16_t *bias = call.bias(call.visits.active[which], layer.down);
-        for (int32_t v = call.visits.first[which]; v < call.visits.first[which + 1]; ++v) {
-            float *sum = &sums[call.visits.token[v] * rows];
-            const float *product = &call.products[v * int64_t{layer.hidden} + from], weight = call.visits.weight[v];
-            if (bias)
-                for (int64_t i = 0; i < rows; ++i) sum[i] += weight * round(product[i] + from_bf16(bias[from + i]));
-            else
-                for (int64_t i = 0; i < rows; ++i) sum[i] += weight * round(product[i]);
-        }
+    for (int64_t v = 0; v < call.visits.count(); ++v) {
+        float *sum = &sums[call.visits.token[v] * rows];
+        const float *output = call.outputs[static_cast<size_t>(v)] + from, weight = call.visits.weight[v];
+        for (int64_t i = 0; i < rows; ++i) sum[i] += weight * output[i];
     }
     for (int32_t token = 0; token < call.tokens; ++token)
         for (int64_t i = 0; i < rows; ++i) {
@@ -116,9 +118,14 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
     x.resize(layer->first.format, tokens, layer->hidden);
 }
 
-void ExpertsCall::reserve(int64_t count) {
+void ExpertsCall::reserve(int64_t count, float *rows) {
     inner.resize(static_cast<size_t>(count * layer->inner));
-    products.resize(static_cast<size_t>(count * layer->hidden));
+    if (rows == nullptr) {
+        products.resize(static_cast<size_t>(count * layer->hidden));
+        rows = products.data();
+    }
+    outputs.resize(static_cast<size_t>(count));
+    for (auto &output : outputs) output = std::exchange(rows, rows + layer->hidden);
     activated.resize(layer->down.format, count, layer->inner);
     if (one_by_one.size() < static_cast<size_t>(count)) {
         one_by_one.resize(static_cast<size_t>(count));
@@ -140,7 +147,11 @@ const uint16_t *ExpertsCall::bias(int32_t expert, const SwitchyardRecordPart &pa
     return reinterpret_cast<const uint16_t *>(record_of(*layer, expert) + part.bias);
 }
 
-void ExpertsRun::work() {
+void ExpertsRun::add_up() {
+    sums.run([&](int64_t begin, int64_t end) { sum_blocks(call, begin, end); });
+}
+
+void ExpertsRun::work_apart() {
     const int64_t inner = call.layer->inner;
     first.run([&](int64_t begin, int64_t end) { first_blocks(call, begin, end); });
     spreading.run([&](int64_t begin, int64_t end) {
@@ -148,7 +159,26 @@ void ExpertsRun::work() {
             call.activated.set(call.kernels, v, &call.inner[v * inner]);
     });
     down.run([&](int64_t begin, int64_t end) { down_blocks(call, begin, end); });
-    sums.run([&](int64_t begin, int64_t end) { sum_blocks(call, begin, end); });
+}
+
+int32_t experts_apart(SwitchyardPool *pool, const SwitchyardExperts &experts, int32_t count, const int32_t *ids,
+                      const uint16_t *x, float *rows) try {
+    static thread_local ExpertsCall call;
+    static thread_local std::vector<int64_t> index;
+    static thread_local std::vector<float> weights;
+    index.assign(ids, ids + count);
+    weights.assign(static_cast<size_t>(count), 1.0f);
+    call.begin(&experts, 1, nullptr, nullptr);
+    call.visits.group(experts.count, 1, count, index.data(), weights.data());
+    call.reserve(call.visits.count(), rows);
+    call.x.set(call.kernels, 0, x);
+    const auto active = static_cast<int64_t>(call.visits.active.size());
+    ExpertsRun run(call, active, call.visits.count(), pool->threads());
+    pool->run([](void *argument) { static_cast<ExpertsRun *>(argument)->work_apart(); }, &run,
+              active * call.expert_bytes());
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
 }
 
 SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const SwitchyardExperts *experts, int32_t tokens,

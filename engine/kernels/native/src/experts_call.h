@@ -17,15 +17,16 @@ struct ExpertsCall {
     Vectors x;                       // [tokens], [hidden]
     std::vector<float> inner;        // [visits, inner]
     Vectors activated;               // the same
-    std::vector<float> products;     // [visits, hidden]: of the down matrices
+    std::vector<float> products;     // [visits, hidden], unless they go elsewhere
+    std::vector<float *> outputs;    // [visits]: of each, [hidden], before its share
     std::vector<int32_t> one_by_one; // 0, 1, 2, ...
     const uint16_t *residual;        // [tokens, hidden] to add to the result, or null
     const uint16_t *addend;          // [tokens, hidden] to add to the result before that, or null
     uint16_t *out;
 
     void begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to, uint16_t *result);
-    // Makes room for this many visits.
-    void reserve(int64_t count);
+    // Makes room for this many visits, whose outputs go to `rows`, [count, hidden], or else to `products`.
+    void reserve(int64_t count, float *rows = nullptr);
 
     int64_t inner_block() const { return layer->pairing == SWITCHYARD_PLAIN ? kTileRows : kHalfRows; }
     int64_t inner_blocks() const { return (layer->inner + inner_block() - 1) / inner_block(); }
@@ -49,5 +50,16 @@ struct ExpertsRun {
           down(active * call.down_block_count(), threads, 1),
           sums(call.down_block_count(), threads, 4) {}
 
-    void work();
+    void work() {
+        work_apart();
+        add_up();
+    }
+    // The visits' outputs alone, and their sums alone.
+    void work_apart();
+    void add_up();
 };
+
+// The outputs of different experts, in ascending order, for one token, x bf16 [hidden]: rows [count, hidden].  1 if there was
+// no memory.
+int32_t experts_apart(SwitchyardPool *pool, const SwitchyardExperts &experts, int32_t count, const int32_t *ids,
+                      const uint16_t *x, float *rows);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "emulated_card.h"
 #include "experts_call.h"
 #include "routing.h"
 #include "rows.h"
@@ -26,6 +27,7 @@ struct SparseStep {
     SharedExpert shared;
     int64_t *chosen;
     float *shares;
+    std::vector<const uint8_t *> found;  // of an emulated card: [experts] records of those with slots
 };
 
 struct SparseRun {
@@ -70,7 +72,7 @@ void choose_experts(SparseStep &step) {
     step.call.visits.group(step.block->experts.count, step.tokens, router.top_k, step.chosen, step.shares);
 }
 
-void sparse_work(void *argument) {
+void route_work(void *argument) {
     auto &run = *static_cast<SparseRun *>(argument);
     auto &step = run.step;
     const auto &block = *step.block;
@@ -87,8 +89,60 @@ void sparse_work(void *argument) {
     });
     run.router.run([&](int64_t begin, int64_t end) { router_blocks(step, begin, end); });
     run.choice.run([&](int64_t, int64_t) { choose_experts(step); });
-    run.shared.work(step.normed.data());
+}
+
+void sparse_work(void *argument) {
+    route_work(argument);
+    auto &run = *static_cast<SparseRun *>(argument);
+    run.shared.work(run.step.normed.data());
     run.experts.work();
+}
+
+// The routed token's experts on an emulated card, whose only thread is the caller: those in slots, while the host computes
+// the others.  Outputs are added up as if all were in one place, so the sum does not depend on which were.
+void compute_on_card(SparseStep &step) {
+    const auto &block = *step.block;
+    const int32_t layer = block.card->layer, top_k = block.router.top_k;
+    ExchangeCard &card = *block.card->exchange->card;
+    if (card.look_up(layer, top_k, step.chosen) > 0) card.post(layer, step.normed.data());
+    SwitchyardCardLayer &record = card.record(layer);
+    SharedExpertRun(step.shared, 1).work(step.normed.data());
+
+    int64_t found[SWITCHYARD_MOST_CHOSEN];
+    float shares[SWITCHYARD_MOST_CHOSEN];
+    int32_t hits = 0;
+    step.found.assign(static_cast<size_t>(block.experts.count), nullptr);
+    for (int32_t i = 0; i < top_k; ++i) {
+        if (record.slots[i] < 0) continue;
+        step.found[static_cast<size_t>(step.chosen[i])] = block.card->slots[record.slots[i]];
+        found[hits] = step.chosen[i];
+        shares[hits++] = step.shares[i];
+    }
+    SwitchyardExperts in_slots = block.experts;
+    in_slots.scattered = step.found.data();
+    step.call.layer = &in_slots;
+    step.call.visits.group(block.experts.count, 1, hits, found, shares);
+    step.call.reserve(step.call.visits.count());
+    ExpertsRun(step.call, hits, hits, 1).work_apart();
+    record.computed_ns = clock_ns();
+
+    float *answer = nullptr;
+    if (record.missed > 0 && (answer = card.wait(layer, Pause{64})) == nullptr) {
+        std::copy_n(step.call.residual, block.experts.hidden, step.call.out);  // given up: nobody reads it
+        return;
+    }
+    step.call.layer = &block.experts;
+    const std::vector<float *> computed = step.call.outputs;
+    step.call.visits.group(block.experts.count, 1, top_k, step.chosen, step.shares);
+    step.call.outputs.clear();
+    size_t hit = 0;
+    for (const int32_t expert : step.call.visits.active) {
+        const bool is_hit = step.found[static_cast<size_t>(expert)] != nullptr;
+        step.call.outputs.push_back(is_hit ? computed[hit++] : answer);
+        if (!is_hit) answer += block.experts.hidden;
+    }
+    ExpertsRun(step.call, 0, 0, 1).add_up();
+    record.joined_ns = clock_ns();
 }
 
 }  // namespace
@@ -96,7 +150,8 @@ void sparse_work(void *argument) {
 SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
                                               const uint16_t *hidden, int64_t *chosen, float *shares,
                                               uint16_t *out) try {
-    const Stamp stamp(block, chosen, tokens * int64_t{block->router.top_k});
+    // What a card does is in its records.
+    const Stamp stamp(block, chosen, block->card ? 0 : tokens * int64_t{block->router.top_k});
     static thread_local SparseStep step;
     const auto &layer = block->experts;
     step.block = block;
@@ -115,6 +170,11 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     step.shared.begin(block, tokens, step.call.kernels);
     if (step.shared.exists()) step.call.addend = step.shared.out.data();
     SparseRun run(step, pool->threads());
+    if (block->card) {
+        pool->run(route_work, &run, bytes_of(step.router));
+        compute_on_card(step);
+        return 0;
+    }
     pool->run(sparse_work, &run,
               SparseRun::most_active(step) * step.call.expert_bytes() + bytes_of(step.router) + step.shared.bytes());
     return 0;

@@ -25,3 +25,28 @@ typedef struct {
     int32_t experts[SWITCHYARD_MOST_CHOSEN];
     int32_t slots[SWITCHYARD_MOST_CHOSEN];  // -1: missed; -2: no expert
 } SwitchyardCardLayer;
+
+typedef struct SwitchyardExchange SwitchyardExchange;
+
+SWITCHYARD_API int64_t switchyard_exchange_bytes(const SwitchyardExchangeShape *shape);
+// memory: of so many bytes, a multiple of 128, pinned for a real card; it is the exchange's until that is destroyed.  layers:
+// [layers] the experts in RAM, from which the pool computes missed ones, on a thread of the exchange.  limit_ns: how long
+// the card waits for an answer.  Null: out of memory.
+SWITCHYARD_API SwitchyardExchange *switchyard_exchange_create(const SwitchyardExchangeShape *shape, void *memory,
+                                                              SwitchyardPool *pool,
+                                                              const SwitchyardExperts *const *layers,
+                                                              int64_t limit_ns);
+// No token may be under way.
+SWITCHYARD_API void switchyard_exchange_destroy(SwitchyardExchange *exchange);
+
+// From the next token on an expert is in this slot, or, with -1, in none.  No slot of which an expert was told to have
+// gone is overwritten before the token under way has ended.
+SWITCHYARD_API void switchyard_exchange_change(SwitchyardExchange *exchange, int32_t layer, int32_t expert, int32_t slot);
+// Begins a token of the emulated card, which the caller computes: its number.
+SWITCHYARD_API uint64_t switchyard_exchange_start(SwitchyardExchange *exchange);
+// Ends it: 0, or SWITCHYARD_TOKEN_*.
+SWITCHYARD_API int32_t switchyard_exchange_end(SwitchyardExchange *exchange);
+// The token under way waits for nothing any more.  On any thread.
+SWITCHYARD_API void switchyard_exchange_cancel(SwitchyardExchange *exchange);
+// [layers] of the last token, which has ended.
+SWITCHYARD_API const SwitchyardCardLayer *switchyard_exchange_records(const SwitchyardExchange *exchange);

@@ -80,6 +80,13 @@ typedef struct {
     float scale;                  // applied to the shares last
 } SwitchyardRouter;
 
+// Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.
+typedef struct {
+    struct SwitchyardExchange *exchange;
+    const uint8_t *const *slots;  // where each slot's record begins
+    int32_t layer;                // of the exchange
+} SwitchyardCardExperts;
+
 // A sparse block: hidden + experts(norm(hidden)) + shared(norm(hidden)).
 typedef struct {
     const uint16_t *norm;  // bf16 [hidden]
@@ -88,6 +95,7 @@ typedef struct {
     // down(silu(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.
     SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
     const uint16_t *shared_gate;  // bf16 [hidden], or null
+    const SwitchyardCardExperts *card;  // or null; single tokens, between switchyard_exchange_start and _end
     float epsilon;
     int32_t norm_rounds_once;
 } SwitchyardSparseBlock;

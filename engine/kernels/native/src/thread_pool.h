@@ -14,11 +14,15 @@
 
 // Waits for `done()` by spinning briefly, then yielding: the thread waited for may need this very core.
 void relax_cpu();
-template <class Done> void spin_until(Done done) {
-    for (int spins = 0; !done(); ++spins) {
+struct Pause {
+    int spins = 2000;  // before others have a turn
+    void operator()() {
         relax_cpu();
-        if (spins > 2000) std::this_thread::yield();
+        if (--spins < 0) std::this_thread::yield();
     }
+};
+template <class Done> void spin_until(Done done) {
+    for (Pause pause; !done();) pause();
 }
 
 // Items that all threads share, each processed once.

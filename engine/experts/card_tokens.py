@@ -1,0 +1,206 @@
+"""Tokens that a device computes by itself, from the look-up of experts to the sum of their outputs.
+
+The dispatcher stands between a layer's routing and its experts; here it stands between two tokens.  While one runs, the
+device finds its experts in a table of slots, and a native thread computes those it misses.  Afterwards what happened is
+read from the token's records: policies learn from it, misses are copied to slots, and the table changes for the next
+token.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.experts.cache.policies import Key
+from engine.experts.dispatcher import HybridExperts
+from engine.experts.recording import record_uses
+from engine.experts.vram_cache import VramCache
+from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, NativeExchange
+from engine.kernels.native.experts import NativeExperts
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.structs import CardExpertsStruct, ExpertsStruct
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+
+_COPYING = 0.25
+"""Part of the time that copies may take: the CPU computes from the same memory that they are read from."""
+
+
+@dataclass
+class _CacheOfTokens:
+    """A cache, and where its slots are.
+
+    Attributes:
+        layers: number in the exchange of each of its layers.
+        cards: of these, for the kernels.
+    """
+
+    cache: VramCache
+    layers: dict[int, int] = field(default_factory=dict)
+    cards: list[CardExpertsStruct] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    slots: ctypes.Array[ctypes.c_void_p] | None = None
+
+    def locate(self) -> None:
+        """Tells the kernels where the slots are, if that has changed."""
+        addresses = self.cache.slot_addresses
+        if self.slots is not None and addresses is self.addresses:
+            return
+        self.addresses, self.slots = addresses, (ctypes.c_void_p * len(addresses))(*addresses)
+        for card in self.cards:
+            card.slots = ctypes.addressof(self.slots)
+
+
+class CardTokens:
+    """The experts of all layers on one device, for steps of a single token.
+
+    Args:
+        layers: all that the model has on the device; `can_run` says whether they will do.
+        kernels: compute missed experts, as many threads as these have.
+        per_token: experts that a token chooses.
+
+    Attributes:
+        is_open: whether a token is under way.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`.
+    """
+
+    def __init__(self, layers: Sequence[HybridExperts], kernels: NativeKernels, per_token: int) -> None:
+        self.is_open, self._per_token = False, per_token
+        self._layers, self._host_memory = list(layers), layers[0].device.host_memory
+        structs = [_native(layer) for layer in layers]
+        experts = max(struct.count for struct in structs)
+        self._exchange = NativeExchange(kernels, structs, experts, per_token, self._host_memory.allocate)
+        self._caches: dict[int, _CacheOfTokens] = {}
+        self._cards = [CardExpertsStruct(self._exchange.address, None, number) for number in range(len(layers))]
+        for number, (layer, card) in enumerate(zip(layers, self._cards, strict=True)):
+            of_tokens = self._caches.setdefault(id(layer.cache), _CacheOfTokens(layer.cache))
+            of_tokens.layers[layer.layer] = number
+            of_tokens.cards.append(card)
+            layer.tokens = self
+        for of_tokens in self._caches.values():
+            with of_tokens.cache.unchanged():
+                for index in of_tokens.layers:
+                    first = of_tokens.cache.key_of(index, 0)
+                    residents = of_tokens.cache.residents(index).items()
+                    self._change(of_tokens, {first + expert: slot for expert, slot in residents})
+        self._first = 0
+        self._token_s = 0.0
+
+    @staticmethod
+    def can_run(layers: Sequence[HybridExperts], per_token: int) -> bool:
+        """Whether the native kernels compute all of these, from RAM and from slots alike."""
+        return (
+            bool(layers)
+            and per_token <= MOST_CHOSEN
+            and all(
+                layer.device.torch_device.type == "cpu"
+                and layer.source.has_all
+                and isinstance(layer.source.kernel, NativeExperts)
+                for layer in layers
+            )
+        )
+
+    def experts_of(self, layer: HybridExperts) -> tuple[ExpertsStruct, CardExpertsStruct]:
+        """What the kernels are told of a layer: its experts in RAM, and how they are found on the device."""
+        return _native(layer), self._cards[self._layers.index(layer)]
+
+    @contextmanager
+    def token(self) -> Iterator[None]:
+        """Within, the kernels may compute layers of a single token.
+
+        Raises:
+            EngineError: missed experts could not be computed.
+        """
+        with ExitStack() as unchanged:
+            for of_tokens in self._caches.values():
+                self._change(of_tokens, unchanged.enter_context(of_tokens.cache.unchanged()))
+                of_tokens.locate()
+            begun_s = time.perf_counter()
+            number = self._exchange.start()
+            self.is_open = True
+            try:
+                yield
+            finally:
+                self.is_open = False
+                self._exchange.end()
+            self._token_s = time.perf_counter() - begun_s
+            missed = self._learn(number)
+        self._post_fetch(missed)
+
+    def close(self) -> None:
+        """Ends the thread.  Idempotent."""
+        for layer in self._layers:
+            layer.tokens = None
+        if self._layers:
+            self._exchange.close()
+            self._host_memory.release(self._exchange.memory)
+        self._layers = []
+
+    def _change(self, of_tokens: _CacheOfTokens, moved: dict[Key, int | None]) -> None:
+        experts = of_tokens.cache.experts
+        for key, slot in moved.items():
+            layer, expert = divmod(key, experts)
+            if layer in of_tokens.layers:
+                self._exchange.change(of_tokens.layers[layer], expert, slot)
+
+    def _learn(self, token: int) -> list[list[int]]:
+        """What each layer missed; policies and counters learn what the token used."""
+        records = self._exchange.records()
+        chosen = records["experts"][:, : self._per_token].tolist()
+        slots = records["slots"][:, : self._per_token].tolist()
+        computed = (records["token"] == token).tolist()
+        missed: list[list[int]] = []
+        for number, layer in enumerate(self._layers):
+            if not computed[number]:
+                missed.append([])
+                continue
+            experts = sorted(e for e, slot in zip(chosen[number], slots[number], strict=True) if slot >= MISSED)
+            absent = layer.looked_up(experts)
+            missed.append(absent)
+            if RECORDER.on:
+                _record(layer, records[number], experts, absent)
+        return missed
+
+    def _post_fetch(self, missed: Sequence[list[int]]) -> None:
+        """Copies misses to slots; another layer's come first each time."""
+        layers = len(self._layers)
+        room = max(1, int(_COPYING * self._token_s / self._layers[0].latency.transfer_s))
+        for at in range(layers):
+            layer, absent = self._layers[(self._first + at) % layers], missed[(self._first + at) % layers]
+            if absent and room:
+                held = layer.source.acquire(absent)
+                room -= layer.cache.post_fetch(layer.layer, absent, held, room)
+                held.release()
+        self._first = (self._first + 1) % layers
+
+
+def _native(layer: HybridExperts) -> ExpertsStruct:
+    kernel = layer.source.kernel
+    assert isinstance(kernel, NativeExperts)
+    return kernel.struct
+
+
+def _record(layer: HybridExperts, record: Any, experts: list[int], absent: list[int]) -> None:
+    RECORDER.layer = number = layer.cache.layer_numbers[layer.layer]
+    record_uses(experts, [expert for expert in experts if expert not in absent])
+    times = {name: int(record[name]) for name in ("begun_ns", "computed_ns", "taken_ns", "answered_ns")}
+    if hits := len(experts) - len(absent):
+        RECORDER.span(
+            lanes.GPU,
+            lanes.EXPERTS,
+            times["begun_ns"],
+            times["computed_ns"],
+            number,
+            count=hits,
+            device=layer.device.index,
+        )
+    if absent:
+        RECORDER.span(
+            lanes.CPU_EXPERTS, lanes.EXPERTS, times["taken_ns"], times["answered_ns"], number, count=len(absent)
+        )

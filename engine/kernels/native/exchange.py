@@ -1,0 +1,106 @@
+"""Tokens that an emulated card runs by itself, while a native thread computes the experts that have no slot on it.
+
+What the two tell each other, and in which order, is in `exchange.h`; nothing of it is Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.structs import ExchangeShapeStruct, ExpertsStruct
+
+MOST_CHOSEN = 32
+"""Experts that a token may choose in a layer."""
+MISSED = -1
+"""In place of a slot: an expert without one.  Less: no expert."""
+_LIMIT_NS = 60 * 10**9
+"""How long a card waits for missed experts before it gives its token up: longer than any machine is away."""
+_DEPTH = 2
+_CANCELLED, _FAILED = 1, 2
+
+CARD_LAYER = np.dtype(
+    [
+        ("token", "<u8"),
+        *((name, "<i8") for name in ("begun_ns", "posted_ns", "computed_ns", "joined_ns", "taken_ns", "answered_ns")),
+        ("count", "<i4"),
+        ("missed", "<i4"),
+        ("experts", "<i4", MOST_CHOSEN),
+        ("slots", "<i4", MOST_CHOSEN),
+    ]
+)
+"""`SwitchyardCardLayer`: what one layer of a token did."""
+
+
+class NativeExchange:
+    """A card's tokens and the thread beside them.
+
+    Args:
+        layers: the experts of each layer, as they are in RAM; they must stay.
+        experts: most of a layer.
+        most: experts that a token chooses in a layer, up to `MOST_CHOSEN`.
+        allocate: makes what the card and the host share, uint8 on the CPU and page-aligned; it is used until `close`.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`.
+    """
+
+    def __init__(
+        self,
+        kernels: NativeKernels,
+        layers: Sequence[ExpertsStruct],
+        experts: int,
+        most: int,
+        allocate: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._calls, self._layers = kernels.exchange, list(layers)
+        shape = ExchangeShapeStruct(len(layers), experts, layers[0].hidden, most, _DEPTH)
+        self.memory = allocate(int(self._calls.bytes(ctypes.byref(shape))))
+        addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
+        made = self._calls.create(ctypes.byref(shape), self.memory.data_ptr(), kernels.pool, addresses, _LIMIT_NS)
+        if not made:
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left for tokens on the card.")
+        self.address: int = made
+
+    def change(self, layer: int, expert: int, slot: int | None) -> None:
+        """From the next token on an expert is in this slot, or in none."""
+        self._calls.change(self.address, layer, expert, -1 if slot is None else slot)
+
+    def start(self) -> int:
+        """Begins a token, which the caller's kernels compute: its number."""
+        return int(self._calls.start(self.address))
+
+    def end(self) -> None:
+        """Ends it.
+
+        Raises:
+            EngineError: missed experts could not be computed, or not in time, or the token was cancelled.
+        """
+        result = self._calls.end(self.address)
+        if result == _FAILED:
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
+        if result:
+            why = "was cancelled" if result == _CANCELLED else "waited too long for experts that the CPU computes"
+            raise EngineError(ErrorCode.INTERNAL, f"A token on the card {why}.")
+
+    def cancel(self) -> None:
+        """The token under way waits for nothing any more, and `end` raises.  On any thread."""
+        self._calls.cancel(self.address)
+
+    def records(self) -> NDArray[np.void]:
+        """[layers] of `CARD_LAYER`: the last token's, which has ended."""
+        begin = self._calls.records(self.address)
+        rows = ctypes.string_at(begin, len(self._layers) * CARD_LAYER.itemsize)
+        return np.frombuffer(rows, CARD_LAYER)
+
+    def close(self) -> None:
+        """Ends the thread.  No token may be under way; idempotent."""
+        if self.address:
+            self._calls.destroy(self.address)
+            self.address = 0

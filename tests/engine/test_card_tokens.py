@@ -1,0 +1,191 @@
+"""Tokens that an emulated card computes by itself: bit by bit those of the CPU, whatever is in its slots."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import Cache
+
+from engine.bench.step_records import replaced_kernels
+from engine.common.errors import EngineError
+from engine.experts.card_tokens import CardTokens
+from engine.kernels.native.build import library_path
+from engine.runtime.decode.step_model import StepModel
+from engine.runtime.kv.layers import new_cache
+from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+from tests.engine.on_devices import answer, chatting, opened
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+_LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+"""Enough for weights to be quantised."""
+_LATENT = {"head_dim": 32, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 72, "kv_lora_rank": 136}
+TOKENS = 40
+_PROMPT = torch.arange(5, 12)[None]
+
+
+@contextmanager
+def on_card(folder: Path, **config: Any) -> Iterator[tuple[LoadedModel, CardTokens]]:
+    """A model on an emulated card that computes its tokens by itself."""
+    options = {"precision": "bf16", "misses": "cpu", "cache_slots": 4, **config}
+    with opened(folder, vram_bytes=2**26, **options) as model:
+        assert model.devices is not None, model.info.device_note
+        tokens = model.devices.experts.tokens
+        assert tokens is not None
+        yield model, tokens
+
+
+@dataclass(frozen=True)
+class OnCpu:
+    """What the CPU alone makes of some tokens after a prompt.
+
+    Attributes:
+        prompted: the cache after the prompt.
+        logits: [n, V] after each token, one at a time.
+    """
+
+    folder: Path
+    prompted: Cache
+    logits: torch.Tensor
+
+    @classmethod
+    def of(cls, folder: Path, count: int = TOKENS, precision: Any = "bf16") -> OnCpu:
+        with opened(folder, 0, precision=precision) as model, torch.inference_mode():
+            prompted = new_cache(model.model)
+            StepModel(model.model, model.context_tokens)(_PROMPT, prompted, 0)
+            made = cls(folder, prompted, torch.empty(0))
+            return replace(made, logits=made.logits_of(model, count))
+
+    @torch.inference_mode()
+    def logits_of(self, model: LoadedModel, count: int = TOKENS) -> torch.Tensor:
+        """The same of a model, after the CPU's prompt: prompts are not computed bit by bit alike everywhere."""
+        vocabulary, start = model.model.config.vocab_size, _PROMPT.shape[1]
+        tokens = torch.randint(3, vocabulary, (count,), generator=torch.Generator().manual_seed(3))
+        step, cache = StepModel(model.model, model.context_tokens), deepcopy(self.prompted)
+        return torch.cat([step(token.view(1, 1), cache, start + at)[0] for at, token in enumerate(tokens)])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int4"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_cpu_bit_by_bit(family: str, precision: str, tmp_path: Path) -> None:
+    larger = {**_LARGER, **(_LATENT if family.startswith("deepseek") else {})}
+    folder = tiny_checkpoint(family, tmp_path, **({} if precision == "bf16" else larger))
+    cpu = OnCpu.of(folder, precision=precision)
+    with on_card(folder, precision=precision) as (model, tokens):
+        assert torch.equal(cpu.logits_of(model), cpu.logits)
+        counters = model.caches[0].counters
+        layers = len(tokens._layers)
+        assert counters.lookups == counters.hits + counters.misses
+        assert counters.lookups == TOKENS * layers * model.info.experts_per_token
+        assert counters.misses == counters.on_cpu
+        assert min(counters.hits, counters.misses, counters.post_fetches, counters.evictions) > 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "auto"])
+@pytest.mark.parametrize(("slots", "ways"), [(0, None), (1, None), (6, 2), (1000, None)])
+def test_whatever_is_in_the_slots(policy: str, slots: int, ways: int | None, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder)
+    with on_card(folder, cache_slots=slots, cache_ways=ways, cache_policy=policy) as (model, _):
+        assert torch.equal(cpu.logits_of(model), cpu.logits)
+        assert torch.equal(cpu.logits_of(model), cpu.logits)
+
+
+def test_prompts_and_tokens_take_turns(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with on_card(folder) as (model, tokens), chatting(model) as session:
+        first = answer(session, list(range(5, 60)), 20).token_ids
+        number = int(tokens._exchange.records()["token"].max())
+        assert number >= 19
+        again = answer(session, [*range(5, 60), *first, 7, 8], 20).token_ids
+        assert int(tokens._exchange.records()["token"].max()) > number
+        session.clear()
+        assert answer(session, list(range(5, 60)), 20).token_ids == first
+        assert len(again) == 20
+
+
+def test_slots_that_come_and_go_meanwhile(tmp_path: Path) -> None:
+    """Other programs want memory, and give it back, while tokens run."""
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder, 150)
+    with on_card(folder, cache_slots=1000) as (model, _):
+        cache, ends = model.caches[0], threading.Event()
+        most, sizes = cache.slots, [0]
+
+        def resize() -> None:
+            while not ends.is_set():
+                sizes.extend(cache.resize(slots) for slots in (most // 3, most, 0, most // 2))
+
+        other = threading.Thread(target=resize)
+        other.start()
+        try:
+            assert torch.equal(cpu.logits_of(model, 150), cpu.logits)
+        finally:
+            ends.set()
+            other.join()
+        assert len(set(sizes)) > 2
+
+
+def test_a_cancelled_token_fails_and_the_next_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder, 5)
+    with on_card(folder, cache_slots=0) as (model, tokens):
+        start = tokens._exchange.start
+
+        def cancelled() -> int:
+            number = start()
+            tokens._exchange.cancel()
+            return number
+
+        monkeypatch.setattr(tokens._exchange, "start", cancelled)
+        with pytest.raises(EngineError, match="cancelled"):
+            cpu.logits_of(model, 1)
+        monkeypatch.undo()
+        assert torch.equal(cpu.logits_of(model, 5), cpu.logits)
+
+
+def test_a_token_that_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder, 5)
+    with on_card(folder) as (model, tokens):
+        with pytest.raises(RuntimeError, match="half way"), tokens.token():
+            raise RuntimeError("half way")
+        assert not tokens.is_open
+        assert torch.equal(cpu.logits_of(model, 5), cpu.logits)
+
+
+def test_a_timeline_shows_both_sides(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder, 10)
+    with on_card(folder) as (model, _):
+        RECORDER.start()
+        try:
+            cpu.logits_of(model, 10)
+            spans = RECORDER.take_spans()
+        finally:
+            RECORDER.stop()
+        assert {lanes.GPU, lanes.CPU_EXPERTS} <= set(spans["lane"].tolist())
+        assert (spans["end_ns"] >= spans["start_ns"]).all()
+
+
+def test_experts_that_others_compute_meanwhile(tmp_path: Path) -> None:
+    """As benches do, to see what a step takes without them."""
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder, 3)
+    with on_card(folder) as (model, _):
+        with replaced_kernels(model.model, lambda _experts: lambda hidden, _index, _weights: torch.zeros_like(hidden)):
+            assert not torch.equal(cpu.logits_of(model, 3), cpu.logits)
+            assert model.caches[0].counters.lookups == 0
+        assert torch.equal(cpu.logits_of(model, 3), cpu.logits)
