@@ -170,6 +170,13 @@ class ModelLoaded:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelMoved:
+    """The loaded model now runs elsewhere, because what it ran on no longer responds; answers go on there."""
+
+    info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
 class ModelUnloaded:
     """Terminal event of `UnloadModel`."""
 
@@ -222,6 +229,7 @@ Event = (
     | Progress
     | Token
     | ModelLoaded
+    | ModelMoved
     | ModelUnloaded
     | Finished
     | BatchPlanned

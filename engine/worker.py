@@ -45,6 +45,7 @@ from engine.protocol import (
     LoadModel,
     LoadPhase,
     ModelLoaded,
+    ModelMoved,
     ModelUnloaded,
     Phase,
     Progress,
@@ -73,6 +74,7 @@ class WorkerEngine(ChatEngine, Protocol):
     """The engine as the worker uses it, implemented by `engine.runtime.engine.Engine`."""
 
     on_news: Callable[[], None]
+    on_moved: Callable[[ModelInfo], None]
 
     @property
     def is_busy(self) -> bool: ...
@@ -156,6 +158,7 @@ class Worker:
         )
         self._batches = BatchService(self._requests, self._writer.send, self._chats)
         engine.on_news = self._requests.look_after_others
+        engine.on_moved = lambda info: self._moved(engine, info)
         while self._go_on(engine):
             pass
         self._settle()
@@ -259,6 +262,11 @@ class Worker:
         info = None if is_leaving else engine.info
         self._telemetry.model_is(None if is_leaving else engine.telemetry)
         self._others.model_is(Path(info.path) if info is not None else None)
+
+    def _moved(self, engine: WorkerEngine, info: ModelInfo) -> None:
+        """Says that the model runs elsewhere now.  Requests of other programs go on, as all do."""
+        self._telemetry.model_is(engine.telemetry)
+        self._writer.send(ModelMoved(info))
 
     def _progress(self, request_id: str, phase: Phase, done: int, total: int) -> None:
         now = time.monotonic()

@@ -37,10 +37,12 @@ class Event:
 class Stream:
     """Never has anything in flight."""
 
-    def __init__(self, _device: torch.device | None = None, *, priority: int = 0) -> None:
-        self.priority = priority
+    def __init__(self, cards: FakeCards) -> None:
+        self._cards = cards
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        if self._cards.is_lost:
+            raise RuntimeError("CUDA error: unspecified launch failure")
 
     def wait_event(self, event: Event) -> None:
         event.synchronize()
@@ -57,6 +59,8 @@ class FakeCards:
         free, total: bytes of each.
         fraction: the part of its memory that torch may allocate, as it was last set.
         emptied: how often torch's unused memory was given back.
+        broken: what the driver says instead of opening a card.
+        is_lost: whether they no longer respond.
     """
 
     names: list[str] = field(default_factory=lambda: ["Fake"])
@@ -65,8 +69,12 @@ class FakeCards:
     fraction: float = 0.0
     emptied: int = 0
     broken: str = ""
+    is_lost: bool = False
     Event: type[Event] = Event
-    Stream: type[Stream] = Stream
+
+    def Stream(self, _device: torch.device, *, priority: int) -> Stream:
+        assert priority <= 0
+        return Stream(self)
 
     def is_available(self) -> bool:
         return bool(self.names)
@@ -94,8 +102,8 @@ class FakeCards:
     def empty_cache(self) -> None:
         self.emptied += 1
 
-    def current_stream(self, place: torch.device | None = None) -> Stream:
-        return Stream(place)
+    def current_stream(self, _place: torch.device | None = None) -> Stream:
+        return Stream(self)
 
     @contextlib.contextmanager
     def stream(self, _stream: Stream) -> Iterator[None]:

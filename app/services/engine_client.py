@@ -35,6 +35,7 @@ from engine.protocol import (
     LoadModel,
     Message,
     ModelLoaded,
+    ModelMoved,
     Progress,
     Ready,
     ServeOthers,
@@ -77,7 +78,7 @@ class EngineClient(QObject):
     Signals:
         state_changed(EngineState), responding_changed(bool), telemetry(Telemetry).
         loading_changed: `loading` has changed.
-        model_loaded(ModelInfo): by any request.
+        model_loaded(ModelInfo): by any request, or in another place because a card no longer responds.
         answered(Finished): an answer is complete, for any requester.
         batch_began(BatchRun): a job or a sample was requested.
         recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched.
@@ -291,6 +292,9 @@ class EngineClient(QObject):
             self.telemetry.emit(message)
         elif isinstance(message, TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport):
             self.recorded.emit(message)
+        elif isinstance(message, ModelMoved):
+            self._model = message.info
+            self.model_loaded.emit(message.info)
         elif isinstance(message, Ready):
             self._on_ready(message)
 

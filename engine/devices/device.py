@@ -342,6 +342,14 @@ class Device:
         for stream in self.streams:
             stream.recover()
 
+    def responds(self) -> bool:
+        """Whether it still computes, once nothing is in flight; a card that has failed does not, for this process."""
+        try:
+            self.recover()
+            return float(torch.ones(2, device=self.torch_device).sum()) == 2
+        except (EngineError, RuntimeError):
+            return False
+
     def close(self) -> None:
         """Ends all streams and their threads, and unpins memory.  Does not wait for copies; idempotent."""
         self.on_close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.checkpoint.usage import note_use
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
@@ -26,8 +27,9 @@ from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
+from engine.runtime.schedule.asked import OnEnd, Outcome
 from engine.runtime.schedule.request import BatchRequest, Check, never
-from engine.runtime.schedule.scheduler import OnEnd, Outcome, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.tuning.keeping import apply_tuning
@@ -35,6 +37,9 @@ from engine.tuning.result import DecodeRate
 
 if TYPE_CHECKING:
     from engine.runtime.schedule.live import LiveRows
+
+
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -48,6 +53,8 @@ class Engine:
         self._place = Path()
         self.on_news: Callable[[], None] = lambda: None
         """Called on any thread when `serve` has something to do for a job."""
+        self.on_moved: Callable[[ModelInfo], None] = lambda _info: None
+        """Called when the model has been loaded elsewhere, because a card no longer responds."""
         self._held = contextlib.ExitStack()  # keeps others from moving or removing the loaded model
 
     @property
@@ -143,14 +150,44 @@ class Engine:
         with contextlib.ExitStack() as held:
             held.enter_context(reading(path))
             at_path = replace(config, model=str(path))
-            self._loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
+            loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
             self._place, self._held = path, held.pop_all()
-        note_use(path, _how(self._loaded.info))
-        self._loaded.kept = open_kept(self._loaded)
-        self._scheduler = Scheduler(self._loaded, lambda: self.on_news())
-        self._telemetry = ModelTelemetry(self._loaded, lambda: self.kv_bytes)
+        self._has(loaded)
+        self._scheduler = Scheduler(loaded, lambda: self.on_news(), self._without_card)
         self._asked = config
-        return self._loaded.info
+        return loaded.info
+
+    def _has(self, loaded: LoadedModel) -> None:
+        note_use(self._place, _how(loaded.info))
+        loaded.kept = open_kept(loaded)
+        self._loaded = loaded
+        self._telemetry = ModelTelemetry(loaded, lambda: self.kv_bytes)
+
+    def _without_card(self) -> LoadedModel:
+        """The model on the CPU alone, in place of the loaded one, a card of which no longer responds.
+
+        Raises:
+            EngineError: it cannot be loaded; no model is loaded then.
+        """
+        lost, self._loaded = self._ready(), None
+        telemetry, self._telemetry = self._telemetry, None
+        assert self._asked is not None
+        _log.error("%s no longer responds: the model is loaded on the CPU", lost.info.device)
+        if telemetry is not None:
+            telemetry.stop()
+        lost.close()
+        config = replace(self._asked, model=str(self._place), device="cpu")
+        try:
+            loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=never_cancelled)
+        except BaseException:
+            self._scheduler = None
+            self._held.close()
+            raise
+        note = "The graphics card stopped responding, so the model runs on the CPU now: restart the computer."
+        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (note, loaded.info.device_note))))
+        self._has(loaded)
+        self.on_moved(loaded.info)
+        return loaded
 
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from engine.common.errors import CancelCheck
+from engine.common.errors import CancelCheck, EngineError
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
@@ -69,14 +69,17 @@ class ModelParts:
         # Devices before the bank: what is on its way reads from it.
         for held in (self.foresight, self.devices, self.bank, self.disk_backed):
             if held is not None:
-                held.close()
+                # A lost card gives nothing back.
+                with suppress(EngineError, RuntimeError) if on_card else nullcontext():
+                    held.close()
         self.model = self.tokenizer = self.bank = self.disk_backed = self.devices = self.foresight = None
         gc.collect()
         if self.kernels is not None:
             self.kernels.close()
             self.kernels = None
         if on_card:
-            torch.accelerator.empty_cache()
+            with suppress(RuntimeError):
+                torch.accelerator.empty_cache()
 
 
 @dataclass(kw_only=True)

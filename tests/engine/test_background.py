@@ -20,11 +20,12 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
 from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest, Preparation, never
 from engine.runtime.schedule.row import PagePool
-from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded

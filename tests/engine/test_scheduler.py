@@ -21,9 +21,10 @@ from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
-from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded

@@ -19,9 +19,10 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation
-from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.tiny_families import tiny_checkpoint

@@ -101,8 +101,8 @@ class AnswerSequence:
         device = device or torch.device("cpu")
         self._limits, self._constraint = limits, constraint
         self._penalty = sampling.repetition_penalty
-        counted = [token for token in prefix[earlier:] if token not in limits.end_ids]
-        self._seen = _Seen(counted, limits.max_tokens, device) if self._penalty != 1 else None
+        self._counted = [token for token in prefix[earlier:] if token not in limits.end_ids]
+        self._seen = _Seen(self._counted, limits.max_tokens, device) if self._penalty != 1 else None
         self._dry = dry_penalty([] if constraint is not None else prefix, [], sampling, limits.end_ids, tokenizer)
         self._choose = make_chooser(sampling, device)
         self._sampling, self._chances = sampling, chances
@@ -124,6 +124,14 @@ class AnswerSequence:
     def stopped_by(self) -> str:
         """The stop string that ended it; empty if none did."""
         return self._stops.found
+
+    def move(self, device: torch.device) -> None:
+        """From now on logits are on this device; what it holds where they were is not read any more, and made again."""
+        if self._seen is not None:
+            self._seen = _Seen(self._counted, self._limits.max_tokens, device)
+            for token_id in self.ids:
+                self._seen.append(token_id)
+        self._choose = make_chooser(self._sampling, device)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [1, 1] int64 from logits [1, V]."""

@@ -312,6 +312,11 @@ class AloneAnswer:
         return decode(logits, steps, answer, request.on_text, request.cancelled)
 
     @property
+    def begun(self) -> AnswerSequence | None:
+        """The answer, if some of it is there and it can go on elsewhere."""
+        return self._answer if self._answer is not None and self._answer.ids else None
+
+    @property
     def reused(self) -> Reused:
         """Tokens of the prompt that did not have to be read."""
         return self._reused

@@ -16,8 +16,9 @@ from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.token_bytes import token_bytes
+from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation
-from engine.runtime.schedule.scheduler import Outcome, Scheduler
+from engine.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
@@ -39,7 +40,6 @@ class LiveRows:
     """
 
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler | None = None) -> None:
-        self._loaded = loaded
         self._scheduler = scheduler or Scheduler(loaded)
         self._is_shared = scheduler is not None
         self._most = policy_for(loaded).rows
@@ -50,6 +50,10 @@ class LiveRows:
         self._failed: list[BaseException] = []
         self.implied_stops = self._preparation.implied_stops
         """Strings that end every answer to a conversation."""
+
+    @property
+    def _loaded(self) -> LoadedModel:
+        return self._scheduler.loaded
 
     @property
     def note(self) -> str:

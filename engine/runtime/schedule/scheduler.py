@@ -11,21 +11,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import perf_counter
 
 import torch
 
-from engine.common.chat import FinishReason
-from engine.common.errors import EngineError, RequestCancelled
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.devices.failures import is_out_of_memory
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
-from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.decode.sequence import AnswerSequence
-from engine.runtime.kept.prefixes import Reused
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
+from engine.runtime.schedule.asked import Asked, OnEnd, Outcome
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
@@ -39,37 +37,47 @@ from engine.runtime.schedule.together import ContinuousBatch
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
-Outcome = GenerationResult | BaseException
-"""What was answered, or why nothing was."""
-OnEnd = Callable[[Outcome], None]
-
 
 class Scheduler:
     """The requests to one loaded model, and the jobs in its background.  Not for several threads at once.
 
     Args:
         on_news: called on any thread when a job wants `serve` to go on with it.
+        without_card: called when a card that the model runs on no longer responds: frees the model, and returns it
+            loaded elsewhere.  Requests go on there from what they have been answered; jobs end, in a sentence.
     """
 
-    def __init__(self, loaded: LoadedModel, on_news: Callable[[], None] = lambda: None) -> None:
-        self._loaded = loaded
-        self.background = Background(loaded, self._job_lane, on_news)
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        on_news: Callable[[], None] = lambda: None,
+        without_card: Callable[[], LoadedModel] | None = None,
+    ) -> None:
+        self._on_news, self._without_card = on_news, without_card
+        self._waiting: deque[Asked] = deque()
+        self._first: tuple[Asked, AloneAnswer] | None = None
+        self._joined: deque[Asked] = deque()
+        self._sharing: dict[int, Asked] = {}
+        self._numbers = 0
+        self._rests = True
+        self._times = Times()
+        self._loan = Loan(AHEAD_TOKENS)
+        self._is_beside = False
+        """Whether somebody else computes with the model between two turns."""
+        self._use(loaded)
+
+    def _use(self, loaded: LoadedModel) -> None:
+        """Answers with this model from now on."""
+        self.loaded = loaded
+        self.background = Background(loaded, self._job_lane, self._on_news)
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
         self.alone = Alone(loaded, kept=self._kept)
-        self._waiting: deque[_Asked] = deque()
-        self._first: tuple[_Asked, AloneAnswer] | None = None
-        self._joined: deque[_Asked] = deque()
         self._together: ContinuousBatch | None = None
         self._budget: SharedBudget | None = None
         """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
-        self._sharing: dict[int, _Asked] = {}
-        self._numbers = 0
-        self._rests = True
-        self._times = Times()
-        self._loan = Loan(AHEAD_TOKENS)
 
     @property
     def is_busy(self) -> bool:
@@ -108,22 +116,21 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = _Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter(), self._wrote)
+        asked = Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter(), self._wrote)
         self._waiting.append(asked)
 
     def serve(self, until: Check = never) -> None:
         """Answers requests, and goes on with jobs, until there is nothing left to do, or `until()` comes true, which is
         asked after each token and between layers."""
-        jobs = self.background
-        while self.is_busy or jobs.is_busy:
-            if not jobs.is_busy:
+        while self.is_busy or self.background.is_busy:
+            if not self.background.is_busy:
                 self._times.rest()
-                self._turn(lambda: until() or jobs.is_busy)
+                self._turn(lambda: until() or self.background.is_busy)
                 self._times.leave()
             elif self.is_due():
-                self.share(until)
+                self._share(until)
             else:
-                jobs.go_on(lambda: until() or self.is_due())
+                self.background.go_on(lambda: until() or self.is_due())
             if until():
                 break
         self._rest(not self.is_busy)
@@ -142,6 +149,13 @@ class Scheduler:
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
+        self._is_beside = True
+        try:
+            self._share(until)
+        finally:
+            self._is_beside = False
+
+    def _share(self, until: Check) -> None:
         self._times.enter()
         awaited = self._awaited()
 
@@ -202,28 +216,75 @@ class Scheduler:
             return True
         return any(not asked.tokens for asked in (*self._waiting, *self._sharing.values()))
 
-    @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
         try:
-            self._count_alone()
-            self._bring_back()
-            self._admit()
-            if self._sharing or self._waiting or not self._beside():
-                self._loan.end()
-            if self._first is not None and self._sharing:
-                self._join()
-            elif len(self._sharing) == 1 and self._first is None:
-                self._part()
-            if self._first is not None:
-                shares = bool(self._sharing)
-                self._answer_first(lambda: shares or bool(self._waiting) or until())
-            if self._sharing:
-                self._count_alone()
-                self._sweep()
+            self._advance(until)
         except BaseException as error:
-            self._fail(error)
+            if not self._has_lost_card(error):
+                self._fail(error)
+                raise
+            self._go_on_without_card()
+
+    @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
+    def _advance(self, until: Check) -> None:
+        self._count_alone()
+        self._bring_back()
+        self._admit()
+        if self._sharing or self._waiting or not self._beside():
+            self._loan.end()
+        if self._first is not None and self._sharing:
+            self._join()
+        elif len(self._sharing) == 1 and self._first is None:
+            self._part()
+        if self._first is not None:
+            shares = bool(self._sharing)
+            self._answer_first(lambda: shares or bool(self._waiting) or until())
+        if self._sharing:
+            self._count_alone()
+            self._sweep()
+
+    def _has_lost_card(self, error: BaseException) -> bool:
+        """Whether a card of the model has stopped responding, and requests can go on without it."""
+        devices = self.loaded.devices
+        if self._without_card is None or self._is_beside or devices is None or not isinstance(error, Exception):
+            return False
+        if isinstance(error, RequestCancelled) or is_out_of_memory(error):
+            return False
+        if isinstance(error, EngineError) and error.code not in (ErrorCode.INTERNAL, ErrorCode.DEVICE_UNAVAILABLE):
+            return False
+        return not all(device.responds() for device in devices.devices)
+
+    def _go_on_without_card(self) -> None:
+        assert self._without_card is not None
+        carried = self._carried()
+        self.background.close()
+        self.forget()
+        try:
+            self._use(self._without_card())
+        except BaseException as error:
+            for asked in carried:
+                asked.end(error)
             raise
+        for asked in carried:
+            if asked.outgrown is not None:
+                asked.outgrown.move(self.loaded.device)
+        self._waiting.extend(carried)
+        self._rest(not carried)
+
+    def _carried(self) -> list[Asked]:
+        """Requests that are under way, each with its answer so far."""
+        answers = {row.request.row: row.sequence for row in self._rows() if row.sequence.ids}
+        first = []
+        if self._first is not None:
+            first = [self._first[0]]
+            if (begun := self._first[1].begun) is not None:
+                answers[first[0].request.row] = begun
+        carried = [*first, *self._sharing.values(), *self._waiting]
+        for asked in carried:
+            asked.outgrown = answers.get(asked.request.row, asked.outgrown)
+            asked.has_moved = asked.has_moved or asked.outgrown is not None
+        return carried
 
     def _fail(self, error: BaseException) -> None:
         """Nobody who asked gets an answer."""
@@ -244,11 +305,13 @@ class Scheduler:
             except RequestCancelled:
                 outcome = NOTHING_CAME
             except Exception as error:  # what is wrong with one request harms no other
+                if self._has_lost_card(error):
+                    raise
                 outcome = error
             self._waiting.remove(asked)
             asked.end(outcome)
 
-    def _place(self, asked: _Asked) -> bool:
+    def _place(self, asked: Asked) -> bool:
         """Whether there is a place for a request, which it has then.
 
         Raises:
@@ -280,9 +343,9 @@ class Scheduler:
     def _shared(self) -> ContinuousBatch | None:
         """Where requests share sweeps; None if they cannot."""
         if self._together is None and not self._apart:
-            policy = replace(policy_for(self._loaded), ahead=AHEAD_TOKENS)
+            policy = replace(policy_for(self.loaded), ahead=AHEAD_TOKENS)
             try:
-                model = PackedModel(self._loaded, policy)
+                model = PackedModel(self.loaded, policy)
                 self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True)
             except LookupError as error:
                 self._apart = str(error)
@@ -295,19 +358,19 @@ class Scheduler:
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
-        together = self._shared() if self._loaded.devices is None else None
+        together = self._shared() if self.loaded.devices is None else None
         if together is None:
-            return lane_for(self._loaded, policy)
-        if policy.window or policy.kv_type is not self._loaded.kv_type:
+            return lane_for(self.loaded, policy)
+        if policy.window or policy.kv_type is not self.loaded.kv_type:
             budget = self._budget = self._budget or _budget_of(together)
-            lane, why = lane_for(self._loaded, replace(policy, kv_bytes=budget.nbytes))
+            lane, why = lane_for(self.loaded, replace(policy, kv_bytes=budget.nbytes))
             if isinstance(lane, ContinuousBatch):
                 budget.join(lane.pool, lane.model.page_bytes, lane.model.discard)
                 together.below.append(lane)
                 lane.on_free = partial(_leave, budget, together, lane)
             return lane, why
         lane = ContinuousBatch(
-            PackedModel(self._loaded, policy, together.model), policy, above=together, kept=self._kept
+            PackedModel(self.loaded, policy, together.model), policy, above=together, kept=self._kept
         )
         lane.guests = self._guests
         return lane, ""
@@ -359,7 +422,7 @@ class Scheduler:
 
     def _join(self) -> None:
         """Lets the first one share the sweeps of the others, which are not read again for it then."""
-        if self._first is None or self._together is None or self._loaded.device.type != "cpu":
+        if self._first is None or self._together is None or self.loaded.device.type != "cpu":
             return
         asked, answer = self._first
         if asked.outgrown is not None:
@@ -373,7 +436,7 @@ class Scheduler:
     def _part(self) -> None:
         """Lets the last one that shared sweeps go on alone."""
         (asked,) = self._sharing.values()
-        if self._together is None or asked.prepared is None or self._joined or self._loaded.device.type != "cpu":
+        if self._together is None or asked.prepared is None or self._joined or self.loaded.device.type != "cpu":
             return
         answer = self.alone.take_over(asked.prepared, self._together.hand_over)
         if answer is not None:
@@ -386,6 +449,8 @@ class Scheduler:
         try:
             result: Outcome | None = answer.turn(until)
         except Exception as error:
+            if self._has_lost_card(error):
+                raise
             result = error
         if result is not None:
             self._end_first(result)
@@ -406,6 +471,8 @@ class Scheduler:
         try:
             self._together.sweep(self._prepared(), self._answered)
         except Exception as error:
+            if self._has_lost_card(error):
+                raise
             sharing, self._sharing = self._sharing, {}
             self._joined.clear()
             self._together.close()
@@ -441,59 +508,3 @@ def _leave(budget: SharedBudget, together: ContinuousBatch, lane: ContinuousBatc
     """The pages of a job are gone."""
     budget.leave(lane.pool)
     together.below.remove(lane)
-
-
-@dataclass(eq=False)
-class _Asked:
-    """A request, and when its tokens came."""
-
-    request: BatchRequest
-    end: OnEnd
-    on_begin: Callable[[], None]
-    begun_s: float
-    on_token: Callable[[], None] = lambda: None
-    prepared: PreparedRow | None = None
-    has_moved: bool = False
-    outgrown: AnswerSequence | None = None
-    """Its answer so far, once it is longer than all pages: it goes on alone."""
-    reused: Reused = field(default_factory=Reused)
-    tokens: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def on_text(self, text: str, tokens: int) -> None:
-        if tokens > self.tokens:
-            self.last_s = perf_counter()
-            self.first_s = self.first_s or self.last_s
-            self.tokens = tokens
-            self.on_token()
-        self.request.on_text(text, tokens)
-
-    def result(self, answer: BatchAnswer) -> GenerationResult:
-        reason: FinishReason = "cancelled" if answer.finish_reason == "failed" else answer.finish_reason
-        result = GenerationResult(
-            answer.text,
-            reason,
-            answer.prompt_tokens,
-            answer.shared_tokens,
-            answer.generated_tokens,
-            0.0,
-            0.0,
-            answer.token_ids,
-            stopped_by=answer.stopped_by,
-            from_ram=answer.from_ram,
-            from_disk=answer.from_disk,
-        )
-        return self.timed(result)
-
-    def timed(self, result: GenerationResult) -> GenerationResult:
-        """With the times of all its tokens, and what was reused for it, wherever that was."""
-        took = self.last_s - self.first_s
-        return replace(
-            result,
-            reused_tokens=max(result.reused_tokens, self.reused.tokens),
-            from_ram=max(result.from_ram, self.reused.ram),
-            from_disk=max(result.from_disk, self.reused.disk),
-            ttft_s=self.first_s - self.begun_s if self.tokens else 0.0,
-            tokens_per_s=(self.tokens - 1) / took if self.tokens > 1 and took > 0 else 0.0,
-        )

@@ -14,11 +14,13 @@ from pytestqt.qtbot import QtBot
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import Request
 from engine.common.errors import ErrorCode
+from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
 from engine.protocol import (
     PROTOCOL_VERSION,
     Finished,
     ModelLoaded,
+    ModelMoved,
     Ready,
     encode,
 )
@@ -114,6 +116,15 @@ def test_garbage_before_ready_is_passed_over(make: Make, qtbot: QtBot) -> None:
     client, _ = make(worker_saying(b"Some sitecustomize says hello\n\n", READY))
     client.start()
     qtbot.waitUntil(lambda: client.state == EngineState.READY, timeout=WAIT_MS)
+
+
+def test_a_model_that_had_to_move_is_shown_where_it_is_now(make: Make, qtbot: QtBot) -> None:
+    info = ModelInfo("big", "/", "fake", "cpu", "int4", 1, 1, 1, 0, 0, 100, 1, 1, 1, device_note="The card stopped.")
+    client, _ = make(worker_saying(READY, encode(ModelMoved(info))))
+    with qtbot.waitSignal(client.model_loaded, timeout=WAIT_MS) as moved:
+        client.start()
+    assert moved.args == [info]
+    assert client.model == info
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""A card that stops responding while answers are written: they go on on the CPU, and it is said once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.model_info import ModelInfo
+from engine.devices.card import CardKind, open_card
+from engine.devices.host_memory import PageableMemory
+from engine.devices.opening import CARD_KINDS
+from engine.runtime import engine as engine_module
+from engine.runtime.engine import Engine
+from engine.runtime.schedule.asked import Outcome
+from engine.runtime.schedule.request import BatchRequest
+from tests.engine.loaded_tiny import NO_END
+from tests.engine.on_devices import NEW_TOKENS, PROMPT, Reference, reference
+from tests.fake_cards import FakeCards
+
+FAULT = "CUDA error: unspecified launch failure"
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
+    yield reference("qwen3_moe", tmp_path_factory.mktemp("lost"))
+    reference.cache_clear()
+
+
+class Card:
+    """A card that fails at some call of a layer, and from then on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.torch = FakeCards()
+        self._monkeypatch = monkeypatch
+        self.calls = 0
+        monkeypatch.setitem(
+            CARD_KINDS, "xpu", CardKind("cpu", self.torch, lambda _place: PageableMemory(), lambda _index: "fake")
+        )
+
+    def fails_at(self, engine: Engine, call: int) -> None:
+        assert engine._loaded is not None
+        attention = engine._loaded.model.model.layers[1].self_attn
+        forward = attention.forward
+
+        def failing(*args: object, **kwargs: object) -> object:
+            self.calls += 1
+            if self.calls > call:
+                self.torch.is_lost = True
+            if self.torch.is_lost:
+                raise RuntimeError(FAULT)
+            return forward(*args, **kwargs)
+
+        self._monkeypatch.setattr(attention, "forward", failing)
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+@pytest.fixture
+def engine(expected: Reference, card: Card) -> Iterator[Engine]:
+    engine = Engine()
+    config = EngineConfig(str(expected.folder), device="xpu", precision="fp32", threads=1, cache_slots=5)
+    engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    assert engine.info is not None
+    assert engine.info.device != "cpu"
+    yield engine
+    engine.unload()
+
+
+def ask(
+    engine: Engine, prompts: Sequence[Sequence[int]], on_text: Callable[[str, int], None] = lambda _text, _count: None
+) -> list[Outcome | None]:
+    """How requests end that are there at once."""
+    ended: list[Outcome | None] = [None] * len(prompts)
+    for number, prompt in enumerate(prompts):
+
+        def end(outcome: Outcome, number: int = number) -> None:
+            assert ended[number] is None, "it ended before"
+            ended[number] = outcome
+
+        sampling = SamplingParams(max_tokens=NEW_TOKENS)
+        request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=NO_END, on_text=on_text)
+        engine._schedule().submit(request, end)
+    engine.serve(lambda: all(outcome is not None for outcome in ended))
+    return ended
+
+
+def tokens(outcome: Outcome | None) -> list[int]:
+    assert outcome is not None
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return list(outcome.token_ids)
+
+
+@pytest.mark.parametrize("call", [0, 4, *(pytest.param(call, marks=pytest.mark.exhaustive) for call in (1, 2, 9, 20))])
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_go_on_where_they_were(
+    engine: Engine, card: Card, expected: Reference, call: int, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved: list[ModelInfo] = []
+    engine.on_moved = moved.append
+    card.fails_at(engine, call)
+    outcomes = ask(engine, [PROMPT] * count)
+    assert [tokens(outcome) for outcome in outcomes] == [expected.first] * count
+    assert engine.info is not None
+    assert moved == [engine.info]
+    assert engine.info.device == "cpu"
+    assert "stopped responding" in engine.info.device_note
+    assert "no longer responds" in caplog.text
+    assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
+    assert len(moved) == 1
+
+
+def test_what_was_written_is_not_written_again(engine: Engine, card: Card, expected: Reference) -> None:
+    told: list[str] = []
+    whole = ask(engine, [PROMPT])[0]
+    card.calls = 0
+    card.fails_at(engine, 6)
+    again = ask(engine, [PROMPT], lambda text, _count: told.append(text))[0]
+    assert not isinstance(whole, BaseException | None)
+    assert tokens(again) == expected.first
+    assert "".join(told) == whole.text
+
+
+def test_a_fault_that_the_card_survives_ends_the_answer(
+    engine: Engine, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.fails_at(engine, 3)
+    assert engine._loaded is not None
+    devices = engine._loaded.devices
+    assert devices is not None
+    monkeypatch.setattr(type(devices.devices[0]), "responds", lambda _device: True)
+    outcome = ask(engine, [PROMPT])[0]
+    assert isinstance(outcome, RuntimeError)
+    assert engine.info is not None
+    assert engine.info.device != "cpu"
+
+
+def test_a_model_that_does_not_fit_without_the_card(
+    engine: Engine, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "It does not fit.")
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise error
+
+    card.fails_at(engine, 5)
+    monkeypatch.setattr(engine_module, "load_model", refuse)
+    with pytest.raises(EngineError, match="does not fit"):
+        ask(engine, [PROMPT, PROMPT])
+    assert engine.info is None
+    with pytest.raises(EngineError, match="No model is loaded"):
+        engine.serve()
+
+
+def test_a_device_says_whether_it_responds() -> None:
+    cards = FakeCards()
+    with open_card(CardKind("cpu", cards, lambda _place: PageableMemory(), lambda _index: "fake")) as device:
+        assert device.responds()
+        cards.is_lost = True
+        assert not device.responds()
