@@ -50,7 +50,7 @@ def a_stream(gate: Gate, log: CopyLog, pinned: Any = None) -> RelayedStream:
     cards = FakeCards()
     return RelayedStream(
         "fake:0 h2d",
-        cards.Stream(_PLACE),
+        cards.Stream(_PLACE, priority=0),
         cards,  # type: ignore[arg-type]
         CardClock(cards, _PLACE),  # type: ignore[arg-type]
         log,
@@ -109,7 +109,7 @@ def test_nothing_overtakes_what_is_on_its_way(gate: Gate, stream: RelayedStream)
 
 def test_another_stream_that_waits_for_one_runs_after_it(gate: Gate, stream: RelayedStream) -> None:
     cards: Any = FakeCards()
-    compute = CardStream("fake:0 compute", cards.Stream(_PLACE), cards, CardClock(cards, _PLACE), CopyLog())
+    compute = CardStream("fake:0 compute", cards.Stream(_PLACE, priority=0), cards, CardClock(cards, _PLACE), CopyLog())
     there, sent = some()
     event = stream.copy(there, sent, direction=Direction.H2D)
     threading.Timer(0.05, gate.open.set).start()
