@@ -117,7 +117,7 @@ def _running_text(job: JobEntry) -> str:
     others = {0: "", 1: translate("Batch", "Another job shares the engine.")}.get(
         job.beside_jobs, translate("Batch", "{0} other jobs share the engine.").format(job.beside_jobs)
     )
-    chat = translate("Batch", "Chats are answered first.")
+    chat = translate("Batch", "Chats go on beside it.")
     return " ".join(part for part in (first, shared, expected, others, chat) if part)
 
 
