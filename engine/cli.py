@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
+from engine.common.installed import version
 from engine.common.paths import own_dirs, python_module
 from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
@@ -130,14 +130,6 @@ def _was_interrupted(error: BaseException) -> bool:
         seen.add(id(behind))
         behind = behind.__cause__ or behind.__context__
     return False
-
-
-def version() -> str:
-    """The installed version; a checkout that was never installed has none."""
-    try:
-        return importlib.metadata.version("switchyard")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _open_window() -> int:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import steps_machine
-import steps_torch
 from steps_console import SetupError, Step, run_logged, tail, variables_for_children
-from steps_torch import Build, Choice
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # the checkout, of which nothing is installed yet
+from engine.hardware import torch_builds
+from engine.hardware.torch_builds import Build, Choice
 
 TORCH = "2.13.0"
 INDEX = "https://download.pytorch.org/whl/"
@@ -34,7 +36,7 @@ def prepare(checkout: Path) -> Environment:
     environment = Environment(checkout)
     environment.make()
     environment.install_libraries()
-    torch = steps_torch.chosen()
+    torch = torch_builds.chosen()
     environment.install_torch(torch)
     environment.install_switchyard()
     environment.prove_torch(torch.build)
@@ -70,7 +72,7 @@ class Environment:
             steps_machine.install_packages(
                 {"venv": "python3-venv"}, "This Python cannot create environments (no venv module)", self.log
             )
-        steps_machine.need_disk(self.checkout, steps_torch.CPU.disk_gb, "Switchyard with its libraries")
+        steps_machine.need_disk(self.checkout, torch_builds.CPU.disk_gb, "Switchyard with its libraries")
         with Step("Creating a private environment in .venv") as step:
             shutil.rmtree(self.folder, ignore_errors=True)
             base = getattr(sys, "_base_executable", None) or sys.executable
@@ -117,14 +119,14 @@ class Environment:
         with Step(f"Installing PyTorch {TORCH}, {build.name} build") as step:
             version = self._install_first_available(step, torch_sources(platform.system(), build, is_reachable), build)
             step.note = f" (torch {version})"
-            if build is not steps_torch.CPU and version.endswith("+cpu"):
+            if build is not torch_builds.CPU and version.endswith("+cpu"):
                 step.note += f"; no build for {build.name} was available, so models will run on the CPU"
         self._set_stamp("torch", made_from)
 
     def prove_torch(self, build: Build) -> None:
         """Computes a little on each card, once for each build, and says what does not work."""
         made_from = f"{TORCH} {build.label}"
-        if build is steps_torch.CPU or self._stamp("cards") == made_from:
+        if build is torch_builds.CPU or self._stamp("cards") == made_from:
             return
         script = (
             "from engine.devices.card_proof import prove_cards\n"
@@ -142,9 +144,9 @@ class Environment:
 
     def _install_first_available(self, step: Step, sources: list[list[str]], build: Build) -> str:
         for source in sources:
-            if build is steps_torch.CPU and platform.system() == "Linux" and source == sources[-1]:
+            if build is torch_builds.CPU and platform.system() == "Linux" and source == sources[-1]:
                 # Without the CPU build, PyPI has only a CUDA build, three times as big.
-                steps_machine.need_disk(self.checkout, steps_torch.CUDA_130.disk_gb, "PyTorch's standard build")
+                steps_machine.need_disk(self.checkout, torch_builds.CUDA_130.disk_gb, "PyTorch's standard build")
             code, output = self._pip_install(step, source)
             if code == 0:
                 return self._installed_version("torch")
@@ -274,7 +276,7 @@ def torch_sources(system: str, build: Build, reachable: Callable[[str], bool]) -
     anything = ["torch==" + TORCH]
     if system == "Darwin":
         return [anything]
-    if build is steps_torch.CUDA_130 and system == "Linux":
+    if build is torch_builds.CUDA_130 and system == "Linux":
         # PyPI's build is this one; `===` excludes a `+cpu` wheel from the user's sources.
         return [["torch===" + TORCH], anything]
     exact = [f"torch=={TORCH}+{build.label}"]

@@ -20,9 +20,9 @@ from app.services.loading_pace import LoadingPace
 from app.services.worker_process import WorkerProcess
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
-from engine.common.errors import ErrorCode
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.installed import engine_module
 from engine.common.model_info import ModelInfo
-from engine.common.paths import python_module
 from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
@@ -102,8 +102,7 @@ class EngineClient(QObject):
     ) -> None:
         """`command` starts a worker other than the installed one."""
         super().__init__(parent)
-        own, self._variables = python_module("engine.worker")
-        self._command = list(command or own)
+        self._command = list(command) if command is not None else None
         self._patience_ticks = max(2, round(not_responding_s / HEARTBEAT_S))
         self._worker: WorkerProcess | None = None
         self._ready = False
@@ -114,7 +113,7 @@ class EngineClient(QObject):
         self._model: ModelInfo | None = None
         self.loading_pace = LoadingPace()
         self._last_config: EngineConfig | None = None
-        self._last_error = ""
+        self._last_error = self._why_none = ""
         self._watched = WatchTelemetry(on=False)
         self._others = ServeOthers("")
         application = QCoreApplication.instance()
@@ -165,15 +164,20 @@ class EngineClient(QObject):
     # --- the process ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the worker; no effect while one runs."""
+        """Start the worker; no effect while one runs.  Where there is none yet, requests fail and say so."""
         if self._worker is not None:
             return
-        worker = WorkerProcess(self._command, self._variables, self._patience_ticks, self)
+        try:
+            own, variables = engine_module("engine.worker")  # asked each time: the engine may have been fetched since
+        except EngineError as error:
+            self._why_none = error.message
+            return
+        worker = WorkerProcess(self._command or own, variables, self._patience_ticks, self)
         worker.message.connect(self._on_message)
         worker.responding_changed.connect(self._on_responding)
         worker.ended.connect(self._on_ended)
         self._worker = worker
-        self._last_error = ""
+        self._last_error = self._why_none = ""
         self._update_state()
         worker.start()
 
@@ -261,7 +265,7 @@ class EngineClient(QObject):
     def _accept(self, request: _R) -> _R:
         self._open[request.id] = request
         if self._worker is None or self._worker.is_stopping:
-            reason = self._last_error or self.tr("The engine is not running; start it first.")
+            reason = self._last_error or self._why_none or self.tr("The engine is not running; start it first.")
             # Deferred: the caller has not connected to the request yet.
             QTimer.singleShot(0, self, lambda: self._fail(request, reason))
         else:

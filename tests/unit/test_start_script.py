@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from engine.hardware import torch_builds
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 INSTALLERS = CHECKOUT / "installers"
@@ -22,7 +22,6 @@ try:
     import steps_console
     import steps_environment
     import steps_machine
-    import steps_torch
 finally:
     sys.path.remove(str(INSTALLERS))
 
@@ -81,154 +80,27 @@ def test_display_on_linux(variables: dict[str, str], expected: bool, monkeypatch
 
 @pytest.mark.parametrize("system", ["Linux", "Windows"])
 def test_without_a_graphics_card_the_cpu_build_is_tried_first(system: str) -> None:
-    with_index = steps_environment.torch_sources(system, steps_torch.CPU, reachable=everything_reachable)
+    with_index = steps_environment.torch_sources(system, torch_builds.CPU, reachable=everything_reachable)
     assert with_index == [
         ["torch==2.13.0+cpu", "--extra-index-url", "https://download.pytorch.org/whl/cpu"],
         ["torch==2.13.0"],
     ]
-    without = steps_environment.torch_sources(system, steps_torch.CPU, reachable=nothing_reachable)
+    without = steps_environment.torch_sources(system, torch_builds.CPU, reachable=nothing_reachable)
     assert without == [["torch==2.13.0+cpu"], ["torch==2.13.0"]]
 
 
 def test_with_a_graphics_card_the_cuda_build_is_tried_first() -> None:
-    linux = steps_environment.torch_sources("Linux", steps_torch.CUDA_130, reachable=nothing_reachable)
+    linux = steps_environment.torch_sources("Linux", torch_builds.CUDA_130, reachable=nothing_reachable)
     assert linux == [["torch===2.13.0"], ["torch==2.13.0"]]
-    windows = steps_environment.torch_sources("Windows", steps_torch.CUDA_130, reachable=everything_reachable)
+    windows = steps_environment.torch_sources("Windows", torch_builds.CUDA_130, reachable=everything_reachable)
     assert windows[0] == ["torch==2.13.0+cu130", "--extra-index-url", "https://download.pytorch.org/whl/cu130"]
 
 
 def test_the_other_builds_come_from_their_own_index() -> None:
-    for build in (steps_torch.CUDA_126, steps_torch.ROCM):
+    for build in (torch_builds.CUDA_126, torch_builds.ROCM):
         first, *_ = steps_environment.torch_sources("Linux", build, reachable=everything_reachable)
         index = f"https://download.pytorch.org/whl/{build.label}"
         assert first == [f"torch==2.13.0+{build.label}", "--extra-index-url", index]
-
-
-def nvidia(name: str, driver: str, *capability: int) -> steps_torch.NvidiaCard:
-    return steps_torch.NvidiaCard(name, driver, (capability[0], capability[1]) if capability else None)
-
-
-@pytest.mark.parametrize(
-    ("cards", "label", "said"),
-    [
-        ([], "cpu", ""),
-        ([nvidia("RTX 4090", "580.65.06", 8, 9)], "cu130", "RTX 4090"),
-        ([nvidia("RTX 3060", "550.120", 8, 6)], "cu126", "driver 580"),
-        ([nvidia("GTX 1080", "580.65", 6, 1)], "cu126", "no kernels"),
-        ([nvidia("V100", "535.1", 7, 0)], "cu126", "no kernels"),
-        ([nvidia("RTX 5090", "570.86", 12, 0)], "cpu", "update it"),
-        ([nvidia("RTX 5090", "590.1", 12, 0)], "cu130", "RTX 5090"),
-        ([nvidia("GTX 780", "470.2", 3, 5)], "cpu", "as old as"),
-        ([nvidia("RTX 2060", "470.2", 7, 5)], "cpu", "driver 525"),
-        ([nvidia("GTX 1080", "580.65", 6, 1), nvidia("RTX 5090", "580.65", 12, 0)], "cu130", "RTX 5090"),
-        ([nvidia("GTX 780", "470.2", 3, 5), nvidia("GTX 1080", "580.65", 6, 1)], "cu126", "GTX 1080"),
-        ([nvidia("the NVIDIA card", "")], "cu130", "unknown"),
-        ([nvidia("old", "515.1")], "cpu", "update it"),
-    ],
-)
-def test_the_build_for_nvidia_cards(cards: list[steps_torch.NvidiaCard], label: str, said: str) -> None:
-    choice = steps_torch.choose("Linux", cards, [])
-    assert choice.build.label == label
-    assert said in choice.why
-
-
-def test_the_build_for_amd_cards() -> None:
-    def label(cards: list[str], system: str = "Linux", *, may: bool = True) -> tuple[str, str]:
-        choice = steps_torch.choose(system, [], cards, can_open_kfd=may)
-        return choice.build.label, choice.why
-
-    assert label(["gfx1036", "gfx1100"]) == (
-        "rocm7.2",
-        "For an AMD card (gfx1100). No card of AMD's has been tried with Switchyard yet.",
-    )
-    assert label(["gfx1100"], "Windows")[0] == "cpu"
-    assert label(["gfx1031"])[0] == "cpu"
-    assert "gfx1031" in label(["gfx1031"])[1]
-    assert "usermod" in label(["gfx1100"], may=False)[1]
-
-
-@pytest.mark.parametrize(
-    ("system", "amd", "label"),
-    [("Linux", [], "xpu"), ("Windows", ["gfx1100"], "xpu"), ("Linux", ["gfx1100"], "rocm7.2"), ("Darwin", [], "cpu")],
-)
-def test_the_build_for_intel_cards(system: str, amd: list[str], label: str) -> None:
-    assert steps_torch.choose(system, [], amd, ["e20b"]).build.label == label
-    assert steps_torch.choose(system, [nvidia("RTX 4090", "580.65.06", 8, 9)], amd, ["e20b"]).build.label == "cu130"
-
-
-def test_intel_cards_with_memory_of_their_own(tmp_path: Path) -> None:
-    numbers = {
-        "0": ("0x8086", "0xE20B"),
-        "1": ("0x8086", "0x4680"),
-        "2": ("0x10de", "0x5600"),
-        "3": ("0x8086", "0x56a0"),
-    }
-    for number, (vendor, device) in numbers.items():
-        folder = tmp_path / f"card{number}" / "device"
-        folder.mkdir(parents=True)
-        (folder / "vendor").write_text(vendor + "\n")
-        (folder / "device").write_text(device + "\n")
-    (tmp_path / "card4").mkdir()  # a screen of no card
-    assert steps_torch.intel_cards(tmp_path) == ["e20b", "56a0"]
-    assert steps_torch.intel_cards(tmp_path / "nothing") == []
-
-
-def test_intel_cards_in_the_registry_of_windows() -> None:
-    cards = {0: "PCI\\VEN_8086&DEV_E20B&SUBSYS_1", 1: "pci\\ven_8086&dev_a780", 2: "pci\\ven_10de&dev_2684"}
-
-    class Registry:
-        HKEY_LOCAL_MACHINE = None
-
-        @staticmethod
-        def OpenKey(_root: None, path: str) -> Any:
-            if int(path[-4:]) not in cards:
-                raise FileNotFoundError
-            return contextlib.nullcontext(cards[int(path[-4:])])
-
-        @staticmethod
-        def QueryValueEx(key: str, name: str) -> tuple[str, int]:
-            assert name == "MatchingDeviceId"
-            return key, 1
-
-    assert steps_torch._in_registry(Registry) == ["e20b", "a780"]
-
-
-def test_the_build_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_torch, "nvidia_cards", lambda: [nvidia("RTX 4090", "580.65.06", 8, 9)])
-    monkeypatch.setattr(steps_torch, "amd_cards", list)
-    monkeypatch.setattr("platform.system", lambda: "Linux")
-    monkeypatch.setenv(steps_torch.VARIABLE, "cpu")
-    assert steps_torch.chosen().build is steps_torch.CPU
-    monkeypatch.setenv(steps_torch.VARIABLE, "cu999")
-    choice = steps_torch.chosen()
-    assert (choice.build, "cu999 is none of" in choice.why) == (steps_torch.CUDA_130, True)
-
-
-def test_amd_cards_are_read_from_the_kernel(tmp_path: Path) -> None:
-    for number, version in enumerate(("0", "90010", "110001", "100300", "110001")):
-        (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / "properties").write_text(f"simd_count 8\ngfx_target_version {version}\n")
-    assert steps_torch.amd_cards(tmp_path) == ["gfx90a", "gfx1101", "gfx1030"]
-    assert steps_torch.amd_cards(tmp_path / "nothing") == []
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="the driver's program is a shell script here")
-def test_nvidia_cards_are_those_that_the_driver_lists(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(
-        '#!/bin/sh\ncase "$1" in *compute_cap) echo "NVIDIA GeForce RTX 4090, 580.65.06, 8.9";;'
-        ' *) echo "NVIDIA GeForce RTX 4090, 580.65.06";; esac\n'
-    )
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert steps_torch.nvidia_cards() == [nvidia("NVIDIA GeForce RTX 4090", "580.65.06", 8, 9)]
-    program.write_text('#!/bin/sh\ncase "$1" in *compute_cap) exit 2;; *) echo "Old card, 470.2";; esac\n')
-    assert steps_torch.nvidia_cards() == [nvidia("Old card", "470.2")]
-    program.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
-    monkeypatch.setattr(steps_torch, "NVIDIA_VERSION", tmp_path / "version")
-    assert steps_torch.nvidia_cards() == []
-    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.120  Fri Sep 13\n")
-    assert steps_torch.nvidia_cards() == [nvidia("the NVIDIA card", "550.120")]
 
 
 def test_what_a_card_says_is_shown_and_kept_only_if_it_works(
@@ -239,7 +111,7 @@ def test_what_a_card_says_is_shown_and_kept_only_if_it_works(
     said = ["RTX 4090: no kernel for it\n", "RTX 4090: works\n"]
     monkeypatch.setattr(steps_environment, "run_logged", lambda *_: (0, said.pop(0)))
     for expected in ("on the CPU", "RTX 4090: works", ""):
-        environment.prove_torch(steps_torch.CUDA_130)
+        environment.prove_torch(torch_builds.CUDA_130)
         assert expected in capsys.readouterr().out
     assert not said
 
@@ -248,7 +120,7 @@ def test_macos_has_one_build_and_asks_no_other_index() -> None:
     def must_not_be_asked(index: str) -> bool:
         raise AssertionError(index)
 
-    assert steps_environment.torch_sources("Darwin", steps_torch.CPU, reachable=must_not_be_asked) == [
+    assert steps_environment.torch_sources("Darwin", torch_builds.CPU, reachable=must_not_be_asked) == [
         ["torch==2.13.0"]
     ]
 
@@ -336,7 +208,7 @@ def test_libraries_are_installed_with_their_hashes_and_before_pytorch(
     monkeypatch.setattr(steps_environment.Environment, "build_kernels", lambda _self: None)
     monkeypatch.setattr(steps_environment.Environment, "_installed_version", lambda *_: "2.13.0+cpu")
     monkeypatch.setattr(steps_environment, "is_reachable", nothing_reachable)
-    monkeypatch.setattr(steps_torch, "chosen", lambda: steps_torch.Choice(steps_torch.CPU))
+    monkeypatch.setattr(torch_builds, "chosen", lambda: torch_builds.Choice(torch_builds.CPU))
     (tmp_path / ".venv").mkdir()
     (tmp_path / "installers").mkdir()
     for file in ("installers/locked-runtime.txt", "installers/locked-tests.txt", "pyproject.toml"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
-import tomllib
 
 import PySide6
 from PySide6.QtCore import QUrl
@@ -13,6 +11,7 @@ from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QPushBu
 
 from app.views.settings.card import SettingsCard
 from engine.common.files import private_folder
+from engine.common.installed import version
 from engine.common.paths import log_dir, resources_dir
 
 _LICENCES = (
@@ -76,12 +75,3 @@ class LicencesDialog(QDialog):
         column.setSpacing(16)
         column.addWidget(text)
         column.addWidget(buttons)
-
-
-def version() -> str:
-    """The installed version, or the checkout's."""
-    try:
-        return importlib.metadata.version("switchyard")
-    except importlib.metadata.PackageNotFoundError:
-        project = resources_dir().parent / "pyproject.toml"
-        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])

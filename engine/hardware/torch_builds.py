@@ -2,6 +2,9 @@
 
 What each build of 2.13.0 runs on, read in November 2026: its wheels' lists of architectures and NVIDIA's table of
 drivers.  There is none for CUDA 12.8 any more.
+
+Set-up from a checkout and the window choose by this alone.  It uses nothing but the standard library, since set-up
+imports it before anything is installed.
 """
 
 from __future__ import annotations
@@ -111,8 +114,7 @@ def choose(
     if not can_open_kfd:
         return Choice(
             CPU,
-            "This user may not use the AMD card: `sudo usermod -aG render,video $USER`, log in again, and run the same "
-            "command.",
+            "This user may not use the AMD card: `sudo usermod -aG render,video $USER`, log in again, and try again.",
         )
     return Choice(ROCM, f"For an AMD card ({', '.join(usable)}). No card of AMD's has been tried with Switchyard yet.")
 
@@ -129,8 +131,8 @@ def _for_nvidia(system: str, card: NvidiaCard) -> Choice:
     if capability >= (10, 0):
         return Choice(
             CPU,
-            f"{card.name} needs driver 580 or newer, and {card.driver} is installed: update it, then run the same "
-            "command again. Until then models run on the CPU.",
+            f"{card.name} needs driver 580 or newer, and {card.driver} is installed: update it, then try again. "
+            "Until then models run on the CPU.",
         )
     if series >= older or not is_known:
         if capability < (7, 5):
@@ -138,8 +140,8 @@ def _for_nvidia(system: str, card: NvidiaCard) -> Choice:
         return Choice(CUDA_126, f"For {card.name} with driver {card.driver}; driver 580 or newer allows CUDA 13.0.")
     return Choice(
         CPU,
-        f"{card.name} needs driver {older[0]} or newer, and {card.driver} is installed: update it, then run the same "
-        "command again. Until then models run on the CPU.",
+        f"{card.name} needs driver {older[0]} or newer, and {card.driver} is installed: update it, then try again. "
+        "Until then models run on the CPU.",
     )
 
 

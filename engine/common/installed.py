@@ -1,0 +1,370 @@
+"""What of Switchyard is installed, and where: one folder for all (a checkout, a Python environment), or a bundle.
+
+A bundle is what the packages for Windows, Linux and macOS install: the window with its own Python, and `bundle.json`
+(`SWITCHYARD_BUNDLE` names its folder).  The engine's part, with PyTorch, is fetched later, and lies with updates of the
+window in the user's own folder:
+
+parts/engine-VERSION-BUILD/   packages of the engine process; `whole.json`, written last, says that it was proven
+parts/window-VERSION/         packages of a newer window, likewise
+parts/NAME.partial/           on its way; never used
+parts/current.json            which of them are in use, and which were before
+
+A part is used only as a whole, and an engine only with the window of its own version.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import sys
+import tomllib
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import write_private
+from engine.common.json_fields import from_fields
+from engine.common.paths import python_module, resources_dir, standard_data_dir
+
+BUNDLE_VARIABLE = "SWITCHYARD_BUNDLE"
+"""Of the environment: the folder of the bundle that runs; set by its launcher."""
+PARTIAL = ".partial"
+WHOLE, CURRENT = "whole.json", "current.json"
+_FORMAT = 1
+_PART = re.compile(r"(engine|window)-([0-9][0-9A-Za-z.+]*)(?:-([a-z0-9.]+))?")
+Kind = Literal["engine", "window"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An installed package.  All paths are absolute.
+
+    Attributes:
+        platform: such as `linux-x86_64`, as in the list of the engine's wheels.
+        wheels: the folder of our own wheels, for the engine's part.
+        packaged_as: `deb`, `run`, `nsis`, `appimage` or `dmg`.
+    """
+
+    root: Path
+    version: str
+    platform: str
+    python: Path
+    uv: Path
+    window: Path
+    wheels: Path
+    engine_lock: Path
+    packaged_as: str
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """`whole.json`: what a part is made of, written when it has been proven.
+
+    Attributes:
+        name: of its folder; any other name is that of one on its way.
+        python: the version of Python that its compiled packages are for, such as `3.12`.
+        build: of PyTorch; empty for a window.
+        wheels: name and SHA-256 of each wheel in it.
+        proven: what its self-test said.
+    """
+
+    name: str
+    version: str
+    platform: str
+    python: str
+    build: str = ""
+    wheels: dict[str, str] = field(default_factory=dict)
+    proven: dict[str, Any] = field(default_factory=dict)
+    format: int = _FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A whole part."""
+
+    kind: Kind
+    folder: Path
+    whole: Whole
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.whole.name
+
+    @property
+    def version(self) -> str:
+        """Of Switchyard."""
+        return self.whole.version
+
+
+@dataclass(frozen=True, slots=True)
+class Current:
+    """`current.json`: names of the parts in use, and of those before them; empty for the bundle's own, or none."""
+
+    engine: str = ""
+    window: str = ""
+    previous: dict[str, str] = field(default_factory=dict)
+
+
+# --- the bundle ---------------------------------------------------------------------------------------
+
+
+def bundle() -> Bundle | None:
+    """The bundle that runs; None in a checkout or a Python environment.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, if it is damaged.
+    """
+    root = os.environ.get(BUNDLE_VARIABLE, "")
+    return _read_bundle(root) if root else None
+
+
+@functools.cache
+def _read_bundle(named: str) -> Bundle:
+    root = Path(named).absolute()
+    try:
+        said = json.loads((root / "bundle.json").read_text(encoding="utf-8"))
+        if said["format"] != _FORMAT:
+            raise ValueError("format")
+        return Bundle(
+            root=root,
+            version=str(said["version"]),
+            platform=str(said["platform"]),
+            python=root / str(said["python"]),
+            uv=root / str(said["uv"]),
+            window=root / str(said["window"]),
+            wheels=root / str(said["wheels"]),
+            engine_lock=root / str(said["engine_lock"]),
+            packaged_as=str(said["packaged_as"]),
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{root / 'bundle.json'} is missing or damaged: install Switchyard again; models and chats stay.",
+        ) from None
+
+
+def version() -> str:
+    """The version of the window that runs, or of the checkout."""
+    packed = bundle()
+    if packed is not None:
+        part = _newer_window(packed)
+        return part.version if part is not None else packed.version
+    try:
+        return importlib.metadata.version("switchyard")
+    except importlib.metadata.PackageNotFoundError:
+        project = resources_dir().parent / "pyproject.toml"
+        try:
+            return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+        except (OSError, ValueError, LookupError):
+            return "(not installed)"
+
+
+# --- the parts ----------------------------------------------------------------------------------------
+
+
+def parts_dir() -> Path:
+    """The folder of all parts: the standard one, even where the user keeps chats and models in another."""
+    return standard_data_dir() / "parts"
+
+
+def part_name(kind: Kind, of_version: str, build: str = "") -> str:
+    """The name of a part's folder.
+
+    Raises:
+        ValueError: it cannot be one.
+    """
+    name = "-".join(filter(None, (kind, of_version, build)))
+    if not _PART.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be the name of a part")
+    return name
+
+
+def part(name: str) -> Part | None:
+    """The part of this name, if it is whole and for this Python and system; None otherwise."""
+    matched = _PART.fullmatch(name)
+    packed = bundle()
+    if matched is None or packed is None:
+        return None
+    kind: Kind = "engine" if matched[1] == "engine" else "window"
+    whole = read_whole(parts_dir() / name)
+    fits = whole is not None and (whole.name, whole.platform, whole.python) == (name, packed.platform, this_python())
+    return Part(kind, parts_dir() / name, whole) if whole is not None and fits else None
+
+
+def read_whole(folder: Path) -> Whole | None:
+    """What a folder's `whole.json` says; None without one, or if it is damaged."""
+    try:
+        found: Whole = from_fields(Whole, json.loads((folder / WHOLE).read_text(encoding="utf-8")))
+    except (EngineError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return found if found.format == _FORMAT else None
+
+
+def write_whole_record(folder: Path, whole: Whole) -> None:
+    """Declares a part whole.
+
+    Raises:
+        OSError: it is not.
+    """
+    write_private(folder / WHOLE, json.dumps(asdict(whole), indent=1))
+
+
+def whole_parts(kind: Kind) -> list[Part]:
+    """All whole parts of a kind, newest version first."""
+    try:
+        names = [entry.name for entry in parts_dir().iterdir() if entry.name.startswith(f"{kind}-")]
+    except OSError:
+        return []
+    found = [one for name in sorted(names) if (one := part(name)) is not None]
+    return sorted(found, key=lambda one: version_order(one.version), reverse=True)
+
+
+def this_python() -> str:
+    """The version that compiled packages must be for."""
+    return f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def version_order(text: str) -> tuple[tuple[int, str], ...]:
+    """A key by which versions sort: 0.2.0rc1 before 0.2.0 before 0.10.0."""
+    pieces: list[tuple[int, str]] = []
+    for piece in re.split(r"[.+]", text):
+        number = re.match(r"\d*", piece)
+        digits = number[0] if number else ""
+        rest = piece[len(digits) :]
+        pieces.append((int(digits or 0), rest or "~"))  # "~" sorts behind all letters
+    return tuple(pieces)
+
+
+# --- which are in use ---------------------------------------------------------------------------------
+
+
+def read_current() -> Current:
+    """`current.json`; empty if there is none, or it is damaged."""
+    try:
+        found: Current = from_fields(Current, json.loads((parts_dir() / CURRENT).read_text(encoding="utf-8")))
+    except (EngineError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return Current()
+    return found
+
+
+def use_parts(**names: str) -> Current:
+    """Puts parts into use (`engine=NAME`, `window=NAME`), and keeps what was before them; the next start has them.
+
+    Raises:
+        EngineError: `INVALID_REQUEST` (a part is not whole).
+        OSError: nothing has changed.
+    """
+    for kind, name in names.items():
+        found = part(name) if name else None
+        if name and (found is None or found.kind != kind):
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{name} is not complete on this computer: fetch it again, then switch."
+            )
+    now = read_current()
+    before = {kind: getattr(now, kind) for kind in ("engine", "window")}
+    if all(before[kind] == name for kind, name in names.items()):
+        return now
+    changed = Current(engine=names.get("engine", now.engine), window=names.get("window", now.window), previous=before)
+    write_private(parts_dir() / CURRENT, json.dumps(asdict(changed), indent=1))
+    return changed
+
+
+def previous_parts() -> dict[str, str] | None:
+    """The parts to go back to, as `use_parts` takes them; None if there are none that still work."""
+    packed = bundle()
+    before = read_current().previous
+    if packed is None or not before.get("engine"):
+        return None
+    engine, window = part(before["engine"]), before.get("window", "")
+    shown = part(window) if window else None
+    if engine is None or (window and shown is None):
+        return None
+    shown_version = shown.version if shown is not None else packed.version
+    return {"engine": engine.name, "window": window} if engine.version == shown_version else None
+
+
+def window_folder() -> Path:
+    """The packages that the window runs from: the bundle's own, or a newer one in use.  For the launcher.
+
+    Raises:
+        EngineError: as `bundle`, and if this is no bundle.
+    """
+    packed = _need_bundle()
+    newer = _newer_window(packed)
+    return newer.folder if newer is not None else packed.window
+
+
+def current_engine() -> Part | None:
+    """The engine's part in use: the one of `current.json`, else any whole one of this version; None if there is none.
+
+    Without a usable one, the window fetches it.
+    """
+    if bundle() is None:
+        return None
+    mine = version()
+    named = part(read_current().engine)
+    if named is not None and named.kind == "engine" and named.version == mine:
+        return named
+    return next((one for one in whole_parts("engine") if one.version == mine), None)
+
+
+def needs_engine() -> bool:
+    """Whether the engine's part has to be fetched before anything can be answered."""
+    return bundle() is not None and current_engine() is None
+
+
+def _newer_window(packed: Bundle) -> Part | None:
+    """A package that was installed over an update is the newer one."""
+    name = read_current().window
+    found = part(name) if name else None
+    if found is None or found.kind != "window":
+        return None
+    return found if version_order(found.version) > version_order(packed.version) else None
+
+
+def _need_bundle() -> Bundle:
+    packed = bundle()
+    if packed is None:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{BUNDLE_VARIABLE} is not set: start Switchyard by its launcher.")
+    return packed
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+def engine_module(module: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs a module where PyTorch is, and the environment variables that it needs.
+
+    Raises:
+        EngineError: `DEVICE_UNAVAILABLE`, if the engine's part is not there yet; `INVALID_REQUEST`, see `bundle`.
+    """
+    packed = bundle()
+    if packed is None:
+        return python_module(module)
+    engine = current_engine()
+    if engine is None:
+        raise EngineError(
+            ErrorCode.DEVICE_UNAVAILABLE,
+            "The engine is not on this computer yet: get it on the first page of the window.",
+        )
+    return packed_module(packed, engine.folder, module)
+
+
+def packed_module(packed: Bundle, folder: Path, module: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs a module of a part, by the bundle's Python; nothing of the user's own Python is seen."""
+    variables = {BUNDLE_VARIABLE: str(packed.root), "PYTHONPATH": str(folder)}
+    return [str(packed.python), "-P", "-s", "-X", "utf8", "-m", module], variables
+
+
+def command_line() -> tuple[list[str], dict[str, str]]:
+    """The command of `switchyard VERB`: with the engine where it is there, else without what needs it."""
+    packed = bundle()
+    if packed is None:
+        return python_module("engine.cli")
+    engine = current_engine()
+    return packed_module(packed, engine.folder if engine is not None else window_folder(), "engine.cli")
