@@ -6,7 +6,6 @@ Decoding is teacher-forced: every contestant computes the same tokens, hence the
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import torch
 
 from engine.bench.step_records import hybrid_layers
 from engine.checkpoint.profile import read_profile
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.opening import card_count
 from engine.hardware.profiles import EMULATED, emulated_cards
@@ -70,9 +70,9 @@ def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = flo
         with loaded.token_by_token():
             for token in text.answer:
                 ids = torch.tensor([[token]], device=loaded.device)
-                begun_s = time.perf_counter()
+                begun_s = clock.now()
                 session.step(ids, token).argmax().item()  # reading the result waits for the card
-                seconds.append(time.perf_counter() - begun_s)
+                seconds.append(clock.now() - begun_s)
                 if len(seconds) >= _FEWEST_STEPS and sum(seconds) > at_most_s:
                     break
     return seconds
@@ -81,10 +81,10 @@ def decode_seconds(loaded: LoadedModel, text: ForcedText, at_most_s: float = flo
 def prefill_seconds(loaded: LoadedModel, prompt: Sequence[int]) -> float:
     """Seconds from an empty context to the logits after the prompt."""
     with _session(loaded) as session:
-        begun_s = time.perf_counter()
+        begun_s = clock.now()
         logits, _ = drained(session.read(list(prompt), _ignore, _never))
         logits.argmax().item()
-        return time.perf_counter() - begun_s
+        return clock.now() - begun_s
 
 
 @contextmanager

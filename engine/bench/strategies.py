@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -33,6 +32,7 @@ from engine.bench.opened import (
 )
 from engine.bench.report import Report, row
 from engine.bench.step_records import LayerStep, hybrid_layers, recorded_steps, replaced_kernels
+from engine.common import clock
 from engine.common.config import Misses
 from engine.experts.latency import LatencyModel
 
@@ -136,7 +136,7 @@ def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
     hidden = torch.randn(1, width, dtype=dtype, device=loaded.device)
     weights = torch.full((1, top_k), 1 / top_k, device=loaded.device)
     spans: list[float] = []
-    until_s = time.perf_counter() + _MOST_S
+    until_s = clock.now() + _MOST_S
     with torch.inference_mode(), loaded.token_by_token():
         for number, experts in itertools.islice(itertools.cycle(layers), 4 * _CALLS):
             chosen = choose(number, experts)
@@ -145,10 +145,10 @@ def layer_seconds(loaded: LoadedModel, choose: Choice) -> float | None:
             # Invalid ids are skipped, so fewer experts can be requested than a token uses.
             ids = [*chosen, *[loaded.info.experts] * (top_k - len(chosen))]
             index = torch.tensor([ids], device=loaded.device)
-            begun_s = time.perf_counter()
+            begun_s = clock.now()
             experts(hidden, index, weights)
-            spans.append(time.perf_counter() - begun_s)
-            if len(spans) >= _CALLS or time.perf_counter() > until_s:
+            spans.append(clock.now() - begun_s)
+            if len(spans) >= _CALLS or clock.now() > until_s:
                 break
     return statistics.fmean(spans[len(spans) // 10 :]) if spans else None
 

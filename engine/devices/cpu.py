@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import torch
 
+from engine.common import clock
 from engine.common.errors import EngineError
 from engine.devices.device import CopyLog, Device, Direction, Event, RecordedStream
 from engine.devices.failures import as_engine_error, closed_error
@@ -75,14 +75,14 @@ class InlineStream(RecordedStream):
             if self._failure is not None:
                 event.fail(self._failure)
                 return event
-            started_s = time.perf_counter()
+            started_s = clock.now()
             try:
                 work()
             except Exception as error:
                 self._failure = as_engine_error(error, self.name)
                 event.fail(self._failure)
                 return event
-            ended_s = time.perf_counter()
+            ended_s = clock.now()
             if copied is not None:
                 self._copy_log.ended(self.name, *copied, started_s, ended_s)
             event.finish(started_s, ended_s)

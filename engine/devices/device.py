@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -26,6 +26,9 @@ from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
+
+if TYPE_CHECKING:
+    from engine.devices.clocked import Meter
 
 _log = logging.getLogger(__name__)
 
@@ -305,6 +308,7 @@ class Device:
         compute_follows_caller: whether the caller's torch operators are queued on `compute_stream`, in order with
             submitted work. If not, they have finished when they return, and submitted work must be waited for.
         new_capture: starts capturing a graph; None if unsupported.
+        meter: counts what work costs, if the device's time is modelled.
         identity: of the very card, its driver and its link, for what is measured and kept; empty if the name says it.
     """
 
@@ -320,6 +324,7 @@ class Device:
     on_close: Callable[[], None]
     compute_follows_caller: bool = False
     new_capture: Callable[[], Capture] | None = None
+    meter: Meter | None = None
     identity: str = ""
 
     @cached_property

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine.devices.clocked import direction_between
 from engine.devices.device import CaptureError, CopyLog, Device, Direction, Graph
 from engine.devices.host_memory import PageableMemory, allocate_host
 from engine.devices.link import Link
@@ -194,17 +195,10 @@ def _carrier(
 ) -> Carrier:
     """The copy function of a stream: by explicit direction, the stream's, or the tensors' owners."""
 
-    def direction_of(destination: torch.Tensor, source: torch.Tensor) -> Direction:
-        into_ours, out_of_ours = memory.holds(destination), memory.holds(source)
-        if into_ours != out_of_ours:
-            return Direction.H2D if into_ours else Direction.D2H
-        # Tensors allocated by torch have no known owner: assume that small copies cross the link.
-        return Direction.H2D if is_urgent and not into_ours else Direction.D2D
-
     def carry(
         destination: torch.Tensor, source: torch.Tensor, asked: Direction | None, ready_s: float
     ) -> tuple[Direction, Span]:
-        direction = asked or usual or direction_of(destination, source)
+        direction = asked or usual or direction_between(memory, destination, source, crosses=is_urgent)
         link = links.get(direction)
         if link is not None:
             return direction, link.carry(destination, source, ready_s, is_urgent=is_urgent)

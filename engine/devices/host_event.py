@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Protocol
 
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import cancelled_error, fresh
 
@@ -100,7 +100,7 @@ class HostEvent:
     def fail(self, error: EngineError) -> None:
         """Called by the stream: the work failed, or will never run."""
         self._failure = error
-        self._started_s = self._ended_s = time.perf_counter()
+        self._started_s = self._ended_s = clock.now()
         self._finished.set()
 
     def _require_done(self) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.card import CardKind, open_card
+from engine.devices.clocked import open_clocked
 from engine.devices.cpu import open_cpu
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.xpu import XPU
-from engine.hardware.profiles import emulated_cards, profile_names, read_profile
+from engine.hardware.profiles import emulated_cards, has_fixed_host, profile_names, read_profile
 
 MOST_EMULATED = 8
 """Most emulated devices: each has four threads and uses host memory."""
@@ -37,7 +38,8 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
     """Opens the devices named by `spec`; the caller closes them.
 
     Args:
-        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` likewise, `emulated:NAME` or `emulated:NAMEx2` (two).
+        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` likewise, `emulated:NAME` or `emulated:NAMEx2` (two); with
+            `?host=fixed` the time of the host beside a card with a clock of its own is modelled, too.
         vram_bytes: memory budget of each device; ignored for `cpu`.
 
     Raises:
@@ -56,6 +58,9 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         if not 1 <= count <= MOST_EMULATED:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} would be {count} devices: use 1 to {MOST_EMULATED}.")
         profile = read_profile(name)
+        if profile.has_clock:
+            is_fixed = has_fixed_host(spec)
+            return _open_all(lambda index: open_clocked(profile, index, vram_bytes, is_fixed=is_fixed), range(count))
         return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(count))
     raise EngineError(
         ErrorCode.INVALID_REQUEST,

@@ -9,12 +9,12 @@ token.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.recording import record_uses
@@ -121,7 +121,7 @@ class CardTokens:
             for of_tokens in self._caches.values():
                 self._change(of_tokens, unchanged.enter_context(of_tokens.cache.unchanged()))
                 of_tokens.locate()
-            begun_s = time.perf_counter()
+            begun_s = clock.now()
             number = self._exchange.start()
             self.is_open = True
             try:
@@ -129,7 +129,7 @@ class CardTokens:
             finally:
                 self.is_open = False
                 self._exchange.end()
-            self._token_s = time.perf_counter() - begun_s
+            self._token_s = clock.now() - begun_s
             missed = self._learn(number)
         self._post_fetch(missed)
 

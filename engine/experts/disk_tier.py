@@ -6,7 +6,6 @@ import heapq
 import itertools
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank_file import BankFile
 from engine.experts.bank_header import BankHeader
@@ -124,7 +124,7 @@ class DiskTier:
     def busy_s(self) -> float:
         """Seconds with at least one request in flight."""
         with self._lock:
-            return self._busy_s + (time.perf_counter() - self._busy_since_s if self._under_way else 0.0)
+            return self._busy_s + (clock.now() - self._busy_since_s if self._under_way else 0.0)
 
     @property
     def note(self) -> str | None:
@@ -217,10 +217,10 @@ class DiskTier:
                     if piece.begun:  # queued twice, by `hurry`
                         continue
                     piece.begun = True
-                    piece.read.begun_ns = piece.read.begun_ns or time.perf_counter_ns()
+                    piece.read.begun_ns = piece.read.begun_ns or clock.now_ns()
                     self._later_under_way += urgency == _LATER
                     if not self._under_way:
-                        self._busy_since_s = time.perf_counter()
+                        self._busy_since_s = clock.now()
                     self._under_way += 1
                     return urgency, piece
                 if self._closed:
@@ -232,7 +232,7 @@ class DiskTier:
             self._later_under_way -= urgency == _LATER
             self._under_way -= 1
             if not self._under_way:
-                self._busy_s += time.perf_counter() - self._busy_since_s
+                self._busy_s += clock.now() - self._busy_since_s
 
     def _end(self, read: Read, error: BaseException | None) -> None:
         """One piece of `read` has ended; after the last one, verifies the records."""
@@ -256,7 +256,7 @@ class DiskTier:
             self.records_read += read.count
             self.bytes_read += len(target)
         if RECORDER.on:
-            name, now_ns = lanes.READ if read.is_urgent else lanes.READ_AHEAD, time.perf_counter_ns()
+            name, now_ns = lanes.READ if read.is_urgent else lanes.READ_AHEAD, clock.now_ns()
             layer, expert = self._layer_numbers[read.layer], read.expert if read.count == 1 else -1
             RECORDER.span(lanes.DISK, name, read.begun_ns, now_ns, layer, expert, len(target), read.count)
         del target

@@ -7,11 +7,11 @@ the residents and streams the rest through staging slots.
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
@@ -181,7 +181,7 @@ class HybridExperts(ExpertLayer):
         lookup = step.lookup = self._look_up(step, routing)
         if RECORDER.on and not step.is_prefill:
             record_uses(routing.experts, lookup.hits)
-        begun_s = time.perf_counter()
+        begun_s = clock.now()
         if lookup.hits and self._cpu_is_sooner(step, routing):
             self._compute_all_on_cpu(step)
         else:
@@ -201,7 +201,7 @@ class HybridExperts(ExpertLayer):
         if not self.device.compute_follows_caller or end.failure is not None or learns:
             end.wait()
             if joined:
-                self.latency.observe_both(*self._tokens(lookup, routing), time.perf_counter() - begun_s)
+                self.latency.observe_both(*self._tokens(lookup, routing), clock.now() - begun_s)
         self.cache.release(lookup, end)
         return sums.result
 

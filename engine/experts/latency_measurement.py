@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
 
+from engine.common import clock
 from engine.devices.device import CaptureError, Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.bank import BankLayer
@@ -54,7 +54,7 @@ def measure(
         kernel = make_kernel(slots)
         if device.compute_follows_caller:
             _compile(device, kernel, hidden_width, dtype)
-        begun_s = time.perf_counter()
+        begun_s = clock.now()
         cpu = _cpu_times(bank, cpu_kernel, hidden_width, dtype, begun_s + budget_s * 0.4)
         cpu_base_s, cpu_token_s = fit_line(cpu)
         latency_s, bytes_per_s = _link_times(device, bank, slots, begun_s + budget_s * 0.6)
@@ -125,10 +125,10 @@ def _cpu_times(
         # A different expert each time, or the processor's cache would be measured; the first call is a warm-up.
         for repeat in range(_REPEATS + 1):
             index = torch.full((tokens, 1), (repeat + tokens) % bank.num_experts)
-            begun_s = time.perf_counter()
+            begun_s = clock.now()
             with torch.inference_mode():
                 kernel(hidden, index, weights)
-            spans.append(time.perf_counter() - begun_s)
+            spans.append(clock.now() - begun_s)
         times.append((tokens, statistics.median(spans[1:])))
     return times
 
@@ -213,7 +213,7 @@ def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: floa
     latencies = [took_s(bank.records[0][:small]) for _ in range(_REPEATS)]
     whole = [took_s(bank.records[0])]
     for expert in range(1, _REPEATS):
-        if time.perf_counter() > until_s:
+        if clock.now() > until_s:
             break
         whole.append(took_s(bank.records[expert % bank.num_experts]))
     latency_s, record_s = statistics.median(latencies[1:]), statistics.median(whole)
@@ -224,6 +224,6 @@ def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: floa
 
 def _inputs(width: int, dtype: torch.dtype, place: torch.device, until_s: float) -> Iterator[tuple[int, torch.Tensor]]:
     for tokens in _TOKENS:
-        if tokens > 1 and time.perf_counter() > until_s:
+        if tokens > 1 and clock.now() > until_s:
             return
         yield tokens, torch.full((tokens, width), 0.01, dtype=dtype, device=place)

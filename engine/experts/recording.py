@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.kernels.interface import ExpertKernel, is_capturable
 from engine.telemetry.device_work import DeviceWork
 from engine.telemetry.lanes import CPU_EXPERTS, DENSE, EXPERTS
@@ -38,7 +38,7 @@ def recorded_experts(
     recorder, queued = RECORDER, RECORDER.queued
     records_itself = getattr(kernel, "records_itself", False)
     begun: DeviceWork | None = None
-    begun_ns = perf_counter_ns()
+    begun_ns = clock.now_ns()
     recorder.layer = module.__dict__.get(LAYER_NUMBER, -1)
     if recorder.request:  # otherwise a trial run while loading, for which `layer_since_ns` is meaningless
         if queued is None:
@@ -55,7 +55,7 @@ def recorded_experts(
         elif not records_itself:
             _record_cpu_experts(begun_ns, index)
     finally:
-        recorder.layer_since_ns = perf_counter_ns()
+        recorder.layer_since_ns = clock.now_ns()
         if queued is not None:
             queued.experts_end(place)
     return result
@@ -64,7 +64,7 @@ def recorded_experts(
 def _record_cpu_experts(begun_ns: int, index: torch.Tensor) -> None:
     """The CPU has computed the experts `index` [T, k], all of them from RAM."""
     recorder = RECORDER
-    recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, perf_counter_ns(), count=index.numel())
+    recorder.span(CPU_EXPERTS, EXPERTS, begun_ns, clock.now_ns(), count=index.numel())
     if len(index) <= FEW_TOKENS:
         recorder.on_cpu += index.numel()
         record_uses(index.flatten().tolist())

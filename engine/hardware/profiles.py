@@ -2,6 +2,8 @@
 
 {"name": "slow-link", "description": "...", "vram_bytes": 4000000000, "link_h2d_gbps": 2.0,
  "link_d2h_gbps": 2.0, "link_latency_us": 20.0, "compute_slowdown": 1.0}
+
+`resources/emulated_machines.json` has cards with a clock of their own, and what processor is beside them.
 """
 
 from __future__ import annotations
@@ -34,6 +36,12 @@ class DeviceProfile:
         link_h2d_gbps, link_d2h_gbps: bandwidth to the card and back, in 1e9 bytes per second.
         link_latency_us: fixed cost of each copy in microseconds.
         compute_slowdown: factor of kernel times over this machine's CPU; 1 is no slower.
+        card_gbps, card_tflops: of its memory in 1e9 bytes per second, and of its 16-bit matrix arithmetic, by its data
+            sheet; 0 for a card that computes on this machine's CPU, and so has no clock of its own.
+        launch_us: from one of its kernels to the next.
+        call_us: of the host's time for each call of its driver.
+        cpu_slowdown: factor of kernel times on the host's CPU over this machine's.
+        cpu_gbps, cpu_tflops: of the host's CPU, where its time is modelled as well.
     """
 
     name: str
@@ -43,6 +51,18 @@ class DeviceProfile:
     link_d2h_gbps: float
     link_latency_us: float
     compute_slowdown: float = 1.0
+    card_gbps: float = 0.0
+    card_tflops: float = 0.0
+    launch_us: float = 4.0
+    call_us: float = 3.0
+    cpu_slowdown: float = 1.0
+    cpu_gbps: float = 20.0
+    cpu_tflops: float = 0.5
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether its time is modelled."""
+        return self.card_gbps > 0 and self.card_tflops > 0
 
 
 # Plausible for any card of the next decades; a number outside is probably in the wrong unit.
@@ -52,9 +72,18 @@ _RANGES: dict[str, tuple[float, float]] = {
     "link_d2h_gbps": (0.001, 2000),
     "link_latency_us": (0, 100_000),
     "compute_slowdown": (1, 1000),
+    "card_gbps": (1, 100_000),
+    "card_tflops": (0.01, 100_000),
+    "launch_us": (0, 1000),
+    "call_us": (0, 1000),
+    "cpu_slowdown": (0.01, 100),
+    "cpu_gbps": (0.1, 10_000),
+    "cpu_tflops": (0.001, 1000),
 }
 _TEXTS = ("name", "description")
-_OPTIONAL = ("compute_slowdown",)
+_REQUIRED = 6
+_OPTIONAL = tuple(field.name for field in fields(DeviceProfile)[_REQUIRED:])
+_FIXED_HOST = "?host=fixed"
 
 
 def profiles_dir() -> Path:
@@ -73,6 +102,8 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
     Raises:
         EngineError: `INVALID_REQUEST` if there is none, or its file has invalid values.
     """
+    if folder is None and (timed := next((one for one in timed_profiles() if one.name == name), None)) is not None:
+        return timed
     folder = folder or profiles_dir()
     names = profile_names(folder)
     if name not in names:
@@ -90,13 +121,34 @@ def read_profile(name: str, folder: Path | None = None) -> DeviceProfile:
     return _checked(content, path)
 
 
+def timed_profiles() -> list[DeviceProfile]:
+    """The machines whose cards have a clock of their own.
+
+    Raises:
+        EngineError: as `read_profile`.
+    """
+    path = resources_dir() / "emulated_machines.json"
+    try:
+        content = parse_json(read_foreign(path, _MAX_BYTES))
+    except (OSError, ValueError) as error:
+        raise _refused(path, f"cannot be read ({reason(error)})") from None
+    if not isinstance(content, list) or not all(isinstance(one, dict) for one in content):
+        raise _refused(path, "is not a list of JSON objects")
+    return [_checked(one, path, named_by_file=False) for one in content]
+
+
+def has_fixed_host(device: str) -> bool:
+    """Whether the host's time is modelled as well: `emulated:NAME?host=fixed`."""
+    return device.endswith(_FIXED_HOST)
+
+
 def emulated_cards(device: str) -> tuple[str, int]:
     """(name of the profile, number of cards) of `emulated:NAME`, `emulated:NAMExN`, or one card, `emulated:NAME#0`.
 
     `pcie3-x8` is a profile if there is one called so; otherwise it would be eight cards of `pcie3-`.  The profile need
     not exist.
     """
-    which = device.removeprefix(EMULATED).partition("#")[0]
+    which = device.removeprefix(EMULATED).partition("#")[0].removesuffix(_FIXED_HOST)
     several, names = _SEVERAL.fullmatch(which), profile_names()
     if several is None or which in names or several[1] not in names:
         return which, 1
@@ -115,12 +167,16 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
     name, count = emulated_cards(device)
     card, cpu = read_profile(name), machine.cpu
     flops, bytes_per_s = cpu.flops / card.compute_slowdown, cpu.ram_bytes_per_s / card.compute_slowdown
+    if card.has_clock:
+        flops, bytes_per_s = card.card_tflops * 1e12, card.card_gbps * 1e9
+        slower = card.cpu_slowdown
+        cpu = replace(cpu, flops=cpu.flops / slower, ram_bytes_per_s=cpu.ram_bytes_per_s / slower)
     gpu = GpuProfile(f"{EMULATED}{name}", memory_bytes or card.vram_bytes, flops, bytes_per_s, count)
     h2d, d2h = card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9
-    return replace(machine, gpu=gpu, link=LinkProfile(h2d, d2h, h2d, card.link_latency_us / 1e6))
+    return replace(machine, cpu=cpu, gpu=gpu, link=LinkProfile(h2d, d2h, h2d, card.link_latency_us / 1e6))
 
 
-def _checked(content: dict[str, object], path: Path) -> DeviceProfile:
+def _checked(content: dict[str, object], path: Path, *, named_by_file: bool = True) -> DeviceProfile:
     known = [field.name for field in fields(DeviceProfile)]
     if unknown := sorted(content.keys() - set(known)):
         raise _refused(path, f"has an unknown field {unknown[0]!r}; known fields are {', '.join(known)}")
@@ -133,7 +189,7 @@ def _checked(content: dict[str, object], path: Path) -> DeviceProfile:
         values[field] = (
             _checked_text(content, field, path) if field in _TEXTS else _checked_number(content, field, path)
         )
-    if values["name"] != path.stem:
+    if named_by_file and values["name"] != path.stem:
         raise _refused(path, f"has {values['name']!r} in 'name', but its file is called {path.stem!r}")
     return DeviceProfile(**values)  # type: ignore[arg-type]
 

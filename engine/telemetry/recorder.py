@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.common import clock
 from engine.telemetry.device_work import DeviceWork, QueuedWork
 from engine.telemetry.lanes import CPU_ATTENTION, HEAD, JOB, PHASE, READING, REQUESTS, SWEEPS, WRITING
 from engine.telemetry.layer_log import LayerLog
@@ -151,7 +151,7 @@ class Recorder:
             for ring in [*self._rings, self._steps]:
                 ring.appended = ring.taken = 0
         self._gone = 0
-        self._since_ns = self.layer_since_ns = time.perf_counter_ns()
+        self._since_ns = self.layer_since_ns = clock.now_ns()
         self._counted = self._counters() if self._counters is not None else _NOTHING
         self.on = True
 
@@ -176,7 +176,7 @@ class Recorder:
         self._requests += 1
         self.request = self._requests
         self.step = self._next_step
-        self._since_ns = self.layer_since_ns = time.perf_counter_ns() if now_ns is None else now_ns
+        self._since_ns = self.layer_since_ns = clock.now_ns() if now_ns is None else now_ns
         self.layer = -1
 
     def resume_request(self, request: int) -> None:
@@ -184,12 +184,12 @@ class Recorder:
         self._log_layers()
         self.request = request
         self.step = self._next_step
-        self._since_ns = self.layer_since_ns = time.perf_counter_ns()
+        self._since_ns = self.layer_since_ns = clock.now_ns()
         self.layer = -1
 
     def phase(self, name: int, tokens: int, now_ns: int | None = None) -> None:
         """Ends a phase and a step: it lasted since the previous phase, or the start of the request."""
-        now_ns = time.perf_counter_ns() if now_ns is None else now_ns
+        now_ns = clock.now_ns() if now_ns is None else now_ns
         self._log_layers()
         since_ns, request = self._since_ns, self.request
         step = self._next_step  # not self.step, which is unset if recording started during a request
@@ -252,7 +252,7 @@ class Recorder:
     def swept(self, start_ns: int, written: int, read: int, of_jobs: int = 0) -> None:
         """Records what a sweep that ends now was made of: tokens of answers, and of prompts, to requests, and tokens of
         jobs' rows."""
-        end_ns = time.perf_counter_ns()
+        end_ns = clock.now_ns()
         for name, tokens in ((WRITING, written), (READING, read), (JOB, of_jobs)):
             if tokens:
                 self.span(SWEEPS, name, start_ns, end_ns, layer=-1, count=tokens)
@@ -288,7 +288,7 @@ class Recorder:
         name, layer, count = self.named(HEAD, -1)
         if (queued := self.queued) is not None:
             queued.head(name, layer, count)
-        self.dense(name, self.since_ns, time.perf_counter_ns(), layer, count)
+        self.dense(name, self.since_ns, clock.now_ns(), layer, count)
 
     @property
     def since_ns(self) -> int:

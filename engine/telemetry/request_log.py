@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import time
 
+from engine.common import clock
 from engine.telemetry.lanes import JOB, KEPT_DISK, KEPT_RAM, QUEUED, READING, WRITING
 from engine.telemetry.recorder import RECORDER, Recorder
 
@@ -19,7 +19,7 @@ class RequestLog:
     def __init__(self, recorder: Recorder = RECORDER) -> None:
         self._recorder = recorder
         self._number = next(_numbers)
-        self._name, self._since_ns, self._tokens, self._told = QUEUED, time.perf_counter_ns(), 0, 0
+        self._name, self._since_ns, self._tokens, self._told = QUEUED, clock.now_ns(), 0, 0
 
     def reads(self, tokens: int) -> None:
         """It is its turn: a prompt of so many tokens is read."""
@@ -30,7 +30,7 @@ class RequestLog:
         """So many tokens of its prompt were brought from where they are kept, which took so long until now."""
         if not from_ram + from_disk:
             return
-        now_ns = time.perf_counter_ns()
+        now_ns = clock.now_ns()
         at_ns = max(self._since_ns, now_ns - round(seconds * 1e9))
         self._end(at_ns)
         for name, tokens in ((KEPT_RAM, from_ram), (KEPT_DISK, from_disk)):
@@ -46,7 +46,7 @@ class RequestLog:
             self._end()
             self._name, self._tokens, self._told = WRITING, 0, 0
         self._tokens = tokens
-        if time.perf_counter_ns() - self._since_ns >= PIECE_NS:
+        if clock.now_ns() - self._since_ns >= PIECE_NS:
             self._end()
 
     def has_answered(self, tokens: int) -> None:
@@ -55,7 +55,7 @@ class RequestLog:
             self._end()
             self._name, self._tokens, self._told = JOB, 0, 0
         self._tokens = tokens
-        if time.perf_counter_ns() - self._since_ns >= PIECE_NS:
+        if clock.now_ns() - self._since_ns >= PIECE_NS:
             self._end()
 
     def ends(self) -> None:
@@ -63,7 +63,7 @@ class RequestLog:
         self._end()
 
     def _end(self, at_ns: int | None = None) -> None:
-        now_ns = time.perf_counter_ns() if at_ns is None else at_ns
+        now_ns = clock.now_ns() if at_ns is None else at_ns
         if self._recorder.on:
             tokens = self._tokens - self._told if self._name in (WRITING, JOB) else self._tokens
             self._recorder.request_did(self._name, self._since_ns, now_ns, self._number, tokens)

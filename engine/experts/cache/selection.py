@@ -11,11 +11,11 @@ use within a burst is seen.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.common.clock import read
 from engine.experts.cache.policies import Key, Policy, make_policy
 from engine.experts.cache.pool import Pool
 
@@ -133,7 +133,7 @@ class PolicySampler:
         ways: int | None,
         popularity: Mapping[Key, float] | None = None,
         adopted: str = CANDIDATES[0],
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = read,
     ) -> None:
         self.adopted = adopted
         self._layers = len(layers)

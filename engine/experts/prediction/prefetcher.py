@@ -6,11 +6,11 @@ DuoServe uses one trained predictor; here all predictors that a model supports a
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import torch
 
+from engine.common.clock import read
 from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.predictors import Correlation, Gate, NextGate, Predictor, PreviousToken, Ranked
@@ -56,7 +56,7 @@ class Prefetcher:
         choice: str = "auto",
         learning: Learning | None = None,
         pools: Sequence[int] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = read,
     ) -> None:
         self._target, self._clock = target, clock
         self._layers, self._per_token = layers, per_token

@@ -6,11 +6,11 @@ few chats at once would spend half of their time there.
 
 from __future__ import annotations
 
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.families import fast_path_of
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
@@ -74,10 +74,10 @@ class FewRows:
         cos, sin = self._rotary(hidden, torch.tensor([positions]))
         for layer, module, struct in zip(self._layers, self._modules, self._attention, strict=True):
             paged: PagedLayerStruct = self._states.layer_of(module.self_attn)[1]
-            begun_ns = perf_counter_ns()
+            begun_ns = clock.now_ns()
             out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
             if RECORDER.on:
-                RECORDER.dense(lanes.ATTENTION, begun_ns, perf_counter_ns(), layer.number)
+                RECORDER.dense(lanes.ATTENTION, begun_ns, clock.now_ns(), layer.number)
             assert layer.sparse is not None
             hidden = layer.sparse.step(out)
         logits: torch.Tensor = product(self._head, one_by_one(self._norm, hidden))[0]

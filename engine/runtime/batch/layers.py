@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.experts.dispatch import experts_forward
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PagedLayer, Pieces
@@ -151,10 +151,10 @@ class NativeRows:
             layer = self._layers[index]
             cos, sin = recording.calls[index][1]["position_embeddings"]
             paged = self._states.layer_of(layer.self_attn)[1]
-            begun_ns = perf_counter_ns()
+            begun_ns = clock.now_ns()
             out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
             if RECORDER.on:
-                RECORDER.layer, RECORDER.layer_since_ns = index, perf_counter_ns()
+                RECORDER.layer, RECORDER.layer_since_ns = index, clock.now_ns()
                 RECORDER.dense(lanes.ATTENTION, begun_ns, RECORDER.layer_since_ns, index)
             sparse = self._sparse.get(index)
             if sparse is not None:

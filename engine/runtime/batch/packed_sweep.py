@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import KvType, PagedLayer, Pieces
 from engine.planner.schedules import HYBRID, Schedule
@@ -115,7 +115,7 @@ class PackedModel:
         Returns:
             logits [R, V] on the CPU, for the rows that need them, in the order of `work`.
         """
-        tokens, busy_s, since_ns = sum(each.tokens for each in work), 0.0, perf_counter_ns()
+        tokens, busy_s, since_ns = sum(each.tokens for each in work), 0.0, clock.now_ns()
         reads = any(each.tokens > 1 for each in work)
         if not reads and (few := self._few(work)) is not None:
             yield
@@ -126,9 +126,9 @@ class PackedModel:
         parts = self._parts(work, schedule)
         micro_batches = [self._prepare(part) for part in parts]
         for step in self._steps(micro_batches, schedule):
-            begun_s = perf_counter()
+            begun_s = clock.now()
             step()
-            busy_s += perf_counter() - begun_s
+            busy_s += clock.now() - begun_s
             yield
         self._choice.took(schedule, tokens, busy_s, reads=reads)
         self._record(work, since_ns)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck
@@ -83,7 +83,7 @@ def decode_beams(
     moments: list[float] = []
 
     def after_step(length: int) -> bool:
-        moments.append(perf_counter())
+        moments.append(clock.now())
         if RECORDER.on:
             first = len(moments) == 1
             RECORDER.phase(lanes.SAMPLE if first else lanes.DECODE, 1, seconds_ns(moments[-1]))
@@ -100,7 +100,7 @@ def decode_beams(
         ends_in_stop=_stop_check(tokenizer, limits.stop),
         after_step=after_step,
     )
-    moments.append(perf_counter())
+    moments.append(clock.now())
     stops = StopStrings(limits.stop)
     ids = [token for token in result.ids if token not in limits.end_ids]
     text, stopped = stops.feed(decode_text(tokenizer, ids))

@@ -7,12 +7,12 @@ one: what it would guess after its own guess comes true too seldom for what it c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache
 
+from engine.common import clock
 from engine.runtime.decode.drafter import Experience, Guess
 from engine.runtime.draft_head import DraftHead
 from engine.runtime.kv.growing import GrowingLayer
@@ -90,12 +90,12 @@ class HeadDrafter:
         """See `Drafter.guess`."""
         if self._next is None or most < 1 or not self._waiting or self._waiting[-1][0] != len(self._ids) - 1:
             return None
-        begun_s = perf_counter()
+        begun_s = clock.now()
         out = self._give([*self._ids, self._next])
         assert out is not None
         likely, token = self._logits(out[:, -1:])[0, -1].float().softmax(-1).max(-1)
         kind = sum(float(likely) >= least for least in _KINDS)
-        took_s = perf_counter() - begun_s
+        took_s = clock.now() - begun_s
         self.takes_s += (_NEWEST if self.takes_s else 1.0) * (took_s - self.takes_s)
         return Guess((int(token),), (self._experience.chance(kind),), (kind,))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from engine.common import clock
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
@@ -178,9 +178,9 @@ class KvSession:
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
-        begun_s = perf_counter()
+        begun_s = clock.now()
         found = self._reuse(prompt)
-        on_reused(found.ram, found.disk, perf_counter() - begun_s)
+        on_reused(found.ram, found.disk, clock.now() - begun_s)
         reused = found.tokens
         total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)

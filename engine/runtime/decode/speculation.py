@@ -14,11 +14,11 @@ as well.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from time import perf_counter
 from typing import Protocol
 
 import torch
 
+from engine.common import clock
 from engine.runtime.decode.drafter import Drafter, Guess
 from engine.runtime.decode.prompt_lookup import PromptLookup
 from engine.runtime.decode.step_model import MOST_ROWS
@@ -122,7 +122,7 @@ class Speculation:
         self._guess: Guess | None = None
         self._rows = torch.empty(0)
         self._at = 0
-        self._begun_s = perf_counter()
+        self._begun_s = clock.now()
         self._step_s = 0.0
         self._lost_s = 0.0
         self._since_probe, self._to_probe = 0, _NEAREST_PROBE
@@ -143,16 +143,16 @@ class Speculation:
             self._at += 1
             return self._rows[self._at : self._at + 1]
         self.settle()
-        begun_s = perf_counter()
+        begun_s = clock.now()
         guess = self._worthwhile()
-        guessed_s = perf_counter()
+        guessed_s = clock.now()
         if guess is None:
             self._lost_s += guessed_s - begun_s
             logits = self._session.step(token, token_id)
-            self._prices.took(1, perf_counter() - guessed_s)
+            self._prices.took(1, clock.now() - guessed_s)
             return logits
         self._rows = self._session.several([token_id, *guess.ids])
-        now_s = perf_counter()
+        now_s = clock.now()
         self._step_s = now_s - begun_s
         self._prices.took(1 + len(guess.ids), now_s - guessed_s)
         self._guess, self._at = guess, 0
@@ -173,9 +173,9 @@ class Speculation:
             return
         tried, came_true = len(guess.ids), self._at
         if came_true < tried:
-            begun_s = perf_counter()
+            begun_s = clock.now()
             self._session.take_back(tried - came_true)
-            back_s = perf_counter() - begun_s
+            back_s = clock.now() - begun_s
             self._step_s += back_s
             self._prices.took_back(back_s)
         self.accepted += came_true
@@ -191,7 +191,7 @@ class Speculation:
         most = min(MOST_ROWS, self._left) - 1
         if most < 1 or not single_s:
             return None
-        may_lose = _FIRST_LOST + (_MOST_LOST * (perf_counter() - self._begun_s) - self._lost_s) / single_s
+        may_lose = _FIRST_LOST + (_MOST_LOST * (clock.now() - self._begun_s) - self._lost_s) / single_s
         best: Guess | None = None
         best_rate = _WORTH
         for drafter in self._drafters:

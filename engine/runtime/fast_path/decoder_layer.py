@@ -7,11 +7,11 @@ takes the fast path, and the parity tests hold it to the library's result.
 
 from __future__ import annotations
 
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
 from engine.runtime.fast_path.dense_rows import DenseRows
@@ -127,10 +127,10 @@ class SingleTokenLayer:
     def _recorded_mlp(self, out: torch.Tensor) -> torch.Tensor:
         """The library's MLP, and its span; the native steps are stamped by themselves."""
         recorder = RECORDER
-        attended_ns = recorder.layer_since_ns = perf_counter_ns()
+        attended_ns = recorder.layer_since_ns = clock.now_ns()
         out = self._library_mlp(out)
         if recorder.layer_since_ns == attended_ns:  # no experts, which would have recorded their own span
-            recorder.layer_since_ns = ended_ns = perf_counter_ns()
+            recorder.layer_since_ns = ended_ns = clock.now_ns()
             recorder.dense(lanes.DENSE, attended_ns, ended_ns, self.number)
         return out
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from time import perf_counter
 from typing import Any, TypedDict, Unpack
 
 import torch
 
+from engine.common import clock
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
@@ -423,7 +423,7 @@ def decode(
     while True:
         token = answer.choose(logits)
         token_id = int(token)
-        last_s = perf_counter()
+        last_s = clock.now()
         of_step += 1
         # A step lasts until a token is chosen that was not tried with it.
         if RECORDER.on and not session.foresaw(token_id):
@@ -466,12 +466,12 @@ def time_decode(
         EngineError: as `Alone.generate`.
     """
     arrivals: list[tuple[int, float]] = []
-    begun = perf_counter()
+    begun = clock.now()
 
     def on_text(_text: str, count: int) -> None:
         if arrivals and count == arrivals[-1][0]:
             return  # what was held back of the text: no further token
-        arrivals.append((count, perf_counter()))
+        arrivals.append((count, clock.now()))
         first, since = arrivals[0]
         if count > first:
             on_token(count - first, (count - first) / (arrivals[-1][1] - since))
@@ -479,7 +479,7 @@ def time_decode(
     def enough() -> bool:
         if cancelled():
             return True
-        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and perf_counter() - arrivals[0][1] > seconds
+        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and clock.now() - arrivals[0][1] > seconds
 
     alone = Alone(loaded, speculates=speculates)
     try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from time import perf_counter
 
+from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
@@ -37,7 +37,7 @@ class Asked:
 
     def on_text(self, text: str, tokens: int) -> None:
         if tokens > self.tokens:
-            self.last_s = perf_counter()
+            self.last_s = clock.now()
             self.first_s = self.first_s or self.last_s
             self.tokens = tokens
             self.on_token()

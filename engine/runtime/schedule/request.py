@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from time import perf_counter
 from typing import Any, Literal
 
 import torch
 
+from engine.common import clock
 from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
@@ -207,7 +207,7 @@ class Preparation:
             EngineError: it cannot be answered: `INVALID_REQUEST`, `PROMPT_TOO_LONG` or `MODEL_UNSUPPORTED`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
-        begun_s, sampling, earlier = perf_counter(), request.sampling, 0
+        begun_s, sampling, earlier = clock.now(), request.sampling, 0
         if request.ids:
             prompt, stop = list(request.ids), sampling.stop
         else:

@@ -6,11 +6,11 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from time import perf_counter
 from typing import Literal
 
 import torch
 
+from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
@@ -285,7 +285,7 @@ class PagedRow:
         if self._was_looked_for or self.held % PAGE_TOKENS:
             return
         self._was_looked_for = True
-        begun_s, found = perf_counter(), kept.find(self.prompt, self.held)
+        begun_s, found = clock.now(), kept.find(self.prompt, self.held)
         if found is None or found.layout != BlockLayout.of_pages(layers):
             return
         self.piece(found.tokens - self.held)
@@ -295,7 +295,7 @@ class PagedRow:
             self.shared += max(0, min(there, self._prompt_tokens) - max(self.held, self._once_read))
             self.kept = found.reused
             self.has_read(new)
-            self.request.on_reused(found.reused.ram, found.reused.disk, perf_counter() - begun_s)
+            self.request.on_reused(found.reused.ram, found.reused.disk, clock.now() - begun_s)
 
     def offer(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
         """Has all that it holds kept, for its pages are going to be used by others."""

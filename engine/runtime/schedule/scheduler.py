@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from time import perf_counter
 
 import torch
 
+from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
 from engine.runtime.batch.packed_sweep import PackedModel
@@ -116,7 +116,7 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = Asked(replace(request, row=self._numbers), on_end, on_begin, perf_counter(), self._wrote)
+        asked = Asked(replace(request, row=self._numbers), on_end, on_begin, clock.now(), self._wrote)
         self._waiting.append(asked)
 
     def serve(self, until: Check = never) -> None:

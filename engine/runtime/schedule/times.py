@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
+
+from engine.common.clock import read
 
 SLICE_S = 0.15
 """The background goes on for so long at a time: a token after it costs more, for what it needs is in no cache, and
@@ -27,7 +28,7 @@ class Times:
     alone.
     """
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(self, clock: Callable[[], float] = read) -> None:
         self._clock = clock
         self._owed_s = 0.0
         """Of the requests' time that the background has had more than they."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_out_of_memory
@@ -250,12 +250,12 @@ class ContinuousBatch(Lane):
     def _continue(self) -> bool:
         """Goes on with the current sweep by a layer; whether it goes on after that."""
         assert self._sweep is not None
-        begun_s = perf_counter()
+        begun_s = clock.now()
         try:
             next(self._sweep)
         except StopIteration as end:
             self._sweep = None
-            self._took(self._sweep_s + perf_counter() - begun_s)
+            self._took(self._sweep_s + clock.now() - begun_s)
             self._take(end.value)
             return False
         except BaseException as error:
@@ -264,7 +264,7 @@ class ContinuousBatch(Lane):
             if not _is_memory(error) or not self._lighten():
                 raise
             return False
-        self._sweep_s += perf_counter() - begun_s
+        self._sweep_s += clock.now() - begun_s
         return True
 
     def _took(self, seconds: float) -> None:

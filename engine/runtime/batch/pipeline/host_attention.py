@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from time import perf_counter_ns
 from typing import Any
 
 import torch
 
+from engine.common import clock
 from engine.devices.device import Device, Direction, Event, Stream
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import Pieces
@@ -133,7 +133,7 @@ class HostAttention:
 
         def work() -> Event:
             sent.wait()
-            begun_ns = perf_counter_ns()
+            begun_ns = clock.now_ns()
             queries, keys, values = (
                 _computable(piece.view(part.shape))
                 for piece, part in zip(torch.split(states, widths, 1), parts, strict=True)
@@ -141,7 +141,7 @@ class HostAttention:
             with torch.inference_mode():
                 outgoing.copy_(self._attend(call.module, pieces, queries, keys, values))
             if RECORDER.on:
-                RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, perf_counter_ns(), layer)
+                RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, clock.now_ns(), layer)
             return back.copy(landed, outgoing, (lanes.RESULTS, layer, -1, 1), direction=Direction.H2D)
 
         future = self._thread.submit(work)

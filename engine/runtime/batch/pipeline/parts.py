@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import Protocol, TypeVar
 
 import torch
 
+from engine.common import clock
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes, SweepParts
 from engine.runtime.batch.pipeline.device_attention import CacheAhead
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
@@ -65,9 +65,9 @@ class _Times:
     seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def time(self, name: str, work: Callable[[], T]) -> T:
-        begun_s = perf_counter()
+        begun_s = clock.now()
         found = work()
-        self.seconds.setdefault(name, []).append(perf_counter() - begun_s)
+        self.seconds.setdefault(name, []).append(clock.now() - begun_s)
         return found
 
     def mean(self, name: str) -> float:
@@ -95,9 +95,9 @@ class PartsTimer:
         """See `engine.planner.schedules.Schedule`."""
         times, wanted = _Times(), list[float]()
         for layer in layers:
-            begun_s = perf_counter()
+            begun_s = clock.now()
             self._layer(layer, times, wanted)
-            self.inside_s += perf_counter() - begun_s
+            self.inside_s += clock.now() - begun_s
             if layer is layers[-1]:
                 self._end(layers, times, wanted)
             yield
@@ -123,9 +123,9 @@ class PartsTimer:
         self.sweeps.append(SweepParts(len(layers), layer))
 
     def _layer(self, layer: TimedLayer, times: _Times, wanted: list[float]) -> None:
-        begun_s = perf_counter()
+        begun_s = clock.now()
         if layer.load():
-            times.seconds.setdefault("weights", []).append(perf_counter() - begun_s)
+            times.seconds.setdefault("weights", []).append(clock.now() - begun_s)
         for number in range(layer.count):
             times.time("before", lambda number=number: layer.begin(number))  # type: ignore[misc]
         for number, run in layer.runs.items():
