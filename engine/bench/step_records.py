@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.common import clock
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.kernels.interface import ExpertKernel
@@ -80,9 +80,9 @@ class _Noting:
         counters, cache = self._cache.counters, self._cache
         hits, on_cpu, fetched = counters.hits, counters.on_cpu, counters.fetched
         backlog = cache.backlog_bytes // cache.layout.nbytes
-        begun_s = time.perf_counter()
+        begun_s = clock.now()
         result = self._experts(hidden_states, top_k_index, top_k_weights)
-        took_s = time.perf_counter() - begun_s
+        took_s = clock.now() - begun_s
         if len(top_k_index) == 1:
             self._steps.append(
                 LayerStep(

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from engine.batch_files.rows import Constraint
+from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
-from engine.runtime.decode import speculation
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ChanceLog, GenerationResult, drained, ignore_text
@@ -38,7 +38,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        monkeypatch.setattr(speculation, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr(clock, "now", lambda: self.now_s)
 
 
 class ScriptedSession:

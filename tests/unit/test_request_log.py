@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.common import clock
 from engine.telemetry import request_log
 from engine.telemetry.analysis import critical_path, lane_seconds, waiting
 from engine.telemetry.lanes import KEPT_DISK, KEPT_RAM, QUEUED, READING, REQUESTS, WRITING, lane_name
@@ -35,7 +36,7 @@ def test_its_phases_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_kept_of_its_prompt_stands_before_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1.0]
-    monkeypatch.setattr(request_log.time, "perf_counter_ns", lambda: round(now_s[0] * 1e9))
+    monkeypatch.setattr(clock, "now_ns", lambda: round(now_s[0] * 1e9))
     recorder = Recorder()
     recorder.start()
     log = RequestLog(recorder)

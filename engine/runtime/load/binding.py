@@ -55,6 +55,7 @@ from engine.runtime.load.foresight import (
     find_gates,
     load_popularity,
 )
+from engine.runtime.load.timed_card import timed
 from engine.runtime.loaded_model import LoadingParts
 
 _log = logging.getLogger(__name__)
@@ -104,7 +105,7 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
     held.activations = [Activations(device) for device in decision.devices]
     for activations in held.activations:  # no step can do without these: if they do not fit, the model runs on the CPU
         activations.rows((max(profile.experts_per_token, 1), profile.hidden), opened.dtype)
-    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels)
+    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels, decision.devices[0])
     experts = [site.num_experts for site in able]
     known = load_popularity(opened.key, experts)
     bound = open_caches(held, able, records, decision.layers, config, budgets, known, parts.kernels, opened.dtype)
@@ -166,21 +167,27 @@ class BoundLayer:
 class RecordsInRam:
     """Where the records of each experts module are in RAM, all of them or as many as there are slots for."""
 
-    def __init__(self, bank: ExpertBank, disk_backed: DiskBackedBank | None, kernels: NativeKernels | None) -> None:
-        self._bank, self._disk_backed, self._kernels = bank, disk_backed, kernels
+    def __init__(
+        self,
+        bank: ExpertBank,
+        disk_backed: DiskBackedBank | None,
+        kernels: NativeKernels | None,
+        device: Device | None = None,
+    ) -> None:
+        self._bank, self._disk_backed, self._kernels, self._device = bank, disk_backed, kernels, device
         self._lent = LentSlots(disk_backed.ram) if disk_backed is not None else None
 
     def of(self, site: ExpertsSite) -> tuple[BankLayer, ExpertKernel, RecordSource]:
         """(what the CPU's kernel sees, that kernel, the source)."""
         held = self._bank.layers.get(site.name)
         if held is not None:
-            kernel = _kernel(site.module, held, self._kernels)
+            kernel = timed(_kernel(site.module, held, self._kernels), held, self._device, on_card=False)
             return held, kernel, RamRecords(held, kernel)
         assert self._disk_backed is not None
         assert self._lent is not None
         layer = self._disk_backed.disk.header.index_of[site.name]
         slots = self._disk_backed.ram.slots(layer)
-        kernel = _kernel(site.module, slots, self._kernels)
+        kernel = timed(_kernel(site.module, slots, self._kernels), slots, self._device, on_card=False)
         return slots, kernel, TierRecords(self._lent, layer, site.num_experts, kernel)
 
 
@@ -223,7 +230,7 @@ def open_caches(
             latency: LatencyModel | None = None
             for layer, site in enumerate(group):
                 seen, kernel, source = records.of(site)
-                make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels))
+                make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels, device))
                 if latency is None:
                     latency = _latency(device, seen, kernel, make, kernels, dtype)
                 place = Place(cache, layer, source)
@@ -406,8 +413,8 @@ def _kernel(module: Any, records: LayerRecords, kernels: NativeKernels | None) -
     return kernel
 
 
-def _maker(module: Any, kernels: NativeKernels | None) -> KernelMaker:
-    return lambda records: _kernel(module, records, kernels)
+def _maker(module: Any, kernels: NativeKernels | None, device: Device) -> KernelMaker:
+    return lambda records: timed(_kernel(module, records, kernels), records, device, on_card=True)
 
 
 def _kernel_kind(module: Any) -> object:
@@ -437,11 +444,13 @@ def _latency(
     if on_card is not None:
         name += f" {on_card.few.name}"
     precision = str(dtype).removeprefix("torch.")
-    known = load_latency(name, precision, seen.layout.nbytes)
+    known = load_latency(name, precision, seen.layout.nbytes) if device.meter is None else None
     if known is not None:
         return known
     width = next(part.shape[0] for part in seen.layout.unquantised.parts if part.name == "down_proj")
     found = measure(device, seen, on_cpu, make, width, dtype=dtype, precision=precision)
+    if device.meter is not None:  # it depends on more than its name
+        return found
     try:
         save_latency(name, found)
     except OSError as error:  # it is measured again at the next start

@@ -42,6 +42,7 @@ from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.stored import stored_note
+from engine.runtime.load.timed_card import charge_model
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, read_weights
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
@@ -184,6 +185,7 @@ def _load_weights(
         parts.wait_for_weights(cancelled)
         kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
     verify(model, decision.sites)
+    charge_model(model, decision.devices, decision.sites, decision.dense_sizes)
     return _hand_over(
         opened,
         tokenizer.result(),
@@ -368,7 +370,8 @@ def devices_note(devices: ModelDevices, experts_bytes: int, *, all_experts: bool
     sentences = []
     emulated = [device.name for device in devices.devices if device.name.startswith("emulated:")]
     if emulated:
-        sentences.append("The graphics card is emulated: the CPU computes what it would.")
+        modelled = " Its time is modelled from data sheets." if any(d.meter for d in devices.devices) else ""
+        sentences.append(f"The graphics card is emulated: the CPU computes what it would.{modelled}")
     if experts_bytes and not all_experts:
         kept = sum(cache.nbytes for cache in devices.experts.all_caches)
         begin = f"Of {rounded_up(experts_bytes)} of experts, {rounded_down(kept)} are" if kept else "No experts are"

@@ -1,0 +1,155 @@
+"""What a model costs on a card whose time is modelled: its own operators by their weights, its experts by theirs.
+
+The library's modules run on the host's tensors, which know nothing of a card.  So the model's forward is the card's, in
+pieces between two calls of experts, and experts that are shared with the processor are the host's, which tells the card
+what to do by its streams.  Attention to keys and values is not counted: it is the same wherever experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+
+from engine.devices.clocked import Meter
+from engine.devices.device import Device
+from engine.experts.bank import BankLayer
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.sites import ExpertsSite
+from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.runtime.decoder_layers import decoder_layers, layer_names
+
+_LAUNCHES = 4
+"""Of a layer's operators: norms, projections, attention and the router, as captured graphs run them."""
+
+
+class TimedKernel:
+    """A kernel whose time is modelled, on the card or on the processor beside it.
+
+    Args:
+        records: whose experts it computes.
+        on_card: whether it is the card's.
+    """
+
+    def __init__(self, kernel: ExpertKernel, records: LayerRecords, meter: Meter, *, on_card: bool) -> None:
+        self._kernel, self._records, self._meter, self._on_card = kernel, records, meter, on_card
+        layout = records.layout
+        self._flops = 2 * sum(torch.Size(part.shape).numel() for part in layout.unquantised.parts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `engine.kernels.interface.ExpertKernel`."""
+        meter = self._meter
+        with meter.clock.stopped():
+            chosen = top_k_index[top_k_index < self._records.num_experts]
+            nbytes = len(set(chosen.tolist())) * self._records.layout.nbytes
+            flops = chosen.numel() * self._flops
+        if self._on_card:
+            meter.kernel(nbytes, flops)
+            return self._kernel(hidden_states, top_k_index, top_k_weights)
+        with meter.on_processor(nbytes, flops):
+            return self._kernel(hidden_states, top_k_index, top_k_weights)
+
+
+def timed(kernel: ExpertKernel, records: LayerRecords, device: Device | None, *, on_card: bool) -> ExpertKernel:
+    """The kernel, its time modelled if the device's is."""
+    if device is None or device.meter is None:
+        return kernel
+    return TimedKernel(kernel, records, device.meter, on_card=on_card)
+
+
+def charge_model(
+    model: Any, devices: Sequence[Device], sites: Sequence[ExpertsSite], dense_sizes: Mapping[str, int]
+) -> None:
+    """Charges the model's forward to the card that it is on, if the card's time is modelled.
+
+    Args:
+        dense_sizes: bytes of its tensors without experts, by name.
+    """
+    meter = devices[0].meter if devices else None
+    if meter is None:
+        return
+    _charge_resident(sites, devices[0])
+    forward = _Forward(meter, *_weights(model, dense_sizes))
+    model.register_forward_pre_hook(forward.begin, with_kwargs=True)
+    model.register_forward_hook(forward.end, always_call=True)
+    for site in sites:
+        site.module.register_forward_pre_hook(forward.leave)
+        site.module.register_forward_hook(forward.enter, always_call=True)
+    for layer in decoder_layers(model)[:1]:  # a step past the library's model would not be seen
+        layer.register_forward_pre_hook(lambda *_: None)
+
+
+def _charge_resident(sites: Sequence[ExpertsSite], device: Device) -> None:
+    """Experts that are all on the card are computed in its part of the forward."""
+    for site in sites:
+        layer, kernel = getattr(site.module, BANK_LAYER)
+        if isinstance(layer, BankLayer):
+            setattr(site.module, BANK_LAYER, (layer, timed(kernel, layer, device, on_card=True)))
+
+
+def _weights(model: Any, dense_sizes: Mapping[str, int]) -> tuple[list[int], int]:
+    """Bytes that a token reads of each decoder layer, and of what is behind them."""
+    tied = model.get_output_embeddings() is not None and (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
+    table = next((name for name, each in model.named_parameters() if each is model.get_input_embeddings().weight), "")
+    read = {name: nbytes for name, nbytes in dense_sizes.items() if tied or name != table}
+    layers, elsewhere = layer_names(model).sums(read)
+    return list(layers), elsewhere
+
+
+class _Forward:
+    """One forward after another, in pieces between calls of experts."""
+
+    def __init__(self, meter: Meter, layers: list[int], behind: int) -> None:
+        self._meter, self._layers, self._behind = meter, layers, behind
+        self._card: ExitStack | None = None
+        self._host: AbstractContextManager[None] | None = None
+        self._tokens = self._piece = 0
+
+    def begin(self, _module: Any, args: Any, kwargs: Any) -> None:
+        """The model is called."""
+        ids = kwargs.get("input_ids")
+        self._tokens = ids.numel() if ids is not None else args[0].numel() if args else 1
+        self._piece, self._card = 0, ExitStack()
+        self._card.enter_context(self._meter.on_card())
+        self._count()
+
+    def leave(self, _module: Any, _args: Any) -> None:
+        """Experts are called: what is before them has been launched."""
+        if self._card is not None:
+            self._host = self._meter.on_host()
+            self._host.__enter__()
+
+    def enter(self, _module: Any, _args: Any, _output: Any) -> None:
+        """They are computed, or queued."""
+        if self._host is not None:
+            self._host.__exit__(None, None, None)
+            self._host = None
+            self._count()
+
+    def end(self, _module: Any, _args: Any, _output: Any) -> None:
+        """The model has been called."""
+        if self._card is None:
+            return
+        card, self._card = self._card, None
+        for layer in self._layers[self._piece :]:
+            self._kernels(layer, self._tokens)
+        self._kernels(self._behind, 1)
+        card.close()
+
+    def _count(self) -> None:
+        if self._piece < len(self._layers):
+            self._kernels(self._layers[self._piece], self._tokens)
+        self._piece += 1
+
+    def _kernels(self, nbytes: int, tokens: int) -> None:
+        # Held in 16 bits: as many operations for a token as there are bytes.
+        self._meter.kernel(nbytes, nbytes * tokens, _LAUNCHES)
