@@ -2,12 +2,15 @@
 """Writes the lists of packages that set-up installs, with versions and file hashes.
 
     python3 installers/lock.py          resolve pyproject.toml again, with the newest versions that it allows
+    python3 installers/lock.py engine   leave those lists as they are, and write the engine's anew
 
 `locked-runtime.txt` has Switchyard's dependencies, `locked-tests.txt` those of the tests. Both hold for every supported
 system and Python version, and pip installs from them unchanged. uv resolves them, in a temporary environment; set-up
 itself needs no uv.
 
 PyTorch is not in them: its build and source depend on the machine.  The dependencies of its CPU build are.
+
+`engine-lock.json` has the wheels that installed packages fetch: see `lock_engine.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from lock_engine import engine_requirements, write_engine_lock
 from steps_environment import LOCKED_RUNTIME, LOCKED_TESTS, TORCH
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -42,40 +46,69 @@ HEADER = """\
 """
 
 
-def main() -> int:
-    """Writes both lists; returns the exit code."""
+def main(arguments: list[str]) -> int:
+    """Writes the lists; returns the exit code."""
+    if arguments not in ([], ["engine"]):
+        sys.exit("lock.py knows no such arguments: `python3 installers/lock.py [engine]`.")
     with tempfile.TemporaryDirectory(prefix="switchyard-lock-") as name:
         folder = Path(name)
         uv = _uv(folder)
         project = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
-        (folder / "pyproject.toml").write_text(project + _torch_for_cpus(), encoding="utf-8")
-        (folder / "build.in").write_text("\n".join(build_requirements(project)), encoding="utf-8")
-        runtime, tests = folder / LOCKED_RUNTIME, folder / LOCKED_TESTS
-        compile_ = [
-            *(uv, "pip", "compile", "--quiet", "--universal", "--python-version", OLDEST_PYTHON),
-            *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-header"),
-            *("--no-emit-index-url", "--no-emit-find-links", "--no-emit-package", "torch"),
-        ]
-        _run([*compile_, "pyproject.toml", "build.in", "--output-file", runtime.name], folder)
-        _run(
-            [*compile_, "--group", "pyproject.toml:test", "--constraint", runtime.name, "--output-file", tests.name],
-            folder,
-        )
-        texts = {
-            LOCKED_RUNTIME: _for_real_systems(runtime.read_text(encoding="utf-8")),
-            LOCKED_TESTS: _for_real_systems(tests.read_text(encoding="utf-8")),
-        }
-        for file, text in texts.items():
-            (folder / file).write_text(text, encoding="utf-8")
-        for platform in PLATFORMS:
-            for python in PYTHONS:
-                for file in texts:
-                    _need_wheels(uv, folder, file, platform, python)
+        if not arguments:
+            _write_locks(_resolved_packages(uv, folder, project))
+        for file in (LOCKED_RUNTIME, LOCKED_TESTS):
+            (folder / file).write_bytes((CHECKOUT / "installers" / file).read_bytes())
+        engine = engine_requirements(project)
+        write_engine_lock(CHECKOUT / "installers", lambda *what: _resolved_engine(uv, folder, engine, *what))
+    return 0
+
+
+def _resolved_packages(uv: str, folder: Path, project: str) -> dict[str, str]:
+    (folder / "pyproject.toml").write_text(project + _torch_for_cpus(), encoding="utf-8")
+    (folder / "build.in").write_text("\n".join(build_requirements(project)), encoding="utf-8")
+    runtime, tests = folder / LOCKED_RUNTIME, folder / LOCKED_TESTS
+    compile_ = [
+        *(uv, "pip", "compile", "--quiet", "--universal", "--python-version", OLDEST_PYTHON),
+        *("--generate-hashes", "--only-binary", ":all:", "--no-annotate", "--no-header"),
+        *("--no-emit-index-url", "--no-emit-find-links", "--no-emit-package", "torch"),
+    ]
+    _run([*compile_, "pyproject.toml", "build.in", "--output-file", runtime.name], folder)
+    _run(
+        [*compile_, "--group", "pyproject.toml:test", "--constraint", runtime.name, "--output-file", tests.name],
+        folder,
+    )
+    texts = {
+        LOCKED_RUNTIME: _for_real_systems(runtime.read_text(encoding="utf-8")),
+        LOCKED_TESTS: _for_real_systems(tests.read_text(encoding="utf-8")),
+    }
+    for file, text in texts.items():
+        (folder / file).write_text(text, encoding="utf-8")
+    for platform in PLATFORMS:
+        for python in PYTHONS:
+            for file in texts:
+                _need_wheels(uv, folder, file, platform, python)
+    return texts
+
+
+def _write_locks(texts: dict[str, str]) -> None:
     whats = {LOCKED_RUNTIME: "What Switchyard needs.", LOCKED_TESTS: "What the tests need besides."}
     for file, text in texts.items():
         (CHECKOUT / "installers" / file).write_text(HEADER.format(what=whats[file]) + text, encoding="utf-8")
         print("{}: {} packages".format(file, len(re.findall(r"^\S+==", text, re.MULTILINE))))
-    return 0
+
+
+def _resolved_engine(uv: str, folder: Path, engine: list[str], torch: str, target: str, python: str, index: str) -> str:
+    """Versions of all that the engine's part needs with a build of PyTorch: those of `locked-runtime.txt`."""
+    (folder / "engine.in").write_text("\n".join([*engine, torch]), encoding="utf-8")
+    command = [
+        *(uv, "pip", "compile", "--quiet", "--python-platform", target, "--python-version", python),
+        *("--only-binary", ":all:", "--no-annotate", "--no-header", "--no-emit-index-url"),
+        *("--constraint", LOCKED_RUNTIME, "engine.in", "--output-file", "engine.txt"),
+        *(("--index", index, "--index-strategy", "unsafe-best-match") if index else ()),
+    ]
+    (folder / "engine.txt").unlink(missing_ok=True)
+    _run(command, folder)
+    return (folder / "engine.txt").read_text(encoding="utf-8")
 
 
 def build_requirements(project: str) -> list[str]:
@@ -131,4 +164,4 @@ def _run(command: list[str], folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
