@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 _OPTIONS = (
@@ -41,11 +42,13 @@ class Compiler:
         command: its program.
         environment: variables to add to this process's environment.
         for_windows: whether it builds Windows libraries.
+        first: arguments before all others, such as the target of a cross compiler.
     """
 
     command: str
     environment: Mapping[str, str] | None = None
     for_windows: bool = sys.platform == "win32"
+    first: tuple[str, ...] = ()
 
     @property
     def is_clang_cl(self) -> bool:
@@ -72,7 +75,7 @@ class Compiler:
 
     def run(self, *arguments: str) -> None:
         """Runs the compiler; raises `BuildError` with its first error."""
-        command = [self.command, *arguments]
+        command = [self.command, *self.first, *arguments]
         environment = {**os.environ, **self.environment} if self.environment else None
         try:
             done = subprocess.run(
@@ -159,7 +162,15 @@ def parse_variables(listing: str) -> dict[str, str]:
     return {name.upper(): value for name, equals, value in pairs if equals and name}
 
 
-__all__ = ["BuildError", "build", "compile_sources", "find_compiler", "library_path", "outdated_libraries"]
+__all__ = [
+    "BuildError",
+    "build",
+    "compile_sources",
+    "find_compiler",
+    "library_name",
+    "library_path",
+    "outdated_libraries",
+]
 
 _FOLDER = Path(__file__).resolve().parent
 _SOURCES = _FOLDER / "src"
@@ -207,11 +218,22 @@ _SPECIAL = {
 
 
 def library_path() -> Path:
-    """The path of the library for these sources."""
+    """The path of the library for these sources: built here, else from the wheel of kernels."""
+    name = library_name(platform.machine().lower(), _SUFFIX)
+    built = _FOLDER / "built" / name
+    wheel = find_spec("switchyard_kernels")
+    if wheel is None or wheel.origin is None or built.exists():
+        return built
+    delivered = Path(wheel.origin).with_name(name)
+    return delivered if delivered.exists() else built
+
+
+def library_name(machine: str, suffix: str) -> str:
+    """File name of the library of these sources for a machine, as `platform.machine()` names it in lower case."""
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return _FOLDER / "built" / f"switchyard_kernels-{digest.hexdigest()[:16]}-{platform.machine().lower()}{_SUFFIX}"
+    return f"switchyard_kernels-{digest.hexdigest()[:16]}-{machine}{suffix}"
 
 
 def outdated_libraries() -> list[Path]:

@@ -75,7 +75,7 @@ void tile_rows(const TileRow &row, const QuantisedVector *x, float *out) {
         for (int v = 0; v < count; ++v)
             for (int i = 0; i < 2; ++i) q[v][i] = vld1q_s8(x[v].q + group * kGroup + 16 * i);
         for (int half = 0; half < 2; ++half, w += format.half_bytes()) {
-            fetch(w, format.half_bytes());
+            fetch(w, format.half_bytes(), kAhead);
             float32x4_t zeros[4];
             if constexpr (format.has_zeros) load_zeros(row.zeros + group * kTileRows + half * kHalfRows, zeros);
             for (int from = 0; from < 4; from += parts) {
