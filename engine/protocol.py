@@ -171,7 +171,7 @@ class ModelLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ModelMoved:
-    """The loaded model now runs elsewhere, because what it ran on no longer responds; answers go on there."""
+    """The loaded model runs elsewhere now, because its card no longer responds, or with less memory; answers go on."""
 
     info: ModelInfo
 

@@ -13,10 +13,15 @@ from engine.devices.card_stream import CardClock, CardStream
 from engine.devices.device import Capture, CopyLog, Device
 from engine.devices.host_memory import HostMemory, aligned
 from engine.devices.memory_budget import MemoryBudget
+from engine.devices.memory_watch import MemoryWatch, Room
 from engine.devices.relayed_stream import RelayedStream
 
 HEADROOM_BYTES = 2**30
 """Bytes left to the driver, torch's workspaces and the desktop."""
+_WITHOUT_DISPLAY_BYTES = 2**29
+_DESKTOP_BYTES = 2**31
+_WORTH_BYTES = 2**28
+"""Less than this in RAM is no sign that the system moved it there."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ class CardKind:
         host_memory: memory that a card's copies are fast from.
         identity: of the card with this index, its driver and its link: what measured times depend on.
         captures: starts captures of graphs on a card; None if decode steps are not captured.
+        shows_desktop: whether the card of this index drives a display; None if that is not known.
+        in_ram: returns a function that counts bytes of this process that belong on the card of this index, or may be
+            read by it, and lie in RAM; None if the system cannot move them there, or does not say.
     """
 
     name: str
@@ -36,27 +44,44 @@ class CardKind:
     host_memory: Callable[[torch.device], HostMemory]
     identity: Callable[[int], str]
     captures: Callable[[torch.device], Callable[[], Capture]] | None = None
+    shows_desktop: Callable[[int], bool | None] = lambda _index: None
+    in_ram: Callable[[int], Callable[[], int | None] | None] = lambda _index: None
 
     def count(self) -> int:
         """Number of cards that torch can use."""
         return int(self.torch.device_count()) if self.torch.is_available() else 0
 
 
-def hard_fraction(budget: int, total: int) -> float:
+def reserve_bytes(total: int, free: int, *, shows_desktop: bool | None) -> int:
+    """Bytes of a card to leave to its driver, torch's workspaces and the desktop.
+
+    A desktop that holds much at the start will want more: a quarter of it, up to half a gibibyte, comes on top.
+
+    Args:
+        total, free: bytes of the card before anything is allocated.
+        shows_desktop: whether it drives a display; None is taken for yes.
+    """
+    if shows_desktop is False:
+        return min(_WITHOUT_DISPLAY_BYTES, total // 8)
+    return HEADROOM_BYTES + min(max(0, total - free), _DESKTOP_BYTES) // 4
+
+
+def hard_fraction(budget: int, total: int, reserve: int = HEADROOM_BYTES) -> float:
     """The part of a card's memory beyond which torch refuses to allocate, so that nothing spills into RAM.
 
     Args:
         budget: bytes that are planned with.
         total: bytes of the card.
+        reserve: bytes that are left to others; torch's own workspaces may take half of them.
     """
-    return min(1.0, (budget + HEADROOM_BYTES // 2) / max(total, 1))
+    return min(1.0, (budget + reserve // 2) / max(total, 1))
 
 
 def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> Device:
     """Opens a card.
 
     Args:
-        vram_bytes: memory budget; None: all free memory except `HEADROOM_BYTES`.
+        vram_bytes: memory budget; None: all free memory except `reserve_bytes`.
 
     Raises:
         EngineError: `DEVICE_UNAVAILABLE` if there is no such card, or it does not respond.
@@ -86,9 +111,14 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
             ErrorCode.DEVICE_UNAVAILABLE,
             f"Graphics card {name} does not respond ({text}): restart the computer or use --device cpu.",
         ) from error
-    usable = max(0, free - HEADROOM_BYTES)
+    reserve = reserve_bytes(total, free, shows_desktop=kind.shows_desktop(index))
+    usable = max(0, free - reserve)
     budget = usable if vram_bytes is None else min(usable, vram_bytes)
-    cards.set_per_process_memory_fraction(hard_fraction(budget, total), place)
+
+    def enforce(nbytes: int) -> None:
+        cards.set_per_process_memory_fraction(hard_fraction(nbytes, total, reserve), place)
+
+    enforce(budget)
     log = CopyLog()
     roles = ("compute", "h2d", "d2h", "small copies")
     kinds = (CardStream, RelayedStream, CardStream, CardStream)
@@ -103,22 +133,30 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
         cards.current_stream(place).synchronize()
         return memory
 
-    def left() -> int:
+    count_in_ram = kind.in_ram(index)
+    at_start = (count_in_ram() or 0) if count_in_ram is not None else 0
+
+    def room() -> Room:
+        in_ram = None if count_in_ram is None else count_in_ram()
+        # Pinned memory counts as the card's, but is meant to be in RAM.
+        spilled = 0 if in_ram is None else in_ram - at_start - host.pinned_bytes
+        spilled = spilled if spilled > _WORTH_BYTES else 0
         free, _ = cards.mem_get_info(place)
-        if free < HEADROOM_BYTES // 4:  # what torch keeps for later is of use to others now
+        if spilled or free < reserve // 4:  # what torch keeps for later is of use to others now
             cards.empty_cache()
             free, _ = cards.mem_get_info(place)
-        return int(free)
+        return Room(int(free), spilled)
 
     def close() -> None:
         for stream in (compute, h2d, d2h, small):
             stream.close()
         host.close()
 
+    memory = MemoryBudget(name, budget, allocate)
     return Device(
         name=name,
         torch_device=place,
-        memory=MemoryBudget(name, budget, allocate, left, HEADROOM_BYTES),
+        memory=memory,
         host_memory=host,
         compute_stream=compute,
         h2d_stream=h2d,
@@ -128,5 +166,6 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
         on_close=close,
         compute_follows_caller=True,
         new_capture=new_capture,
+        watch=MemoryWatch(memory, room, reserve, enforce),
         identity=kind.identity(index),
     )

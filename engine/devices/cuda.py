@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import Callable
 
 import torch
@@ -10,6 +12,8 @@ import torch
 from engine.devices.card import CardKind
 from engine.devices.device import Capture, Graph
 from engine.devices.pinned_memory import PinnedMemory
+from engine.hardware.dxgi import Adapter, adapter_of
+from engine.hardware.gpu_info import GpuInfo
 from engine.hardware.nvml import Nvml, nvidia_gpus
 
 
@@ -142,12 +146,18 @@ def end_allocating(place: torch.device, pool: tuple[int, int]) -> None:
             getattr(torch._C, leave)(index, pool)
 
 
-def identity_of(index: int) -> str:
-    """What times depend on: the card, its memory, its driver and its link, as far as they are known."""
+def _nvidia(index: int) -> GpuInfo | None:
+    """What NVIDIA's driver says of the card that torch counts so."""
     properties = torch.cuda.get_device_properties(index)
     numbers = [getattr(properties, f"pci_{part}_id", -1) for part in ("domain", "bus", "device")]
     address = "{:08x}:{:02x}:{:02x}.0".format(*numbers) if min(numbers) >= 0 else ""
-    found = next((card for card in nvidia_gpus(Nvml())[0] if _is_at(card.bus, address)), None)
+    return next((card for card in nvidia_gpus(Nvml())[0] if _is_at(card.bus, address)), None)
+
+
+def identity_of(index: int) -> str:
+    """What times depend on: the card, its memory, its driver and its link, as far as they are known."""
+    properties = torch.cuda.get_device_properties(index)
+    found = _nvidia(index)
     words = [properties.name, f"{properties.total_memory >> 20} MiB"]
     if found is not None:
         words += [f"driver {found.driver}", f"PCIe {found.pcie_generation} x{found.pcie_width_now or found.pcie_width}"]
@@ -164,4 +174,46 @@ def _captures(place: torch.device) -> Callable[[], Capture]:
     return lambda: CudaCapture(place, stream, pools)
 
 
-CUDA = CardKind("cuda", torch.cuda, PinnedMemory, identity_of, _captures)
+def _luid(index: int) -> bytes | None:
+    """What Windows calls a card of NVIDIA's until it is restarted."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll")
+        card, luid, mask = ctypes.c_int(), (ctypes.c_uint8 * 8)(), ctypes.c_uint()
+        if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(card), index):
+            return None
+        return None if driver.cuDeviceGetLuid(luid, ctypes.byref(mask), card) else bytes(luid)
+    except (OSError, AttributeError):  # AMD's, or an old driver
+        return None
+
+
+def _adapter(index: int) -> Adapter | None:
+    """The card as Windows knows it; None elsewhere."""
+    if sys.platform != "win32":
+        return None
+    return adapter_of(_luid(index), torch.cuda.get_device_name(index))
+
+
+def shows_desktop(index: int) -> bool | None:
+    """Whether a card drives a display; None if no driver says so."""
+    adapter = _adapter(index)
+    if adapter is not None:
+        adapter.close()
+        return adapter.shows_desktop
+    found = _nvidia(index)
+    return None if found is None else found.shows_desktop
+
+
+def counts_in_ram(index: int) -> Callable[[], int | None] | None:
+    """See `CardKind.in_ram`: Windows says it, and by how much the card has more than the system wants it to have."""
+    adapter = _adapter(index)
+    if adapter is None:
+        return None
+
+    def count() -> int | None:
+        memory = adapter.memory()
+        return None if memory is None else memory.in_ram + max(0, memory.used - memory.budget)
+
+    return count
+
+
+CUDA = CardKind("cuda", torch.cuda, PinnedMemory, identity_of, _captures, shows_desktop, counts_in_ram)

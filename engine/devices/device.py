@@ -24,6 +24,7 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.host_memory import HostMemory
 from engine.devices.memory_budget import MemoryBudget
+from engine.devices.memory_watch import MemoryWatch
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -309,6 +310,7 @@ class Device:
             submitted work. If not, they have finished when they return, and submitted work must be waited for.
         new_capture: starts capturing a graph; None if unsupported.
         meter: counts what work costs, if the device's time is modelled.
+        watch: keeps the budget within what other programs leave; None if they use none of its memory.
         identity: of the very card, its driver and its link, for what is measured and kept; empty if the name says it.
     """
 
@@ -325,6 +327,7 @@ class Device:
     compute_follows_caller: bool = False
     new_capture: Callable[[], Capture] | None = None
     meter: Meter | None = None
+    watch: MemoryWatch | None = None
     identity: str = ""
 
     @cached_property

@@ -26,6 +26,7 @@ from engine.devices.device import CaptureError, CopyLog, Device, Direction, Grap
 from engine.devices.host_memory import PageableMemory, allocate_host
 from engine.devices.link import Link
 from engine.devices.memory_budget import MemoryBudget
+from engine.devices.memory_watch import MemoryWatch, Room
 from engine.devices.threaded_stream import Carrier, Span, ThreadedStream
 from engine.hardware.profiles import DeviceProfile
 
@@ -140,6 +141,10 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+OTHERS: dict[str, int] = {}
+"""Bytes that other programs hold of emulated devices, by their names: as a second program would take them."""
+
+
 def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None = None) -> Device:
     """Opens an emulated device with its own links.
 
@@ -150,6 +155,12 @@ def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None
     name = f"emulated:{profile.name}#{index}"
     total = profile.vram_bytes if vram_bytes is None else min(vram_bytes, profile.vram_bytes)
     memory = MemoryBudget(name, total, allocate_host)
+
+    def room() -> Room:
+        # A system that moves memory of its programs to RAM never says that less than nothing is free.
+        free = profile.vram_bytes - memory.use().used - OTHERS.get(name, 0)
+        return Room(max(0, free), max(0, -free))
+
     log = CopyLog()
     closing = threading.Event()
     latency_s = profile.link_latency_us / 1e6
@@ -178,6 +189,7 @@ def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None
         copy_log=log,
         on_close=lambda: _close(closing, (compute, h2d, d2h, small)),
         new_capture=RecordedCapture,
+        watch=MemoryWatch(memory, room, 0),
     )
     # In case it is never closed: threads that compute during interpreter shutdown would crash it.
     weakref.finalize(device, _close, closing, (compute, h2d, d2h, small))

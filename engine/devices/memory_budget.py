@@ -13,8 +13,6 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_down, rounded_up
 from engine.devices.failures import is_out_of_memory
 
-_LOOK_EVERY_S = 2.0
-
 
 class MemoryCategory(StrEnum):
     """Uses of memory."""
@@ -90,23 +88,15 @@ class MemoryBudget:
         device: its name, for messages.
         total: the budget in bytes.
         allocator: returns page-aligned bytes on the device; raises MemoryError or torch.OutOfMemoryError.
-        left: bytes of the device that nobody uses, as its driver says; None if nobody else uses it.
-        reserve: bytes of it that were left out of `total`.
+
+    Attributes:
+        device: as above.
     """
 
-    def __init__(
-        self,
-        device: str,
-        total: int,
-        allocator: Callable[[int], torch.Tensor],
-        left: Callable[[], int] | None = None,
-        reserve: int = 0,
-    ) -> None:
-        self._device = device
-        self._total = self._most = total
+    def __init__(self, device: str, total: int, allocator: Callable[[int], torch.Tensor]) -> None:
+        self.device = device
+        self._total = total
         self._allocator = allocator
-        self._left, self._reserve = left, reserve
-        self._looked_s = 0.0
         self._lock = threading.Lock()
         self._used = dict.fromkeys(MemoryCategory, 0)
         self._sum = 0
@@ -141,29 +131,7 @@ class MemoryBudget:
         if total < 0:
             raise ValueError(f"a budget of {total} bytes")
         with self._lock:
-            self._total = self._most = total
-
-    def follow_others(self, now_s: float) -> None:
-        """Lowers the budget where other programs take the device's memory, and raises it again when they leave it.
-
-        The driver is asked every few seconds at most.  If less than a quarter of the reserve is left, half of it is to
-        become free; if more than all of it is, the rest may be used.
-
-        Args:
-            now_s: of any clock in seconds.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
-        if self._left is None or now_s < self._looked_s + _LOOK_EVERY_S:
-            return
-        self._looked_s = now_s
-        left = self._left()
-        with self._lock:
-            if left < self._reserve // 4:
-                self._total = max(0, min(self._total, self._sum - (self._reserve // 2 - left)))
-            elif left > self._reserve:
-                self._total = max(self._total, min(self._most, self._sum + left - self._reserve))
+            self._total = total
 
     def allocate(self, nbytes: int, category: MemoryCategory) -> torch.Tensor:
         """Page-aligned bytes [nbytes] on the device, not initialised, valid until `release`.
@@ -179,7 +147,7 @@ class MemoryBudget:
                 self._count(-nbytes, category)
                 free = self._free()
             if is_out_of_memory(error):
-                raise DeviceMemoryError(self._device, category, nbytes, free) from None
+                raise DeviceMemoryError(self.device, category, nbytes, free) from None
             raise
         with self._lock:
             self._allocated[_address(memory)] = (memory, category)
@@ -194,7 +162,7 @@ class MemoryBudget:
         with self._lock:
             found = self._allocated.pop(_address(memory), None)
             if found is None:
-                raise ValueError(f"memory not allocated by {self._device}, or already released")
+                raise ValueError(f"memory not allocated by {self.device}, or already released")
             whole, category = found
             self._count(-whole.nbytes, category)
 
@@ -217,7 +185,7 @@ class MemoryBudget:
             raise ValueError(f"an allocation of {nbytes} bytes")
         with self._lock:
             if nbytes > self._free():
-                raise DeviceMemoryError(self._device, category, nbytes, self._free())
+                raise DeviceMemoryError(self.device, category, nbytes, self._free())
             self._count(nbytes, category)
 
     def _resize(self, reservation: Reservation, nbytes: int) -> None:
@@ -226,7 +194,7 @@ class MemoryBudget:
         with self._lock:
             more = nbytes - reservation.nbytes
             if more > 0 and more > self._free():
-                raise DeviceMemoryError(self._device, reservation.category, more, self._free())
+                raise DeviceMemoryError(self.device, reservation.category, more, self._free())
             self._count(more, reservation.category)
             reservation.nbytes = nbytes
 

@@ -107,6 +107,7 @@ class VramCache:
         self.device, self.layout = device, layout
         self.counters = VramCounters()
         self.note: str | None = None
+        self._given: str | None = None
         self._layers, self._experts, self._most_in_flight = layers, experts, most_in_flight
         self._ways = None if ways is None else max(1, min(ways, experts))
         self._memory = DeviceSlots(device, layout, pool_segment_slots(slots, layers * experts, self._ways), layers)
@@ -372,6 +373,8 @@ class VramCache:
                 self._shrink(wanted)
             else:
                 self._grow(wanted)
+                if self.note == self._given:
+                    self.note = None
             self._tier.renew_sampler()
             return self.slots
 
@@ -458,11 +461,11 @@ class VramCache:
         """Handles what has happened since the last step: copies that ended, device memory that others need."""
         if self._tier.copies:
             self._settle()
-        self.device.memory.follow_others(time.monotonic())
+        if self.device.watch is not None:
+            self.device.watch.look(time.monotonic())
         excess = self.device.memory.excess
-        if excess and self._memory.segments:
-            freed = self.give_back(excess)
-            self._report(None if not freed else "others need its memory.", f"keeps {self.slots} experts from now on")
+        if excess and self._memory.segments and self.give_back(excess):
+            self._given = self.note = f"{self.device.name} keeps {self.slots} experts: others need its memory."
 
     def _open_staging(self, count: int) -> Staging | None:
         for slots in range(count, 0, -1):

@@ -33,6 +33,7 @@ class GpuInfo:
         power_limit_w: watts that the card may draw.
         is_integrated: whether it is part of the processor and shares its RAM.
         memory_bytes_per_s: memory bandwidth, from bus width and clock.
+        shows_desktop: whether a display is connected to it and used.
         shader_flops: 32-bit rate of its shader cores, from their number and maximum clock.
         bus: its PCI address, such as `0000:01:00.0`.
     """
@@ -53,3 +54,4 @@ class GpuInfo:
     bus: str | None = None
     memory_bytes_per_s: float | None = None
     shader_flops: float | None = None
+    shows_desktop: bool | None = None

@@ -191,6 +191,7 @@ def _described(card: NvmlCard, driver: str | None, ours: frozenset[int]) -> GpuI
     capability = card.read("nvmlDeviceGetCudaComputeCapability")
     limit_mw = card.read("nvmlDeviceGetEnforcedPowerLimit")
     place = card.read("nvmlDeviceGetPciInfo")
+    display = card.read("nvmlDeviceGetDisplayActive")
     return GpuInfo(
         name=card.read("nvmlDeviceGetName") or "NVIDIA card",
         total_bytes=total,
@@ -207,6 +208,7 @@ def _described(card: NvmlCard, driver: str | None, ours: frozenset[int]) -> GpuI
         bus=_text(getattr(place, "busId", None)),
         memory_bytes_per_s=_memory_bandwidth(card),
         shader_flops=_shader_flops(card),
+        shows_desktop=None if display is None else bool(display),
     )
 
 

@@ -51,10 +51,12 @@ class Engine:
         self._telemetry: ModelTelemetry | None = None
         self._asked: EngineConfig | None = None
         self._place = Path()
+        self._memory_note = ""
         self.on_news: Callable[[], None] = lambda: None
         """Called on any thread when `serve` has something to do for a job."""
         self.on_moved: Callable[[ModelInfo], None] = lambda _info: None
-        """Called when the model has been loaded elsewhere, because a card no longer responds."""
+        """Called when the model has been loaded elsewhere, because a card no longer responds, and when others take
+        memory of its card or leave it."""
         self._held = contextlib.ExitStack()  # keeps others from moving or removing the loaded model
 
     @property
@@ -153,18 +155,30 @@ class Engine:
             loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
             self._place, self._held = path, held.pop_all()
         self._has(loaded)
-        self._scheduler = Scheduler(loaded, lambda: self.on_news(), self._without_card)
+        self._scheduler = Scheduler(loaded, lambda: self.on_news(), self._without_card, self._has_note)
         self._asked = config
         return loaded.info
 
     def _has(self, loaded: LoadedModel) -> None:
+        self._memory_note = ""
         note_use(self._place, _how(loaded.info))
         loaded.kept = open_kept(loaded)
         self._loaded = loaded
         self._telemetry = ModelTelemetry(loaded, lambda: self.kv_bytes)
 
-    def _without_card(self) -> LoadedModel:
-        """The model on the CPU alone, in place of the loaded one, a card of which no longer responds.
+    def _has_note(self, note: str) -> None:
+        """A sentence about the devices' memory stands before all others while it is true."""
+        loaded = self._ready()
+        kept = loaded.info.device_note.removeprefix(self._memory_note).strip()
+        self._memory_note = note
+        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (note, kept))))
+        self.on_moved(loaded.info)
+
+    def _without_card(self, why: str) -> LoadedModel:
+        """The model on the CPU alone, in place of the loaded one, a card of which is of no use any more.
+
+        Args:
+            why: a sentence for the user.
 
         Raises:
             EngineError: it cannot be loaded; no model is loaded then.
@@ -172,7 +186,7 @@ class Engine:
         lost, self._loaded = self._ready(), None
         telemetry, self._telemetry = self._telemetry, None
         assert self._asked is not None
-        _log.error("%s no longer responds: the model is loaded on the CPU", lost.info.device)
+        _log.error("%s is no longer used: %s", lost.info.device, why)
         if telemetry is not None:
             telemetry.stop()
         lost.close()
@@ -183,8 +197,7 @@ class Engine:
             self._scheduler = None
             self._held.close()
             raise
-        note = "The graphics card stopped responding, so the model runs on the CPU now: restart the computer."
-        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (note, loaded.info.device_note))))
+        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (why, loaded.info.device_note))))
         self._has(loaded)
         self.on_moved(loaded.info)
         return loaded

@@ -11,38 +11,18 @@ import torch
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices import opening, xpu
-from engine.devices.card import HEADROOM_BYTES, CardKind, hard_fraction, open_card
+from engine.devices.card import CardKind, open_card
 from engine.devices.host_memory import PageableMemory
 from engine.devices.opening import CARD_KINDS, automatic, card_count, open_devices
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.runtime.load.model import load_model
 from engine.tuning.measuring import _device_spec
 from tests.engine.on_devices import PROMPT, answer, chatting, reference
-from tests.fake_cards import GIB, FakeCards
+from tests.fake_cards import FakeCards
 
 
 def kind(cards: FakeCards) -> CardKind:
     return CardKind("cpu", cards, lambda _place: PageableMemory(), lambda _index: "fake")
-
-
-def test_torch_may_allocate_no_more_than_is_planned_with() -> None:
-    cards = FakeCards(free=4 * GIB, total=5 * GIB)
-    with open_card(kind(cards)) as device:
-        assert device.memory.total == 4 * GIB - HEADROOM_BYTES
-        assert cards.fraction == hard_fraction(device.memory.total, cards.total)
-    with open_card(kind(cards), vram_bytes=GIB) as device:
-        assert device.memory.total == GIB
-        assert cards.fraction == hard_fraction(GIB, cards.total)
-
-
-def test_what_torch_keeps_unused_is_given_back_when_others_fill_the_card() -> None:
-    cards = FakeCards()
-    with open_card(kind(cards)) as device:
-        device.memory.follow_others(0.0)
-        assert cards.emptied == 0
-        cards.free = HEADROOM_BYTES // 8
-        device.memory.follow_others(1e6)
-        assert cards.emptied == 1
 
 
 def test_a_card_that_is_not_there_or_does_not_respond() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -180,39 +178,3 @@ def test_other_errors_of_an_allocator_are_not_called_a_lack_of_memory() -> None:
     with pytest.raises(RuntimeError, match="fell off"):
         budget.allocate(10, MemoryCategory.KV)
     assert budget.use().used == 0
-
-
-GIB = 2**30
-
-
-def test_a_budget_follows_what_other_programs_leave() -> None:
-    left = [10 * GIB]
-    budget = MemoryBudget("cuda:0", 20 * GIB, torch.empty, lambda: left[0], GIB)
-    kept = budget.reserve(12 * GIB, MemoryCategory.EXPERTS)
-
-    def looked(now_s: float, there: int) -> tuple[int, int]:
-        left[0] = there
-        budget.follow_others(now_s)
-        return budget.total, budget.excess
-
-    assert looked(10.0, 9 * GIB) == (20 * GIB, 0)
-    assert looked(13.0, GIB // 2) == (20 * GIB, 0)  # the reserve is there to be used
-    assert looked(16.0, 0) == (12 * GIB - GIB // 2, GIB // 2)
-    assert looked(16.5, 9 * GIB) == (12 * GIB - GIB // 2, GIB // 2)  # asked a moment ago
-    kept.resize(11 * GIB)
-    assert looked(19.0, GIB) == (12 * GIB - GIB // 2, 0)
-    assert looked(22.0, 3 * GIB) == (13 * GIB, 0)
-    assert looked(25.0, 30 * GIB) == (20 * GIB, 0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), max_size=20))
-def test_a_budget_that_follows_others_is_never_above_what_was_planned(seen: list[tuple[int, int]]) -> None:
-    left = [0]
-    budget = MemoryBudget("cuda:0", 20 * GIB, torch.empty, lambda: left[0], GIB)
-    kept = budget.reserve(0, MemoryCategory.EXPERTS)
-    for turn, (there, wanted) in enumerate(seen):
-        left[0] = there * GIB // 4
-        budget.follow_others(10.0 * (turn + 1))
-        assert 0 <= budget.total <= 20 * GIB
-        with contextlib.suppress(DeviceMemoryError):
-            kept.resize(wanted * GIB)

@@ -111,7 +111,7 @@ def test_answers_go_on_where_they_were(
     assert moved == [engine.info]
     assert engine.info.device == "cpu"
     assert "stopped responding" in engine.info.device_note
-    assert "no longer responds" in caplog.text
+    assert "no longer used: The graphics card stopped responding" in caplog.text
     assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
     assert len(moved) == 1
 

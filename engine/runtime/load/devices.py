@@ -142,6 +142,46 @@ class ModelDevices:
         self.experts = DeviceExperts(self.devices)
         self.kv: tuple[KvCost, ...] = (KvCost(),) * len(self.devices)
         self._fixed: list[Reservation] = []
+        self._heeded = self._budgets()
+
+    def have_news(self, now_s: float) -> bool:
+        """Whether other programs have taken memory of the devices, or left it, and `heed` is to be called.
+
+        Args:
+            now_s: of a clock that never goes back.
+
+        Raises:
+            RuntimeError: a device has failed.
+        """
+        for device in self.devices:
+            if device.watch is not None:
+                device.watch.look(now_s)
+        return self._budgets() != self._heeded
+
+    def are_short(self, now_s: float) -> bool:
+        """Whether a device refuses memory because others hold it."""
+        watches = [device.watch for device in self.devices if device.watch is not None]
+        try:
+            for watch in watches:
+                watch.look_again(now_s)
+        except RuntimeError:  # it has failed: its next use says how
+            return False
+        return any(watch.note for watch in watches)
+
+    def heed(self) -> str:
+        """Between steps: caches grow where there is memory again.  They shrink by themselves, before their next step.
+
+        Returns:
+            A sentence for the user while there is less than was planned with; else nothing.
+        """
+        before, self._heeded = self._heeded, self._budgets()
+        if any(now > then for now, then in zip(self._heeded, before, strict=True)):
+            self.experts.take_back()
+        notes = [device.watch.note for device in self.devices if device.watch is not None]
+        return next(filter(None, notes), "")
+
+    def _budgets(self) -> list[int]:
+        return [device.memory.total for device in self.devices]
 
     def memory(self) -> tuple[int, int, int]:
         """Bytes of all devices: those that may be used, those that are, and the part of these that experts have."""

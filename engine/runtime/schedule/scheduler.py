@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from time import monotonic
 
 import torch
 
@@ -37,23 +38,33 @@ from engine.runtime.schedule.together import ContinuousBatch
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
+_LOST = "The graphics card stopped responding, so the model runs on the CPU now: restart the computer."
+_TAKEN = (
+    "Other programs use the graphics card's memory, so the model runs on the CPU now: close them and load the model "
+    "again."
+)
+
 
 class Scheduler:
     """The requests to one loaded model, and the jobs in its background.  Not for several threads at once.
 
     Args:
         on_news: called on any thread when a job wants `serve` to go on with it.
-        without_card: called when a card that the model runs on no longer responds: frees the model, and returns it
-            loaded elsewhere.  Requests go on there from what they have been answered; jobs end, in a sentence.
+        without_card: called with a sentence when a card that the model runs on no longer responds, or others have
+            taken its memory: frees the model, and returns it loaded elsewhere.  Requests go on there from what they
+            have been answered; jobs end, in a sentence.
+        on_note: told in a sentence that a device has less memory than it had, and by an empty one that this is over.
     """
 
     def __init__(
         self,
         loaded: LoadedModel,
         on_news: Callable[[], None] = lambda: None,
-        without_card: Callable[[], LoadedModel] | None = None,
+        without_card: Callable[[str], LoadedModel] | None = None,
+        on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        self._on_news, self._without_card = on_news, without_card
+        self._on_news, self._without_card, self._on_note = on_news, without_card, on_note
+        self._note = self._why_without_card = ""
         self._waiting: deque[Asked] = deque()
         self._first: tuple[Asked, AloneAnswer] | None = None
         self._joined: deque[Asked] = deque()
@@ -226,8 +237,21 @@ class Scheduler:
                 raise
             self._go_on_without_card()
 
+    def _has_news(self) -> bool:
+        """Whether other programs have taken memory of the devices, or left it."""
+        return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
+
+    def _heed(self) -> None:
+        assert self.loaded.devices is not None
+        note = self.loaded.devices.heed()
+        if note != self._note:
+            self._note = note
+            self._on_note(note)
+
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _advance(self, until: Check) -> None:
+        if self._has_news():
+            self._heed()
         self._count_alone()
         self._bring_back()
         self._admit()
@@ -239,19 +263,25 @@ class Scheduler:
             self._part()
         if self._first is not None:
             shares = bool(self._sharing)
-            self._answer_first(lambda: shares or bool(self._waiting) or until())
+            self._answer_first(lambda: shares or bool(self._waiting) or self._has_news() or until())
         if self._sharing:
             self._count_alone()
             self._sweep()
 
     def _has_lost_card(self, error: BaseException) -> bool:
-        """Whether a card of the model has stopped responding, and requests can go on without it."""
+        """Whether a card of the model has stopped responding, or others have taken what it needs of its memory, and
+        requests can go on without it."""
         devices = self.loaded.devices
         if self._without_card is None or self._is_beside or devices is None or not isinstance(error, Exception):
             return False
-        if isinstance(error, RequestCancelled) or is_out_of_memory(error):
+        if isinstance(error, RequestCancelled):
             return False
-        if isinstance(error, EngineError) and error.code not in (ErrorCode.INTERNAL, ErrorCode.DEVICE_UNAVAILABLE):
+        code = error.code if isinstance(error, EngineError) else ErrorCode.INTERNAL
+        if is_out_of_memory(error) or code is ErrorCode.NOT_ENOUGH_MEMORY:
+            self._why_without_card = _TAKEN
+            return devices.are_short(monotonic())
+        self._why_without_card = _LOST
+        if code not in (ErrorCode.INTERNAL, ErrorCode.DEVICE_UNAVAILABLE):
             return False
         return not all(device.responds() for device in devices.devices)
 
@@ -261,7 +291,7 @@ class Scheduler:
         self.background.close()
         self.forget()
         try:
-            self._use(self._without_card())
+            self._use(self._without_card(self._why_without_card))
         except BaseException as error:
             for asked in carried:
                 asked.end(error)
