@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
+import platform
 from collections.abc import Callable
 
 import torch
@@ -188,7 +188,7 @@ def _luid(index: int) -> bytes | None:
 
 def _adapter(index: int) -> Adapter | None:
     """The card as Windows knows it; None elsewhere."""
-    if sys.platform != "win32":
+    if platform.system() != "Windows":
         return None
     return adapter_of(_luid(index), torch.cuda.get_device_name(index))
 

@@ -107,7 +107,7 @@ class VramCache:
         self.device, self.layout = device, layout
         self.counters = VramCounters()
         self.note: str | None = None
-        self._given: str | None = None
+        self._before_others = 0
         self._layers, self._experts, self._most_in_flight = layers, experts, most_in_flight
         self._ways = None if ways is None else max(1, min(ways, experts))
         self._memory = DeviceSlots(device, layout, pool_segment_slots(slots, layers * experts, self._ways), layers)
@@ -373,8 +373,8 @@ class VramCache:
                 self._shrink(wanted)
             else:
                 self._grow(wanted)
-                if self.note == self._given:
-                    self.note = None
+                if 0 < self._before_others <= self.slots:
+                    self._before_others, self.note = 0, None
             self._tier.renew_sampler()
             return self.slots
 
@@ -464,8 +464,10 @@ class VramCache:
         if self.device.watch is not None:
             self.device.watch.look(time.monotonic())
         excess = self.device.memory.excess
+        before = self.slots
         if excess and self._memory.segments and self.give_back(excess):
-            self._given = self.note = f"{self.device.name} keeps {self.slots} experts: others need its memory."
+            self._before_others = max(self._before_others, before)
+            self.note = f"{self.device.name} keeps {self.slots} experts: others need its memory."
 
     def _open_staging(self, count: int) -> Staging | None:
         for slots in range(count, 0, -1):

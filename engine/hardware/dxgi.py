@@ -8,7 +8,7 @@ table of functions, whose first argument is the interface itself.
 from __future__ import annotations
 
 import ctypes
-import sys
+import platform
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -123,7 +123,7 @@ def adapters(library: Any = None) -> Iterator[Adapter]:
         library: `dxgi.dll` or what stands for it.
     """
     if library is None:
-        if sys.platform != "win32":
+        if platform.system() != "Windows":
             return
         try:
             library = ctypes.CDLL("dxgi.dll")

@@ -140,6 +140,6 @@ def test_a_system_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_name: str) -> None:
         raise OSError
 
-    monkeypatch.setattr(dxgi.sys, "platform", "win32")
+    monkeypatch.setattr(dxgi.platform, "system", lambda: "Windows")
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     assert list(adapters()) == []
