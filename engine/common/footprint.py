@@ -15,8 +15,12 @@ RECORD_ALIGNMENT = 4096
 
 SEGMENTS = 8
 """Segments of a global pool of expert slots: it frees memory by the segment."""
-STAGED = 3
+FEWEST_STAGED = 3
 """Slots for experts fetched for immediate use: one computing, one arriving, one waiting."""
+MOST_STAGED = 32
+"""The same for prompts: sixteen are computed by one launch while as many arrive.  More would hide no more."""
+_STAGED_SHARE = 16
+"""They take one part in so many of the memory for experts: what they take is lost to the cache."""
 
 CARD_HEADROOM_BYTES = 2**30
 """Bytes of a card left to the driver, torch's workspaces and the desktop."""
@@ -67,11 +71,16 @@ def pool_segments(slots: int, segment_slots: int, layers: int, most: int, ways: 
     return min(max(slots, 0), most + segment_slots - 1) // segment_slots
 
 
-def staging_slots(budget: int, record: int, misses: str, cache_slots: int | None) -> int:
-    """Slots in addition to the cache's, for experts fetched for immediate use."""
+def staging_slots(budget: int, record: int, every: int, misses: str, cache_slots: int | None) -> int:
+    """Slots in addition to the cache's, for experts fetched for immediate use.
+
+    Args:
+        every: number of experts that may come; more slots are useless.
+    """
     if misses == "layer" or (misses == "cpu" and cache_slots == 0):
         return 0
-    return min(STAGED, budget // record)
+    wanted = max(FEWEST_STAGED, min(MOST_STAGED, every, budget // (_STAGED_SHARE * record)))
+    return min(wanted, budget // record)
 
 
 def activation_token_bytes(hidden: int, experts_per_token: int, width: int = 2) -> int:

@@ -40,6 +40,8 @@ STEP_ELEMENTS = 2**26
 
 _JOINS_PER_WAIT = 64
 """Where a step's end is not waited for, one in so many is, to learn what joining both sides costs."""
+_NEARLY_ALL = 10
+"""Where a prompt needs all but one in so many experts of a layer, it is taken to need those of the next layer."""
 _GIVE_BACK_SHARE = 4
 """One part in so many of the cache is given back after a kernel has run out of device memory."""
 
@@ -57,9 +59,11 @@ class HybridExperts(ExpertLayer):
 
     Attributes:
         tokens: steps of a single token that the device computes by itself, if it does.
+        after: the layer that is computed after this one, in the same cache, if there is one.
     """
 
     tokens: CardTokens | None = None
+    after: HybridExperts | None = None
 
     def __init__(
         self,
@@ -123,7 +127,14 @@ class HybridExperts(ExpertLayer):
         if pieces == 1:
             return self._attempt(hidden, index, weights, is_prefill)
         cut = [tensor.tensor_split(pieces) for tensor in (hidden, index, weights)]
-        return torch.cat([self._attempt(*piece, is_prefill) for piece in zip(cut[0], cut[1], cut[2], strict=True)])
+        after, results = self.after, list[torch.Tensor]()
+        try:
+            for number, piece in enumerate(zip(cut[0], cut[1], cut[2], strict=True)):
+                self.after = self if number + 1 < pieces else after
+                results.append(self._attempt(*piece, is_prefill))
+        finally:
+            self.after = after
+        return torch.cat(results)
 
     def _attempt(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool
@@ -137,8 +148,11 @@ class HybridExperts(ExpertLayer):
         except BaseException as error:
             copy_has_failed = any(way.has_failed for way in self._ways)
             missed = list(step.lookup.misses)
-            self._give_up(step)
             kernel_is_short = isinstance(error, EngineError) and error.code == ErrorCode.NOT_ENOUGH_MEMORY
+            fewer = kernel_is_short and self._can_halve_groups(step)
+            if fewer:
+                self.cache.uncount(step.lookup)
+            self._give_up(step)
             if isinstance(error, DeviceMemoryError):
                 refused = error
             elif kernel_is_short or (copy_has_failed and isinstance(error, EngineError)):
@@ -150,6 +164,8 @@ class HybridExperts(ExpertLayer):
         else:
             self._count(step)
             return result
+        if fewer:
+            return self._attempt(hidden, index, weights, is_prefill)
         if refused is None:
             if kernel_is_short:
                 self.cache.give_back(max(self.cache.nbytes // _GIVE_BACK_SHARE, 1))
@@ -159,6 +175,14 @@ class HybridExperts(ExpertLayer):
         if len(index) > DECODE_TOKENS:
             return self._in_pieces(hidden, index, weights, 2, is_prefill)
         raise refused
+
+    def _can_halve_groups(self, step: Step) -> bool:
+        """After a kernel has run out of device memory: fewer fetched experts are computed together from now on."""
+        staging = self.cache.staging
+        if not (step.is_prefill and step.fetched) or staging is None or staging.most_together == 1:
+            return False
+        staging.most_together //= 2
+        return True
 
     def _recompute(self, failed: Step, missed: list[int], index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Runs a step again, entirely on the CPU, after a copy failed or a kernel ran out of memory."""
@@ -191,6 +215,8 @@ class HybridExperts(ExpertLayer):
             if lookup.misses:
                 self.submit(step)
                 self._serve_misses(step)
+            else:
+                self._bring_ahead(step)
         step.pending.append(sums.finish())
         end = self.submit(step)
         assert end is not None
@@ -269,6 +295,8 @@ class HybridExperts(ExpertLayer):
             self.cache.post_fetch(self.layer, on_cpu, held, max(0, self.source.lendable))
         self._notify_prefetcher(step)
         step.on_cpu += len(on_cpu)
+        if step.on_cpu + step.fetched == len(step.lookup.misses):
+            self._bring_ahead(step)  # behind this layer's own copies, while the CPU computes
         for way, mine in on_caller:
             way.serve(step, mine, held)
 
@@ -280,11 +308,33 @@ class HybridExperts(ExpertLayer):
         if len(ways) < 2:
             return [(ways[0] if ways else self._host, experts)]
         late, routing = step.lookup.late, step.routing
-        free = [(expert, routing.tokens(expert)) for expert in experts if expert not in late]
-        shares = split_among(free, [way.estimate(busy_s) for way in ways])
+        coming = [way.ahead() for way in ways]
+        free = [
+            (expert, routing.tokens(expert))
+            for expert in experts
+            if expert not in late and not any(expert in ahead for ahead in coming)
+        ]
+        shares = split_among(free, [way.estimate(step, busy_s) for way in ways])
+        for mine, ahead in zip(shares, coming, strict=True):
+            if ahead:
+                mine[:0] = [expert for expert in experts if expert in ahead and expert not in late]
         if late:  # already being copied to a slot: do not copy it twice
             shares[0] = [*(expert for expert in experts if expert in late), *shares[0]]
         return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
+
+    def _bring_ahead(self, step: Step) -> None:
+        """Lets experts of the next layer come once those of this one are on their way: a prompt needs nearly all."""
+        needed, after = step.routing.experts, self.after
+        if (
+            after is None
+            or not step.is_prefill
+            or _NEARLY_ALL * len(needed) < (_NEARLY_ALL - 1) * self.source.num_experts
+        ):
+            return
+        most = step.fetched if step.lookup.misses else self.source.num_experts
+        if most:
+            for way in after._away:
+                way.bring_ahead(most)
 
     def _notify_prefetcher(self, step: Step) -> None:
         if self.observer is not None and not (step.is_observed or step.is_prefill or step.only_host):

@@ -26,6 +26,8 @@ _EWMA_WEIGHT = 0.05
 """Weight of one observation in the exponential moving average."""
 _JOINING_DECAY = 0.998
 """Decay of the cost of joining both sides, each time that cost has kept a step off the device."""
+_LAUNCHES_SHARE = 16
+"""Launches for fetched experts may take one part in so many of the time of their copies."""
 _MAX_RATIO = 2.0
 """Observations are clamped to this factor: a page fault or a scheduler pause is not a trend."""
 
@@ -140,14 +142,20 @@ class LatencyModel:
         """One expert on the CPU."""
         return (self.cpu_base_s + self.cpu_token_s * tokens) * self._cpu.factor
 
-    def gpu_s(self, tokens: int) -> float:
-        """One expert on the device, once it has been copied, by a launch of its own."""
-        return self._gpu_uncorrected_s(tokens) * self._gpu.factor
+    def gpu_s(self, tokens: int, together: int = 1) -> float:
+        """One expert on the device, once it has been copied, by a launch that it shares with others."""
+        shared_s = self.gpu_launch_s * (1 - 1 / together)
+        return (self._gpu_uncorrected_s(tokens) - shared_s) * self._gpu.factor
+
+    def together(self, fewest: int, most: int) -> int:
+        """Experts to compute by one launch while others are copied: so many that launches take but a small part of
+        the time of the copies; at least `fewest`, as far as `most` allows."""
+        wanted = math.ceil(_LAUNCHES_SHARE * self.gpu_launch_s * self._gpu.factor / self.transfer_s)
+        return min(max(fewest, wanted), most)
 
     def hits_s(self, hits: Sequence[int]) -> float:
         """Experts that are on the device, with so many tokens each, by one launch."""
-        shared_s = self.gpu_launch_s * self._gpu.factor * (len(hits) - 1)
-        return sum(map(self.gpu_s, hits)) - shared_s if hits else 0.0
+        return sum(self.gpu_s(tokens, len(hits)) for tokens in hits)
 
     @property
     def transfer_s(self) -> float:
@@ -189,9 +197,10 @@ class LatencyModel:
         """The CPU computed experts with these token counts, one after the other."""
         self._cpu.observe(took_s, sum(self.cpu_base_s + self.cpu_token_s * each for each in tokens))
 
-    def observe_gpu(self, tokens: int, took_s: float) -> None:
-        """The device computed one expert."""
-        self._gpu.observe(took_s, self._gpu_uncorrected_s(tokens))
+    def observe_gpu(self, tokens: Sequence[int], took_s: float) -> None:
+        """The device computed experts with these token counts by one launch."""
+        alone_s = sum(map(self._gpu_uncorrected_s, tokens))
+        self._gpu.observe(took_s, alone_s - self.gpu_launch_s * (len(tokens) - 1))
 
     def observe_transfer(self, took_s: float) -> None:
         """A record crossed the link."""

@@ -144,26 +144,3 @@ class DeviceSlots:
         event = stream.copy(segment.records.records[row], source.record(expert), label, direction=Direction.H2D)
         source.until(expert, event)
         return event
-
-
-class Staging:
-    """A ring of slots for experts that are computed on arrival and not cached."""
-
-    def __init__(self, device: Device, layout: RecordLayout, count: int) -> None:
-        self.segment = Segment(device, layout, count, 0, MemoryCategory.STAGING)
-        self._last_use: list[Event | None] = [None] * count
-        self._next = 0
-
-    def take(self) -> tuple[int, Event | None]:
-        """The next slot, and the event to wait for before writing to it."""
-        slot = self._next
-        self._next = (slot + 1) % len(self._last_use)
-        return slot, self._last_use[slot]
-
-    def used(self, slot: int, last_use: Event) -> None:
-        """Records the end of the last work on the slot."""
-        self._last_use[slot] = last_use
-
-    def forget_uses(self) -> None:
-        """After a failure: nothing is in flight any more."""
-        self._last_use = [None] * len(self._last_use)

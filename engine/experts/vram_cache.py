@@ -23,7 +23,8 @@ from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Copy, Purpose, Tier, TierCounters
 from engine.experts.record import RecordLayout
 from engine.experts.record_source import Held, RecordSource
-from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment, Staging
+from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment
+from engine.experts.staging import Staging
 from engine.kernels.interface import ExpertKernel
 
 _log = logging.getLogger(__name__)
@@ -253,6 +254,12 @@ class VramCache:
             self.counters.prefill_hits += len(hits)
             return Lookup(layer, hits, [expert for expert in experts if expert not in hits], is_use=False)
 
+    def uncount(self, lookup: Lookup) -> None:
+        """A prefill's lookup is repeated: it is not counted."""
+        with self._lock:
+            self.counters.prefill_lookups -= len(lookup.hits) + len(lookup.misses)
+            self.counters.prefill_hits -= len(lookup.hits)
+
     def release(self, lookup: Lookup, last_use: Event | None = None) -> None:
         """Unpins the hits and admitted misses.  Idempotent.
 
@@ -472,7 +479,7 @@ class VramCache:
     def _open_staging(self, count: int) -> Staging | None:
         for slots in range(count, 0, -1):
             try:
-                return Staging(self.device, self.layout, slots)
+                return Staging(self.device, self.layout, slots, self.layer_numbers, self.counters)
             except DeviceMemoryError as error:
                 self._report(error, f"has {slots - 1} slots for experts that are fetched")
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -75,6 +75,39 @@ class ExpertKernel(Protocol):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """[T, H], [T, k], [T, k], all on the records' device -> [T, H] of the type of `hidden_states`."""
+
+
+Upload = Callable[[torch.Tensor, torch.device], torch.Tensor]
+ByGroup = Callable[[torch.Tensor], torch.Tensor]
+
+
+class GroupedKernel(ExpertKernel, Protocol):
+    """Also computes rows that are sorted by expert, where the host knows how many each has.
+
+    The device then has nothing to sort, and the host nothing to wait for.
+
+    Attributes:
+        fewest_in_groups: rows from which that is the faster way.
+    """
+
+    fewest_in_groups: int
+
+    def for_groups(self, experts: Sequence[int], counts: Sequence[int], upload: Upload) -> ByGroup:
+        """Uploads what the device needs to know of such rows.
+
+        Args:
+            experts: distinct ids, in the order of their rows; counts: rows of each.
+            upload: copies to a device, in order with its work.
+
+        Returns:
+            [n, H], sorted so -> [n, H]: what each row's expert makes of it, in the rows' type.
+        """
+
+
+def in_groups(kernel: ExpertKernel, rows: int) -> GroupedKernel | None:
+    """The kernel, if it computes so many rows faster in groups."""
+    fewest: int | None = getattr(kernel, "fewest_in_groups", None)
+    return cast("GroupedKernel", kernel) if fewest is not None and rows >= fewest else None
 
 
 def rows_at_once(kernel: ExpertKernel) -> int | None:

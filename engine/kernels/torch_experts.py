@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, pad, silu
 
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
-from engine.kernels.interface import ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.interface import ByGroup, ExpertMath, LayerRecords, QuantisedFormat, Upload
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantise import dequantise_natively
 
@@ -132,6 +132,8 @@ class TorchExperts:
         self._down_all: torch.Tensor | None = None
         self._first_bias_all: torch.Tensor | None = None
         self._down_bias_all: torch.Tensor | None = None
+        if layer.device.type != "cpu":  # where every row must give the same however many come with it
+            self.fewest_in_groups = 2
         quantised = isinstance(layer.layout, QuantisedFormat)
         self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
         in_one_piece = len(layer.pieces) == 1 and layer.pieces[0].nbytes <= _ALL_AT_ONCE_BYTES
@@ -159,6 +161,21 @@ class TorchExperts:
         else:
             result = self._many_tokens(hidden, top_k_index, top_k_weights)
         return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
+
+    def for_groups(self, experts: Sequence[int], counts: Sequence[int], upload: Upload) -> ByGroup:  # noqa: ARG002
+        """See `engine.kernels.interface.GroupedKernel`."""
+        lengths = list(counts)
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            parts = torch.split(rows.to(self._dtype), lengths)
+            inner = torch.cat([self._first(part, expert) for part, expert in zip(parts, experts, strict=True)])
+            parts = torch.split(self._gate(inner), lengths)
+            out = torch.cat([self._down(part, expert) for part, expert in zip(parts, experts, strict=True)])
+            if self.math.norm is not None:
+                out = self.math.norm(out)
+            return out.to(rows.dtype)
+
+        return compute
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
         if self.math.is_silu_gate:

@@ -365,7 +365,7 @@ def cache_slots(budget: int, record: int, every: int, share: float, config: Engi
         every: number of experts; more slots are useless.
         share: this cache's share of the slots requested in `config`.
     """
-    staging = footprint.staging_slots(budget, record, config.misses, config.cache_slots)
+    staging = footprint.staging_slots(budget, record, every, config.misses, config.cache_slots)
     most = max(0, budget // record - staging) if config.misses != "layer" else 0
     wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)
     return min(wanted, most), staging, wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -84,6 +85,8 @@ class Layers:
             for index, bank in enumerate(self.banks)
         ]
 
+        for one, after in pairwise(self.layers):
+            one.after = after
         # What nothing was copied to must not matter.
         for segment in [*self.cache._memory.segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
             segment.records.records.fill_(0xFF)

@@ -35,7 +35,7 @@ def device() -> Iterator[Device]:
     ways=st.sampled_from([None, 2]),
     policy=st.sampled_from(EVERY_POLICY),
     mode=st.sampled_from(modes()),
-    staging=st.sampled_from([0, 1, 3]),
+    staging=st.sampled_from([0, 1, 3, 8]),
     tokens=st.lists(st.sampled_from([0, 1, 1, 1, 3, 17, DECODE_TOKENS + 1]), min_size=1, max_size=6),
     width=st.integers(1, EXPERTS),
     seed=st.integers(0, 10**6),
@@ -164,26 +164,8 @@ def test_a_prefill_leaves_the_cache_alone(device: Device, mode: str) -> None:
         assert after.prefill_lookups == (0 if mode == CACHE_OFF else 4 * EXPERTS)
         assert after.prefill_hits == sum(2 * len(there) for there in residents)
         changed = {name for name, value in asdict(after).items() if value != getattr(before, name)}
-        assert changed <= {"prefill_lookups", "prefill_hits", "prefill_on_cpu", "prefill_fetched", "fetched_bytes"}
-
-
-def test_a_prefill_goes_through_the_staging_slots_one_computing_while_the_next_arrives(device: Device) -> None:
-    """Residents first; no copy into a staging slot begins before what was in it has been computed."""
-    generator = torch.Generator().manual_seed(2)
-    log: list[tuple[str, float, float]] = []
-    with Layers(device, slots=2, staging=2, mode="fetch") as layers:
-        slots = layers.cache.staging
-        assert slots is not None
-        stop = device.copy_log.listen(lambda copy: log.append((copy.stream, copy.started_s, copy.ended_s)))
-        layers.check(0, routing(generator, DECODE_TOKENS + 1, 3))
-        stop()
-        copies = [(start, end) for stream, start, end in log if stream.endswith(" h2d")]
-        fetches = layers.layers[0]._ways[0]._begun
-        assert [fetch.row for fetch in fetches] == [number % 2 for number in range(EXPERTS)]
-        assert len(copies) == EXPERTS
-        for one, later in zip(fetches, fetches[2:], strict=False):
-            assert one.done is not None
-            assert later.copied.started_s >= one.done.started_s
+        served = {"prefill_lookups", "prefill_hits", "prefill_on_cpu", "prefill_fetched", "fetched_bytes"}
+        assert changed <= served | {"prefetched", "prefetches_wasted", "prefetched_bytes"}
 
 
 class Listening:

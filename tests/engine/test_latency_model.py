@@ -142,7 +142,7 @@ def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
     for _ in range(300):
         model.observe_cpu([1, 1], 6 * before_s)
         model.observe_transfer(MIXTRAL.transfer_s / 4)
-        model.observe_gpu(2, MIXTRAL.gpu_s(2) * 2)
+        model.observe_gpu([2], MIXTRAL.gpu_s(2) * 2)
     assert model.cpu_s(1) == pytest.approx(3 * before_s, rel=0.05)
     assert model.transfer_s == pytest.approx(MIXTRAL.transfer_s / 4, rel=0.05)
     assert model.gpu_s(2) == pytest.approx(MIXTRAL.gpu_s(2) * 2, rel=0.05)

@@ -33,8 +33,8 @@ def toy(base: type[Way], seconds: float) -> tuple[type[Way], list[int]]:
     class OneByOne(base):  # type: ignore[misc, valid-type]
         name = "one by one"
 
-        def estimate(self, busy_s: float) -> Estimate:
-            del busy_s
+        def estimate(self, step: Step, busy_s: float) -> Estimate:
+            del step, busy_s
             return Estimate(lambda _tokens: seconds, keeps_caller=self.keeps_caller)
 
         def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:

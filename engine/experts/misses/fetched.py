@@ -1,17 +1,24 @@
-"""Serves misses by fetching and computing them on the device: one expert is copied while another is computed."""
+"""Serves misses by fetching and computing them on the device: some are copied while others are computed."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from engine.devices.device import Direction, Event
+from engine.devices.device import Event
 from engine.experts.latency import Estimate
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.record_source import Held
 from engine.experts.slot_segments import Segment
+from engine.experts.staging import Staged
 from engine.telemetry import lanes
+
+_FEWEST_TOGETHER = 8
+"""Experts of a prompt's groups: submitting a group costs the host as much time as copying one or two experts."""
+_QUEUED = 3
+"""Groups whose copies are queued before the first of them is computed."""
 
 
 @dataclass(slots=True)
@@ -20,11 +27,10 @@ class _Fetch:
 
     Attributes:
         row: its row in the segment.
-        done: end of its computation, once that is submitted.
+        done: end of its group's computation, once that is submitted.
     """
 
     expert: int
-    tokens: int
     segment: Segment
     row: int
     copied: Event
@@ -32,17 +38,23 @@ class _Fetch:
     done: Event | None = None
 
 
+@dataclass(slots=True)
+class _Group:
+    """Experts computed by one launch, and the tokens of each."""
+
+    fetches: list[_Fetch]
+    tokens: list[int]
+
+
 class Fetched(Way):
-    """An expert that the cache admits is copied to its slot and stays there.  Others go through staging slots, where
-    the next expert arrives while this one is computed (DuoServe, section IV).
-    """
+    """An expert that the cache admits is copied to its slot and stays there.  Others go through staging slots."""
 
     name = "fetch"
     keeps_caller = False
 
     def __init__(self, layer: ExpertLayer) -> None:
         super().__init__(layer)
-        self._begun: list[_Fetch] = []
+        self._begun: list[_Group] = []
 
     @property
     def is_possible(self) -> bool:
@@ -52,72 +64,105 @@ class Fetched(Way):
     @property
     def has_failed(self) -> bool:
         """Whether a copy since the last `observe` has failed."""
-        return any(fetch.copied.done() and fetch.copied.failure is not None for fetch in self._begun)
+        fetches = (fetch for group in self._begun for fetch in group.fetches)
+        return any(fetch.copied.done() and fetch.copied.failure is not None for fetch in fetches)
 
-    def estimate(self, busy_s: float) -> Estimate:
+    def estimate(self, step: Step, busy_s: float) -> Estimate:
         """See `Way.estimate`: queued behind the copies already on the link."""
         cache, latency = self._layer.cache, self._layer.latency
-        staged = sum(fetch.is_staged and not fetch.copied.done() for fetch in self._begun)
+        staged = cache.staging.arriving if cache.staging is not None else 0
         transfer_s = latency.transfer_s
         backlog_s = (cache.backlog_bytes / cache.layout.nbytes + staged) * transfer_s
-        return Estimate(latency.gpu_s, transfer_s, backlog_s, busy_s)
+        seconds = partial(latency.gpu_s, together=self._together(step))
+        return Estimate(seconds, transfer_s, backlog_s, busy_s)
 
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
-        """Starts fetching these, in this order, and computing each when it has arrived."""
+        """Starts fetching these, those brought ahead first, and computing each group when it has arrived."""
         staging = self._layer.cache.staging
         assert staging is not None
-        # Submitting a kernel may block the caller until its expert has arrived, so the copies of the next experts are
-        # queued first: as many as there are staging slots.
-        ahead: deque[_Fetch] = deque()
-        for expert in experts:
-            ahead.append(self._copy(step, expert, held))
-            if len(ahead) >= len(staging.segment.slots):
-                self._compute(step, ahead.popleft())
-        while ahead:
-            self._compute(step, ahead.popleft())
+        there = staging.claim(self._layer.layer, experts)
+        order = [*there, *(expert for expert in experts if expert not in there)]
+        together = self._together(step)
+        # Submitting a kernel may block the caller until its experts have arrived, so the copies of the next ones are
+        # queued first, as far as there are slots.
+        waiting: deque[_Group] = deque()
+        for begin in range(0, len(order), together):
+            some = order[begin : begin + together]
+            new = sum(expert not in there for expert in some)
+            while waiting and (staging.free < new or len(waiting) == _QUEUED):
+                self._compute(step, waiting.popleft())
+            waiting.append(self._copy(step, some, there, held))
+        while waiting:
+            self._compute(step, waiting.popleft())
+
+    def ahead(self) -> Mapping[int, Staged]:
+        """See `Way.ahead`."""
+        staging = self._layer.cache.staging
+        return staging.ahead(self._layer.layer) if staging is not None else {}
+
+    def bring_ahead(self, most: int) -> None:
+        """See `Way.bring_ahead`."""
+        layer, cache = self._layer, self._layer.cache
+        source, staging = layer.source, cache.staging
+        if staging is None:
+            return
+        most = min(most, source.lendable)
+        absent = cache.absent(layer.layer, range(source.num_experts))[: max(0, most)]
+        held = source.hold_present(absent)
+        try:
+            staging.bring_ahead(layer.layer, [expert for expert in absent if expert in held.rows], held)
+        finally:
+            held.release()
 
     def observe(self) -> None:
         """See `Way.observe`."""
-        if not self._begun:
-            return
         latency = self._layer.latency
-        for fetch in self._begun:
-            copied, done = fetch.copied, fetch.done
-            if done is None or not (copied.done() and done.done()) or copied.failure or done.failure:
+        for group in self._begun:
+            done = group.fetches[0].done
+            if done is None or not done.done() or done.failure:
                 continue
-            latency.observe_transfer(copied.ended_s - copied.started_s)
-            latency.observe_gpu(fetch.tokens, done.ended_s - done.started_s)
+            for fetch in group.fetches:
+                latency.observe_transfer(fetch.copied.ended_s - fetch.copied.started_s)
+            latency.observe_gpu(group.tokens, done.ended_s - done.started_s)
         self._begun = []
 
     def forget(self) -> None:
         """See `Way.forget`."""
         self._begun = []
 
-    def _copy(self, step: Step, expert: int, held: Held) -> _Fetch:
-        cache, device, tokens = self._layer.cache, self._layer.device, step.routing.tokens(expert)
-        admitted = cache.admit(step.lookup, expert, held) if step.keeps else None
-        if admitted is not None:
-            segment, row = cache.locate(admitted[0])
-            fetch = _Fetch(expert, tokens, segment, row, admitted[1], is_staged=False)
-        else:
-            staging = cache.staging
-            assert staging is not None
-            slot, last_use = staging.take()
-            h2d = device.h2d_stream
-            if last_use is not None:
-                h2d.wait(last_use)
-            target = staging.segment.records.records[slot]
-            label = lanes.FETCH, None, expert, 1
-            copied = h2d.copy(target, held.record(expert), label, direction=Direction.H2D)
-            held.until(expert, copied)
-            fetch = _Fetch(expert, tokens, staging.segment, slot, copied, is_staged=True)
-        self._begun.append(fetch)
-        return fetch
+    def _together(self, step: Step) -> int:
+        """Experts of a group: in a token's step, each is computed when it arrives."""
+        staging = self._layer.cache.staging
+        if not step.is_prefill or staging is None:
+            return 1
+        return self._layer.latency.together(_FEWEST_TOGETHER, staging.most_together)
 
-    def _compute(self, step: Step, fetch: _Fetch) -> None:
-        device, staging = self._layer.device, self._layer.cache.staging
-        work = step.sums.on_device(fetch.segment.kernel(self._layer.make_kernel), {fetch.expert: fetch.row})
-        device.compute_stream.wait(fetch.copied)
-        fetch.done = device.compute_stream.submit(work, (lanes.EXPERTS, None, fetch.expert, 1))
-        if fetch.is_staged and staging is not None:
-            staging.used(fetch.row, fetch.done)
+    def _copy(self, step: Step, experts: Sequence[int], there: Mapping[int, Staged], held: Held) -> _Group:
+        cache, layer = self._layer.cache, self._layer.layer
+        staging, fetches = cache.staging, list[_Fetch]()
+        assert staging is not None
+        for expert in experts:
+            admitted = cache.admit(step.lookup, expert, held) if step.keeps and expert not in there else None
+            if admitted is not None:
+                segment, row = cache.locate(admitted[0])
+                fetches.append(_Fetch(expert, segment, row, admitted[1], is_staged=False))
+            else:
+                staged = there[expert] if expert in there else staging.bring(layer, expert, held)
+                fetches.append(_Fetch(expert, staging.segment, staged.slot, staged.copied, is_staged=True))
+        group = _Group(fetches, [step.routing.tokens(expert) for expert in experts])
+        self._begun.append(group)
+        return group
+
+    def _compute(self, step: Step, group: _Group) -> None:
+        compute, staging = self._layer.device.compute_stream, self._layer.cache.staging
+        fetches = group.fetches
+        kernel = fetches[0].segment.kernel(self._layer.make_kernel)
+        work = step.sums.on_device(kernel, {fetch.expert: fetch.row for fetch in fetches})
+        for fetch in fetches:
+            compute.wait(fetch.copied)
+        expert = fetches[0].expert if len(fetches) == 1 else -1
+        done = compute.submit(work, (lanes.EXPERTS, None, expert, len(fetches)))
+        for fetch in fetches:
+            fetch.done = done
+            if fetch.is_staged and staging is not None:
+                staging.used(fetch.row, done)

@@ -20,7 +20,7 @@ class OnCpu(Way):
         super().__init__(layer)
         self._estimate = Estimate(layer.latency.cpu_s, keeps_caller=True)
 
-    def estimate(self, busy_s: float) -> Estimate:  # noqa: ARG002
+    def estimate(self, step: Step, busy_s: float) -> Estimate:  # noqa: ARG002
         """See `Way.estimate`: it does not depend on how busy the device is."""
         return self._estimate
 

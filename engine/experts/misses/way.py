@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -121,8 +121,8 @@ class Way(ABC):
         return False
 
     @abstractmethod
-    def estimate(self, busy_s: float) -> Estimate:
-        """Estimates how long experts would take.
+    def estimate(self, step: Step, busy_s: float) -> Estimate:
+        """Estimates how long experts of a step would take.
 
         Args:
             busy_s: time until the device has finished its submitted work.
@@ -135,6 +135,13 @@ class Way(ABC):
         Args:
             held: their records; copies that outlive this call must be registered with `Held.until`.
         """
+
+    def ahead(self) -> Collection[int]:
+        """Experts of its layer that are coming this way already, since before the step: they are its own."""
+        return ()
+
+    def bring_ahead(self, most: int) -> None:  # noqa: B027  (most do not)
+        """Lets up to so many experts of its layer come, which is next, while other work is done."""
 
     def observe(self) -> None:  # noqa: B027  (most ways learn while they serve)
         """Corrects the latency model with the times of the previous step, which has ended."""

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from engine.formats.tiles import Pairing
-from engine.kernels.gpu.stored import ALIGNMENT, CardKernels, GroupedProducts, RecordTable, group, stored_matrix
-from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.gpu.stored import (
+    ALIGNMENT,
+    CardKernels,
+    ExpertGroups,
+    GroupedProducts,
+    RecordTable,
+    group,
+    known_groups,
+    stored_matrix,
+)
+from engine.kernels.interface import ByGroup, ExpertMath, GroupedKernel, LayerRecords, QuantisedFormat, Upload
 
 _MANY_VISITS = 1024
 """From this many visits per expert, large blocks are used."""
@@ -41,9 +52,11 @@ class CardExperts:
     is_capturable = True
 
     def __init__(
-        self, layer: LayerRecords, math: ExpertMath, kernels: CardKernels, many_tokens: ExpertKernel | None = None
+        self, layer: LayerRecords, math: ExpertMath, kernels: CardKernels, many_tokens: GroupedKernel | None = None
     ) -> None:
         self.math = math
+        if kernels.many is not None or many_tokens is not None:
+            self.fewest_in_groups = kernels.most_few + 1
         self._kernels, self._many_tokens = kernels, many_tokens
         known = math.activation
         self._first = stored_matrix(
@@ -74,6 +87,23 @@ class CardExperts:
             result = torch.cat([self._compute(*piece) for piece in zip(*cut, strict=True)])
         return result if result.dtype == hidden_states.dtype else result.to(hidden_states.dtype)
 
+    def for_groups(self, experts: Sequence[int], counts: Sequence[int], upload: Upload) -> ByGroup:
+        """See `engine.kernels.interface.GroupedKernel`."""
+        many = self._kernels.many
+        if many is None:
+            assert self._many_tokens is not None
+            return self._many_tokens.for_groups(experts, counts, upload)
+        block = _block(sum(counts))
+        groups = known_groups(experts, counts, self._experts, block).on(self._table.offsets.device, upload)
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            out = self._in_groups(many, rows.to(self._dtype), len(rows), groups, block, 1)
+            if self.math.norm is not None:
+                out = self.math.norm(out)
+            return out.to(rows.dtype)
+
+        return compute
+
     def _compute(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, width = index.shape
         ids = index.reshape(-1).long()
@@ -81,7 +111,10 @@ class CardExperts:
             return torch.zeros_like(hidden)
         few, many = self._kernels.few, self._kernels.many
         if many is not None and len(ids) > self._kernels.most_few:
-            out = self._in_groups(many, hidden, ids, width)
+            invalid = self._invalid(ids)
+            block = _block(len(ids))
+            groups = group(ids.masked_fill(invalid, self._experts), self._experts, block)
+            out = self._in_groups(many, hidden, len(ids), groups, block, width).masked_fill_(invalid[:, None], 0)
         else:
             inner = few.multiply_visits(self._first, self._table, hidden, ids, width, self.math.activation)
             inner = self._gate(inner)
@@ -99,16 +132,12 @@ class CardExperts:
             result[some] = (rows[some].float() * shares[some]).sum(1)
         return result
 
-    def _in_groups(self, many: GroupedProducts, hidden: torch.Tensor, ids: torch.Tensor, width: int) -> torch.Tensor:
-        block = 64 if len(ids) >= _MANY_VISITS else 16
-        invalid = self._invalid(ids)
-        groups = group(ids.masked_fill(invalid, self._experts), self._experts, block)
-        count = len(ids)
-        inner = many.multiply_groups(
-            self._first, self._table, hidden, count, groups, block, width, self.math.activation
-        )
-        out = many.multiply_groups(self._down, self._table, self._gate(inner), count, groups, block, 1)
-        return out.masked_fill_(invalid[:, None], 0)
+    def _in_groups(
+        self, many: GroupedProducts, hidden: torch.Tensor, visits: int, groups: ExpertGroups, block: int, width: int
+    ) -> torch.Tensor:
+        activation = self.math.activation
+        inner = many.multiply_groups(self._first, self._table, hidden, visits, groups, block, width, activation)
+        return many.multiply_groups(self._down, self._table, self._gate(inner), visits, groups, block, 1)
 
     def _gate(self, inner: torch.Tensor) -> torch.Tensor:
         """Activations that the kernels do not support are left to the module."""
@@ -116,3 +145,7 @@ class CardExperts:
 
     def _invalid(self, ids: torch.Tensor) -> torch.Tensor:
         return (ids < 0) | (ids >= self._experts)
+
+
+def _block(visits: int) -> int:
+    return 64 if visits >= _MANY_VISITS else 16

@@ -6,10 +6,11 @@ each has is never brought to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
@@ -17,7 +18,7 @@ from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
     from engine.kernels.activation import Activation
-    from engine.kernels.interface import LayerRecords
+    from engine.kernels.interface import LayerRecords, Upload
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class ExpertGroups:
     ends: torch.Tensor
     block_expert: torch.Tensor
     block_begin: torch.Tensor
+
+    def on(self, place: torch.device, upload: Upload) -> ExpertGroups:
+        """The same on a device, by one copy."""
+        parts = (self.order, self.ends, self.block_expert, self.block_begin)
+        return ExpertGroups(*torch.split(upload(torch.cat(parts), place), [len(part) for part in parts]))
 
 
 def group(ids: torch.Tensor, experts: int, block: int) -> ExpertGroups:
@@ -56,6 +62,23 @@ def group(ids: torch.Tensor, experts: int, block: int) -> ExpertGroups:
     known = expert.clamp(max=experts - 1)
     before = torch.where(known > 0, blocks_end[(known - 1).clamp(min=0)], 0)
     return ExpertGroups(order, ends, expert, begins[known] + (programs - before) * block)
+
+
+def known_groups(experts: Sequence[int], counts: Sequence[int], of: int, block: int) -> ExpertGroups:
+    """The groups of visits that are sorted already, so many of each expert in turn, on the host.
+
+    Args:
+        experts: distinct ids below `of`.
+    """
+    ids, many = np.asarray(experts, dtype=np.int64), np.asarray(counts, dtype=np.int64)
+    ends = np.cumsum(many)
+    programs = -(-many // block)
+    first = np.repeat(np.cumsum(programs) - programs, programs)
+    begins = np.repeat(ends - many, programs) + (np.arange(len(first)) - first) * block
+    every_end = np.zeros(of, dtype=np.int64)
+    every_end[ids] = ends
+    parts = (np.arange(int(ends[-1])), every_end, np.repeat(ids, programs), begins)
+    return ExpertGroups(*(torch.from_numpy(part) for part in parts))
 
 
 ALIGNMENT = 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -260,6 +261,9 @@ def bind_to_devices(
         )
         made.append(experts)
         setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
+    for cache in {id(experts.cache): experts.cache for experts in made}.values():
+        for experts, after in pairwise([each for each in made if each.cache is cache]):
+            experts.after = after
     return made
 
 
