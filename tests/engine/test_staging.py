@@ -1,4 +1,4 @@
-"""Experts that pass through a device in groups: what arrives is what is computed, whatever is late, cut off or short."""
+"""Experts that pass through a device in groups: what arrives is computed, whatever is late, cut off or short."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def test_any_prompts_and_tokens_in_any_order(
     device, generator = devices[link], torch.Generator().manual_seed(seed)
     copies, stop = brought(device)
     try:
-        with pytest.MonkeyPatch.context() as patch, Layers(device, kind, dtype, slots, None, "lru", mode, staging) as of:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            Layers(device, kind, dtype, slots, None, "lru", mode, staging) as of,
+        ):
             patch.setattr("engine.experts.misses.fetched._FEWEST_TOGETHER", together)
             ring = of.cache.staging
             assert ring is not None

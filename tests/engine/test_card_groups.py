@@ -1,0 +1,83 @@
+"""Rows sorted by expert, whose numbers the host knows: what a card computes, and in how few launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.experts.bank import BankLayer
+from engine.experts.partial_sums import PartialSums, Routing
+from engine.kernels.gpu.experts import CardExperts
+from engine.kernels.gpu.stored import CardKernels, group, known_groups
+from engine.kernels.interface import ExpertMath
+from engine.kernels.reference import reference_experts
+from engine.kernels.torch_experts import TorchExperts
+from tests.engine.card_experts import KINDS, PRECISIONS, layer_of, module_of
+from tests.engine.emulated_cuda_card import emulated_kernels, needs_compiler
+
+CPU = torch.device("cpu")
+_VIEWS = {"view", "_unsafe_view", "slice", "select", "split", "split_with_sizes", "unbind", "t", "detach", "expand"}
+_VIEWS |= {"unsqueeze", "transpose", "as_strided", "reshape", "empty", "empty_like", "new_empty", "alias"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that would start a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name not in _VIEWS:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_groups_that_are_known_are_those_that_a_card_finds() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for block in (4, 16):
+        for experts in (1, 5, 12):
+            ids = torch.randint(0, experts, (70,), generator=generator).sort().values
+            found, counts = ids.unique_consecutive(return_counts=True)
+            known, wanted = known_groups(found.tolist(), counts.tolist(), experts, block), group(ids, experts, block)
+            real = wanted.block_expert < experts
+            assert torch.equal(known.order, wanted.order)
+            assert torch.equal(known.ends[found], wanted.ends[found])
+            assert torch.equal(known.block_expert, wanted.block_expert[real])
+            assert torch.equal(known.block_begin, wanted.block_begin[real])
+
+
+def card_kernel(kind: str, precision: str, kernels: CardKernels, experts: int = 5) -> tuple[CardExperts, Any, Any]:
+    torch.manual_seed(len(kind))
+    module = module_of(kind, experts, 70, 40, bias=True)
+    layer, meant = layer_of(module, precision, CPU, 1)
+    math = ExpertMath.of(module)
+    bank = BankLayer("experts", layer.layout, torch.cat(list(layer.pieces)))
+    in_torch = TorchExperts(bank, math, None, kernels.unpack)
+    return CardExperts(layer, math, kernels, in_torch), module, meant
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "precision"), [(kind, PRECISIONS[number % len(PRECISIONS)]) for number, kind in enumerate(KINDS)]
+)
+def test_every_kind_of_expert(kind: str, precision: str) -> None:
+    kernels = emulated_kernels()
+    kernel, module, meant = card_kernel(kind, precision, CardKernels(kernels.few, 4, kernels.many, kernels.unpack))
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    hidden, weights = torch.randn(40, 70).to(dtype), torch.rand(40, 2)
+    index = torch.stack([torch.randperm(6)[:2] for _ in range(40)])
+    routing = Routing(index, 5)
+    sums = PartialSums(hidden, weights, routing, torch.full((80, 70), torch.nan, dtype=dtype))
+    sums.on_device(kernel, {expert: expert for expert in (3, 0, 4)})()
+    sums.on_device(kernel, {expert: expert for expert in (1, 2)})()
+    sums.finish()()
+    wanted = reference_experts(module, meant, hidden.float(), index, weights)
+    tolerance = 1e-4 if precision == "fp32" else 0.03
+    torch.testing.assert_close(
+        sums.result.float(), wanted, rtol=tolerance, atol=tolerance * max(1.0, float(wanted.abs().max()))
+    )
