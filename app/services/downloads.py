@@ -38,13 +38,15 @@ TERMINATE_MS = 3000
 
 class Downloads(QObject):
     """Signals:
-    changed: `entries` are new.
-    finished(Download): one is complete.
+    changed: `entries` or `part` are new.
+    finished(Download): a model is complete.
+    part_finished(Download): the engine's part has arrived.
     problem(str): something that was asked for could not be done, or the process does not run.
     """
 
     changed = Signal()
     finished = Signal(object)
+    part_finished = Signal(object)
     problem = Signal(str)
 
     def __init__(self, settings: Settings, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
@@ -68,8 +70,13 @@ class Downloads(QObject):
 
     @property
     def entries(self) -> tuple[Download, ...]:
-        """All downloads that are not done, in their order."""
-        return self._entries or ()
+        """All downloads of models that are not done, in their order."""
+        return tuple(one for one in self._entries or () if not one.is_part)
+
+    @property
+    def part(self) -> Download | None:
+        """The download of the engine's part, while it is not done."""
+        return next((one for one in self._entries or () if one.is_part), None)
 
     @property
     def limit(self) -> int:
@@ -93,7 +100,7 @@ class Downloads(QObject):
 
     def entry(self, key: str) -> Download | None:
         """The download of this key."""
-        return next((one for one in self.entries if one.key == key), None)
+        return next((one for one in self._entries or () if one.key == key), None)
 
     # --- what people want -----------------------------------------------------------------------------
 
@@ -120,6 +127,11 @@ class Downloads(QObject):
 
         self._starts, limit, folder = 0, self.limit, self._settings.get(FOLDER_KEY, "")
         self._ask(doing, then)
+
+    def add_part(self, adding: Callable[[], Download]) -> None:
+        """Has `adding`, called in the background, put the engine's part into the queue."""
+        self._starts, limit = 0, self.limit
+        self._ask(lambda: _limited(adding(), limit))
 
     def pause(self, key: str) -> None:
         """Stops a download, which keeps what it has."""
@@ -162,7 +174,7 @@ class Downloads(QObject):
         """Puts a download at this place of `entries`."""
         if not 0 <= place < len(self.entries):
             return
-        among_all = self.entries[place].order
+        among_all = self.entries[place].order  # of all, the engine's part with them
 
         def doing() -> None:
             from engine.checkpoint.downloads.queue import reorder
@@ -174,7 +186,7 @@ class Downloads(QObject):
     def set_limit(self, bytes_per_s: int) -> None:
         """Limits every download, also those that are added later, to so many bytes a second; 0 for no limit."""
         self._settings.set(LIMIT_KEY, bytes_per_s)
-        keys = [one.key for one in self.entries]
+        keys = [one.key for one in self._entries or ()]
         if not keys:
             return
 
@@ -256,7 +268,7 @@ class Downloads(QObject):
     def _on_read(self, found: tuple[Download, ...]) -> None:
         from engine.checkpoint.downloads.queue import DownloadState
 
-        before = {one.key: one for one in self.entries}
+        before = {one.key: one for one in self._entries or ()}
         known = self._entries is not None
         unfinished = tuple(one for one in found if one.state is not DownloadState.DONE)
         if unfinished != self._entries:
@@ -266,7 +278,7 @@ class Downloads(QObject):
             if one.state is DownloadState.DONE:
                 self.forget(one.key)
                 if known and one.key in before:
-                    self.finished.emit(one)
+                    (self.part_finished if one.is_part else self.finished).emit(one)
         waits = any(one.state in (DownloadState.WAITING, DownloadState.RUNNING) for one in unfinished)
         if waits and not any(one.is_live for one in unfinished):
             self._start()

@@ -101,10 +101,11 @@ class Checker:
         if not self._is_repaired(file):
             with self._changed:
                 self._fetching.begin_again(file)  # if people try again, then from the start
+            other = "use another mirror" if file.planned.url else "choose another repository"
             raise EngineError(
                 ErrorCode.DOWNLOAD_FAILED,
-                f"{file.planned.path} arrived with a wrong checksum twice: the hub's copy or a proxy on the way is "
-                "damaged; try again later, or choose another repository.",
+                f"{file.planned.path} arrived with a wrong checksum twice: the server's copy or a proxy on the way is "
+                f"damaged; try again later, or {other}.",
             )
 
     def _to_hash(self) -> File | None:

@@ -12,7 +12,7 @@ import hashlib
 import re
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -36,7 +36,7 @@ from engine.common.files import Lock, disk_errors_explained, new_folder, require
 from engine.common.paths import models_dir
 
 __all__ = [
-    "WAITING_FOR_NETWORK", "WAITING_FOR_SERVER", "Download", "DownloadState", "add", "cancel", "downloads",
+    "WAITING_FOR_NETWORK", "WAITING_FOR_SERVER", "Download", "DownloadState", "add", "add_part", "cancel", "downloads",
     "line_speed", "pause", "reorder", "resume", "run", "run_queue", "set_limit",
 ]  # fmt: skip
 
@@ -93,6 +93,11 @@ class Download:
     is_live: bool
     endpoint: str = ""
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of Switchyard itself, and no model."""
+        return self.reference.startswith(records.PARTS)
+
 
 OnProgress = Callable[[Download], None]
 
@@ -143,6 +148,31 @@ def add(candidate: Candidate, *, name: str = "", folder: Path | None = None) -> 
             records.write_wanted(key, Wanted())
             (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
             records.write_order([*(each for each in records.all_keys() if each != key), key])
+    return _download(key)
+
+
+def add_part(name: str, title: str, files: Sequence[PlannedFile], folder: Path) -> Download:
+    """Adds the files of a part of Switchyard as the first one, as `add` does a model's; they become `folder/name`.
+
+    Raises:
+        EngineError: `DISK_FULL`, `INVALID_REQUEST` (the folder cannot be written).
+    """
+    pinned = "\n".join(sorted(f"{file.place} {file.sha256}" for file in files))
+    key = f"{name}-{hashlib.sha256(f'{folder}|{pinned}'.encode()).hexdigest()[:10]}"
+    with disk_errors_explained(folder), records.changing():
+        plan = records.read_plan(key)
+        if plan is None or (_describe(plan, 0).state is DownloadState.DONE and not plan.target.exists()):
+            plan = Plan(
+                key, title, records.PARTS + name, "", name, "", "", gated=False,
+                folder=str(folder), name=name, created=time.time(), files=tuple(files),
+            )  # fmt: skip
+            new_folder(folder)
+            require_space(folder, plan.total_bytes)
+            plan.work.mkdir(exist_ok=True)
+            records.write_plan(plan)
+            records.write_wanted(key, Wanted())
+            (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
+            records.write_order([key, *(each for each in records.all_keys() if each != key)])
     return _download(key)
 
 

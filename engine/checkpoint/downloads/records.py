@@ -33,12 +33,14 @@ _Record = TypeVar("_Record")
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A file to fetch: `path` in the repository, `place` in the model's folder, both with `/`."""
+    """A file to fetch: `path` in the repository, `place` in the model's folder, both with `/`; one that lies in no
+    repository has a `url`."""
 
     path: str
     place: str
     size: int
     sha256: str
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class Plan:
         return Repository(self.hub, self.id, self.commit, files, "", "", self.gated, endpoint=self.endpoint)
 
 
+PARTS = "switchyard:"
+"""A reference that begins so is of a part of Switchyard itself, and of no model."""
 RUN, PAUSE, CANCEL = "run", "pause", "cancel"
 WAITING_FOR_NETWORK, WAITING_FOR_SERVER = "waiting_for_network", "waiting_for_server"
 """The `error_code` of a download that runs but reaches nobody, or nobody who gives it more; it goes on by itself."""

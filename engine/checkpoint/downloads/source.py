@@ -26,6 +26,7 @@ from engine.checkpoint.downloads.records import Plan, PlannedFile
 from engine.checkpoint.hub.http import HubReason, refusal
 from engine.checkpoint.hub.repository import RepoFile, file_url, place_of
 from engine.checkpoint.hub.token import read_token, set_aside
+from engine.checkpoint.mirror import mirrored_package
 from engine.common.errors import EngineError, ErrorCode
 
 CONNECT_S = 15.0
@@ -37,6 +38,9 @@ _MOST_STALE = 3
 _LONGEST_ASKED_S = 3600.0
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 _AGENT = "switchyard"
+_PROXY_LOGIN = (
+    "The proxy asks for a name and a password: give its address in the settings as http://NAME:PASSWORD@HOST:PORT."
+)
 _ERRORS = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 
@@ -147,6 +151,8 @@ class Client:
 
 def _trouble(error: Exception, url: str) -> Exception:
     host = urlsplit(url).hostname or "the hub"
+    if isinstance(error, httpx2.ProxyError) and "407" in str(error):
+        return NetworkAway(_PROXY_LOGIN)
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         if "CERTIFICATE" in str(error).upper():
             return NetworkAway(
@@ -173,9 +179,10 @@ class Source:
 
     def __init__(self, plan: Plan, file: PlannedFile, client: Client, etag: str = "") -> None:
         self._plan, self._file, self._client = plan, file, client
-        self._hub_url = file_url(plan.repository, RepoFile(file.path, file.size, file.sha256))
+        in_hub = RepoFile(file.path, file.size, file.sha256)
+        self._hub_url = mirrored_package(file.url) if file.url else file_url(plan.repository, in_hub)
         self._origin = _origin(self._hub_url)
-        self._sends_token = True
+        self._sends_token = not file.url
         self._lock = threading.RLock()
         self._url = ""  # after redirects; empty: ask the hub
         self._stale = 0
@@ -265,7 +272,7 @@ class Source:
 
     def _does_without_token(self, response: httpx2.Response) -> bool:
         """Whether to ask again, without the token: an expired one bars what is open to everybody, too."""
-        token = read_token(self._origin[1])
+        token = "" if self._file.url else read_token(self._origin[1])
         if response.status_code < 400 and token and not self._sends_token:
             set_aside(self._origin[1], token)
         if response.status_code != 401 or not token or not self._sends_token or self._plan.gated:
@@ -352,6 +359,8 @@ class Source:
         if status < 400:
             return
         wait_s = _retry_after(response.headers.get("Retry-After", ""))
+        if status == 407:
+            raise NetworkAway(_PROXY_LOGIN)
         if status == 429 or (status == 503 and wait_s):
             raise ServerBusy(self._words("asks for fewer requests; waiting"), wait_s, too_many=True)
         if status in (408, 425) or status >= 500:
@@ -373,6 +382,12 @@ class Source:
 
     def _final(self, response: httpx2.Response) -> EngineError:
         """What only people can put right."""
+        if self._file.url:
+            return EngineError(
+                ErrorCode.DOWNLOAD_FAILED,
+                f"{_origin(self._hub_url)[1]} does not give {self._file.path} (status {response.status_code}): try "
+                "again later, or use another mirror of packages in the settings.",
+            )
         place = place_of(self._plan.hub, self._plan.id, self._plan.endpoint, gated=self._plan.gated)
         headers = {name.lower(): value for name, value in response.headers.items()}
         error = refusal(place, response.status_code, headers)
