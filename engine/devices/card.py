@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +13,13 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.card_stream import CardClock, CardStream
 from engine.devices.device import Capture, CopyLog, Device
+from engine.devices.failures import is_out_of_memory
 from engine.devices.host_memory import HostMemory, aligned
 from engine.devices.memory_budget import MemoryBudget
 from engine.devices.memory_watch import MemoryWatch, Room
 from engine.devices.relayed_stream import RelayedStream
+
+_log = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 2**30
 """Bytes left to the driver, torch's workspaces and the desktop."""
@@ -37,6 +42,8 @@ class CardKind:
         shows_desktop: whether the card of this index drives a display; None if that is not known.
         in_ram: returns a function that counts bytes of this process that belong on the card of this index, or may be
             read by it, and lie in RAM; None if the system cannot move them there, or does not say.
+        is_built: whether the installed torch knows the kind.
+        variables: of the environment, by which cards are hidden from programs.
     """
 
     name: str
@@ -46,10 +53,27 @@ class CardKind:
     captures: Callable[[torch.device], Callable[[], Capture]] | None = None
     shows_desktop: Callable[[int], bool | None] = lambda _index: None
     in_ram: Callable[[int], Callable[[], int | None] | None] = lambda _index: None
+    is_built: Callable[[], bool] = lambda: True
+    variables: tuple[str, ...] = ()
 
     def count(self) -> int:
         """Number of cards that torch can use."""
-        return int(self.torch.device_count()) if self.torch.is_available() else 0
+        try:
+            return int(self.torch.device_count()) if self.torch.is_available() else 0
+        except RuntimeError as error:  # a driver that breaks when it is asked
+            _log.warning("torch cannot count the cards of the kind %s: %s", self.name, error)
+            return 0
+
+    def hidden(self) -> str:
+        """Why torch sees no card, as a sentence, if a variable of the environment decides that; else empty."""
+        if not self.is_built() or self.count():
+            return ""
+        said = next(((name, os.environ[name]) for name in self.variables if name in os.environ), None)
+        if said is None:
+            return ""
+        return (
+            f"The variable {said[0]} is {said[1]!r}, which shows this program no graphics card: remove it to use one."
+        )
 
 
 def reserve_bytes(total: int, free: int, *, shows_desktop: bool | None) -> int:
@@ -90,7 +114,8 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
     if index >= (count := kind.count()):
         what = f"no graphics card number {index}" if count else "no graphics card that torch can use"
         raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE, f"This machine has {what}: use cpu, or run `switchyard doctor`."
+            ErrorCode.DEVICE_UNAVAILABLE,
+            kind.hidden() or f"This machine has {what}: use cpu, or run `switchyard doctor`.",
         )
     name = f"{kind.name}:{index}"
     place = torch.device(kind.name, index)
@@ -106,11 +131,11 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
         )
         new_capture = None if kind.captures is None else kind.captures(place)
     except RuntimeError as error:
-        text = str(error).strip().splitlines()[0]
-        raise EngineError(
-            ErrorCode.DEVICE_UNAVAILABLE,
-            f"Graphics card {name} does not respond ({text}): restart the computer or use --device cpu.",
-        ) from error
+        text = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = f"Graphics card {name} does not respond ({text}): restart the computer or use --device cpu."
+        if is_out_of_memory(error):
+            why = f"Graphics card {name} has no memory left: close other programs that use it, or use --device cpu."
+        raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, why) from error
     reserve = reserve_bytes(total, free, shows_desktop=kind.shows_desktop(index))
     usable = max(0, free - reserve)
     budget = usable if vram_bytes is None else min(usable, vram_bytes)

@@ -216,4 +216,14 @@ def counts_in_ram(index: int) -> Callable[[], int | None] | None:
     return count
 
 
-CUDA = CardKind("cuda", torch.cuda, PinnedMemory, identity_of, _captures, shows_desktop, counts_in_ram)
+CUDA = CardKind(
+    "cuda",
+    torch.cuda,
+    PinnedMemory,
+    identity_of,
+    _captures,
+    shows_desktop,
+    counts_in_ram,
+    torch.backends.cuda.is_built,
+    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+)

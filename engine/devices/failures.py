@@ -11,12 +11,15 @@ from engine.common.errors import EngineError, ErrorCode
 
 _log = logging.getLogger(__name__)
 
-_CPU_WORDS = ("DefaultCPUAllocator", "not enough memory", "can't allocate memory")
+_WORDS = (
+    *("DefaultCPUAllocator", "not enough memory", "can't allocate memory"),
+    *("CUDA error: out of memory", "HIP error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch reports it differently for devices and, only in words, for the CPU."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _CPU_WORDS)
+    """Whether an allocation failed: torch has a class for its own on devices, and words for the CPU's and a driver's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
 def as_engine_error(error: BaseException, stream: str) -> EngineError:

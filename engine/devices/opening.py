@@ -34,6 +34,27 @@ def card_count(spec: str) -> int:
     return 1 if kind is None else max(1, kind.count())
 
 
+def open_automatic(vram_bytes: int | None = None) -> tuple[list[Device], str]:
+    """What `auto` means: the cards of the first kind of which one can be used; the caller closes them.
+
+    Args:
+        vram_bytes: memory budget of each device.
+
+    Returns:
+        The cards, none if that is the CPU; and a sentence on those that cannot be used, or nothing to say.
+    """
+    for kind in CARD_KINDS.values():
+        devices, refused = [], []
+        for index in range(kind.count()):
+            try:
+                devices.append(open_card(kind, index, vram_bytes))
+            except EngineError as error:
+                refused.append(error.message)
+        if devices or refused:
+            return devices, refused[0] if refused else ""
+    return [], next(filter(None, (kind.hidden() for kind in CARD_KINDS.values())), "")
+
+
 def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
     """Opens the devices named by `spec`; the caller closes them.
 

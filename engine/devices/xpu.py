@@ -18,4 +18,15 @@ def identity_of(index: int) -> str:
     return f"{properties.name} {properties.total_memory >> 20} MiB driver {driver} XPU".replace("driver  ", "")
 
 
-XPU = CardKind("xpu", torch.xpu, lambda _place: PageableMemory(), identity_of)
+def _is_built() -> bool:
+    return getattr(torch.version, "xpu", None) is not None
+
+
+XPU = CardKind(
+    "xpu",
+    torch.xpu,
+    lambda _place: PageableMemory(),
+    identity_of,
+    is_built=_is_built,
+    variables=("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+)

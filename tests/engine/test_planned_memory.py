@@ -104,7 +104,7 @@ def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
                 vram_bytes=vram * MIB or None,
                 precision=precision,
             )
-            opened, devices = open_checkpoint(config), open_compute_devices(config)
+            opened, (devices, _) = open_checkpoint(config), open_compute_devices(config)
             try:
                 budgets = decision.budgets_of(config, devices)
                 counted_sizes = decision.sizes_of(opened, config, devices, layer_names(opened.model))

@@ -60,7 +60,9 @@ def compile_kernel(kernel: Kernel, architecture: int, nvrtc: Nvrtc) -> Machine:
     return nvrtc.compile(texts[kernel.source], kernel.source, headers, options)
 
 
-def machine_code(kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc: Nvrtc | None = None) -> bytes:
+def machine_code(
+    kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc: Nvrtc | None = None, *, again: bool = False
+) -> bytes:
     """The kernel's machine code for a card, from the cache folder or the compiler.
 
     A file that is incomplete, changed or not ours is ignored and made again.
@@ -68,6 +70,7 @@ def machine_code(kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc
     Args:
         driver: its version; another one gets code of its own.
         nvrtc: the compiler; by default one that is found and knows the card.
+        again: the driver has refused what was kept.
 
     Raises:
         CompileError: there is no compiler, or it refuses the kernel.
@@ -80,7 +83,7 @@ def machine_code(kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc
     folder = cache_dir() / "cuda"
     stem = f"{kernel.name}-sm_{architecture}-"
     path = folder / f"{stem}{made_from.hexdigest()[:24]}.cubin"
-    kept = _read(path)
+    kept = None if again else _read(path)
     if kept is not None:
         return kept
     code = compile_kernel(kernel, architecture, nvrtc).code

@@ -122,9 +122,11 @@ class NvidiaCard:
         _checked(started, f"start {kernel.name}")
 
     def _load(self, kernel: Kernel) -> ctypes.c_void_p:
-        code = machine_code(kernel, self.capability, self.driver)
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        _checked(_driver().cuModuleLoadData(ctypes.byref(module), code), f"load {kernel.name}")
+        code = machine_code(kernel, self.capability, self.driver)
+        if _driver().cuModuleLoadData(ctypes.byref(module), code):  # it was kept by another driver, perhaps
+            code = machine_code(kernel, self.capability, self.driver, again=True)
+            _checked(_driver().cuModuleLoadData(ctypes.byref(module), code), f"load {kernel.name}")
         self._modules.append(module)
         found = _driver().cuModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode())
         _checked(found, f"find {kernel.entry}")

@@ -18,7 +18,7 @@ from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.devices.opening import automatic, open_devices
+from engine.devices.opening import open_automatic, open_devices
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.sites import ExpertsSite, verify
 from engine.families.replies.thinking import may_think, template_text, thinking_choices
@@ -50,18 +50,15 @@ from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, igno
 _log = logging.getLogger(__name__)
 
 
-def open_compute_devices(config: EngineConfig) -> list[Device]:
-    """The requested devices besides the CPU; the caller closes them.
+def open_compute_devices(config: EngineConfig) -> tuple[list[Device], str]:
+    """The requested devices besides the CPU, which the caller closes, and what is to be said of those left out.
 
     Raises:
         EngineError: `DEVICE_UNAVAILABLE` if this machine has no such device, `INVALID_REQUEST` if nothing is called so.
     """
-    name = config.device
-    if name == "auto":
-        name = automatic()
-    if name == "cpu":
-        return []
-    return open_devices(name, config.vram_bytes)
+    if config.device == "auto":
+        return open_automatic(config.vram_bytes)
+    return ([], "") if config.device == "cpu" else (open_devices(config.device, config.vram_bytes), "")
 
 
 _BANKS = 2
@@ -94,17 +91,18 @@ def load_model(
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
-    devices = ModelDevices(open_compute_devices(config))  # a missing one is reported before gigabytes are read
+    opened, left_out = open_compute_devices(config)  # a missing one is reported before gigabytes are read
     try:
-        note = ""
+        note = left_out
         for _ in range(_BANKS):
             try:
-                return _load(config, devices, on_progress, cancelled, on_phase, note)
+                return _load(config, ModelDevices(opened), on_progress, cancelled, on_phase, note)
             except UnusableBankError as error:
                 error.path.unlink(missing_ok=True)
                 note = made_again(error.reason)
-            devices = ModelDevices(open_compute_devices(config))
-        return _load(config, devices, on_progress, cancelled, on_phase, note)
+            opened, left_out = open_compute_devices(config)
+            note = " ".join(filter(None, (note, left_out)))
+        return _load(config, ModelDevices(opened), on_progress, cancelled, on_phase, note)
     except (DeviceMemoryError, torch.OutOfMemoryError) as error:
         refusal = str(error).partition("\n")[0]
     # Other programs took the memory during loading, or the estimate was wrong: without the device it runs all the
