@@ -18,7 +18,7 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: torch has a class for its own on devices, and words for the CPU's and a driver's."""
+    """Whether an allocation failed: torch has a class for its own of a card, and words for the CPU's and a driver's."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
