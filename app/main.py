@@ -28,6 +28,7 @@ from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.files import make_private
 from engine.common.paths import data_dir, log_dir, own_dirs
 
@@ -52,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     reports = CrashReports(log_dir())
     reports.install()
     open_window_log(log_dir())
+    begin_with_proxy()
     try:
         return _run(_application(argv or sys.argv), reports)
     finally:
@@ -136,7 +138,7 @@ def _first_run(services: Services) -> Page:
     from app.widgets.model_dialog import ask_model
 
     the = services
-    page = FirstRunPage(the.client, the.hub, the.downloads, the.library, the.download, the.settings)
+    page = FirstRunPage(the.client, the.hub, the.downloads, the.library, the.download, the.settings, the.engine_part)
     page.load_wanted.connect(the.model_start.begin)
     page.file_wanted.connect(lambda: ask_model(page, lambda model: the.model_start.open(str(model))))
     return page

@@ -10,15 +10,15 @@ import argparse
 import importlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
-from engine.common.installed import version
+from engine.common.installed import bundle, engine_module, go_on_as, version
 from engine.common.paths import own_dirs, python_module
 from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _heed_interrupts()
     make_private(own_dirs())
+    begin_with_proxy()
     end_log = log_to_file("command.log", also_stderr=False)
     try:
         return _run(arguments)
@@ -80,9 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # a library written in Rust raises a bare `BaseException`
         if _was_interrupted(error):
             return INTERRUPTED
-        doing = "running this command"
-        log_failure(error, doing)
-        failure = as_engine_error(error, doing)
+        failure = _without_engine(error)
+        if failure is None:
+            doing = "running this command"
+            log_failure(error, doing)
+            failure = as_engine_error(error, doing)
         report_error(failure, as_json="--json" in arguments)
         return 2 if failure.code.is_users else 1
     finally:
@@ -132,16 +135,26 @@ def _was_interrupted(error: BaseException) -> bool:
     return False
 
 
+def _without_engine(error: BaseException) -> EngineError | None:
+    """What to say where an installed package has not fetched PyTorch yet; None if that is not it."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or missing.partition(".")[0] not in ("torch", "transformers"):
+        return None
+    try:
+        engine_module("engine.cli")
+    except EngineError as failure:
+        return failure
+    return None
+
+
 def _open_window() -> int:
     if not has_display():
         note("switchyard: no display (DISPLAY and WAYLAND_DISPLAY are not set); chatting in this terminal.")
+        if bundle() is not None:  # whose window knows no PyTorch
+            command, variables = engine_module("engine.cli")
+            go_on_as([*command, "chat"], variables)
         return _run(["chat"])
-    command, variables = python_module("app.main")
-    os.environ.update(variables)
-    if sys.platform == "win32":
-        # On Windows, exec would return to the shell before the window opens.
-        return subprocess.call(command)
-    return os.execv(command[0], command)
+    return go_on_as(*python_module("app.main"))
 
 
 if __name__ == "__main__":

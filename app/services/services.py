@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs
     from app.services.batch_sample import BatchSample
     from app.services.downloads import Downloads
+    from app.services.engine_part import EnginePart
     from app.services.hub import Hub
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
@@ -118,6 +119,13 @@ class Services:
         return Downloads(self.settings)
 
     @cached_property
+    def engine_part(self) -> EnginePart:
+        """The engine of an installed package, where it is not there yet."""
+        from app.services.engine_part import EnginePart
+
+        return EnginePart(self.downloads)
+
+    @cached_property
     def speeds(self) -> ModelSpeeds:
         """How fast the models on this PC would answer."""
         from app.services.model_speeds import ModelSpeeds
@@ -138,7 +146,7 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        for name in ("downloads", "library", "hub", "speeds", "api_server"):
+        for name in ("engine_part", "downloads", "library", "hub", "speeds", "api_server"):
             if name in made:
                 made[name].close()
         self.telemetry.close()

@@ -15,15 +15,15 @@ A part is used only as a whole, and an engine only with the window of its own ve
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import json
 import os
 import re
+import subprocess
 import sys
-import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_private
@@ -154,6 +154,9 @@ def version() -> str:
     if packed is not None:
         part = _newer_window(packed)
         return part.version if part is not None else packed.version
+    import importlib.metadata  # both take a while, and the window is to open soon
+    import tomllib
+
     try:
         return importlib.metadata.version("switchyard")
     except importlib.metadata.PackageNotFoundError:
@@ -368,3 +371,31 @@ def command_line() -> tuple[list[str], dict[str, str]]:
         return python_module("engine.cli")
     engine = current_engine()
     return packed_module(packed, engine.folder if engine is not None else window_folder(), "engine.cli")
+
+
+def before_start(arguments: Sequence[str]) -> None:
+    """Goes on in the right folder of packages, if this is not it: the launcher calls this first.
+
+    The window runs from the newest one in use, a verb from the engine's part, where PyTorch is.
+
+    Raises:
+        EngineError: as `bundle`.
+    """
+    packed = bundle()
+    if packed is None:
+        return
+    has_verb = any(not argument.startswith("-") for argument in arguments)
+    engine = current_engine() if has_verb else None
+    folder = engine.folder if engine is not None else window_folder()
+    if folder.resolve() != Path(__file__).resolve().parents[2]:
+        command, variables = packed_module(packed, folder, "engine.cli")
+        go_on_as([sys.executable, *command[1:], *arguments], variables)
+
+
+def go_on_as(command: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """Becomes another process of ours."""
+    os.environ.update(variables)
+    if sys.platform == "win32":
+        # On Windows, exec would return to the shell before the other one ends.
+        sys.exit(subprocess.call(command))
+    os.execv(command[0], list(command))

@@ -84,11 +84,20 @@ def install(choice: EngineChoice, given: Path | None = None, on_step: OnStep = l
     return choice.name
 
 
+def is_proven(name: str) -> bool:
+    """Whether a killed run had proven a part, which then needs only its name."""
+    return any(_is_proven_one(folder, name) for folder in _partials())
+
+
+def _is_proven_one(folder: Path, name: str) -> bool:
+    whole = read_whole(folder)
+    return whole is not None and (whole.name, whole.python) == (name, this_python())
+
+
 def _taken_over(name: str) -> bool:
     """Gives its name to a part that a killed run had proven."""
     for folder in _partials():
-        whole = read_whole(folder)
-        if whole is not None and whole.name == name and whole.python == this_python():
+        if _is_proven_one(folder, name):
             _put_in_place(folder, name)
             return part(name) is not None
     return False
@@ -308,7 +317,7 @@ def _run(command: Sequence[str], variables: dict[str, str], within_s: float, fol
 
 
 def _partials() -> list[Path]:
-    return [entry for entry in parts_dir().iterdir() if entry.name.endswith(PARTIAL)]
+    return sorted(parts_dir().glob(f"*{PARTIAL}"))
 
 
 def _sweep() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,6 +152,8 @@ def begin_download(choice: EngineChoice) -> Download:
     with disk_errors_explained(folder):
         new_folder(folder)
     require_space(folder, choice.download_bytes + choice.unpacked_bytes)
+    if choice.name not in {part_of(each) for each in queue.downloads()}:
+        shutil.rmtree(folder / choice.name, ignore_errors=True)
     files = [PlannedFile(each.file, each.file, each.bytes, each.sha256, each.url) for each in choice.wheels]
     return queue.add_part(choice.name, f"Engine ({choice.build_name})", files, folder)
 

@@ -14,6 +14,7 @@ from engine.checkpoint.hub import Candidate, Found, RepoFile, Repository
 from engine.checkpoint.library import LibraryEntry
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.common.paths import models_dir
+from engine.parts.wheels import EngineChoice, Wheel
 from engine.planner.plan_parts import Limits, TierBytes
 from engine.tuning.fit import DiskBytes, FitCard, FitRow, FitSpeed, Recommendation
 
@@ -210,3 +211,29 @@ RECOMMENDATIONS = (
 def renamed(row: FitRow, label: str) -> FitRow:
     """The same row of another file."""
     return replace(row, candidate=replace(row.candidate, label=label))
+
+
+ENGINE = EngineChoice(
+    name="engine-0.2.0-cu130",
+    build="cu130",
+    build_name="CUDA 13.0",
+    cards=("NVIDIA GeForce RTX 4090, driver 580.65.06",),
+    why="For NVIDIA GeForce RTX 4090 with driver 580.65.06.",
+    wheels=(
+        Wheel("torch", "2.13.0", "https://nowhere.invalid/torch-2.13.0-py3-none-any.whl", "0" * 64, 2_850_000_000),
+    ),
+)
+"""What an installed package fetches."""
+
+ENGINE_DOWNLOAD = replace(
+    DOWNLOADS[0],
+    key="engine-key",
+    title="Engine (CUDA 13.0)",
+    reference=f"switchyard:{ENGINE.name}",
+    state=DownloadState.RUNNING,
+    done_bytes=1_200_000_000,
+    total_bytes=2_850_000_000,
+    bytes_per_s=31e6,
+    eta_s=53.0,
+)
+"""Some of which is there."""

@@ -24,6 +24,7 @@ import app.widgets.folder_choice as folder_choice
 from app.main import first_run_entry, page_entries
 from app.services.api_server import ServerState
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
+from app.services.engine_part import PartStage
 from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.services import Services
@@ -561,6 +562,32 @@ def _first_run_trouble(stage: Stage) -> None:
     stage.services.downloads.problem.emit("The hub cannot be reached: check the network. Everything on this PC works.")
 
 
+def _first_run_engine(stage: Stage) -> None:
+    """An installed package that has to fetch its engine."""
+    _first_run(stage)
+    part = stage.services.engine_part
+    part.choice = model_parts.ENGINE
+    part._set(PartStage.OFFERED)
+
+
+def _first_run_engine_fetching(stage: Stage) -> None:
+    _first_run_engine(stage)
+    stage.services.downloads._entries = (model_parts.ENGINE_DOWNLOAD,)
+    stage.services.downloads.changed.emit()
+
+
+def _first_run_engine_testing(stage: Stage) -> None:
+    _first_run_engine(stage)
+    stage.services.engine_part.step = "testing"
+    stage.services.engine_part._set(PartStage.INSTALLING)
+
+
+def _first_run_engine_trouble(stage: Stage) -> None:
+    _first_run_engine(stage)
+    words = "The disk of /home/somebody is full: make room and let the download go on; nothing is lost."
+    stage.services.engine_part._set(PartStage.FAILED, words)
+
+
 def _show_downloads(stage: Stage, *found: Download) -> None:
     stage.downloads = found
     stage.services.downloads.begin()
@@ -686,6 +713,10 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "first-run": _first_run,
     "first-run-downloading": _first_run_downloading,
     "first-run-trouble": _first_run_trouble,
+    "first-run-engine": _first_run_engine,
+    "first-run-engine-fetching": _first_run_engine_fetching,
+    "first-run-engine-testing": _first_run_engine_testing,
+    "first-run-engine-trouble": _first_run_engine_trouble,
     "batch-empty": lambda stage: stage.window.show_page(BATCH),
     "batch-new": lambda stage: stage.fill_form(),
     "batch-schema": _batch_schema,

@@ -15,6 +15,7 @@ from pytestqt.qtbot import QtBot
 import app.services.hub as hub_module
 import app.services.library as library_module
 from app.services.downloads import Downloads
+from app.services.engine_part import EnginePart
 from app.services.hub import Hub
 from app.services.library import Library
 from app.services.settings import STARTER, Settings
@@ -99,13 +100,14 @@ def page(
     monkeypatch.setattr(hub_module, "recommended_here", lambda _device, _free: (look, RECOMMENDATIONS))
     monkeypatch.setattr(library_module, "_look_around", lambda _cancelled: Listing(FOUND))
     hub, library, starter = Hub(), Library(), StarterDownload(command=["/no/such/program"])
-    result = FirstRunPage(engine, hub, downloads, library, starter, settings)  # type: ignore[arg-type]
+    part = EnginePart(downloads)
+    result = FirstRunPage(engine, hub, downloads, library, starter, settings, part)  # type: ignore[arg-type]
     qtbot.addWidget(result)
     result.resize(1072, 800)
     result.show()
     qtbot.waitUntil(lambda: bool(result.list.rows) and not result.here.isHidden())
     yield result
-    for service in (hub, library, starter):
+    for service in (part, hub, library, starter):
         service.close()
         service.deleteLater()
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cli import main
 from engine.common import installed
 from engine.common.errors import EngineError
 from tests.bundles import make_bundle, make_part
@@ -126,3 +127,46 @@ def test_a_damaged_list_of_what_is_in_use_does_no_harm(root: Path, text: str) ->
 def test_versions_sort_as_people_expect() -> None:
     versions = ["0.10.0", "0.2.0", "0.2.0rc1", "0.2", "1.0", "0.2.0.1"]
     assert sorted(versions, key=installed.version_order) == ["0.2", "0.2.0rc1", "0.2.0", "0.2.0.1", "0.10.0", "1.0"]
+
+
+def started(root: Path, *arguments: str) -> str:
+    """What comes out of the launcher: it calls `before_start`, and then the command line of the packages it is in."""
+    launcher = "import sys; from engine.common.installed import before_start as go; go(sys.argv[1:]); print('here')"
+    done = subprocess.run([sys.executable, "-c", launcher, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def packages(folder: Path) -> None:
+    (folder / "engine").mkdir(parents=True)
+    (folder / "engine" / "__init__.py").write_text("")
+    (folder / "engine" / "cli.py").write_text("import sys; print(__file__, *sys.argv[1:])")
+
+
+def test_the_launcher_goes_on_where_it_belongs(root: Path) -> None:
+    """A verb runs where PyTorch is, the window from the newest window; both are told what they were asked."""
+    (root / "window").rmdir()
+    (root / "window").symlink_to(Path(installed.__file__).parents[2], target_is_directory=True)
+    assert started(root) == "here"
+    assert started(root, "doctor") == "here"  # there is no engine yet
+    engine = make_part("engine-0.2.0-cpu")
+    packages(engine)
+    assert started(root) == "here"
+    assert started(root, "chat", "--prompt", "a b") == f"{engine / 'engine' / 'cli.py'} chat --prompt a b"
+    window = make_part("window-0.3.0")
+    packages(window)
+    installed.use_parts(window="window-0.3.0")
+    assert started(root, "--version") == f"{window / 'engine' / 'cli.py'} --version"
+
+
+def test_a_verb_that_needs_the_engine_says_that_it_is_not_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "engine.verbs.chat", None)
+
+    def missing(_name: str) -> None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("engine.cli.importlib.import_module", missing)
+    assert main(["chat"]) == 2
+    assert "get it on the first page of the window" in capsys.readouterr().err

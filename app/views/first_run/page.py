@@ -10,11 +10,13 @@ from PySide6.QtWidgets import QBoxLayout, QFrame, QLabel, QPushButton, QScrollAr
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_part import EnginePart
 from app.services.hub import Hub
 from app.services.library import Library
 from app.services.settings import STARTER, Settings
 from app.services.starter_download import StarterDownload
 from app.theme import scaled
+from app.views.first_run.engine_card import EngineCard
 from app.views.first_run.here_card import HereCard
 from app.views.first_run.phrases import meaning_words, parts_words
 from app.views.first_run.starter_card import StarterCard
@@ -23,7 +25,7 @@ from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.folder_choice import FolderChoice
-from app.widgets.page import CHAT, MODELS, Page
+from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.recommendations import RecommendationList
 from app.widgets.token_dialog import ask_token_of
 
@@ -60,15 +62,18 @@ class FirstRunPage(Page):
         library: Library,
         starter: StarterDownload,
         settings: Settings,
+        part: EnginePart,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
+        self._part = part
         self._client, self._hub, self._downloads, self._library = client, hub, downloads, library
         self._settings = settings
         self._is_needed = client.model is None
         """Until the first model is loaded or chosen: what arrives later is nobody's first model."""
         self._asked: set[str] = set()
         """References whose download is being prepared."""
+        self.engine = EngineCard(part, self)
         self.machine = Card(self.tr("This PC"), self)
         self.recommended = Card(self.tr("Recommended for this PC"), self)
         self.folder = FolderChoice(settings, self.recommended)
@@ -94,7 +99,7 @@ class FirstRunPage(Page):
     def _lay_out(self) -> None:
         greeting = QLabel(self.tr("Welcome to Switchyard"), self)
         greeting.setObjectName("greeting")
-        lead = muted_label(self, self.tr("Choose a first model. Nothing is downloaded before you click."), role="lead")
+        self._lead = muted_label(self, role="lead")
         self.machine.body.addWidget(self._parts)
         self.machine.body.addWidget(self._meaning)
         self.recommended.body.addWidget(self._note)
@@ -106,7 +111,10 @@ class FirstRunPage(Page):
         )
         self.ways = [self._way(text, do) for text, do in ways]
         left, right = QVBoxLayout(), QVBoxLayout()
-        for column, cards in ((left, (self.progress, self.recommended)), (right, (self.machine, self.here))):
+        for column, cards in (
+            (left, (self.engine, self.progress, self.recommended)),
+            (right, (self.machine, self.here)),
+        ):
             column.setSpacing(GAP_PX)
             for card in cards:
                 column.addWidget(card)
@@ -123,7 +131,7 @@ class FirstRunPage(Page):
         column.setContentsMargins(0, SIDE_PX, 0, SIDE_PX)
         column.setSpacing(6)
         column.addWidget(greeting)
-        column.addWidget(lead)
+        column.addWidget(self._lead)
         column.addWidget(self.problem)
         column.addSpacing(8)
         column.addLayout(self._columns)
@@ -143,6 +151,7 @@ class FirstRunPage(Page):
         whole = QVBoxLayout(self)
         whole.setContentsMargins(0, 0, 0, 0)
         whole.addWidget(scroll)
+        self._show_lead()
         self._fit()
 
     def _way(self, text: str, do: object) -> QPushButton:
@@ -162,6 +171,9 @@ class FirstRunPage(Page):
         self.list.wanted.connect(self._get)
         self.here.chosen.connect(self._use)
         self.starter.ready.connect(lambda: self._begin(STARTER))
+        self.engine.settings_wanted.connect(lambda: self.page_wanted.emit(SETTINGS))
+        self._part.changed.connect(self._show_lead)
+        self._part.ready.connect(self._on_engine)
         self.progress.pause_wanted.connect(self._downloads.pause)
         self.progress.resume_wanted.connect(self._downloads.resume)
         self.progress.move_wanted.connect(self._downloads.move)
@@ -196,6 +208,13 @@ class FirstRunPage(Page):
         direction = QBoxLayout.Direction
         self._columns.setDirection(direction.LeftToRight if wide else direction.TopToBottom)
         self._middle.setMaximumWidth(scaled(WIDEST_PX))
+
+    def _show_lead(self) -> None:
+        self._lead.setText(
+            self.tr("First the engine, then a model. Nothing is downloaded before you click.")
+            if self._part.is_needed
+            else self.tr("Choose a first model. Nothing is downloaded before you click.")
+        )
 
     def _show_machine(self) -> None:
         look = self._hub.look
@@ -271,9 +290,19 @@ class FirstRunPage(Page):
         self._is_needed = False
         self._settings.set(WANTED_KEY, "")
 
+    def _on_engine(self) -> None:
+        """The window loads what is there; where that is nothing, the starter comes, if it was asked for."""
+        self._show_lead()
+        is_wanted, self._part.wants_starter = self._part.wants_starter, False
+        is_chosen = self._settings.default_model != STARTER or self._library.entry(STARTER) is not None
+        if is_wanted and not is_chosen and not self._downloads.entries:
+            self.starter.begin()
+
     def _begin(self, model: str) -> None:
         self._end()
         self._settings.default_model = model
+        if self._part.is_needed:  # it is loaded when the engine is there
+            return
         self.load_wanted.emit()
         if self.isVisible():
             self.page_wanted.emit(CHAT)

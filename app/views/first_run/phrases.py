@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from PySide6.QtCore import QCoreApplication
 
+from app.services.engine_part import PartStage
 from app.widgets.quantities import count, file_size, memory
 from engine.tuning.machine_look import MachineLook
+
+if TYPE_CHECKING:
+    from engine.parts.wheels import EngineChoice
 
 translate = QCoreApplication.translate
 
@@ -40,3 +46,33 @@ def meaning_words(look: MachineLook) -> str:
     if gpu is not None:
         return translate("FirstRun", "The graphics card cannot be used here: the processor does the work.") + " " + fits
     return translate("FirstRun", "There is no graphics card for models: the processor does the work.") + " " + fits
+
+
+def engine_words(choice: EngineChoice | None) -> tuple[str, str]:
+    """(what is fetched for this PC, why that)."""
+    if choice is None:
+        return translate("FirstRun", "Looking at this PC…"), ""
+    cards = "; ".join(choice.cards) or translate("FirstRun", "no graphics card that PyTorch can use")
+    if choice.reused is not None:
+        words = translate("FirstRun", "Found: {0}. Everything is here already, and is prepared for this version.")
+        return words.format(cards), choice.why
+    sizes = file_size(choice.download_bytes), file_size(choice.unpacked_bytes)
+    comes = translate("FirstRun", "It is fetched once: {0}, about {1} on the disk when it is unpacked.").format(*sizes)
+    if choice.why:
+        suits = translate("FirstRun", "The engine with PyTorch for {0} suits this PC.").format(choice.build_name)
+    else:
+        suits = translate("FirstRun", "Found: {0}. The engine comes with PyTorch for {1}.")
+        suits = suits.format(cards, choice.build_name)
+    return f"{suits} {comes}", choice.why
+
+
+def step_words(stage: PartStage, step: str) -> str:
+    """What an installation does just now."""
+    if stage is not PartStage.INSTALLING:
+        return ""
+    return {
+        "checking": translate("FirstRun", "Checking what was fetched…"),
+        "unpacking": translate("FirstRun", "Unpacking…"),
+        "testing": translate("FirstRun", "Testing it on this PC…"),
+        "finishing": translate("FirstRun", "Finishing…"),
+    }.get(step, translate("FirstRun", "Installing…"))

@@ -23,7 +23,7 @@ class StarterCard(Card):
         self._bar.setTextVisible(False)
         self._bar.setAccessibleName(self.tr("Download of the starter model"))
         self.get_button = QPushButton(self)
-        self.get_button.clicked.connect(self._start)
+        self.get_button.clicked.connect(self.begin)
         self.cancel_button = QPushButton(self.tr("Cancel"), self)
         self.cancel_button.clicked.connect(self._stop)
         row = QHBoxLayout()
@@ -50,7 +50,8 @@ class StarterCard(Card):
         self.cancel_button.hide()
         self.get_button.show()
 
-    def _start(self) -> None:
+    def begin(self) -> None:
+        """Gets it; no effect while it is on its way."""
         self.text.setText(self.tr("Getting the starter model…"))
         self._bar.setRange(0, 0)  # busy indicator until the first percentage
         self._bar.show()

@@ -11,6 +11,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, 
 
 from app.icons import logo
 from app.services.engine_client import EngineState
+from app.services.engine_part import is_needed
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
@@ -114,7 +115,13 @@ class MainWindow(QMainWindow):
     def begin(self) -> None:
         """Starts the engine, the default model and the sensors, without waiting for them."""
         self.services.devices.start()
-        self.services.model_start.begin()
+        if is_needed():
+            part = self.services.engine_part
+            part.ready.connect(self.services.model_start.begin)
+            self._on_no_model()
+            part.look()
+        else:
+            self.services.model_start.begin()
         # Loads numpy and drivers, in its own thread.
         QTimer.singleShot(_LATER_MS, self._begin_later)
 

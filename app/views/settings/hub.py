@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,15 @@ from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QLineEdit, QPush
 from app.services.background import LatestTask, TaskQueue
 from app.views.settings.card import SettingsCard
 from app.widgets.card import set_message, warning_label
-from engine.checkpoint.mirror import chosen_mirror, mirror_of_environment, use_mirror
+from engine.checkpoint.mirror import (
+    chosen_mirror,
+    chosen_proxy,
+    mirror_of_environment,
+    packages_mirror,
+    use_mirror,
+    use_packages_mirror,
+    use_proxy,
+)
 from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
@@ -45,6 +53,22 @@ class HubCard(SettingsCard):
             self.address.setEnabled(False)
             words = self.tr("HF_ENDPOINT in the environment names {0}, which is used.").format(theirs)
         self.add_row(self.tr("Mirror of the hub"), words, self.address)
+        self.packages = self._address_row(
+            self.tr("Mirror of packages"),
+            self.tr("Where the engine of an installed Switchyard comes from, instead of PyPI and PyTorch."),
+            "https://files.pythonhosted.org",
+            packages_mirror,
+            use_packages_mirror,
+        )
+        self.proxy = self._address_row(
+            self.tr("Proxy"),
+            self.tr(
+                "For everything from the network; with a login as http://NAME:PASSWORD@HOST:PORT. Empty: the system's."
+            ),
+            self.tr("the system's"),
+            chosen_proxy,
+            use_proxy,
+        )
         self._no_token = self.tr("None is kept. One is asked for when a model needs it.")
         self._tokens_kept = self.tr("In the system's keyring, or for this run only where there is none.")
         self.tokens_words = self.add_row(self.tr("Access tokens"), self._no_token)
@@ -111,6 +135,24 @@ class HubCard(SettingsCard):
         self._kept = kept
         if not self.address.hasFocus():
             self.address.setText(kept)
+
+    def _address_row(
+        self, name: str, words: str, example: str, kept: Callable[[], str], use: Callable[[str], str]
+    ) -> QLineEdit:
+        """A row with an address, kept when the field is left."""
+        field = QLineEdit(kept(), self)
+        field.setFixedWidth(FIELD_WIDTH_PX)
+        field.setPlaceholderText(example)
+
+        def leave() -> None:
+            address = field.text()
+            set_message(self.trouble, "")
+            if address != kept():
+                self._doing.add(lambda: use(address), field.setText, self._on_failed)
+
+        field.editingFinished.connect(leave)
+        self.add_row(name, words, field)
+        return field
 
     def _look_for_tokens(self) -> None:
         self._doing.add(_hosts, self._show_tokens, self._on_failed)
