@@ -152,7 +152,7 @@ def _open_window() -> int:
         note("switchyard: no display (DISPLAY and WAYLAND_DISPLAY are not set); chatting in this terminal.")
         if bundle() is not None:  # whose window knows no PyTorch
             command, variables = engine_module("engine.cli")
-            go_on_as([*command, "chat"], variables)
+            return go_on_as([*command, "chat"], variables)
         return _run(["chat"])
     return go_on_as(*python_module("app.main"))
 

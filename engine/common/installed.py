@@ -23,7 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_private
@@ -389,13 +389,13 @@ def before_start(arguments: Sequence[str]) -> None:
     folder = engine.folder if engine is not None else window_folder()
     if folder.resolve() != Path(__file__).resolve().parents[2]:
         command, variables = packed_module(packed, folder, "engine.cli")
-        go_on_as([sys.executable, *command[1:], *arguments], variables)
+        sys.exit(go_on_as([sys.executable, *command[1:], *arguments], variables))
 
 
-def go_on_as(command: Sequence[str], variables: dict[str, str]) -> NoReturn:
-    """Becomes another process of ours."""
+def go_on_as(command: Sequence[str], variables: dict[str, str]) -> int:
+    """Becomes another process of ours; where that is not possible, waits for it and returns its exit code."""
     os.environ.update(variables)
     if sys.platform == "win32":
         # On Windows, exec would return to the shell before the other one ends.
-        sys.exit(subprocess.call(command))
-    os.execv(command[0], list(command))
+        return subprocess.call(command)
+    return os.execv(command[0], list(command))
