@@ -25,7 +25,8 @@ int main(int count, char **arguments) {
     std::mt19937_64 drawn(seed + 1);
     {
         std::atomic<bool> ends{false};
-        ExchangeThread worker(model.memory, [&](auto... arguments) { return model.compute(arguments...); });
+        SwitchyardPool pool(2);
+        ExchangeThread worker(model.memory, pool, [&](auto... arguments) { return model.compute(arguments...); });
         std::thread copier([&] {
             delays = seed + 2;
             while (!ends.load()) if (!model.copy()) std::this_thread::yield();

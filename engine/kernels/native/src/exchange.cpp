@@ -11,7 +11,7 @@ SwitchyardExchange::SwitchyardExchange(const SwitchyardExchangeShape &shape, voi
       host(memory),
       limit_ns(limit),
       layers(of_layers, of_layers + shape.layers),
-      thread(memory, [this, pool](int32_t layer, int32_t count, const int32_t *experts, const uint16_t *x, float *rows) {
+      thread(memory, *pool, [this, pool](int32_t layer, int32_t count, const int32_t *experts, const uint16_t *x, float *rows) {
           return experts_apart(pool, *layers[static_cast<size_t>(layer)], count, experts, x, rows);
       }) {}
 

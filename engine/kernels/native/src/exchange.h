@@ -238,14 +238,28 @@ class ExchangeCard {
     bool is_given_up_ = false;
 };
 
-// The worker's side.
+// The worker's side: any thread that comes by, one at a time.
 class ExchangeWorker {
   public:
     explicit ExchangeWorker(const ExchangeMemory &memory) : memory_(memory) {}
 
-    // Computes what is asked for, if anything is: compute(layer, count, experts in ascending order, row, rows) -> 0, or
-    // else the token has failed.
+    // Computes what is asked for, if anything is and nobody does: compute(layer, count, experts in ascending order, row,
+    // rows) -> 0, or else the token has failed.
     template <class Compute> bool serve(Compute compute) {
+        if (flags().posted.load() == flags().answered.load()) return false;
+        SWITCHYARD_TURN();
+        if (is_serving_.test_and_set(std::memory_order_acquire)) return false;
+        const bool has_served = serve_alone(compute);
+        SWITCHYARD_TURN();
+        is_serving_.clear(std::memory_order_release);
+        return has_served;
+    }
+    bool is_stopped() const { return flags().stopped.load() != 0; }
+    // Whether a token is under way, so that something may be asked for at any moment.
+    bool is_needed() const { return flags().started.load() / 2 != flags().finished.load(); }
+
+  private:
+    template <class Compute> bool serve_alone(Compute compute) {
         const uint64_t sequence = flags().posted.load();
         if (sequence == served_) return false;
         const int32_t layer = memory_.layer_of(sequence);
@@ -265,13 +279,9 @@ class ExchangeWorker {
         flags().answered.store(sequence);
         return true;
     }
-    bool is_stopped() const { return flags().stopped.load() != 0; }
-    // Whether a token is under way, so that something may be asked for at any moment.
-    bool is_needed() const { return flags().started.load() / 2 != flags().finished.load(); }
-
-  private:
     ExchangeFlags &flags() const { return *memory_.flags; }
 
     const ExchangeMemory memory_;
-    uint64_t served_ = 0;
+    std::atomic_flag is_serving_ = ATOMIC_FLAG_INIT;
+    uint64_t served_ = 0;  // of whoever serves
 };

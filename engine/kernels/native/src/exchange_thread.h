@@ -1,57 +1,41 @@
-// The thread of the host that computes what a card's tokens miss.  It looks at its flag again and again while a token is
-// under way, since a card cannot wake anybody, but lets others have its core; between tokens it sleeps.
+// The worker of a pool that computes what a card's tokens miss.  It looks at its flag again and again while a token is under
+// way, since a card cannot wake anybody, and takes part in the pool's other work when there is any: with a thread of its
+// own for this, two would want one core.
 #pragma once
-#include <condition_variable>
 #include <functional>
-#include <mutex>
-#include <thread>
 
 #include "exchange.h"
 #include "thread_pool.h"
 
-class ExchangeThread {
+class ExchangeThread final : public Watch {
   public:
     // (layer, count, experts in ascending order, row, rows) -> 0, or else the token has failed.
     using Compute = std::function<int32_t(int32_t, int32_t, const int32_t *, const uint16_t *, float *)>;
 
-    ExchangeThread(const ExchangeMemory &memory, Compute compute)
-        : worker_(memory), compute_(std::move(compute)), thread_([this] { run(); }) {}
-    // After ExchangeHost::stop.
-    ~ExchangeThread() {
-        wake();
-        thread_.join();
+    ExchangeThread(const ExchangeMemory &memory, SwitchyardPool &pool, Compute compute)
+        : worker_(memory), pool_(pool), compute_(std::move(compute)) {
+        pool_.watch(this);
     }
+    // No token is under way, or the exchange has stopped.
+    ~ExchangeThread() override { pool_.unwatch(); }
     ExchangeThread(const ExchangeThread &) = delete;
     ExchangeThread &operator=(const ExchangeThread &) = delete;
 
-    // After ExchangeHost::start: a token is under way.  The lock orders this after a look at the flags that saw none.
-    void wake() {
-        { std::lock_guard<std::mutex> lock(mutex_); }
-        wake_.notify_one();
-    }
+    // After ExchangeHost::start: a token is under way.
+    void wake() { pool_.wake(); }
+
+    // Also for the emulated card's thread, which has nothing else to do while it waits: it computes what is asked for if
+    // nobody has begun, or else its part of it.  `seen`: its own.
+    bool help(uint64_t &seen) { return worker_.serve(compute_) || pool_.join(seen); }
+    // What the card computes meanwhile, open to the worker once it has nothing else to do.
+    OpenWork beside;
+
+    bool look() override { return worker_.serve(compute_) || beside.join(seen_); }
+    bool is_needed() const override { return worker_.is_needed() && !worker_.is_stopped(); }
 
   private:
-    void run() {
-        for (int idle = 0; !worker_.is_stopped();) {
-            if (worker_.serve(compute_)) {
-                idle = 0;
-            } else if (++idle < kLooks || worker_.is_needed()) {
-                relax_cpu();
-                if (idle % kLooksPerTurn == 0) std::this_thread::yield();
-            } else {
-                std::unique_lock<std::mutex> lock(mutex_);
-                wake_.wait(lock, [this] { return worker_.is_needed() || worker_.is_stopped(); });
-                idle = 0;
-            }
-        }
-    }
-
-    static constexpr int kLooks = 4000;       // some 100 microseconds: between two tokens of a small model
-    static constexpr int kLooksPerTurn = 64;  // where there are more threads than cores, others compute meanwhile
-
     ExchangeWorker worker_;
+    SwitchyardPool &pool_;
     const Compute compute_;
-    std::mutex mutex_;
-    std::condition_variable wake_;
-    std::thread thread_;
+    uint64_t seen_ = 0;  // of the worker
 };

@@ -174,8 +174,7 @@ int32_t experts_apart(SwitchyardPool *pool, const SwitchyardExperts &experts, in
     call.x.set(call.kernels, 0, x);
     const auto active = static_cast<int64_t>(call.visits.active.size());
     ExpertsRun run(call, active, call.visits.count(), pool->threads());
-    pool->run([](void *argument) { static_cast<ExpertsRun *>(argument)->work_apart(); }, &run,
-              active * call.expert_bytes());
+    pool->run_all([](void *argument) { static_cast<ExpertsRun *>(argument)->work_apart(); }, &run);
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

@@ -98,15 +98,30 @@ void sparse_work(void *argument) {
     run.experts.work();
 }
 
-// The routed token's experts on an emulated card, whose only thread is the caller: those in slots, while the host computes
-// the others.  Outputs are added up as if all were in one place, so the sum does not depend on which were.
+// What the card computes of a layer while the host computes the rest.
+struct OnCardRun {
+    SparseStep &step;
+    SharedExpertRun shared;
+    ExpertsRun hits;
+
+    OnCardRun(SparseStep &step, int32_t hits) : step(step), shared(step.shared, kThreads), hits(step.call, hits, hits, kThreads) {}
+    void work() {
+        shared.work(step.normed.data());
+        hits.work_apart();
+    }
+    static constexpr int kThreads = 2;  // the caller, and the host's once it has no more to do
+};
+
+// The routed token's experts on an emulated card, whose thread is the caller: those in slots, while the host computes the
+// others; whoever is done first helps.  Outputs are added up as if all were in one place, so the sum does not depend on
+// which were.
 void compute_on_card(SparseStep &step) {
     const auto &block = *step.block;
     const int32_t layer = block.card->layer, top_k = block.router.top_k;
-    ExchangeCard &card = *block.card->exchange->card;
+    SwitchyardExchange &exchange = *block.card->exchange;
+    ExchangeCard &card = *exchange.card;
     if (card.look_up(layer, top_k, step.chosen) > 0) card.post(layer, step.normed.data());
     SwitchyardCardLayer &record = card.record(layer);
-    SharedExpertRun(step.shared, 1).work(step.normed.data());
 
     int64_t found[SWITCHYARD_MOST_CHOSEN];
     float shares[SWITCHYARD_MOST_CHOSEN];
@@ -123,11 +138,15 @@ void compute_on_card(SparseStep &step) {
     step.call.layer = &in_slots;
     step.call.visits.group(block.experts.count, 1, hits, found, shares);
     step.call.reserve(step.call.visits.count());
-    ExpertsRun(step.call, hits, hits, 1).work_apart();
+    OnCardRun run(step, hits);
+    exchange.thread.beside.run([](void *argument) { static_cast<OnCardRun *>(argument)->work(); }, &run, [] {});
     record.computed_ns = clock_ns();
 
     float *answer = nullptr;
-    if (record.missed > 0 && (answer = card.wait(layer, Pause{64})) == nullptr) {
+    const auto help = [&, pause = Pause{64}, seen = uint64_t{0}]() mutable {
+        if (!exchange.thread.help(seen)) pause();
+    };
+    if (record.missed > 0 && (answer = card.wait(layer, help)) == nullptr) {
         std::copy_n(step.call.residual, block.experts.hidden, step.call.out);  // given up: nobody reads it
         return;
     }

@@ -30,7 +30,7 @@ typedef struct SwitchyardExchange SwitchyardExchange;
 
 SWITCHYARD_API int64_t switchyard_exchange_bytes(const SwitchyardExchangeShape *shape);
 // memory: of so many bytes, a multiple of 128, pinned for a real card; it is the exchange's until that is destroyed.  layers:
-// [layers] the experts in RAM, from which the pool computes missed ones, on a thread of the exchange.  limit_ns: how long
+// [layers] the experts in RAM, from which the pool computes missed ones; it serves one exchange at a time, and lives longer.  limit_ns: how long
 // the card waits for an answer.  Null: out of memory.
 SWITCHYARD_API SwitchyardExchange *switchyard_exchange_create(const SwitchyardExchangeShape *shape, void *memory,
                                                               SwitchyardPool *pool,

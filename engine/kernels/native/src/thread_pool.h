@@ -58,10 +58,48 @@ class Phase {
 
 constexpr int32_t kDecodeTokens = 8;  // a step of more is prefill
 
-struct SwitchyardPool {
-    // Called by the caller and by every worker that arrives in time; ends only when all phases of the work are done.
-    using Work = void (*)(void *argument);
+// Called by whoever opens the work and by all that join it in time; ends only when all phases of the work are done.
+using Work = void (*)(void *argument);
 
+// Work that other threads may join while it is open.
+class OpenWork {
+  public:
+    // By one thread at a time.  `wake`: called once it is open.  Afterwards nobody touches `argument` any more.
+    template <class Wake> void run(Work work, void *argument, Wake wake) {
+        work_ = work;
+        argument_ = argument;
+        gate_.fetch_add(1, std::memory_order_seq_cst);  // opens
+        wake();
+        work(argument);
+        gate_.fetch_add(1, std::memory_order_seq_cst);  // closes
+        spin_until([this] { return inside_.load(std::memory_order_seq_cst) == 0; });
+    }
+    // Whether there is any that a thread has not joined yet, which has joined `seen` last.
+    bool is_news(uint64_t seen) const {
+        const uint64_t gate = gate_.load(std::memory_order_seq_cst);
+        return (gate & 1) != 0 && gate != seen;
+    }
+    // Takes part in it, if there is any.
+    bool join(uint64_t &seen);
+
+  private:
+    Work work_ = nullptr;
+    void *argument_ = nullptr;
+    alignas(64) std::atomic<uint64_t> gate_{0};  // even: closed; odd: open for a run
+    alignas(64) std::atomic<int> inside_{0};
+};
+
+// Something else that one of a pool's workers looks at again and again while the pool has no work: nobody can wake it.
+class Watch {
+  public:
+    virtual ~Watch() = default;
+    // Does what there is to do; whether there was anything.
+    virtual bool look() = 0;
+    // Whether there may be something to do at any moment, so that the worker must not sleep.
+    virtual bool is_needed() const = 0;
+};
+
+struct SwitchyardPool {
     explicit SwitchyardPool(int threads);
     ~SwitchyardPool();
     SwitchyardPool(const SwitchyardPool &) = delete;
@@ -75,20 +113,29 @@ struct SwitchyardPool {
     void run_long(Work work, void *argument, int64_t bytes);
     // The same with all threads in any case.
     void run_all(Work work, void *argument);
+    // Takes part in the work of another caller, if there is any that this thread has not joined yet, as a worker would.
+    bool join(uint64_t &seen) { return open_.join(seen); }
+
+    // One of the workers looks at this too from now on; a pool without workers gets one for it.  One at a time.
+    void watch(Watch *watch);
+    // When it returns, none does.
+    void unwatch();
+    // After the watch has become needed.
+    void wake();
 
   private:
-    void worker();
+    void worker(bool watches);
     void run_team(Work work, void *argument);
+    template <class Ask> bool ask(Ask ask);
 
     const int threads_;
     TeamSize team_size_, team_size_long_;
-    Work work_ = nullptr;
-    void *argument_ = nullptr;
-    alignas(64) std::atomic<uint64_t> gate_{0};  // even: closed; odd: open for a run
-    alignas(64) std::atomic<int> inside_{0};
+    OpenWork open_;
     std::atomic<int> sleepers_{0};
     std::atomic<bool> stop_{false};
     std::atomic<bool> spin_{true};
+    std::atomic<Watch *> watch_{nullptr};
+    std::atomic<bool> looking_{false};
     std::mutex mutex_;
     std::mutex one_caller_;
     std::condition_variable wake_;
