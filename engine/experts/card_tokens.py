@@ -12,10 +12,14 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.common import clock
 from engine.experts.cache.policies import Key
+from engine.experts.copy_pace import CopyPace
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.recording import record_uses
 from engine.experts.vram_cache import VramCache
@@ -26,8 +30,8 @@ from engine.kernels.native.structs import CardExpertsStruct, ExpertsStruct
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
-_COPYING = 0.25
-"""Part of the time that copies may take: the CPU computes from the same memory that they are read from."""
+_FILLING = 0.25
+"""Part of the time that copies may take while slots are empty."""
 
 
 @dataclass
@@ -37,10 +41,12 @@ class _CacheOfTokens:
     Attributes:
         layers: number in the exchange of each of its layers.
         cards: of these, for the kernels.
+        first: [layers, 1] the key of each one's first expert.
     """
 
     cache: VramCache
     layers: dict[int, int] = field(default_factory=dict)
+    first: NDArray[np.int64] = field(default_factory=lambda: np.empty((0, 1), np.int64))
     cards: list[CardExpertsStruct] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     slots: ctypes.Array[ctypes.c_void_p] | None = None
@@ -55,6 +61,13 @@ class _CacheOfTokens:
             card.slots = ctypes.addressof(self.slots)
 
 
+class TokenObserver(Protocol):
+    """As `engine.experts.executor.StepObserver`, for whole tokens."""
+
+    def observe_all(self, experts: NDArray[np.int64]) -> None:
+        """A token has used these, [layers, n]."""
+
+
 class CardTokens:
     """The experts of all layers on one device, for steps of a single token.
 
@@ -65,6 +78,8 @@ class CardTokens:
 
     Attributes:
         is_open: whether a token is under way.
+        pace: of copies.
+        observer: is told of each token.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`.
@@ -84,13 +99,19 @@ class CardTokens:
             of_tokens.cards.append(card)
             layer.tokens = self
         for of_tokens in self._caches.values():
+            keys = [of_tokens.cache.key_of(layer, 0) for layer in of_tokens.layers]
+            of_tokens.first = np.array(keys)[:, None]
             with of_tokens.cache.unchanged():
                 for index in of_tokens.layers:
                     first = of_tokens.cache.key_of(index, 0)
                     residents = of_tokens.cache.residents(index).items()
                     self._change(of_tokens, {first + expert: slot for expert, slot in residents})
-        self._first = 0
-        self._token_s = 0.0
+        self.observer: TokenObserver | None = None
+        self._first = self._hits = 0
+        self._copying_s = 0.0
+        latency = layers[0].latency
+        hit_s = latency.hits_s([1, 1]) - latency.hits_s([1])
+        self.pace = CopyPace(max(latency.cpu_s(1) - hit_s, 0.0), latency.cpu_s(1))
 
     @staticmethod
     def can_run(layers: Sequence[HybridExperts], per_token: int) -> bool:
@@ -121,6 +142,7 @@ class CardTokens:
             for of_tokens in self._caches.values():
                 self._change(of_tokens, unchanged.enter_context(of_tokens.cache.unchanged()))
                 of_tokens.locate()
+            copies = sum(of_tokens.cache.in_flight for of_tokens in self._caches.values())
             begun_s = clock.now()
             number = self._exchange.start()
             self.is_open = True
@@ -129,9 +151,11 @@ class CardTokens:
             finally:
                 self.is_open = False
                 self._exchange.end()
-            self._token_s = clock.now() - begun_s
-            missed = self._learn(number)
+            ended_s = clock.now()
+            missed = self._learn(number, ended_s - begun_s + self._copying_s, copies)
+        begun_s = clock.now()
         self._post_fetch(missed)
+        self._copying_s = clock.now() - begun_s  # what these copies cost comes with the next token
 
     def close(self) -> None:
         """Ends the thread.  Idempotent."""
@@ -149,35 +173,44 @@ class CardTokens:
             if layer in of_tokens.layers:
                 self._exchange.change(of_tokens.layers[layer], expert, slot)
 
-    def _learn(self, token: int) -> list[list[int]]:
-        """What each layer missed; policies and counters learn what the token used."""
+    def _learn(self, token: int, token_s: float, copies: int) -> list[NDArray[np.int64]]:
+        """Policies, counters and prices learn what the token used; what each layer missed."""
         records = self._exchange.records()
-        chosen = records["experts"][:, : self._per_token].tolist()
-        slots = records["slots"][:, : self._per_token].tolist()
-        computed = (records["token"] == token).tolist()
-        missed: list[list[int]] = []
-        for number, layer in enumerate(self._layers):
-            if not computed[number]:
-                missed.append([])
-                continue
-            experts = sorted(e for e, slot in zip(chosen[number], slots[number], strict=True) if slot >= MISSED)
-            absent = layer.looked_up(experts)
-            missed.append(absent)
-            if RECORDER.on:
-                _record(layer, records[number], experts, absent)
-        return missed
+        if (records["token"] != token).any():
+            return []  # it has ended before all layers were computed
+        codes = 2 * records["experts"][:, : self._per_token].astype(np.int64)
+        codes += records["slots"][:, : self._per_token] == MISSED
+        codes.sort(axis=1)
+        experts, missed = codes >> 1, (codes & 1).astype(bool)
+        for of_tokens in self._caches.values():
+            numbers = list(of_tokens.layers.values())
+            of_tokens.cache.looked_up(list(of_tokens.layers), experts[numbers] + of_tokens.first, missed[numbers])
+        if self.observer is not None:
+            self.observer.observe_all(experts)
+        if RECORDER.on:
+            for layer, record, mine, absent in zip(self._layers, records, experts, missed, strict=True):
+                _record(layer, record, mine.tolist(), mine[absent].tolist())
+        misses = int(missed.sum())
+        self._hits = missed.size - misses
+        self.pace.observe(token_s, misses, copies)
+        return [mine[absent] for mine, absent in zip(experts, missed, strict=True)]
 
-    def _post_fetch(self, missed: Sequence[list[int]]) -> None:
+    def _post_fetch(self, missed: Sequence[NDArray[np.int64]]) -> None:
         """Copies misses to slots; another layer's come first each time."""
-        layers = len(self._layers)
-        room = max(1, int(_COPYING * self._token_s / self._layers[0].latency.transfer_s))
-        for at in range(layers):
-            layer, absent = self._layers[(self._first + at) % layers], missed[(self._first + at) % layers]
-            if absent and room:
+        layers, most = len(missed), max(1, int(self.pace.token_s / self._layers[0].latency.transfer_s))
+        is_full = all(of_tokens.cache.is_full for of_tokens in self._caches.values())
+        room = self.pace.due(self._hits, most) if is_full else max(1, int(_FILLING * most))
+        started = 0
+        for _ in range(layers):
+            if started == room:
+                break
+            layer, absent = self._layers[self._first], missed[self._first].tolist()
+            self._first = (self._first + 1) % layers
+            if absent:
                 held = layer.source.acquire(absent)
-                room -= layer.cache.post_fetch(layer.layer, absent, held, room)
+                started += layer.cache.post_fetch(layer.layer, absent, held, room - started)
                 held.release()
-        self._first = (self._first + 1) % layers
+        self.pace.started(started)
 
 
 def _native(layer: HybridExperts) -> ExpertsStruct:

@@ -107,13 +107,6 @@ class HybridExperts(ExpertLayer):
         finally:
             self._ways = ways
 
-    def looked_up(self, experts: list[int]) -> list[int]:
-        """The device has looked up these by itself, in `tokens`: those that it missed."""
-        missed = self.cache.looked_up(self.layer, experts)
-        if self.observer is not None:
-            self.observer.observe(self._number, experts, None)
-        return missed
-
     def _step(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if not index.numel():
             return torch.zeros_like(hidden)

@@ -14,6 +14,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.common.errors import EngineError
 from engine.common.footprint import pool_segment_slots, pool_segments
 from engine.devices.device import Device, Event
@@ -146,6 +149,16 @@ class VramCache:
         return self._tier.backlog_bytes
 
     @property
+    def in_flight(self) -> int:
+        """Copies into slots that have not ended, as of the last look."""
+        return len(self._tier.copies)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no slot is without a resident or arriving expert."""
+        return all(not pool.free for pool in self._tier.pools)
+
+    @property
     def layer_numbers(self) -> list[int]:
         """Decoder layer of each of its layers, for the timeline; callers fill it in."""
         return self._memory.layer_numbers
@@ -238,12 +251,21 @@ class VramCache:
             moved, self._tier.moved = self._tier.moved, {}
             yield moved
 
-    def looked_up(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Within `unchanged`: the device has looked up these, and the CPU computed those missed, which are returned."""
-        lookup = self._look_up(layer, experts)
-        self._tier.release(layer, lookup.hits)
-        self.count_served(lookup, len(lookup.misses), 0)
-        return lookup.misses
+    def looked_up(self, layers: Sequence[int], keys: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
+        """Within `unchanged`: the device has looked up these keys, and the CPU computed those missed.
+
+        Args:
+            keys, missed: [layers, n], each layer's keys in ascending order.
+        """
+        counters, copies, misses = self.counters, self._tier.copies, int(missed.sum())
+        with self._lock:
+            self._tier.used(layers, keys, missed)
+            counters.lookups += keys.size
+            counters.hits += keys.size - misses
+            counters.misses += misses
+            counters.on_cpu += misses
+            if copies:
+                counters.late += len(copies.keys() & set(keys.ravel().tolist()))
 
     def hold(self, layer: int, experts: Sequence[int]) -> Lookup:
         """As `acquire`, for a prefill: neither the cache nor its eviction order changes."""

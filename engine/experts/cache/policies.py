@@ -11,7 +11,7 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 Key = int
 """layer * experts_per_layer + expert: a single integer because it is hashed on every step."""
@@ -25,6 +25,12 @@ class Policy(ABC):
     @abstractmethod
     def hit(self, key: Key) -> None:
         """`key` is resident and was used."""
+
+    def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:
+        """As `hit` and `missed` for many: all keys that were used, in order, and those of them that were resident."""
+        resident = set(hits)
+        for key in keys:
+            (self.hit if key in resident else self.missed)(key)
 
     def missed(self, key: Key) -> None:  # noqa: B027  (most policies remember residents only)
         """`key` was used while not resident; frequency policies count that too."""
@@ -59,6 +65,11 @@ class Lru(Policy):
     def hit(self, key: Key) -> None:
         self._order.move_to_end(key)
 
+    def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:  # noqa: ARG002
+        move = self._order.move_to_end
+        for key in hits:
+            move(key)
+
     def insert(self, key: Key) -> None:
         self._order[key] = None
 
@@ -76,6 +87,9 @@ class Fifo(Lru):
     """First in, first out: hits do not matter."""
 
     def hit(self, key: Key) -> None:
+        pass
+
+    def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:
         pass
 
 
@@ -142,6 +156,15 @@ class Scored(Policy):
             self._rescale()
 
     missed = hit
+
+    def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:  # noqa: ARG002
+        score, growth, gain = self._score, self._growth, self._gain
+        for key in keys:
+            gain *= growth
+            score[key] = score.get(key, 0.0) + gain
+        self._gain = gain
+        if gain > self._RESCALE_ABOVE:
+            self._rescale()
 
     def insert(self, key: Key) -> None:
         self._resident.add(key)
@@ -211,6 +234,9 @@ class StaticPopularity(Scored):
         pass
 
     missed = hit
+
+    def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:
+        pass
 
     def admits(self, key: Key, victim: Key) -> bool:
         return self._score.get(key, 0.0) > self._score.get(victim, 0.0)

@@ -12,7 +12,7 @@ use within a burst is seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from engine.common.clock import read
@@ -157,6 +157,11 @@ class PolicySampler:
         self._cost_s = 0.0
         self._steps_left = BURST_STEPS
         self._is_watching = True
+
+    @property
+    def layers(self) -> Set[int]:
+        """Those of which steps are to be observed."""
+        return self._selectors.keys()
 
     def hit_rates(self) -> dict[str, float]:
         """Recent hit rate of every candidate's shadow, averaged over the sampled layers if each has its own slots."""

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.experts.cache.policies import Key, make_policy
 from engine.experts.cache.pool import Pool, Slot
 from engine.experts.cache.selection import CANDIDATES, PolicySampler
@@ -226,6 +229,24 @@ class Tier(Generic[Source, Handle]):
             self.policy = name
             for pool in self.pools:
                 pool.adopt(make_policy(name, pool.capacity, self._popularity, self._seed))
+
+    def used(self, layers: Sequence[int], keys: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
+        """As `observe` and `look_up` of several layers, for keys of which somebody has found out which were missed.
+
+        Args:
+            keys, missed: [layers, n].
+        """
+        if self.sampler is not None:
+            for layer in self.sampler.layers & set(layers):
+                self.observe(layer, keys[layers.index(layer)].tolist())
+        if len(self.pools) > 1:
+            for layer, mine, is_missed in zip(layers, keys, missed, strict=True):
+                self.pool_of[layer].policy.used(mine.tolist(), mine[~is_missed].tolist())
+        elif self.pools:
+            self.pools[0].policy.used(keys.ravel().tolist(), keys[~missed].tolist())
+        if self.predicted:
+            for key in self.predicted.intersection(keys[~missed].tolist()):
+                self.count_needed(key)
 
     def look_up(self, layer: int, keys: Sequence[Key]) -> list[Slot | None]:
         """Looks up the distinct keys a layer needs now and pins the residents: the slot of each, None for a miss."""

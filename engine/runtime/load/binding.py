@@ -124,6 +124,8 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
     foresight.keep_uses(opened.key, uses, known)
     for layer in layers:
         layer.observer = uses
+    if held.tokens is not None:
+        held.tokens.observer = uses
     if known is not None:
         fill_caches(bound, known)
 

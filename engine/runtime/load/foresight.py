@@ -13,7 +13,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
@@ -73,6 +75,8 @@ class UseCounts:
 
     def __init__(self, experts: Sequence[int], following: StepObserver | None = None) -> None:
         self._counts = [[0] * count for count in experts]
+        self._of_tokens = np.zeros((len(experts), max(experts, default=0)), np.int64)
+        self._rows = np.arange(len(experts))[:, None]
         self._following = following
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
@@ -83,8 +87,16 @@ class UseCounts:
         if self._following is not None:
             self._following.observe(layer, experts, hidden)
 
+    def observe_all(self, experts: NDArray[np.int64]) -> None:
+        """A token has used these experts, [layers, n], each layer different ones; not passed on."""
+        self._of_tokens[self._rows, experts] += 1
+
     def added_to(self, earlier: Popularity | None) -> Popularity | None:
         """With the counts of earlier sessions; None if there is nothing new worth keeping."""
+        for counts, more in zip(self._counts, self._of_tokens.tolist(), strict=True):
+            for expert in range(len(counts)):
+                counts[expert] += more[expert]
+        self._of_tokens[:] = 0
         if not self._counts or min(map(sum, self._counts)) < _WORTH_KEEPING:
             return None
         if earlier is None:
