@@ -61,7 +61,10 @@ void card() {
         const uint64_t token = model->memory.flags->started.load() / 2;
         if (token == seen) continue;
         seen = token;
-        model->run_card(let_others_go_on);
+        model->run_card([] {  // the card's thread helps the worker, or does its work
+            let_others_go_on();
+            model->worker.serve([](auto... arguments) { return model->compute(arguments...); });
+        });
     }
 }
 

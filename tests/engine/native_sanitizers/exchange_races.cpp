@@ -1,5 +1,5 @@
-// The exchange of a card and the host as it runs: a thread each for the host, the card, the worker and the copy engine,
-// with random delays.  exchange_races SEED STEPS: layers of tokens.
+// The exchange of a card and the host as it runs: a thread each for the host, the card, the pool's worker and the copy
+// engine, with random delays.  The card and the worker help each other.  exchange_races SEED STEPS: layers of tokens.
 #include <atomic>
 #include <thread>
 
@@ -26,19 +26,26 @@ int main(int count, char **arguments) {
     {
         std::atomic<bool> ends{false};
         SwitchyardPool pool(2);
-        ExchangeThread worker(model.memory, pool, [&](auto... arguments) { return model.compute(arguments...); });
+        ExchangeThread worker(model.memory, pool, [&](auto... arguments) {
+            Phase items(kLayers, 2, 1);
+            pool.run_all([](void *phase) { static_cast<Phase *>(phase)->run([](int64_t, int64_t) { random_delay(); }); }, &items);
+            return model.compute(arguments...);
+        });
         std::thread copier([&] {
             delays = seed + 2;
             while (!ends.load()) if (!model.copy()) std::this_thread::yield();
         });
         std::thread card([&] {
             delays = seed + 3;
-            uint64_t seen = 0;
+            uint64_t seen = 0, joined = 0;
             while (!ends.load()) {
                 const uint64_t token = model.memory.flags->started.load() / 2;
                 if (token == seen) { std::this_thread::yield(); continue; }
                 seen = token;
-                model.run_card([] { std::this_thread::yield(); });
+                Phase items(kLayers, 2, 1);
+                worker.beside.run([](void *phase) { static_cast<Phase *>(phase)->run([](int64_t, int64_t) { random_delay(); }); },
+                                  &items, [] {});
+                model.run_card([&] { if (!worker.help(joined)) std::this_thread::yield(); });
             }
         });
         delays = seed + 4;
