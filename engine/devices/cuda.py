@@ -52,6 +52,7 @@ class CudaCapture:
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._under_way: torch.cuda.CUDAGraph | None = None
         self._before: torch.cuda.Stream | None = None
+        self._card = 0
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +62,7 @@ class CudaCapture:
 
     def begin(self) -> None:
         """See `Capture.begin`."""
-        self._before = torch.cuda.current_stream(self._place)
+        self._before, self._card = torch.cuda.current_stream(self._place), torch.cuda.current_device()
         self._stream.wait_stream(self._before)
         torch.cuda.set_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
@@ -108,6 +109,7 @@ class CudaCapture:
     def _resume(self) -> None:
         if self._before is not None:
             torch.cuda.set_stream(self._before)
+            torch.cuda.set_device(self._card)  # a stream brings its card with it
             self._before = None
 
 

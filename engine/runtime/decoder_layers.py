@@ -5,8 +5,9 @@ Layers are on devices in consecutive runs, all else is on the first device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -101,25 +102,50 @@ def _module_list(model: Any) -> torch.nn.ModuleList | None:
     return None
 
 
-def move_between(model: Any, layers: LayerDevices, places: Sequence[torch.device]) -> None:
+Carry = Callable[[Sequence[torch.Tensor], int], Sequence[torch.Tensor]]
+"""Brings tensors to the device of an index, and returns them there."""
+
+_carriers: list[Carry] = []
+"""Of the step that is being captured; one at most, because a single thread computes."""
+
+
+def carry_by(carry: Carry | None) -> None:
+    """Lets this bring all that travels between devices from now on; None: copies that the devices' streams order."""
+    _carriers[:] = [] if carry is None else [carry]
+
+
+def stays(tensor: torch.Tensor) -> torch.Tensor:
+    """Marks a tensor that stands for something and is never read: it does not travel."""
+    tensor.stays_where_it_is = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def move_between(
+    model: Any, layers: LayerDevices, places: Sequence[torch.device], *, is_captured: bool = False
+) -> None:
     """Lets hidden states and whatever else a layer is given travel to the device that the layer is on, and back.
 
-    Nothing is to be done where all devices share one memory, as emulated ones do.
+    Nothing is to be done where all devices share one memory, as emulated ones do, unless steps are captured: a graph is
+    one device's.
     """
-    if len({str(place) for place in places}) < 2 or not any(layers.of_layer):
+    is_shared = len({str(place) for place in places}) < 2
+    if (is_shared and not is_captured) or not any(layers.of_layer):
         return
     modules = model.get_submodule(layers.prefix.removesuffix("."))
-    there = {index: _Moved(places[index]) for index in set(layers.of_layer) if index}
+    there = {index: _Moved(places[index], index, is_shared=is_shared) for index in sorted({0, *layers.of_layer})}
 
     def forget(*_: Any) -> None:
         for moved in there.values():
             moved.forget()
 
     modules[0].register_forward_pre_hook(forget)
+    before = 0
     for index, module in zip(layers.of_layer, modules, strict=True):
-        if index:
-            module.register_forward_pre_hook(there[index].bring, with_kwargs=True)
-    modules[-1].register_forward_hook(lambda _module, _args, output: _moved(output, places[0]))
+        if index or before:
+            module.register_forward_pre_hook(partial(there[index].bring, index != before), with_kwargs=True)
+        before = index
+    if before:
+        modules[-1].register_forward_hook(lambda _module, _args, output: there[0].back(output))
     modules[-1].register_forward_hook(forget)
 
 
@@ -127,46 +153,73 @@ class _Moved:
     """What the layers of one device were given in this pass, on that device.
 
     Angles and masks are the same tensors for every layer, so the first of its layers has them copied for the others.
+
+    Args:
+        is_shared: whether all devices have this place, so that a tensor does not say which of them it is on.
     """
 
     _MOST = 16
     """Layers called out of order, and not to the last one, hold on to no more than this."""
 
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
+    def __init__(self, place: torch.device, index: int, *, is_shared: bool) -> None:
+        self._place, self._index, self._is_shared = place, index, is_shared
         self._of: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def forget(self) -> None:
         """Before the next pass, whose tensors may be the same ones with other numbers."""
         self._of.clear()
 
-    def bring(self, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Moves the arguments of a module to the device."""
-        named = {
-            name: _moved(value, self._place, None if name == "hidden_states" else self._of)
-            for name, value in kwargs.items()
-        }
+    def bring(self, begins: bool, _module: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Moves the arguments of a module to the device; `begins` if the layer before it is on another one."""
+        if self._is_shared and not _carriers:
+            return None
+        hidden = _tensors_in((args, kwargs.get("hidden_states")))
+        others = _tensors_in({name: value for name, value in kwargs.items() if name != "hidden_states"})
+        moving = {id(each): each for each in hidden if self._is_elsewhere(each, begins)}
+        moving |= {id(each): each for each in others if id(each) not in self._of and self._is_elsewhere(each, True)}
+        there = self._carried(moving)
+        # These hold the tensors too, so that no other one gets their identity.
+        self._of.update({id(each): (each, there[id(each)]) for each in others if id(each) in there})
+        moved = {**{number: pair[1] for number, pair in self._of.items()}, **there}
         while len(self._of) > self._MOST:
             del self._of[next(iter(self._of))]
-        return _moved(args, self._place), named
+        return _replaced(args, moved), _replaced(kwargs, moved)
+
+    def back(self, output: Any) -> Any:
+        """Moves what the last layer returns to the device."""
+        if self._is_shared and not _carriers:
+            return output
+        return _replaced(output, self._carried({id(t): t for t in _tensors_in(output) if self._is_elsewhere(t, True)}))
+
+    def _is_elsewhere(self, tensor: torch.Tensor, crosses: bool) -> bool:
+        if getattr(tensor, "stays_where_it_is", False):
+            return False
+        return crosses if self._is_shared else tensor.device != self._place
+
+    def _carried(self, moving: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        if not moving:
+            return {}
+        tensors = list(moving.values())
+        if _carriers:
+            return dict(zip(moving, _carriers[0](tensors, self._index), strict=True))
+        return dict(zip(moving, (each.to(self._place, non_blocking=True) for each in tensors), strict=True))
 
 
-def _moved(value: Any, place: torch.device, before: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None) -> Any:
-    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are left alone.
-
-    Args:
-        before: by identity, tensors that were moved and what they became; it gets those that are moved now.
-    """
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Tensors in tuples, lists and dictionaries; other objects, such as caches, are not looked into."""
     if isinstance(value, torch.Tensor):
-        if value.device == place:
-            return value
-        if before is None:
-            return value.to(place, non_blocking=True)
-        if id(value) not in before:  # it holds the tensor too, so that no other one gets its identity
-            before[id(value)] = value, value.to(place, non_blocking=True)
-        return before[id(value)][1]
-    if type(value) in (tuple, list):
-        return type(value)(_moved(item, place, before) for item in value)
+        return [value]
     if type(value) is dict:
-        return {key: _moved(item, place, before) for key, item in value.items()}
+        value = tuple(value.values())
+    return [each for item in value for each in _tensors_in(item)] if type(value) in (tuple, list) else []
+
+
+def _replaced(value: Any, by: Mapping[int, torch.Tensor]) -> Any:
+    """The same with other tensors in the place of those with these identities."""
+    if isinstance(value, torch.Tensor):
+        return by.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(item, by) for item in value)
+    if type(value) is dict:
+        return {key: _replaced(item, by) for key, item in value.items()}
     return value

@@ -90,7 +90,7 @@ class LoadedModel(ModelParts):
         info: what the window shows about it.
 
         device: where the non-expert weights are.
-        graph_device: the one device that all of it is on, if decode steps are to be captured there.
+        graph_device: the device that all of it is on, or the first of several, if decode steps are to be captured.
 
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.

@@ -64,6 +64,8 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Any]]:
     monkeypatch.setattr(torch.cuda, "CUDAGraph", _Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _place=None: _Stream())
     monkeypatch.setattr(torch.cuda, "set_stream", lambda _stream: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _index: None)
     monkeypatch.setattr(_Graph, "fails", False)
     return calls
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.planner.placement import split_layers
-from engine.runtime.decoder_layers import LayerDevices, _moved, layer_names, move_between
+from engine.runtime.decoder_layers import LayerDevices, _Moved, layer_names, move_between
 from tests.engine.tiny_families import tiny_model
 
 
@@ -59,7 +59,11 @@ def test_the_map_names_what_is_not_on_the_first() -> None:
 def test_arguments_are_moved_wherever_they_are() -> None:
     here, there = torch.zeros(2), torch.device("meta")
     cache = object()
-    moved = _moved({"a": here, "b": (here, [here, None]), "cache": cache, "n": 3}, there)
+    to_there = _Moved(there, 1, is_shared=False)
+    _, moved = to_there.bring(True, None, (), {"a": here, "b": (here, [here, None]), "cache": cache, "n": 3}) or (
+        (),
+        {},
+    )
     assert moved["a"].device == moved["b"][0].device == moved["b"][1][0].device == there
     assert (moved["b"][1][1], moved["cache"], moved["n"]) == (None, cache, 3)
 

@@ -73,7 +73,8 @@ class KvSession:
         captures = loaded.graph_device
         self.graphs: GraphedSteps | None = None
         if captures is not None:
-            tabled = tabled_attention(loaded.model, captures.torch_device, loaded.context_tokens)
+            places = [device.torch_device for device in loaded.devices.devices] if loaded.devices is not None else []
+            tabled = tabled_attention(loaded.model, places, loaded.context_tokens)
             self.graphs = GraphedSteps(self._step, captures, tabled)
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)

@@ -6,7 +6,7 @@ when a step is computed for the first time; later steps ask for the same masks i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.kernels.gpu.attention_proof import ProvenAttention, attention_of
 from engine.kernels.native.paged_attention import AttentionTerms
+from engine.runtime.decoder_layers import stays
 from engine.runtime.kv.tabled import TabledCache
 from engine.runtime.kv.window_masks import attending_by, configs_of, window_of
 
@@ -27,13 +28,13 @@ class TabledAttention:
 
     Args:
         model: from transformers.
-        kernel: of the card that all of it is on.
+        kernels: of the cards that have layers.
         context_tokens: longest context: a window that is not shorter hides nothing.
     """
 
-    def __init__(self, model: Any, kernel: ProvenAttention, context_tokens: int) -> None:
+    def __init__(self, model: Any, kernels: Mapping[torch.device, ProvenAttention], context_tokens: int) -> None:
         self._configs = configs_of(model)
-        self._kernel = kernel
+        self._kernels = kernels
         self._context_tokens = context_tokens
         self._cache: TabledCache | None = None
         self._terms: dict[int, AttentionTerms] = {}
@@ -61,7 +62,7 @@ class TabledAttention:
         number = len(self._masks)
         if number == len(self._windows):
             self._windows.append(window_of(mask_function, self._context_tokens))
-        self._masks.append(torch.zeros(1, 1, 1, 1))
+        self._masks.append(stays(torch.zeros(1, 1, 1, 1)))
         return self._masks[-1]
 
     def attend(
@@ -86,7 +87,9 @@ class TabledAttention:
         if table.ring and terms.window not in (0, table.ring):
             raise LookupError("its window is not its cache's")
         queries, keys, values = (each[:, :, 0] for each in (queries, keys, values))
-        return self._kernel.attend(table, terms, queries, keys, values, self._cache.held)[:, None]
+        place = queries.device
+        held = self._cache.held_on(place)
+        return self._kernels[place].attend(table, terms, queries, keys, values, held)[:, None]
 
     def _terms_of(self, keys: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> AttentionTerms:
         window = next((w for m, w in zip(self._masks, self._windows, strict=False) if m is mask), None)
@@ -101,10 +104,15 @@ class TabledAttention:
         )
 
 
-def tabled_attention(model: Any, device: torch.device, context_tokens: int) -> TabledAttention | None:
-    """That of a model on this device; `None` where no kernel computes attention."""
-    kernel = attention_of(device)
-    return TabledAttention(model, kernel, context_tokens) if kernel is not None else None
+def tabled_attention(model: Any, places: Iterable[torch.device], context_tokens: int) -> TabledAttention | None:
+    """That of a model on these devices; `None` where no kernel computes attention on one of them."""
+    kernels = {}
+    for place in places:
+        kernel = attention_of(place)
+        if kernel is None:
+            return None
+        kernels[place] = kernel
+    return TabledAttention(model, kernels, context_tokens)
 
 
 _active: list[TabledAttention] = []

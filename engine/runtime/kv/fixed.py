@@ -20,7 +20,7 @@ ROWS_STEP = 256
 
 
 class FixedPosition:
-    """Where the next token goes, on the device.
+    """Where the next token goes, on the device, and on others that have layers.
 
     Attributes:
         rows: int64 [1]; `ids`: [1, 1], the same for the model; `length`: [], the same as the library asks for it.
@@ -30,10 +30,22 @@ class FixedPosition:
         self.rows = torch.zeros(1, dtype=torch.int64, device=device)
         self.ids = self.rows.view(1, 1)
         self.length = self.rows[0]
+        self._elsewhere: dict[torch.device, FixedPosition] = {}
+
+    def on(self, device: torch.device) -> FixedPosition:
+        """The same on another device."""
+        if device == self.rows.device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = there = FixedPosition(device)
+            there.rows.copy_(self.rows)
+        return self._elsewhere[device]
 
     def set(self, tokens: int) -> None:
         """So many tokens come before."""
         self.rows.fill_(tokens)
+        for there in self._elsewhere.values():
+            there.rows.fill_(tokens)
 
 
 class FixedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped
@@ -47,6 +59,7 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         buffers = layer.room_for(rows)
         assert buffers is not None
         self._layer, self._rows, self._position = layer, rows, position
+        self._here = position.on(buffers[0].device)
         self._buffers = buffers
         self.keys, self.values = (buffer.narrow(-2, 0, rows) for buffer in buffers)
         for buffer in (self.keys, self.values):
@@ -69,8 +82,8 @@ class FixedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the states of one token, [1, H, 1, D]; returns all rows, the hidden ones among them."""
-        self.keys.index_copy_(-2, self._position.rows, key_states)
-        self.values.index_copy_(-2, self._position.rows, value_states)
+        self.keys.index_copy_(-2, self._here.rows, key_states)
+        self.values.index_copy_(-2, self._here.rows, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the library's signature
@@ -103,8 +116,8 @@ class FixedWindowLayer(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self._layer, self._window = layer, layer.sliding_window
         held, tokens = layer.keys.shape[-2], layer.cumulative_length
-        self._row = torch.zeros_like(position.rows)
-        self._position = position
+        self._position, self._here = position, position.on(layer.keys.device)
+        self._row = torch.zeros_like(self._here.rows)
         rows = torch.arange(tokens - held, tokens, device=layer.keys.device) % self._window
         self.keys, self.values = (self._ring(states, rows) for states in (layer.keys, layer.values))
         self._tokens = tokens
@@ -125,7 +138,7 @@ class FixedWindowLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the states of one token over the oldest one's; returns the whole ring."""
-        self._row.copy_(self._position.rows).remainder_(self._window)
+        self._row.copy_(self._here.rows).remainder_(self._window)
         self.keys.index_copy_(-2, self._row, key_states)
         self.values.index_copy_(-2, self._row, value_states)
         return self.keys, self.values

@@ -130,10 +130,9 @@ class TabledCache(FixedCache):
         super().__init__(layers, position, rows)
         self.offered = offered
 
-    @property
-    def held(self) -> torch.Tensor:
-        """Tokens before the next one, int64 [1]."""
-        return self._position.rows
+    def held_on(self, device: torch.device) -> torch.Tensor:
+        """Tokens before the next one, int64 [1], on a device that has layers."""
+        return self._position.on(device).rows
 
     @classmethod
     def over(cls, cache: Cache, tokens: int, position: FixedPosition) -> TabledCache | str:

@@ -29,6 +29,7 @@ from engine.kernels import card_note
 from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
+from engine.runtime.decode.segments import SegmentedCapture
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.memory import measure_kv
@@ -169,7 +170,9 @@ def _load_weights(
         if parts.kernels is not None and opened.profile.bytes >= _WORTH_MEASURING:
             ensure_measured(parts.kernels)
     read_weights(opened, decision, parts, on_progress, cancelled)
-    move_between(model, decision.layers, [device.torch_device for device in decision.devices])
+    places = [device.torch_device for device in decision.devices]
+    captures = _graph_device(parts, decision, config)
+    move_between(model, decision.layers, places, is_captured=captures is not None)
     model.eval().requires_grad_(False)
     if decision.devices or parts.disk_backed is not None:
         parts.wait_for_weights(cancelled)
@@ -190,6 +193,7 @@ def _load_weights(
         decision,
         parts,
         config,
+        captures=captures,
         kv_bytes=kv.per_token,
         threads=threads,
         note=note,
@@ -203,6 +207,7 @@ def _hand_over(
     parts: LoadingParts,
     config: EngineConfig,
     *,
+    captures: Device | None,
     kv_bytes: int,
     threads: int,
     note: str,
@@ -210,6 +215,7 @@ def _hand_over(
     """The model as it runs from now on.
 
     Args:
+        captures: where decode steps are captured, if they are.
         kv_bytes: of a token of context.
         threads: that compute on the CPU.
         note: a sentence for the user that comes first; may be empty.
@@ -219,10 +225,8 @@ def _hand_over(
     """
     placement, devices = decision.placement, parts.devices
     slow = decision.uses_cpu and parts.kernels is None and format_of(decision.precision).native is not None
-    captures = _graph_device(parts, config)
-    kv_type, kv_note = narrow_type(
-        opened.model, config.kv_precision, captures.torch_device if captures is not None else None
-    )
+    kv_place = captures.torch_device if captures is not None and len(decision.devices) == 1 else None
+    kv_type, kv_note = narrow_type(opened.model, config.kv_precision, kv_place)
     if kv_type is not None:
         kv_bytes = narrow_token_bytes(opened.model, kv_bytes, kv_type)
     wanted = opened.context_tokens(config)
@@ -302,14 +306,16 @@ def _chunk_tokens(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
     return chunk_tokens_in_ram(opened.profile.experts, opened.profile.experts_per_token)
 
 
-def _graph_device(parts: LoadingParts, config: EngineConfig) -> Device | None:
-    """Where decode steps are captured: on one card that has all of the model, without native kernels on the CPU
-    beside, which no card could repeat."""
+def _graph_device(parts: LoadingParts, decision: Decision, config: EngineConfig) -> Device | None:
+    """Where decode steps are captured: on the card that has all of the model, or where it begins on several, without
+    native kernels on the CPU beside, which no card could repeat."""
     opened, wanted = parts.devices.devices, config.graphs
-    if len(opened) != 1 or wanted == "off" or opened[0].new_capture is None:
+    if not decision.devices or wanted == "off" or not all(device.new_capture is not None for device in opened):
         return None
     on_host = opened[0].torch_device.type == "cpu" and parts.kernels is not None
-    return opened[0] if (wanted == "on" or opened[0].compute_follows_caller) and not on_host else None
+    if on_host or not (wanted == "on" or all(device.compute_follows_caller for device in opened)):
+        return None
+    return opened[0] if len(opened) == 1 else replace(opened[0], new_capture=lambda: SegmentedCapture(opened))
 
 
 def head_note(config: EngineConfig, model: Any, *, on_card: bool) -> str:

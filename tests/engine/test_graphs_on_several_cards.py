@@ -1,0 +1,143 @@
+"""Decode steps over several cards: a graph for each card's layers, copies between them, the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.devices.device import Device
+from engine.devices.emulated import RecordedGraph, open_emulated
+from engine.devices.memory_budget import MemoryCategory
+from engine.hardware.profiles import read_profile
+from engine.runtime.decode.segments import SegmentedCapture, _Crossing, _Segments
+from engine.runtime.decoder_layers import _carriers
+from engine.runtime.kv.fixed import FixedPosition
+from tests.engine.graph_cases import check_conversation, graphs_of
+from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("checkpoints")
+    reference.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    share_misses(monkeypatch)
+    yield
+    assert _carriers == []
+
+
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {"cache_slots": 4}),
+        ("gpt_oss", {"cache_slots": 4, "misses": "fetch"}),
+        ("deepseek_v3", {}),
+    ],
+    ids=str,
+)
+def test_conversations_are_those_of_transformers(family: str, config: dict[str, Any], checkpoints: Path) -> None:
+    check_conversation(family, checkpoints, devices=2, graphs="on", **config)
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_each_card_has_a_graph_of_its_own_layers(devices: int, checkpoints: Path) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, 1, graphs="on", cache_slots=4) as alone, chatting(alone) as session:
+        on_one = answer(session, PROMPT)
+        step = graphs_of(session)._step
+        assert step is not None
+        logits = step.logits.clone()
+    with opened(expected.folder, devices, graphs="on", cache_slots=4) as model, chatting(model) as session:
+        assert model.devices is not None
+        assert list(answer(session, PROMPT).token_ids) == list(on_one.token_ids) == expected.first
+        graphs = graphs_of(session)
+        step = graphs._step
+        assert step is not None
+        assert torch.equal(step.logits, logits)
+        parts = [part for piece in step._pieces if isinstance(piece, _Segments) for part in piece.parts]
+        crossings = sum(isinstance(part, _Crossing) for part in parts)
+        way = [0, *model.devices.layers.of_layer, 0]
+        assert crossings == sum(here != there for here, there in pairwise(way)) > 1
+        assert sum(isinstance(part, RecordedGraph) for part in parts) == step.pieces + crossings
+        assert graphs.counters.replays > 0
+        assert graphs.counters.eager == 0
+
+
+def test_what_a_card_holds_for_graphs_is_counted_there_and_given_back(checkpoints: Path) -> None:
+    with opened(reference("qwen3_moe", checkpoints).folder, 2, graphs="on", cache_slots=4) as model:
+        assert model.devices is not None
+        cards = model.devices.devices
+        with chatting(model) as session:
+            answer(session, PROMPT)
+            held = [card.memory.use().by_category[MemoryCategory.ACTIVATIONS] for card in cards]
+            graphs_of(session).forget()
+            left = [card.memory.use().by_category[MemoryCategory.ACTIVATIONS] for card in cards]
+            assert all(now < before for now, before in zip(left, held, strict=True))
+
+
+def test_a_second_card_without_room_for_graphs_does_without(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference("qwen3_moe", checkpoints)
+    with opened(expected.folder, 2, graphs="on", cache_slots=3) as model, chatting(model) as session:
+        assert model.devices is not None
+        second = model.devices.devices[1]
+        answer(session, PROMPT, 1)
+        graphs = graphs_of(session)
+        graphs.forget()
+        free = second.memory.reserve(second.memory.free, MemoryCategory.WEIGHTS)
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+        assert graphs.refused is not None
+        assert "memory" in graphs.refused
+        free.release()
+
+
+class Capture:
+    """Says what it was asked for."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said, self.nbytes = name, said, 7
+
+    def __getattr__(self, what: str) -> Any:
+        return lambda: self.said.append(f"{what} {self.name}") or self
+
+    def replay(self) -> None:
+        self.said.append(f"replay {self.name}")
+
+
+def test_a_failed_capture_leaves_no_card_capturing() -> None:
+    said: list[str] = []
+    cards: list[Device] = [open_emulated(read_profile("slow-link"), index) for index in range(2)]
+    for name, card in zip("ab", cards, strict=True):
+        object.__setattr__(card, "new_capture", lambda name=name: Capture(name, said))
+    capture = SegmentedCapture(cards)
+    capture.begin()
+    x = torch.ones(2)
+    (there,) = _carriers[0]([x], 1)
+    assert there.tolist() == [1, 1]
+    assert there is not x
+    capture.abandon()
+    assert _carriers == []
+    assert said == ["begin a", "end a", "begin b", "abandon a", "abandon b"]
+    capture.close()
+    assert said[-2:] == ["close b", "close a"]
+    for card in cards:
+        assert card.memory.use().used == 0
+        card.close()
+
+
+def test_a_position_is_known_on_every_card() -> None:
+    position = FixedPosition(torch.device("cpu"))
+    there = position.on(torch.device("meta"))
+    assert there is position.on(torch.device("meta")) is not position
+    assert position.on(torch.device("cpu")) is position
+    assert there.rows.device.type == "meta"
+    position.set(5)
+    assert position.rows.tolist() == [5]
