@@ -14,9 +14,9 @@ from engine.devices.device import Device
 from engine.devices.emulated import RecordedGraph, open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.profiles import read_profile
-from engine.runtime.decode.segments import SegmentedCapture, _Crossing, _Segments
 from engine.runtime.decoder_layers import _carriers
 from engine.runtime.kv.fixed import FixedPosition
+from engine.runtime.segments import SegmentedCapture, _Crossing, _Segments
 from tests.engine.graph_cases import check_conversation, graphs_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
 

@@ -29,7 +29,6 @@ from engine.kernels import card_note
 from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.decode.segments import SegmentedCapture
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.memory import measure_kv
@@ -47,6 +46,7 @@ from engine.runtime.load.timed_card import charge_model
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, read_weights
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
+from engine.runtime.segments import SegmentedCapture
 
 _log = logging.getLogger(__name__)
 
