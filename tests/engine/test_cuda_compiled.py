@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 
 from engine.common.paths import cache_dir
-from engine.formats import FORMATS
 from engine.kernels.cuda import nvrtc
-from engine.kernels.cuda.attention import attention_kernels
+from engine.kernels.cuda.__main__ import all_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel, machine_code
-from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import (
     CompileError,
     Machine,
@@ -26,8 +24,7 @@ from engine.kernels.cuda.nvrtc import (
     libraries,
     usage_in,
 )
-from engine.kernels.cuda.products import product_kernel, product_kernels
-from engine.kernels.cuda.unpack import unpack_kernel
+from engine.kernels.cuda.products import product_kernel
 
 INT4 = product_kernel("Int4", 1)
 AMPERE = (8, 6)
@@ -196,10 +193,7 @@ def test_every_kernel_for_every_card_without_spills(
 ) -> None:
     compiler = from_the_index(package, tmp_path / "package")
     spilling: list[tuple[Kernel, int, int]] = []
-    on_cards = [each for each in FORMATS.values() if each.on_card]
-    unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
-    products = [kernel for each in on_cards for kernel in product_kernels(each)]
-    for kernel in (*unpacking, *products, *attention_kernels(), NORM_KERNEL):
+    for kernel in all_kernels():
         for architecture in architectures:
             usage = usage_in(compile_kernel(kernel, architecture, compiler).log)
             record_property(f"{kernel.name} sm_{architecture}", f"{usage.registers} registers")

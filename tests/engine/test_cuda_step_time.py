@@ -17,7 +17,7 @@ from engine.kernels.cuda.step_time import CARDS, QWEN3_30B_A3B, Card, estimate, 
 def test_nothing_is_faster_than_the_cards_memory(card: Card, name: str) -> None:
     found = estimate(card, QWEN3_30B_A3B, FORMATS[name], 4096)
     assert found.bound_s < found.seconds < 20 * found.bound_s
-    assert found.launches == QWEN3_30B_A3B.layers * (6 + QWEN3_30B_A3B.others) + 1
+    assert found.launches == QWEN3_30B_A3B.layers * (4 + QWEN3_30B_A3B.others) + 1
 
 
 def test_more_costs_more() -> None:

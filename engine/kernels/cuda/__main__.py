@@ -12,15 +12,25 @@ from dataclasses import replace
 
 from engine.formats import FORMATS
 from engine.kernels.cuda.attention import attention_kernels
-from engine.kernels.cuda.compiled import compile_kernel
+from engine.kernels.cuda.compiled import Kernel, compile_kernel
 from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import product_kernels
+from engine.kernels.cuda.rotary import ROTARY_KERNEL
+from engine.kernels.cuda.router import router_kernels
 from engine.kernels.cuda.step_time import CARDS, FUSED_OTHERS, QWEN3_30B_A3B, estimate
 from engine.kernels.cuda.unpack import unpack_kernel
 
 _ARCHITECTURES = (61, 70, 75, 80, 86, 89, 90, 120)
 _KV_TOKENS = 4096
+
+
+def all_kernels() -> list[Kernel]:
+    """Every kernel that may be asked for."""
+    on_cards = [each for each in FORMATS.values() if each.on_card]
+    unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
+    products = [kernel for each in on_cards for kernel in product_kernels(each)]
+    return [*products, *unpacking, *attention_kernels(), NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
 
 
 def usage_rows() -> Iterator[list[str]]:
@@ -32,10 +42,7 @@ def usage_rows() -> Iterator[list[str]]:
     compiler = find_nvrtc()
     known = [each for each in _ARCHITECTURES if each in compiler.architectures()]
     yield ["kernel", "KiB shared", *(f"sm_{each}" for each in known)]
-    on_cards = [each for each in FORMATS.values() if each.on_card]
-    unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
-    products = [kernel for each in on_cards for kernel in product_kernels(each)]
-    for kernel in (*products, *unpacking, *attention_kernels(), NORM_KERNEL):
+    for kernel in all_kernels():
         found = [usage_in(compile_kernel(kernel, each, compiler).log) for each in known]
         registers = (f"{each.registers}{'+' if each.spilled_bytes else ''}" for each in found)
         yield [kernel.name, f"{max(each.shared_bytes for each in found) / 1024:.1f}", *registers]

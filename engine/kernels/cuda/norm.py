@@ -1,4 +1,4 @@
-"""Root mean square norms by the kernel in `norm.cu`: one launch, where PyTorch's operators take eight."""
+"""Root mean square norms, of residual sums too, by the kernel in `norm.cu`: one launch, where operators take nine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NormArguments(ctypes.Structure):
     """`NormArguments` in norm.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "out", "weights")),
+        *((name, ctypes.c_void_p) for name in ("x", "added", "sum", "out", "weights")),
         ("step", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("width", "states", "weight_states", "rounds_once")),
         *((name, ctypes.c_float) for name in ("epsilon", "offset")),
@@ -44,12 +44,46 @@ class CudaNorm:
         Returns:
             [rows, width], contiguous, of x's type.
         """
+        out = x.new_empty(x.shape)
+        self._launch(x, weight, out, epsilon=epsilon, offset=offset, rounds_once=rounds_once)
+        return out
+
+    def add(
+        self,
+        x: torch.Tensor,
+        added: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        *,
+        offset: float,
+        rounds_once: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + added, rounded to x's type, and its norm.
+
+        Args:
+            added: as x, contiguous.
+        """
+        out, both = x.new_empty(x.shape), x.new_empty(x.shape)
+        self._launch(x, weight, out, added, both, epsilon=epsilon, offset=offset, rounds_once=rounds_once)
+        return both, out
+
+    def _launch(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        added: torch.Tensor | None = None,
+        both: torch.Tensor | None = None,
+        *,
+        epsilon: float,
+        offset: float,
+        rounds_once: bool,
+    ) -> None:
         rows, width = x.shape
-        out = x.new_empty(rows, width)
         arguments = NormArguments(
-            x=x.data_ptr(), out=out.data_ptr(), weights=weight.data_ptr(), step=x.stride(0), width=width,
-            states=STATES[x.dtype], weight_states=STATES[weight.dtype], rounds_once=rounds_once, epsilon=epsilon,
-            offset=offset,
+            x=x.data_ptr(), added=added.data_ptr() if added is not None else None,
+            sum=both.data_ptr() if both is not None else None, out=out.data_ptr(), weights=weight.data_ptr(),
+            step=x.stride(0), width=width, states=STATES[x.dtype], weight_states=STATES[weight.dtype],
+            rounds_once=rounds_once, epsilon=epsilon, offset=offset,
         )  # fmt: skip
         self._card.launch(NORM_KERNEL, (rows, 1, 1), arguments)
-        return out

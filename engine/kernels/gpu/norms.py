@@ -1,4 +1,7 @@
-"""Root mean square norms of a model on a card by one launch each, wherever that gives what the module gives."""
+"""Root mean square norms of a model on a card by one launch each, wherever that gives what the module gives.
+
+The residual sum before a norm can be part of the launch: who adds tells the norm, and finds its result there later.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ _LIKE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class NormForm:
     """What families mean by such a norm; see `CudaNorm`."""
 
     offset: float
     rounds_once: bool
 
 
-_FORMS = (_Form(0.0, rounds_once=False), _Form(0.0, rounds_once=True), _Form(1.0, rounds_once=True))
+_FORMS = (NormForm(0.0, rounds_once=False), NormForm(0.0, rounds_once=True), NormForm(1.0, rounds_once=True))
 
 
 def norm_of(device: torch.device) -> CudaNorm | None:
@@ -42,23 +45,52 @@ class CardNorm:
 
     Attributes:
         in_library: the one that it takes the place of.
+        epsilon, form: what it means.
     """
 
-    def __init__(self, module: Any, epsilon: float, kernel: CudaNorm, form: _Form) -> None:
+    def __init__(self, module: Any, epsilon: float, kernel: CudaNorm, form: NormForm) -> None:
         self.in_library = module.forward
-        self._module, self._epsilon, self._kernel, self._form = module, epsilon, kernel, form
+        self.epsilon, self.form = epsilon, form
+        self._module, self._kernel = module, kernel
+        self._sum: torch.Tensor | None = None
+        self._normed: torch.Tensor | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[width]."""
+        weight: torch.Tensor = self._module.weight
+        return weight
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[.., width] -> the same, normed."""
-        weight = self._module.weight
-        if hidden_states.dtype not in STATES or not hidden_states.numel() or weight.device != hidden_states.device:
+        if hidden_states is self._sum and self._normed is not None:
+            normed, self._sum, self._normed = self._normed, None, None
+            return normed
+        weight = self.weight
+        if not self._takes(hidden_states):
             result: torch.Tensor = self.in_library(hidden_states)
             return result
         rows = hidden_states.reshape(-1, weight.numel())
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        form = self._form
-        found = self._kernel(rows, weight, self._epsilon, offset=form.offset, rounds_once=form.rounds_once)
+        form = self.form
+        found = self._kernel(rows, weight, self.epsilon, offset=form.offset, rounds_once=form.rounds_once)
         return found.view(hidden_states.shape)
+
+    def add(self, hidden_states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """The sum of two tensors [.., width], whose norm is computed with it for who asks for that next."""
+        if not (self._takes(hidden_states) and more.shape == hidden_states.shape and more.dtype == hidden_states.dtype):
+            return hidden_states + more
+        rows, added = (each.reshape(-1, self.weight.numel()).contiguous() for each in (hidden_states, more))
+        form = self.form
+        both, normed = self._kernel.add(
+            rows, added, self.weight, self.epsilon, offset=form.offset, rounds_once=form.rounds_once
+        )
+        self._sum, self._normed = both.view(hidden_states.shape), normed.view(hidden_states.shape)
+        return self._sum
+
+    def _takes(self, hidden_states: torch.Tensor) -> bool:
+        known = hidden_states.dtype in STATES and self.weight.device == hidden_states.device
+        return known and hidden_states.numel() > 0
 
 
 def speed_up_norms(model: Any) -> int:
@@ -96,15 +128,21 @@ def _epsilon_of(module: Any) -> float | None:
 def _made(module: Any, epsilon: float, kernel: CudaNorm) -> CardNorm | None:
     weight = module.weight
     x = torch.randn(_ROWS, weight.numel(), generator=torch.Generator().manual_seed(3)).to(weight.device, weight.dtype)
+    more = x.flip(1)
     try:
-        wanted = module.forward(x)
+        wanted, of_sum = module.forward(x), module.forward(x + more)
         for form in _FORMS:
             made = CardNorm(module, epsilon, kernel, form)
-            found = made(x)
-            same = (found == wanted).float().mean().item()
-            alike = torch.allclose(found.float(), wanted.float(), rtol=_LIKE[x.dtype], atol=1e-6)
-            if found.dtype == wanted.dtype and alike and (x.dtype == torch.float32 or same >= _SAME):
+            both = made.add(x, more)
+            if _is_alike(made(x), wanted) and torch.equal(both, x + more) and _is_alike(made(both), of_sum):
                 return made
     except Exception:  # any compiler or driver error: the library's operators do it
         _log.warning("norms are not computed by a kernel on %s", weight.device, exc_info=True)
     return None
+
+
+def _is_alike(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether a kernel gives what operators do, of the same type: mostly the same bits, if rounded."""
+    same = (found == wanted).float().mean().item()
+    alike = torch.allclose(found.float(), wanted.float(), rtol=_LIKE[wanted.dtype], atol=1e-6)
+    return found.dtype == wanted.dtype and alike and (wanted.dtype == torch.float32 or same >= _SAME)

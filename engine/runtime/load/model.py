@@ -41,6 +41,7 @@ from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.on_cards import speed_up_on_cards
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.timed_card import charge_model
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
@@ -174,6 +175,7 @@ def _load_weights(
     captures = _graph_device(parts, decision, config)
     move_between(model, decision.layers, places, is_captured=captures is not None)
     model.eval().requires_grad_(False)
+    speed_up_on_cards(model)
     if decision.devices or parts.disk_backed is not None:
         parts.wait_for_weights(cancelled)
         kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves

@@ -20,7 +20,6 @@ from engine.experts.ram_tier import RamTier
 from engine.experts.sites import bind, empty_modules
 from engine.formats import STORED
 from engine.kernels.dense import card_layers, quantise_on_cards
-from engine.kernels.gpu.norms import speed_up_norms
 from engine.kernels.native.linear import keep_linears, keepable
 from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
@@ -101,7 +100,6 @@ def read_weights(
             bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
         parts.on_phase("reading")
         _read_rest(opened, plan, decision, parts, reader, linears)
-        speed_up_norms(opened.model)
 
 
 def _read_apart(plan: LoadingPlan, dense: KeptDense | None) -> int:

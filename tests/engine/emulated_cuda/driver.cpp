@@ -4,6 +4,8 @@
 #include "attention_cases.h"
 #include "cases.h"
 #include "norm_cases.h"
+#include "rotary_cases.h"
+#include "router_cases.h"
 
 namespace {
 struct Shape {
@@ -242,5 +244,7 @@ int main(int, char** argv) {
         go_through_a_case(is_small);
         go_through_attention(is_small);
         go_through_norm();
+        go_through_rotary();
+        go_through_router(is_small);
     }
 }

@@ -11,6 +11,10 @@ extern "C" int emulate(const char* entry, const char* const* defines, const unsi
         is_known = emulate_unpack(defines[0], size, seed, *static_cast<const UnpackArguments*>(arguments));
     } else if (is("norm_kernel")) {
         is_known = emulate_norm(size, seed, *static_cast<const NormArguments*>(arguments));
+    } else if (is("rotary_kernel")) {
+        is_known = emulate_rotary(size, seed, *static_cast<const RotaryArguments*>(arguments));
+    } else if (is("router_kernel")) {
+        is_known = emulate_router(defines[0], defines[1], size, seed, *static_cast<const RouterArguments*>(arguments));
     }
     return is_known ? 0 : 1;
 }

@@ -2,6 +2,8 @@
 #pragma once
 #include "norm.cu"
 #include "products.cu"
+#include "rotary.cu"
+#include "router.cu"
 #include "unpack.cu"
 
 template <class Format>
@@ -45,4 +47,23 @@ inline bool emulate_unpack(const char* format, emulated::Index grid, std::uint64
 inline bool emulate_norm(emulated::Index grid, std::uint64_t seed, const NormArguments& arguments) {
     emulated::run(grid, THREADS, seed, [&] { norm(arguments); });
     return true;
+}
+
+inline bool emulate_rotary(emulated::Index grid, std::uint64_t seed, const RotaryArguments& arguments) {
+    emulated::run(grid, THREADS, seed, [&] { rotate(arguments); });
+    return true;
+}
+
+inline bool emulate_router(const char* states, const char* weights, emulated::Index grid, std::uint64_t seed, const RouterArguments& arguments) {
+    const auto run = [&](void (*kernel)(const RouterArguments&)) {
+        emulated::run(grid, THREADS, seed, [&] { kernel(arguments); });
+        return true;
+    };
+    const auto are = [&](const char* first, const char* second) { return std::strcmp(states, first) == 0 && std::strcmp(weights, second) == 0; };
+    if (are("Bf16", "Bf16")) return run(route<Bf16, Bf16>);
+    if (are("Fp16", "Fp16")) return run(route<Fp16, Fp16>);
+    if (are("Fp32", "Fp32")) return run(route<Fp32, Fp32>);
+    if (are("Bf16", "Fp32")) return run(route<Bf16, Fp32>);
+    if (are("Fp16", "Fp32")) return run(route<Fp16, Fp32>);
+    return false;
 }

@@ -1,9 +1,12 @@
 // Root mean square norms (Zhang and Sennrich 2019, "Root Mean Square Layer Normalization"): a block of threads for each row.
+// A residual sum before the norm is computed on the way.
 #include "states.h"
 
 // As `NormArguments` in norm.py.
 struct NormArguments {
     const u8* x;        // [rows, width], `step` elements apart
+    const u8* added;    // [rows, width]: added to x first; or null
+    u8* sum;            // [rows, width] <- both, if there is something to add
     u8* out;            // [rows, width]
     const u8* weights;  // [width]
     i64 step;
@@ -13,29 +16,45 @@ struct NormArguments {
     float epsilon, offset;      // offset: added to weights
 };
 
-__device__ __forceinline__ float rounded_state(int type, float value) {
-    return type == 0 ? Bf16::of(value).value() : type == 1 ? Fp16::of(value).value() : value;
+template <class State>
+__device__ __forceinline__ void norm_of(const NormArguments& a) {
+    __shared__ float of_warps[WARPS];
+    const i64 row = static_cast<i64>(blockIdx.x), to = row * a.width;
+    const State* x = reinterpret_cast<const State*>(a.x) + row * a.step;
+    State* out = reinterpret_cast<State*>(a.out) + to;
+    float total = 0;
+    if (a.added != nullptr) {
+        const State* added = reinterpret_cast<const State*>(a.added) + to;
+        State* sum = reinterpret_cast<State*>(a.sum) + to;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < a.width; i += THREADS) {
+            const State both = State::of(x[i].value() + added[i].value());
+            sum[i] = both;
+            total += both.value() * both.value();
+        }
+        x = sum;  // a thread reads what it wrote itself
+    } else {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < a.width; i += THREADS) total += x[i].value() * x[i].value();
+    }
+    total = sum_over_lanes<1, LANES / 2>(total);
+    if (lane_number() == 0) of_warps[warp_number()] = total;
+    __syncthreads();
+    total = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) total += of_warps[warp];
+    const float factor = rsqrtf(total / static_cast<float>(a.width) + a.epsilon);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < a.width; i += THREADS) {
+        const float value = x[i].value() * factor, weight = state_at(a.weights, a.weight_states, i) + a.offset;
+        out[i] = State::of(weight * (a.rounds_once ? value : State::of(value).value()));
+    }
 }
 
 __device__ __forceinline__ void norm(const NormArguments& a) {
-    __shared__ float of_warps[WARPS];
-    const i64 from = static_cast<i64>(blockIdx.x) * a.step, to = static_cast<i64>(blockIdx.x) * a.width;
-    float sum = 0;
-    for (int i = threadIdx.x; i < a.width; i += THREADS) {
-        const float value = state_at(a.x, a.states, from + i);
-        sum += value * value;
-    }
-    sum = sum_over_lanes<1, LANES / 2>(sum);
-    if (lane_number() == 0) of_warps[warp_number()] = sum;
-    __syncthreads();
-    sum = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) sum += of_warps[warp];
-    const float factor = rsqrtf(sum / static_cast<float>(a.width) + a.epsilon);
-    for (int i = threadIdx.x; i < a.width; i += THREADS) {
-        const float value = state_at(a.x, a.states, from + i) * factor, weight = state_at(a.weights, a.weight_states, i) + a.offset;
-        set_state(a.out, a.states, to + i, weight * (a.rounds_once ? value : rounded_state(a.states, value)));
-    }
+    if (a.states == 0) norm_of<Bf16>(a);
+    else if (a.states == 1) norm_of<Fp16>(a);
+    else norm_of<Fp32>(a);
 }
 
 #ifndef SWITCHYARD_EMULATED

@@ -1,0 +1,168 @@
+"""Routers of a model on a card by one launch each, wherever one way of choosing gives what the module gives.
+
+Families that describe their router (`engine.families.family.Router`) say which way that is.  Of others those modules
+are tried that look like a router, in the ways that their attributes allow.  Some stay PyTorch's: routers that are given
+more than hidden states (MiniMax M2), that have modules within (ERNIE 4.5, HunYuan), or score otherwise (Phi-3.5).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from engine.families import family_at
+from engine.kernels.cuda.driver import nvidia_card
+from engine.kernels.cuda.norm import STATES
+from engine.kernels.cuda.router import CudaRouter, Routing
+
+_log = logging.getLogger(__name__)
+
+_FEW_ROWS = 16
+"""Up to so many tokens the weights are read once or twice; a library's product is faster for more."""
+_TRIED_ROWS = 8
+_SAME = 0.9
+"""Of the ids: sums in another order change few of the choices between near equals."""
+
+
+def router_of(device: torch.device) -> CudaRouter | None:
+    """The kernel of a card, if it runs any."""
+    card = nvidia_card(device)
+    return CudaRouter(card) if card is not None else None
+
+
+class CardRouter:
+    """The `forward` of one router.
+
+    Attributes:
+        in_library: the one that it takes the place of.
+        how: it chooses.
+    """
+
+    def __init__(self, module: Any, kernel: CudaRouter, how: Routing) -> None:
+        self.in_library = module.forward
+        self.how = how
+        self._module, self._kernel = module, kernel
+
+    def __call__(self, hidden_states: torch.Tensor) -> Any:
+        """[.., hidden] -> logits and shares, both in fp32 with the module's values, and ids."""
+        weight = self._module.weight
+        tokens = hidden_states.reshape(-1, weight.shape[1])
+        if (
+            not 0 < len(tokens) <= _FEW_ROWS
+            or weight.device != tokens.device
+            or not self._kernel.takes(tokens.dtype, weight)
+        ):
+            return self.in_library(hidden_states)
+        bias, correction = (getattr(self._module, name, None) for name in ("bias", "e_score_correction_bias"))
+        return self._kernel(tokens.contiguous(), weight, self.how, bias, correction)
+
+
+def speed_up_routers(model: Any) -> int:
+    """Gives every router that lies on a card with the kernel its forward, if that has been seen to give the same.
+
+    Returns:
+        How many.
+    """
+    count, kernels = 0, dict[torch.device, CudaRouter | None]()
+    for module in model.modules():
+        if not _is_router(module):
+            continue
+        place = module.weight.device
+        if place not in kernels:
+            kernels[place] = router_of(place)
+        kernel = kernels[place]
+        made = _made(module, kernel) if kernel is not None else None
+        if made is not None:
+            module.forward = made
+            count += 1
+    return count
+
+
+def _is_router(module: Any) -> bool:
+    weight = getattr(module, "weight", None)
+    tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    correction = getattr(module, "e_score_correction_bias", None)
+    return (
+        isinstance(weight, torch.Tensor)
+        and weight.dim() == 2
+        and weight.dtype in STATES
+        and isinstance(getattr(module, "top_k", None), int)
+        and tensors <= {"weight", "bias", "e_score_correction_bias"}
+        and (correction is None or (correction.dtype == torch.float32 and correction.numel() == len(weight)))
+        and "forward" not in module.__dict__
+        and len(inspect.signature(module.forward).parameters) == 1
+    )
+
+
+def _ways(module: Any) -> Iterator[Routing]:
+    """In which a module may choose: the family's own, or those that its attributes allow."""
+    scale = float(getattr(module, "routed_scaling_factor", 1.0))
+    groups = getattr(module, "num_group", getattr(module, "n_group", None)) or 1
+    kept = getattr(module, "topk_group", None) or groups
+    path = family_at(type(module).__module__).fast_path
+    if path is not None and path.block:
+        how = path.router
+        is_grouped = how.groups is not None and (
+            how.groups_if is None or getattr(module, how.groups_if[0]) == how.groups_if[1]
+        )
+        normalises = getattr(module, how.normalise) if isinstance(how.normalise, str) else how.normalise
+        yield Routing(
+            per_token=module.top_k,
+            is_sigmoid=how.scoring == "sigmoid",
+            groups=groups if is_grouped else 1,
+            kept_groups=kept if is_grouped else 1,
+            rounds_logits=how.bf16_logits,
+            normalises=bool(normalises),
+            rounds_shares=how.bf16_shares,
+            scale=scale if how.scale else 1.0,
+        )
+        return
+    for is_sigmoid, rounds_logits, normalises, rounds_shares in product((True, False), repeat=4):
+        yield Routing(module.top_k, is_sigmoid, groups, kept, rounds_logits, normalises, rounds_shares, scale=scale)
+
+
+@torch.inference_mode()
+def _made(module: Any, kernel: CudaRouter) -> CardRouter | None:
+    weight = module.weight
+    generator = torch.Generator().manual_seed(5)
+    try:
+        for dtype in dict.fromkeys((weight.dtype, torch.bfloat16)):  # fp32 weights may be those of a model in bf16
+            x = torch.randn(_TRIED_ROWS, weight.shape[1], generator=generator).to(weight.device, dtype)
+            if not kernel.takes(dtype, weight):
+                continue
+            try:
+                wanted = module.forward(x)
+            except RuntimeError:  # not of this type
+                continue
+            for how in _ways(module):
+                made = CardRouter(module, kernel, how)
+                if how.suits(len(weight)) and _agree(made(x), wanted, x.dtype):
+                    return made
+    except Exception:  # any compiler or driver error, or whatever a module wants to be given: operators do it
+        _log.warning("experts are not chosen by a kernel on %s", weight.device, exc_info=True)
+    return None
+
+
+def _agree(found: tuple[torch.Tensor, ...], wanted: Any, dtype: torch.dtype) -> bool:
+    """Whether logits are alike, nearly all experts the same, and their shares, too."""
+    if not (isinstance(wanted, tuple) and len(wanted) == 3 and wanted[2].shape == found[2].shape):
+        return False
+    logits, shares, ids = wanted
+    rough = 1e-4 if dtype == torch.float32 else 0.02
+    if logits.shape != found[0].shape or not torch.allclose(found[0], logits.float(), rtol=rough, atol=rough):
+        return False
+    experts = logits.shape[1]
+    mine, its = (
+        shares.new_zeros(len(logits), experts, dtype=torch.float32).scatter(1, at, by.float())
+        for at, by in ((found[2], found[1]), (ids, shares))
+    )
+    both = (mine != 0) & (its != 0)
+    same = both.sum() / ids.numel()
+    limit = 1e-4 if dtype == torch.float32 else 0.01
+    close = (mine - its).abs() <= limit * its.abs() + 1e-6
+    return bool(same >= _SAME) and bool((close | ~both).all())

@@ -1,0 +1,229 @@
+"""Residual sums, rotations and routers by kernels on an emulated card: what modules give, or modules left alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels.cuda.norm import CudaNorm
+from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
+from engine.kernels.cuda.router import CudaRouter, Routing
+from engine.kernels.gpu import norms, rotations, routers
+from engine.kernels.gpu.layers import CardLayer
+from engine.kernels.gpu.norms import CardNorm
+from engine.kernels.gpu.rotations import rotary_of
+from engine.kernels.gpu.routers import CardRouter, router_of
+from engine.runtime.load.on_cards import speed_up_on_cards
+from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
+from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
+from tests.engine.tiny_families import tiny_model
+
+pytestmark = needs_compiler
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+ROUGH = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
+    found = EmulatedCudaCard(8)
+    monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(found))
+    monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(found))
+    monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(found))
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    angle_dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 8),
+    heads=st.tuples(st.integers(1, 6), st.integers(1, 3)),
+    half=st.integers(1, 40),
+    passed=st.integers(0, 9),
+    form=st.builds(RotaryForm, st.booleans(), st.integers(1, 2), st.integers(1, 2), st.booleans()),
+    norm=st.sampled_from(["", "each head", "all heads"]),
+    seed=st.integers(0, 99),
+)
+def test_heads_are_normed_and_rotated(
+    dtype: torch.dtype,
+    angle_dtype: torch.dtype,
+    rows: int,
+    heads: tuple[int, int],
+    half: int,
+    passed: int,
+    form: RotaryForm,
+    norm: str,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dim = 2 * half + passed
+    q, k = (torch.randn(count, rows, dim, generator=generator).to(dtype).transpose(0, 1) for count in heads)
+    # Each pair's angle `angles_of_pair` times; beyond what `angle_step` needs nothing is read.
+    width = half * form.angles_of_pair
+    form = RotaryForm(
+        form.is_interleaved, min(form.angle_step, form.angles_of_pair), form.angles_of_pair, form.rounds_once
+    )
+    angles = torch.randn(rows if seed % 3 else 1, width, generator=generator)
+    cos, sin = angles.cos().to(angle_dtype), angles.sin().to(angle_dtype)
+    weights = [
+        torch.randn(dim * (count if norm == "all heads" else 1), generator=generator).to(dtype) for count in heads
+    ]
+    head_norms = HeadNorms(weights[0], weights[1], 1e-5, 0.5, True, norm == "all heads") if norm else None
+    found = CudaRotary(EmulatedCudaCard(4))(q, k, cos, sin, form, head_norms)
+    for x, weight, mine in zip((q, k), weights, found, strict=True):
+        wide = x.double()
+        if norm:
+            over = wide.flatten(1) if norm == "all heads" else wide
+            over = over / (over.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * (weight.double() + 0.5)
+            wide = over.view(wide.shape)
+        c, s = (part[:, : half * form.angle_step : form.angle_step].double()[:, None] for part in (cos, sin))
+        turned, kept = wide[..., : 2 * half], wide[..., 2 * half :]
+        if form.is_interleaved:
+            first, second = turned[..., ::2], turned[..., 1::2]
+            wanted = torch.stack([first * c - second * s, second * c + first * s], -1).flatten(-2)
+        else:
+            first, second = turned.chunk(2, -1)
+            wanted = torch.cat([first * c - second * s, second * c + first * s], -1)
+        wanted = torch.cat([wanted, kept], -1)
+        assert mine.is_contiguous()
+        assert (mine.double() - wanted).abs().max() <= ROUGH[dtype] * wide.abs().max() + 1e-6
+
+
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 8),
+    columns=st.integers(1, 200),
+    group=st.integers(1, 24),
+    groups=st.integers(1, 6),
+    is_sigmoid=st.booleans(),
+    normalises=st.booleans(),
+    has_more=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_experts_are_those_of_torch(
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    group: int,
+    groups: int,
+    is_sigmoid: bool,
+    normalises: bool,
+    has_more: bool,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    experts, kept = group * groups, 1 + seed % groups
+    how = Routing(
+        per_token=1 + seed % min(32, kept * group), is_sigmoid=is_sigmoid, groups=groups, kept_groups=kept,
+        rounds_logits=seed % 2 == 0, normalises=normalises, rounds_shares=seed % 3 == 0, scale=1.5,
+    )  # fmt: skip
+    x, weight = (torch.randn(n, columns, generator=generator).to(dtype) for n in (rows, experts))
+    weight[seed % experts] = weight[0]  # a tie
+    bias = torch.randn(experts, generator=generator).to(dtype) if has_more else None
+    if bias is not None:
+        bias[seed % experts] = bias[0]
+    correction = torch.rand(experts, generator=generator).round(decimals=1) if has_more else None
+    assert how.suits(experts)
+    kernel = CudaRouter(EmulatedCudaCard(4))
+    logits, shares, ids = kernel(x, weight, how, bias, correction)
+    meant = x.float() @ weight.float().T + (bias.float() if bias is not None else 0)
+    torch.testing.assert_close(logits, meant, rtol=ROUGH[dtype], atol=1e-3)
+    scores = logits.sigmoid() if is_sigmoid else logits.softmax(-1)
+    preference = scores + correction if correction is not None else scores
+    if kept < groups:
+        own = preference.view(rows, groups, group)
+        best = own.topk(min(2, group))[0].sum(-1) if is_sigmoid and group > 1 else own.max(-1)[0]
+        if is_sigmoid and group == 1:
+            return  # a sum of two scores of which there is only one
+        chosen = best.sort(descending=True, stable=True)[1][:, :kept]
+        hidden = torch.ones(rows, groups, dtype=torch.bool).scatter(1, chosen, False)
+        preference = preference.masked_fill(hidden.repeat_interleave(group, 1), -torch.inf)
+    order = preference.sort(descending=True, stable=True)[1][:, : how.per_token]
+    near = (preference.gather(1, ids) - preference.gather(1, order)).abs() <= 1e-6
+    assert bool(((ids == order) | near).all())
+    assert all(len(set(row)) == how.per_token for row in ids.tolist())
+    wanted = scores.gather(1, ids)
+    wanted = wanted / wanted.sum(-1, keepdim=True) if normalises else wanted
+    torch.testing.assert_close(shares, wanted * 1.5, rtol=ROUGH[dtype] if how.rounds_shares else 1e-4, atol=1e-6)
+
+
+def test_equal_experts_come_in_their_order() -> None:
+    weight = torch.ones(40, 16)
+    _, shares, ids = CudaRouter(EmulatedCudaCard(2))(torch.ones(2, 16), weight, Routing(7, normalises=True))
+    assert ids.tolist() == [list(range(7))] * 2
+    torch.testing.assert_close(shares, torch.full((2, 7), 1 / 7))
+
+
+def fused_parts(model: Any) -> dict[str, int]:
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    kinds = {"norms": CardNorm, "routers": CardRouter, "sums": CardLayer, "later": rotations._Later}
+    functions = [each.__func__ for each in forwards if isinstance(each, MethodType)]
+    rotated = [isinstance(each.__globals__.get("apply_rotary_pos_emb"), rotations.Rotation) for each in functions]
+    counted = {name: sum(isinstance(forward, kind) for forward in forwards) for name, kind in kinds.items()}
+    return counted | {"rotations": sum(rotated)}
+
+
+@torch.inference_mode()
+def logits_of(model: Any, tokens: int) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=torch.tensor([PROMPT[:tokens]])).logits.float()
+    return found
+
+
+WHOLE = {
+    "qwen3_moe": "rotations later routers sums",
+    "mixtral": "rotations routers sums",
+    "gpt_oss": "rotations routers sums",
+    "olmoe": "rotations later routers sums",
+    "qwen2_moe": "rotations routers sums",
+    "deepseek_v3": "routers sums",
+    "deepseek_v2": "routers sums",
+    "glm4_moe": "rotations routers sums",
+    "ernie4_5_moe": "rotations sums",
+    "minimax_m2": "rotations later sums",
+    "dots1": "rotations later routers sums",
+    "hunyuan_v1_moe": "rotations sums",
+    "granitemoe": "rotations routers",
+}
+"""What of a family's layers kernels compute besides norms."""
+
+
+@pytest.mark.parametrize("family", WHOLE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_familys_modules_give_the_same(family: str, dtype: torch.dtype, card: EmulatedCudaCard) -> None:
+    model = tiny_model(family).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    counts = (1, 5, 40)
+    wanted = [logits_of(model, tokens) for tokens in counts]
+    speed_up_on_cards(model)
+    assert {name for name, count in fused_parts(model).items() if count} == {"norms", *WHOLE[family].split()}
+    for expected, tokens in zip(wanted, counts, strict=True):
+        found = logits_of(model, tokens)
+        if dtype == torch.float32:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        else:
+            assert torch.cosine_similarity(found, expected, dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_tokens_are_those_of_transformers(family: str, tmp_path: Path, card: EmulatedCudaCard) -> None:
+    expected = reference(family, tmp_path)
+    with opened(expected.folder, graphs="on") as model, chatting(model) as session:
+        assert fused_parts(model.model)["sums"] > 0
+        assert list(answer(session, PROMPT).token_ids) == expected.first
+    reference.cache_clear()
+
+
+def test_without_a_card_modules_stay_as_they_are() -> None:
+    assert rotary_of(torch.device("cpu")) is None
+    assert router_of(torch.device("cpu")) is None
+    model = tiny_model("qwen3_moe")
+    speed_up_on_cards(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())

@@ -1,0 +1,138 @@
+"""How many kernels a card would start for a token, counted operator by operator in the step that is captured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine import kernels
+from engine.kernels import dense
+from engine.kernels.cuda.attention import CudaAttention
+from engine.kernels.cuda.norm import CudaNorm
+from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.cuda.rotary import CudaRotary
+from engine.kernels.cuda.router import CudaRouter
+from engine.kernels.cuda.step_time import FUSED_OTHERS, QWEN3_30B_A3B, products
+from engine.kernels.gpu import norms, rotations, routers
+from engine.kernels.gpu.attention_proof import ProvenAttention
+from engine.kernels.gpu.stored import CardKernels
+from engine.runtime.decode import tabled_attention
+from engine.runtime.decode.graphs import GraphedSteps
+from tests.engine.emulated_cuda_card import EmulatedCudaCard, _kernels, needs_compiler
+from tests.engine.on_devices import MIB, PROMPT, answer, chatting, opened
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = needs_compiler
+
+_PRODUCTS = sum(times // QWEN3_30B_A3B.layers for *_, times in products(QWEN3_30B_A3B))
+"""Of a layer."""
+_NO_LAUNCH = (
+    "aten.empty",
+    "aten._unsafe_view",
+    "aten.new_empty",
+    "aten.empty_like",
+    "aten.empty_strided",
+    "aten.detach",
+)
+
+
+class _Counted(TorchDispatchMode):
+    """Counts what writes to memory: no views, and nothing that is only allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if name.startswith("switchyard_tests"):
+            name = list(_kernels)[args[1]].name
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        is_view = isinstance(result, torch.Tensor) and first is not None and _memory(result) == _memory(first)
+        writes = func._schema.is_mutable or func.namespace == "switchyard_tests"
+        if writes or not (is_view or name.startswith(_NO_LAUNCH)):
+            self.found[name] += 1
+        return result
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.fixture
+def on_emulated_cards(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
+    """The emulated device has every kernel, and holds linear layers quantised, however small they are."""
+    card = EmulatedCudaCard(8)
+    products = CudaProducts(card)
+    found = CardKernels(products, products.most_visits, None)
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    monkeypatch.setattr("engine.runtime.load.decision.is_held_quantised", lambda place: True)
+    monkeypatch.setattr(dense, "SMALLEST", 256)
+    for module in (kernels, dense):
+        monkeypatch.setattr(module, "kernels_of", lambda place: found)
+    attention = CudaAttention(card)
+    monkeypatch.setattr(tabled_attention, "attention_of", lambda device: ProvenAttention(attention))
+    monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(card))
+    monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(card))
+    monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(card))
+    return card
+
+
+def launches(family: str, layers: int, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> Counter[str]:
+    """Of the step of one token that is captured."""
+    checkpoint = tiny_checkpoint(family, folder / f"{family}-{layers}", num_hidden_layers=layers, **config)
+    found: list[Counter[str]] = []
+    forward, capture = GraphedSteps._forward, GraphedSteps._capture
+
+    def counted(self: GraphedSteps, cache: Any) -> torch.Tensor:
+        with _Counted() as counter:
+            logits = forward(self, cache)
+        found.append(counter.found)
+        return logits
+
+    def captured(self: GraphedSteps, cache: Any) -> torch.Tensor | None:
+        with monkeypatch.context() as patch:
+            patch.setattr(GraphedSteps, "_forward", counted)
+            return capture(self, cache)
+
+    options = {"precision": "int4", "cache_slots": None, "vram_bytes": 64 * MIB, "graphs": "on"}
+    with monkeypatch.context() as patch, opened(checkpoint, **options) as model, chatting(model) as session:
+        patch.setattr(GraphedSteps, "_capture", captured)
+        answer(session, PROMPT, 5)
+    assert found
+    return found[0]
+
+
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+"""Whose projections end where a block of rows does, as those of real models."""
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_launches_of_a_layer(
+    family: str, tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, more = (launches(family, layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
+    of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
+    assert of_layer == {"products": 4, "norm": 2, "rotary": 1, "attention": 1, "router": 1}
+    assert of_layer.total() == FUSED_OTHERS + _PRODUCTS
+    assert few.total() - 2 * of_layer.total() <= 16  # embedding, angles, a norm and the head
+
+
+def test_launches_of_a_layer_by_operators(
+    tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in (
+        (norms, "norm_of"),
+        (rotations, "rotary_of"),
+        (routers, "router_of"),
+        (tabled_attention, "attention_of"),
+    ):
+        monkeypatch.setattr(module, name, lambda device: None)
+    few, more = (launches("qwen3_moe", layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
+    assert (more - few).total() == QWEN3_30B_A3B.others + _PRODUCTS
