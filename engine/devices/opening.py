@@ -13,7 +13,7 @@ from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.xpu import XPU
-from engine.hardware.profiles import emulated_cards, has_fixed_host, profile_names, read_profile
+from engine.hardware.profiles import emulated_cards, has_fixed_host, of_machine, profile_names
 
 MOST_EMULATED = 8
 """Most emulated devices: each has four threads and uses host memory."""
@@ -60,7 +60,8 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
 
     Args:
         spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` likewise, `emulated:NAME` or `emulated:NAMEx2` (two); with
-            `?host=fixed` the time of the host beside a card with a clock of its own is modelled, too.
+            `?host=fixed` the time of the host beside a card with a clock of its own is modelled, too, and with
+            `?host=only` it is the host alone.
         vram_bytes: memory budget of each device; ignored for `cpu`.
 
     Raises:
@@ -75,10 +76,10 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         indices = [int(which)] if colon else list(range(cards.count())) or [0]
         return _open_all(lambda index: open_card(cards, index, vram_bytes), indices)
     if kind == "emulated" and which:
-        name, count = emulated_cards(spec)
+        _, count = emulated_cards(spec)
         if not 1 <= count <= MOST_EMULATED:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} would be {count} devices: use 1 to {MOST_EMULATED}.")
-        profile = read_profile(name)
+        profile = of_machine(spec)
         if profile.has_clock:
             is_fixed = has_fixed_host(spec)
             return _open_all(lambda index: open_clocked(profile, index, vram_bytes, is_fixed=is_fixed), range(count))

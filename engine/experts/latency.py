@@ -21,7 +21,7 @@ from engine.common.files import write_private
 from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
 
-_VERSION = 2
+_VERSION = 3
 _EWMA_WEIGHT = 0.05
 """Weight of one observation in the exponential moving average."""
 _JOINING_DECAY = 0.998
@@ -108,7 +108,7 @@ class LatencyModel:
 
     Attributes:
         precision, record_nbytes: of the measured experts.
-        cpu_base_s, cpu_token_s: the CPU takes base + tokens * token.
+        cpu_base_s, cpu_token_s, cpu_knee_tokens: the CPU takes base, plus token for each one beyond the knee.
         gpu_flat_s, gpu_knee_tokens, gpu_token_s: the device takes flat up to the knee, plus token for each one beyond.
         link_latency_s, link_bytes_per_s: of copying a record to the device.
         gpu_launch_s: the part of `gpu_flat_s` that experts share which are computed by one launch.
@@ -124,6 +124,7 @@ class LatencyModel:
     link_latency_s: float
     link_bytes_per_s: float
     gpu_launch_s: float = 0.0
+    cpu_knee_tokens: int = 0
     _cpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _gpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _link: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
@@ -140,7 +141,7 @@ class LatencyModel:
 
     def cpu_s(self, tokens: int) -> float:
         """One expert on the CPU."""
-        return (self.cpu_base_s + self.cpu_token_s * tokens) * self._cpu.factor
+        return self._cpu_uncorrected_s(tokens) * self._cpu.factor
 
     def gpu_s(self, tokens: int, together: int = 1) -> float:
         """One expert on the device, once it has been copied, by a launch that it shares with others."""
@@ -195,7 +196,7 @@ class LatencyModel:
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:
         """The CPU computed experts with these token counts, one after the other."""
-        self._cpu.observe(took_s, sum(self.cpu_base_s + self.cpu_token_s * each for each in tokens))
+        self._cpu.observe(took_s, sum(map(self._cpu_uncorrected_s, tokens)))
 
     def observe_gpu(self, tokens: Sequence[int], took_s: float) -> None:
         """The device computed experts with these token counts by one launch."""
@@ -205,6 +206,9 @@ class LatencyModel:
     def observe_transfer(self, took_s: float) -> None:
         """A record crossed the link."""
         self._link.observe(took_s, self._transfer_uncorrected_s)
+
+    def _cpu_uncorrected_s(self, tokens: int) -> float:
+        return self.cpu_base_s + self.cpu_token_s * max(0, tokens - self.cpu_knee_tokens)
 
     def _gpu_uncorrected_s(self, tokens: int) -> float:
         return self.gpu_flat_s + self.gpu_token_s * max(0, tokens - self.gpu_knee_tokens)

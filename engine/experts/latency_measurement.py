@@ -56,7 +56,7 @@ def measure(
             _compile(device, kernel, hidden_width, dtype)
         begun_s = clock.now()
         cpu = _cpu_times(bank, cpu_kernel, hidden_width, dtype, begun_s + budget_s * 0.4)
-        cpu_base_s, cpu_token_s = fit_line(cpu)
+        cpu_base_s, cpu_knee, cpu_token_s = fit_knee(cpu)
         latency_s, bytes_per_s = _link_times(device, bank, slots, begun_s + budget_s * 0.6)
         gpu = _gpu_times(device, kernel, hidden_width, dtype, begun_s + budget_s)
         together = _launch_times(device, kernel, len(memory), hidden_width, dtype)
@@ -65,7 +65,17 @@ def measure(
     flat_s, knee, each_s = fit_knee(gpu)
     launch_s = min(fit_line(together)[0], flat_s) if len(together) > 1 else 0.0
     return LatencyModel(
-        precision, bank.layout.nbytes, cpu_base_s, cpu_token_s, flat_s, knee, each_s, latency_s, bytes_per_s, launch_s
+        precision,
+        bank.layout.nbytes,
+        cpu_base_s,
+        cpu_token_s,
+        flat_s,
+        knee,
+        each_s,
+        latency_s,
+        bytes_per_s,
+        launch_s,
+        cpu_knee,
     )
 
 

@@ -83,7 +83,8 @@ _RANGES: dict[str, tuple[float, float]] = {
 _TEXTS = ("name", "description")
 _REQUIRED = 6
 _OPTIONAL = tuple(field.name for field in fields(DeviceProfile)[_REQUIRED:])
-_FIXED_HOST = "?host=fixed"
+_FIXED_HOST, _ONLY_HOST = "?host=fixed", "?host=only"
+_ROOMY = 2**37
 
 
 def profiles_dir() -> Path:
@@ -139,7 +140,20 @@ def timed_profiles() -> list[DeviceProfile]:
 
 def has_fixed_host(device: str) -> bool:
     """Whether the host's time is modelled as well: `emulated:NAME?host=fixed`."""
-    return device.endswith(_FIXED_HOST)
+    return device.endswith((_FIXED_HOST, _ONLY_HOST))
+
+
+def of_machine(device: str) -> DeviceProfile:
+    """The card of `emulated:NAME`; with `?host=only`, the processor beside it, as if it were a card with all of RAM.
+
+    Raises:
+        EngineError: as `read_profile`.
+    """
+    profile = read_profile(emulated_cards(device)[0])
+    if not (profile.has_clock and device.endswith(_ONLY_HOST)):
+        return profile
+    rates = {"card_gbps": profile.cpu_gbps, "card_tflops": profile.cpu_tflops, "launch_us": profile.call_us}
+    return replace(profile, vram_bytes=_ROOMY, **rates)
 
 
 def emulated_cards(device: str) -> tuple[str, int]:
@@ -148,7 +162,7 @@ def emulated_cards(device: str) -> tuple[str, int]:
     `pcie3-x8` is a profile if there is one called so; otherwise it would be eight cards of `pcie3-`.  The profile need
     not exist.
     """
-    which = device.removeprefix(EMULATED).partition("#")[0].removesuffix(_FIXED_HOST)
+    which = device.removeprefix(EMULATED).partition("#")[0].partition("?")[0]
     several, names = _SEVERAL.fullmatch(which), profile_names()
     if several is None or which in names or several[1] not in names:
         return which, 1

@@ -94,6 +94,19 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(decode)
     decode.set_defaults(run=_run_decode)
 
+    machines = kinds.add_parser("machines", help="the engine's choices on 12 emulated machines, against fixed ones")
+    _add_model(machines)
+    machines.set_defaults(model="synthetic:qwen3-30b-a3b?layers=4&vocab=4096")
+    machines.add_argument("--machines", type=_names, default=(), metavar="N,N", help="only these")
+    machines.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="tokens decoded per repeat")
+    machines.add_argument("--prompt-tokens", type=positive_int, default=512, metavar="N", help="length of the prompt")
+    machines.add_argument(
+        "--measured-host", action="store_true", help="measure what the processor does here; otherwise modelled, too"
+    )
+    _add_common(machines, repeats=1)
+    add_engine_options(machines)
+    machines.set_defaults(run=_run_machines)
+
     prefill = kinds.add_parser("prefill", help="tokens per second of a long prompt, and the decode cache after it")
     _add_model(prefill)
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
@@ -257,6 +270,16 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--avx2", action="store_true", help="limit everything, peers too, to AVX2")
 
 
+def _names(text: str) -> tuple[str, ...]:
+    from engine.hardware.profiles import timed_profiles
+
+    names, known = tuple(text.split(",")), [profile.name for profile in timed_profiles()]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is not a machine; use {', '.join(known)}")
+    return names
+
+
 def _peers(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
@@ -380,6 +403,15 @@ def _run_brute_force(args: argparse.Namespace) -> int:
     from engine.bench.brute_force import bench_brute_force
 
     bench_brute_force(config, args.tokens, args.repeats, report, note)
+    return _emit(report, args)
+
+
+def _run_machines(args: argparse.Namespace) -> int:
+    config, report = _config(args), _report()
+    from engine.bench.machines import MachinesPlan, bench_machines
+
+    plan = MachinesPlan(args.machines, args.tokens, args.prompt_tokens, args.repeats, not args.measured_host)
+    bench_machines(config, plan, report, note)
     return _emit(report, args)
 
 

@@ -102,7 +102,8 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
     budgets = devices.expert_budgets(context, decision.activations)
     held = devices.experts
     if decision.dense.type == "cpu" and opened.dtype == torch.bfloat16:
-        held.kernels = load_kernels(1)  # the device's own: it computes beside the CPU
+        # The device's own, that compute beside the CPU, unless its time is modelled.
+        held.kernels = load_kernels(1 if decision.devices[0].meter is None else torch.get_num_threads())
     held.activations = [Activations(device) for device in decision.devices]
     for activations in held.activations:  # no step can do without these: if they do not fit, the model runs on the CPU
         activations.rows((max(profile.experts_per_token, 1), profile.hidden), opened.dtype)

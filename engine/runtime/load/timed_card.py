@@ -76,7 +76,10 @@ def charge_model(
     if meter is None:
         return
     _charge_resident(sites, devices[0])
-    forward = _Forward(meter, *_weights(model, dense_sizes))
+    layouts = [site.layout for site in sites]
+    whole = sum(part.nbytes for layout in layouts for part in layout.unquantised.parts)
+    share = sum(layout.nbytes for layout in layouts) / whole if whole else 1.0
+    forward = _Forward(meter, *_weights(model, dense_sizes), share)
     model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     model.register_forward_hook(forward.end, always_call=True)
     for site in sites:
@@ -106,10 +109,15 @@ def _weights(model: Any, dense_sizes: Mapping[str, int]) -> tuple[list[int], int
 
 
 class _Forward:
-    """One forward after another, in pieces between calls of experts."""
+    """One forward after another, in pieces between calls of experts.
 
-    def __init__(self, meter: Meter, layers: list[int], behind: int) -> None:
-        self._meter, self._layers, self._behind = meter, layers, behind
+    Args:
+        layers, behind: bytes in 16 bits.
+        share: part of these that is read: linear layers are quantised as experts are.
+    """
+
+    def __init__(self, meter: Meter, layers: list[int], behind: int, share: float) -> None:
+        self._meter, self._layers, self._behind, self._share = meter, layers, behind, share
         self._card: ExitStack | None = None
         self._host: AbstractContextManager[None] | None = None
         self._tokens = self._piece = 0
@@ -151,5 +159,5 @@ class _Forward:
         self._piece += 1
 
     def _kernels(self, nbytes: int, tokens: int) -> None:
-        # Held in 16 bits: as many operations for a token as there are bytes.
-        self._meter.kernel(nbytes, nbytes * tokens, _LAUNCHES)
+        # As many operations for a token as there would be bytes in 16 bits.
+        self._meter.kernel(nbytes * self._share, nbytes * tokens, _LAUNCHES)

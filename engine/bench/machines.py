@@ -1,0 +1,174 @@
+"""`switchyard bench machines`: what the engine chooses against every choice that could be made once and for all.
+
+On cards and links of `resources/emulated_machines.json`, whose time is modelled, a model decodes a text and reads a
+prompt: once as the engine would have it, and once in each way that never changes.  The cache has room for the part of
+the experts that the card would have of Qwen3-30B-A3B in int4.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.bench.opened import decode_seconds, opened, prefill_seconds, random_text
+from engine.bench.report import Report, row
+from engine.bench.step_records import hybrid_layers
+from engine.hardware.profiles import EMULATED, DeviceProfile, timed_profiles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.bench.opened import ForcedText
+    from engine.common.config import EngineConfig
+    from engine.runtime.loaded_model import LoadedModel
+
+_BESIDE_BYTES = 2_600_000_000
+"""What else is on a card: the rest of Qwen3-30B-A3B, 4,096 tokens of context, activations, and the desktop."""
+_EXPERTS_BYTES = 48 * 128 * 2_801_664
+"""Its experts in int4."""
+_PROMPT_TOKENS = 32
+OURS = "ours"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to use a machine, for good.
+
+    Attributes:
+        misses: see `EngineConfig.misses`; None: the processor alone.
+        has_cache: whether experts are kept on the card.
+        fills: how the cache is filled, if by nothing that happens: with whole layers, or what is used most.
+    """
+
+    misses: str | None
+    has_cache: bool = True
+    fills: str = ""
+
+
+CHOICES = {
+    OURS: Choice("mixed"),
+    "all on the CPU": Choice(None, has_cache=False),
+    "experts on the CPU": Choice("cpu", has_cache=False),
+    "whole layers": Choice("cpu", fills="layers"),
+    "static hot set": Choice("cpu", fills="hot"),
+    "fetch always": Choice("fetch"),
+    "cache off": Choice("off", has_cache=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MachinesPlan:
+    """What to run.
+
+    Attributes:
+        machines: names; all if there are none.
+        tokens: decoded before measuring, and then in each repeat.
+        prompt_tokens: of the prompt that is read.
+        is_fixed: whether the host's time is modelled, too, so that figures can be repeated; otherwise it is measured.
+        prefills: whether prompts are read.
+    """
+
+    machines: Sequence[str] = ()
+    tokens: int = 96
+    prompt_tokens: int = 512
+    repeats: int = 1
+    is_fixed: bool = True
+
+
+def resident_share(vram_bytes: int) -> float:
+    """The part of Qwen3-30B-A3B's experts in int4 that a card has room for."""
+    return min(1.0, max(0.0, (vram_bytes - _BESIDE_BYTES) / _EXPERTS_BYTES))
+
+
+def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows: tokens per second on each machine of ours, and against the best of the others.
+
+    Raises:
+        EngineError: as `load_model`.
+    """
+    for profile in timed_profiles():
+        if plan.machines and profile.name not in plan.machines:
+            continue
+        rates: dict[str, dict[str, list[float]]] = {"decode": {}, "prompt": {}}
+        for repeat in range(plan.repeats):
+            for name, choice in CHOICES.items():
+                say(f"{profile.name}, {repeat + 1} of {plan.repeats}: {name}")
+                if repeat == 0 and name == OURS:  # so that every choice knows what is used most
+                    with _opened(config, plan, profile, choice) as loaded:
+                        decode_seconds(loaded, _text(loaded, plan, 0))
+                with _opened(config, plan, profile, choice) as loaded:
+                    slower = profile.cpu_slowdown if choice.misses is None and not plan.is_fixed else 1.0
+                    decode_seconds(loaded, _text(loaded, plan, 0))
+                    text = _text(loaded, plan, repeat + 1)
+                    seconds = sum(decode_seconds(loaded, text)) * slower
+                    rates["decode"].setdefault(name, []).append(plan.tokens / seconds)
+                    prompt = random_text(_vocabulary(loaded), plan.prompt_tokens, 1, repeat + 1).prompt
+                    rates["prompt"].setdefault(name, []).append(
+                        plan.prompt_tokens / (prefill_seconds(loaded, prompt) * slower)
+                    )
+        for kind, found in rates.items():
+            _rows(f"{profile.name}, {kind}", found, report)
+
+
+def _rows(name: str, rates: dict[str, list[float]], report: Report) -> None:
+    """Ours against all others, the best of them first."""
+    others = sorted((peer for peer in rates if peer != OURS), key=lambda peer: -statistics.median(rates[peer]))
+    for peer in others:
+        report.rows.append(row(name, rates[OURS], "tokens/s", peer=peer, peer_values=rates[peer]))
+
+
+def _vocabulary(loaded: LoadedModel) -> int:
+    vocabulary: int = loaded.model.config.get_text_config().vocab_size
+    return vocabulary
+
+
+def _text(loaded: LoadedModel, plan: MachinesPlan, seed: int) -> ForcedText:
+    return random_text(_vocabulary(loaded), _PROMPT_TOKENS, plan.tokens, seed)
+
+
+@contextmanager
+def _opened(config: EngineConfig, plan: MachinesPlan, profile: DeviceProfile, choice: Choice) -> Iterator[LoadedModel]:
+    """The model on a machine, used so."""
+    from engine.checkpoint.profile import read_profile as read_model
+
+    model = read_model(Path(config.model))
+    if choice.misses is None:
+        device = f"{EMULATED}{profile.name}?host=only" if plan.is_fixed else "cpu"
+        wanted = replace(config, device=device)
+    else:
+        every = model.layers * model.experts
+        share = resident_share(profile.vram_bytes)
+        slots: int | None = round(share * every) if choice.has_cache else 0
+        wanted = replace(
+            config,
+            device=f"{EMULATED}{profile.name}{'?host=fixed' * plan.is_fixed}",
+            misses=choice.misses,
+            cache_slots=None if choice.misses == "mixed" and share == 1 else slots,
+            cache_policy="static" if choice.fills == "hot" else "auto",
+            cache_ways=model.experts if choice.fills == "layers" and slots and slots >= model.experts else None,
+        )
+        if choice.fills == "layers" and wanted.cache_ways is None:
+            wanted = replace(wanted, cache_slots=0)  # not one layer fits
+    with ExitStack() as held:
+        loaded = held.enter_context(opened(wanted))
+        if choice.fills == "layers":
+            _fill_layers(loaded)
+        yield loaded
+
+
+def _fill_layers(loaded: LoadedModel) -> None:
+    """Brings all experts of the layers that have slots."""
+    for _, layer in hybrid_layers(loaded.model):
+        experts = range(layer.source.num_experts)
+        while layer.cache.slots and layer.cache.free_slots(layer.layer):
+            absent = layer.cache.absent(layer.layer, experts)
+            held = layer.source.acquire(absent)
+            begun = layer.cache.post_fetch(layer.layer, absent, held)
+            held.release()
+            layer.cache.wait()
+            if not begun:
+                return
