@@ -97,10 +97,12 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
         for repeat in range(plan.repeats):
             for name, choice in CHOICES.items():
                 say(f"{profile.name}, {repeat + 1} of {plan.repeats}: {name}")
-                if repeat == 0 and name == OURS:  # so that every choice knows what is used most
+                if repeat == 0 and name == OURS:  # so that every choice knows what is used most, and equally well
                     with _opened(config, plan, profile, choice) as loaded:
                         decode_seconds(loaded, _text(loaded, plan, 0))
                 with _opened(config, plan, profile, choice) as loaded:
+                    if loaded.foresight is not None:
+                        loaded.foresight.forget_uses()
                     slower = profile.cpu_slowdown if choice.misses is None and not plan.is_fixed else 1.0
                     decode_seconds(loaded, _text(loaded, plan, 0))
                     text = _text(loaded, plan, repeat + 1)

@@ -42,13 +42,17 @@ class Activations:
         self._landed_bundle: torch.Tensor | None = None
         self._bundles: dict[object, _Bundle] = {}
 
-    def to_host(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def to_host(self, tensor: torch.Tensor, name: str, *, is_computed: bool = False) -> torch.Tensor:
         """Copies `tensor` to the CPU once it is computed.  The result is valid until the next call with this name.
+
+        Args:
+            is_computed: the host knows that it is: the copy does not wait for what the device was given since.
 
         Raises:
             EngineError: the device failed.
         """
         device, host = self.device, self.device.host_memory
+        is_computed &= tensor.is_contiguous()
         tensor = tensor.contiguous()
         buffer = self._down.get(name)
         if buffer is None or buffer.nbytes < tensor.nbytes:
@@ -56,7 +60,7 @@ class Activations:
                 host.release(buffer)
             buffer = self._down[name] = host.allocate(_roomy(tensor.nbytes))
         target = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        if device.compute_follows_caller:
+        if device.compute_follows_caller and not is_computed:
             device.small_copy_stream.wait(device.compute_stream.record())
         self._copy(target, tensor, Direction.D2H, lanes.HIDDEN).wait()
         return target

@@ -28,7 +28,8 @@ class OnCpu(Way):
         """See `Way.serve`."""
         layer, activations = self._layer, self._layer.activations
         if step.host_hidden is None:
-            step.host_hidden = activations.to_host(step.hidden, "hidden")
+            # The routing came after it, and is here. Hits and fetched experts that are queued are not waited for.
+            step.host_hidden = activations.to_host(step.hidden, "hidden", is_computed=True)
         tokens = [step.routing.tokens(expert) for expert in experts]
         out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
         took_s = step.sums.on_host(layer.source.kernel, step.host_hidden, experts, held.rows, out)

@@ -152,6 +152,10 @@ class Foresight:
         """Lets the counts of this session be kept when the model is closed."""
         self._uses = model_key, uses, earlier
 
+    def forget_uses(self) -> None:
+        """Nothing of this session is kept."""
+        self._uses = None
+
     def learn_while_idle(self) -> None:
         """After an answer: begins to train in the background, if predicting pays here and there is news to learn."""
         prefetcher = self.prefetcher

@@ -43,7 +43,7 @@ from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.on_cards import speed_up_on_cards
 from engine.runtime.load.stored import stored_note
-from engine.runtime.load.timed_card import charge_model
+from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, read_weights
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
@@ -182,6 +182,7 @@ def _load_weights(
         if decision.devices:
             parts.devices.expect_kv(kv, opened.profile.layers)
         bind_experts(opened, decision, parts, config)
+        time_resident(decision.sites, decision.devices)
         bind_dense(opened, decision, parts)
     else:
         bind_dense(opened, decision, parts)  # while experts arrive
