@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.bench.opened import ForcedText
-    from engine.common.config import EngineConfig
+    from engine.common.config import EngineConfig, Misses
     from engine.runtime.loaded_model import LoadedModel
 
 _BESIDE_BYTES = 2_600_000_000
@@ -44,7 +44,7 @@ class Choice:
         fills: how the cache is filled, if by nothing that happens: with whole layers, or what is used most.
     """
 
-    misses: str | None
+    misses: Misses | None
     has_cache: bool = True
     fills: str = ""
 

