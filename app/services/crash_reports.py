@@ -1,7 +1,7 @@
 """Errors of the window's process, kept for the next start and never sent anywhere.
 
 A report holds versions, the platform, the error's type and its traceback.  It omits the error's message, which may
-quote what the user wrote, and the name of the home folder.
+quote what the user wrote, and names.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TextIO
 
 import psutil
 
+from engine.common.anonymous import without_names
 from engine.common.errors import EngineError
 from engine.common.files import private_file, private_folder, write_private
 
@@ -70,7 +71,7 @@ class CrashReports:
                 text = path.read_text(encoding="utf-8", errors="replace")
                 # A killed process leaves only the header: nothing to report.
                 if path.name.startswith(_PREFIX) or "Fatal Python error" in text or "Windows fatal" in text:
-                    texts.append(_without_home(text))
+                    texts.append(without_names(text))
                 else:
                     path.unlink()
         return "\n".join(texts[-_MAX_REPORTS:])
@@ -98,7 +99,7 @@ class CrashReports:
             reports = sorted(self._folder.glob(f"{_PREFIX}*.txt"), key=_modified)
             if len(reports) < _MAX_REPORTS:  # an error on every timer tick must not fill the disk
                 name = f"{_PREFIX}{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}-{len(reports)}.txt"
-                write_private(self._folder / name, _without_home(text))
+                write_private(self._folder / name, without_names(text))
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> str:
@@ -119,11 +120,6 @@ def _header(what: str) -> str:
         f"Python {platform.python_version()}, Qt {getattr(qt, '__version__', 'not loaded')}, "
         f"{platform.system()} {platform.release()}, {platform.machine()}\n"
     )
-
-
-def _without_home(text: str) -> str:
-    home = str(Path.home())
-    return text.replace(home, "~") if len(home) > 1 else text
 
 
 def _is_running(path: Path) -> bool:

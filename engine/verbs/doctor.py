@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from engine.common.files import disk_errors_explained, write_whole
 from engine.common.paths import python_module
 from engine.hardware.measured import described
 from engine.hardware.probe import Probe, probe
@@ -27,9 +29,11 @@ from engine.verbs.doctor_checks import (
     gpu_findings,
     measurement_findings,
     proof_findings,
+    reinstall,
     software_findings,
 )
-from engine.verbs.output import emit
+from engine.verbs.output import emit, note
+from engine.verbs.report import written_report
 
 # System libraries that Qt needs (`readelf -d` of libQt6Gui, libQt6XcbQpa, libqxcb), and Debian's packages.
 _QT_SYSTEM_LIBRARIES = {
@@ -127,7 +131,7 @@ def kernel_findings(hardware: Probe) -> list[Finding]:
         isa, note, faster = found["isa"], str(found["note"]), found.get("faster")
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         detail = "The fast CPU kernels could not be checked."
-        return [Finding(_NAME, Status.ADVICE, detail, "Run `python3 installers/start.py` in the checkout again.")]
+        return [Finding(_NAME, Status.ADVICE, detail, reinstall())]
     if isa is None:
         detail, _, action = note.rpartition(": ")
         detail = f"{detail}." if detail else "Disabled by SWITCHYARD_NATIVE=0; PyTorch's operators are used."
@@ -190,6 +194,12 @@ def add_parser(subparsers: Any) -> None:
         "doctor", help="what was detected, what is missing, how to fix it"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="also write a file to attach to a report of a fault: no prompts, no names, nothing is sent",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -211,6 +221,10 @@ def run(args: argparse.Namespace) -> int:
         "hardware": hardware,
         "findings": findings,
     }
+    if args.report is not None:
+        with disk_errors_explained(args.report.parent):
+            write_whole(args.report, written_report(hardware, findings))
+        note(f"The report is in {args.report}: read it before you pass it on.")
     emit(document, as_json=args.json, human=lambda: _report(findings))
     return 0 if document["healthy"] else 2
 

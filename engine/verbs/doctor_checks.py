@@ -12,13 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
+from engine.common.installed import bundle, current_engine, needs_engine, version, window_folder
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.devices.card_proof import prove_cards
 from engine.hardware.disk import DiskKind
 from engine.hardware.measured import changes, load_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, free_disk_bytes
 
-_REINSTALL = "Run `python3 installers/start.py` in the checkout again."
 _CAPABILITIES = {"12": ((5, 0), (9, 9)), "13": ((7, 5), (99, 9))}
 """Oldest and newest generations of cards for which torch's builds for CUDA 12.6 and 13 have kernels."""
 _GIB = 2**30
@@ -49,22 +49,34 @@ class Finding:
     action: str = ""
 
 
+def reinstall() -> str:
+    """How what is installed is put right."""
+    if bundle() is None:
+        return "Run `python3 installers/start.py` in the checkout again."
+    return "Install Switchyard again; models and chats stay."
+
+
 def software_findings() -> list[Finding]:
     """Python and the main packages, from their metadata: none is imported."""
     findings = [Finding("Python", Status.OK, f"{platform.python_version()} ({sys.executable})")]
+    if (packed := bundle()) is not None:
+        findings.append(Finding("package", Status.OK, f"{packed.packaged_as}, version {version()}"))
+        if needs_engine():
+            action = "Open the window: its first page fetches it."
+            return [*findings, Finding("engine", Status.PROBLEM, "It is not on this computer yet.", action)]
     for name, distribution in (
         ("torch", "torch"),
         ("transformers", "transformers"),
         ("PySide6", "PySide6-Essentials"),
     ):
-        version = _installed(distribution)
-        if version is None:
-            findings.append(Finding(name, Status.PROBLEM, f"{name} is not installed.", _REINSTALL))
-        elif name == "transformers" and not version.startswith("5.23."):
-            detail = f"{version}, but Switchyard needs 5.23 for its model loading."
-            findings.append(Finding(name, Status.PROBLEM, detail, _REINSTALL))
+        found = _installed(distribution)
+        if found is None:
+            findings.append(Finding(name, Status.PROBLEM, f"{name} is not installed.", reinstall()))
+        elif name == "transformers" and not found.startswith("5.23."):
+            detail = f"{found}, but Switchyard needs 5.23 for its model loading."
+            findings.append(Finding(name, Status.PROBLEM, detail, reinstall()))
         else:
-            findings.append(Finding(name, Status.OK, version))
+            findings.append(Finding(name, Status.OK, found))
     return findings
 
 
@@ -92,7 +104,7 @@ def proof_findings(hardware: Probe) -> list[Finding]:
         action = "Update the card's driver and restart; CUDA_VISIBLE_DEVICES may also hide the card."
         return [Finding(name, Status.ADVICE, "torch sees no card that it can use: models run on the CPU.", action)]
     if failed := [f"{each.name}: {each.failed}" for each in proofs if each.failed]:
-        return [Finding(name, Status.ADVICE, f"{'; '.join(failed)}.", _REINSTALL)]
+        return [Finding(name, Status.ADVICE, f"{'; '.join(failed)}.", reinstall())]
     return [Finding(name, Status.OK, f"tested on {', '.join(each.name for each in proofs)}")]
 
 
@@ -105,23 +117,23 @@ def _gpu_finding(gpu: GpuInfo) -> Finding:
         if torch_xpu_version() is not None:
             return Finding("graphics card", Status.OK, f"{detail}; torch is built for XPU.")
         detail += "; the installed torch was built without XPU, so the card is not used."
-        return Finding("graphics card", Status.ADVICE, detail, f"{_REINSTALL} It chooses torch's build for Arc cards.")
+        return Finding("graphics card", Status.ADVICE, detail, f"{reinstall()} It chooses torch's build for Arc cards.")
     if gpu.vendor is Vendor.AMD:
         if torch_hip_version() is not None:
             return Finding("graphics card", Status.OK, f"{detail}; torch is built for ROCm.")
         detail += "; the installed torch was built without ROCm, so the card is not used."
         return Finding(
-            "graphics card", Status.ADVICE, detail, f"{_REINSTALL} On Linux it chooses torch's build for ROCm."
+            "graphics card", Status.ADVICE, detail, f"{reinstall()} On Linux it chooses torch's build for ROCm."
         )
     if cuda is None:
         detail += "; the installed torch was built without CUDA, so the card is not used."
-        return Finding("graphics card", Status.ADVICE, detail, _REINSTALL)
+        return Finding("graphics card", Status.ADVICE, detail, reinstall())
     capability = _capability(gpu.compute_capability)
     oldest, newest = _CAPABILITIES.get(cuda.partition(".")[0], (capability, capability))
     if not oldest <= capability <= newest:
         age = "old" if capability < oldest else "new"
         detail += f"; torch for CUDA {cuda} has no kernels for cards this {age} (capability {gpu.compute_capability})."
-        return Finding("graphics card", Status.ADVICE, detail, f"{_REINSTALL} It chooses another build of torch.")
+        return Finding("graphics card", Status.ADVICE, detail, f"{reinstall()} It chooses another build of torch.")
     return Finding("graphics card", Status.OK, f"{detail}; torch is built for CUDA {cuda}.")
 
 
@@ -204,10 +216,9 @@ def _torch_built_for(toolkit: str) -> str | None:
 
 
 def _installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    packed, engine = bundle(), current_engine()
+    where = [str(window_folder()), *([str(engine.folder)] if engine is not None else [])] if packed else sys.path
+    return next((found.version for found in importlib.metadata.distributions(name=distribution, path=where)), None)
 
 
 def _capability(text: str | None) -> tuple[int, int]:

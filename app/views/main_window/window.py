@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QEvent, QSize, Qt, QTimer, Signal
@@ -10,6 +11,7 @@ from PySide6.QtGui import QCloseEvent, QDragEnterEvent, QDropEvent, QGuiApplicat
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
+from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
 from app.views.main_window.machine_footer import MachineFooter
@@ -19,6 +21,7 @@ from app.widgets.banner import Banner, BannerStack
 from app.widgets.dropped_model import dropped_model
 from app.widgets.page import CHAT, FIRST_RUN, TUNE, Page, PageEntry
 from app.widgets.quantities import figures
+from app.widgets.report_file import ask_where
 from app.widgets.shortcuts import add_shortcut, keys_of
 
 if TYPE_CHECKING:
@@ -171,12 +174,22 @@ class MainWindow(QMainWindow):
             dismiss()
             self.crash_banner.hide()
 
+        def save(path: Path) -> None:
+            diagnosis = Diagnosis(self)
+            self.closing.connect(diagnosis.close)
+            diagnosis.problem.connect(self.problem_banner.show_text)
+            diagnosis.written.connect(
+                lambda: self.crash_banner.show_text(self.tr("The report is in {0}.").format(path))
+            )
+            diagnosis.write(path)
+
         copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
+        self.crash_banner.add_action(self.tr("Save it with more…"), lambda: ask_where(self, save))
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
         self.crash_banner.show_text(
             self.tr(
-                "Switchyard hit an error last time. You can copy a report for a bug report; "
-                "it contains no prompts or answers, and nothing was sent."
+                "Switchyard hit an error last time. You can copy a report of it, or save one with versions, hardware "
+                "and logs; neither has prompts, answers or names, and nothing was sent."
             )
         )
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 
 import PySide6
 from PySide6.QtCore import QUrl
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
+from app.services.diagnosis import Diagnosis
 from app.views.settings.card import SettingsCard
+from app.widgets.report_file import ask_where
 from engine.common.files import private_folder
 from engine.common.installed import version
 from engine.common.paths import log_dir, resources_dir
@@ -43,6 +46,36 @@ class AboutCard(SettingsCard):
             licences,
         )
         self.add_row(self.tr("Logs"), self.tr("Contain no prompts and no answers: {0}").format(log_dir()), logs)
+        self.diagnosis = Diagnosis(self)
+        self.diagnosis.written.connect(self._on_written)
+        self.diagnosis.problem.connect(self._on_problem)
+        self.save_report = QPushButton(self.tr("Save report…"), self)
+        self.save_report.clicked.connect(lambda: ask_where(self, self._write))
+        self.report_words = self.add_row(
+            self.tr("Report"),
+            self.tr(
+                "One file to attach to a report of a fault: versions, hardware, what was found, the end of the logs. "
+            )
+            + self.tr("No prompts, no names; nothing is sent."),
+            self.save_report,
+        )
+
+    def close_down(self) -> None:
+        """Stops a report that is being written."""
+        self.diagnosis.close()
+
+    def _write(self, path: Path) -> None:
+        self.save_report.setEnabled(False)
+        self.report_words.setText(self.tr("Looking at this PC…"))
+        self.diagnosis.write(path)
+
+    def _on_written(self, path: Path) -> None:
+        self.save_report.setEnabled(True)
+        self.report_words.setText(self.tr("It is in {0}: read it before you pass it on.").format(path))
+
+    def _on_problem(self, sentence: str) -> None:
+        self.save_report.setEnabled(True)
+        self.report_words.setText(sentence)
 
     def _open_logs(self) -> None:
         private_folder(log_dir())

@@ -86,3 +86,4 @@ class SettingsPage(Page):
         self.model.close_down()
         self.kept.close_down()
         self.hub.close_down()
+        self.about.close_down()
