@@ -264,7 +264,7 @@ def test_a_model_loaded_from_another_page_leaves_that_page_shown(window: MainWin
 def test_a_crash_report_is_offered_copied_and_dismissed(window: MainWindow) -> None:
     dismissed: list[bool] = []
     window.offer_crash_report("the report", lambda: dismissed.append(True))
-    copy, dismiss = window.crash_banner.findChildren(QPushButton)
+    copy, _save, dismiss = window.crash_banner.findChildren(QPushButton)
     copy.click()
     assert QGuiApplication.clipboard().text() == "the report"
     dismiss.click()

@@ -184,7 +184,7 @@ class MainWindow(QMainWindow):
             diagnosis.write(path)
 
         copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
-        self.crash_banner.add_action(self.tr("Save it with more…"), lambda: ask_where(self, save))
+        self.crash_banner.add_action(self.tr("Save report…"), lambda: ask_where(self, save))
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
         self.crash_banner.show_text(
             self.tr(
