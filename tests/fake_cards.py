@@ -108,3 +108,38 @@ class FakeCards:
     @contextlib.contextmanager
     def stream(self, _stream: Stream) -> Iterator[None]:
         yield
+
+
+@dataclass
+class FakeApple:
+    """In the place of `torch.mps`.
+
+    Attributes:
+        most: bytes that the system recommends.
+        held: bytes that are held already.
+        fraction: of `most` that torch may allocate, as it was last set; synchronized: how often was waited.
+    """
+
+    most: int = 8 * GIB
+    held: int = 0
+    fraction: float = 0.0
+    synchronized: int = 0
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def recommended_max_memory(self) -> int:
+        return self.most
+
+    def driver_allocated_memory(self) -> int:
+        return self.held
+
+    def set_per_process_memory_fraction(self, fraction: float) -> None:
+        assert 0 < fraction <= 2  # 0 would be no limit
+        self.fraction = fraction
+
+    def synchronize(self) -> None:
+        self.synchronized += 1

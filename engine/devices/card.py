@@ -44,6 +44,8 @@ class CardKind:
             read by it, and lie in RAM; None if the system cannot move them there, or does not say.
         is_built: whether the installed torch knows the kind.
         variables: of the environment, by which cards are hidden from programs.
+        opens: the card of an index with a memory budget, where that is done in another way.
+        is_automatic: whether models run on such cards unless told otherwise.
     """
 
     name: str
@@ -55,6 +57,8 @@ class CardKind:
     in_ram: Callable[[int], Callable[[], int | None] | None] = lambda _index: None
     is_built: Callable[[], bool] = lambda: True
     variables: tuple[str, ...] = ()
+    opens: Callable[[CardKind, int, int | None], Device] | None = None
+    is_automatic: bool = True
 
     def count(self) -> int:
         """Number of cards that torch can use."""
@@ -117,6 +121,8 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
             ErrorCode.DEVICE_UNAVAILABLE,
             kind.hidden() or f"This machine has {what}: use cpu, or run `switchyard doctor`.",
         )
+    if kind.opens is not None:
+        return kind.opens(kind, index, vram_bytes)
     name = f"{kind.name}:{index}"
     place = torch.device(kind.name, index)
     try:

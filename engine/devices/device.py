@@ -127,7 +127,7 @@ def upload(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
     From pageable memory, a card's copy would block the caller until all queued work is done, including the wait for an
     expert's weights.
     """
-    if place.type == "cpu":
+    if place.type in ("cpu", "mps"):  # the same memory
         return tensor.to(place)
     return tensor.pin_memory().to(place, non_blocking=True)
 
@@ -311,6 +311,7 @@ class Device:
         new_capture: starts capturing a graph; None if unsupported.
         meter: counts what work costs, if the device's time is modelled.
         watch: keeps the budget within what other programs leave; None if they use none of its memory.
+        is_unified: whether its memory is the host's: there are no copies of experts, and no slots.
         identity: of the very card, its driver and its link, for what is measured and kept; empty if the name says it.
     """
 
@@ -328,6 +329,7 @@ class Device:
     new_capture: Callable[[], Capture] | None = None
     meter: Meter | None = None
     watch: MemoryWatch | None = None
+    is_unified: bool = False
     identity: str = ""
 
     @cached_property

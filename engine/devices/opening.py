@@ -12,6 +12,7 @@ from engine.devices.cpu import open_cpu
 from engine.devices.cuda import CUDA
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
+from engine.devices.mps import MPS
 from engine.devices.xpu import XPU
 from engine.hardware.profiles import emulated_cards, has_fixed_host, of_machine, profile_names
 
@@ -19,13 +20,13 @@ MOST_EMULATED = 8
 """Most emulated devices: each has four threads and uses host memory."""
 
 
-CARD_KINDS: dict[str, CardKind] = {kind.name: kind for kind in (CUDA, XPU)}
-"""By their names in `--device`; the first that is there is what `auto` means."""
+CARD_KINDS: dict[str, CardKind] = {kind.name: kind for kind in (CUDA, XPU, MPS)}
+"""By their names in `--device`; the first that is there is what `auto` means, if it may be."""
 
 
 def automatic() -> str:
     """What `auto` means: a kind of card that torch can use, or `cpu`."""
-    return next((name for name, kind in CARD_KINDS.items() if kind.count()), "cpu")
+    return next((name for name, kind in CARD_KINDS.items() if kind.is_automatic and kind.count()), "cpu")
 
 
 def card_count(spec: str) -> int:
@@ -43,7 +44,7 @@ def open_automatic(vram_bytes: int | None = None) -> tuple[list[Device], str]:
     Returns:
         The cards, none if that is the CPU; and a sentence on those that cannot be used, or nothing to say.
     """
-    for kind in CARD_KINDS.values():
+    for kind in (kind for kind in CARD_KINDS.values() if kind.is_automatic):
         devices, refused = [], []
         for index in range(kind.count()):
             try:
@@ -59,9 +60,9 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
     """Opens the devices named by `spec`; the caller closes them.
 
     Args:
-        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` likewise, `emulated:NAME` or `emulated:NAMEx2` (two); with
-            `?host=fixed` the time of the host beside a card with a clock of its own is modelled, too, and with
-            `?host=only` it is the host alone.
+        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` and `mps` likewise, `emulated:NAME` or `emulated:NAMEx2`
+            (two); with `?host=fixed` the time of the host beside a card with a clock of its own is modelled, too, and
+            with `?host=only` it is the host alone.
         vram_bytes: memory budget of each device; ignored for `cpu`.
 
     Raises:
@@ -86,8 +87,8 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(count))
     raise EngineError(
         ErrorCode.INVALID_REQUEST,
-        f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER or emulated:NAME, "
-        f"where NAME is one of {', '.join(profile_names())}.",
+        f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER, mps or "
+        f"emulated:NAME, where NAME is one of {', '.join(profile_names())}.",
     )
 
 

@@ -16,8 +16,8 @@ class Vendor(StrEnum):
     OTHER = "other"
 
 
-CARD_NAMES = ("cuda", "xpu")
-"""What torch calls cards, and `--device` does: NVIDIA's and AMD's, and Intel's."""
+CARD_NAMES = ("cuda", "xpu", "mps")
+"""What torch calls cards, and `--device` does: NVIDIA's and AMD's, Intel's, and Apple's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,10 @@ def choose(
         return min((_for_nvidia(system, card) for card in newest_first), key=lambda each: each.build is CPU)
     if intel and system in ("Linux", "Windows") and not (amd and system == "Linux"):
         return Choice(XPU, "For an Intel card. No card of Intel's has been tried with Switchyard yet.")
+    if system == "Darwin":
+        return Choice(
+            CPU, "The build for Macs, with Apple's graphics: `--device mps` uses them, which nobody has tried yet."
+        )
     if not amd or system != "Linux":
         return Choice(CPU)
     usable = [card for card in amd if card in _ROCM_CARDS]

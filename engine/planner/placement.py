@@ -118,11 +118,13 @@ class DeviceBudget:
         name: used in messages.
         total: usable bytes.
         free: bytes of `total` that are not in use.
+        is_unified: whether it is the host's memory: all experts of the device's layers lie in place, or it is not used.
     """
 
     name: str
     total: int
     free: int
+    is_unified: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class NoteCode(StrEnum):
 
     ON_CPU = "on_cpu"
     """The minimum of a device, `needed` bytes, exceeds its `room`."""
+    NO_SLOTS = "no_slots"
+    """A device that keeps all experts or none would have to hold `needed` bytes, more than its `room`."""
     COARSER_FOR_RAM = "coarser_for_ram"
     """`auto` did not choose `instead_of`, which needs `needed` bytes of RAM; only `room` may be used."""
     COARSER_FOR_DEVICE = "coarser_for_device"
@@ -390,19 +394,22 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
     short = next((need for need in needs if need.least > need.device.free), None)
     if short is not None or not needs:
         notes = (Note(NoteCode.ON_CPU, short.least, short.device.free, short.device.name),) if short else ()
-        ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.dense_in_ram, experts=weights.experts)
-        return Placement(
-            weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes
-        )
+        return _on_cpu(sizes, weights, budgets, notes)
     room = min(need.activations for need in needs)  # every device processes the same chunk
     needs = [replace(need, activations=room) for need in needs]
     all_experts = not weights.experts or (
-        _is_default(config)
+        (_is_default(config) or any(need.device.is_unified for need in needs))
         and all(
             _fits_whole(sizes, sum(each.nbytes for each in _experts_on(index, weights, of_layer)), need, config)
             for index, need in enumerate(needs)
         )
     )
+    unified = next((need for need in needs if need.device.is_unified), None)
+    if unified is not None and not all_experts:
+        needed = _whole_nbytes(sizes, weights.experts_nbytes, unified, config)
+        return _on_cpu(
+            sizes, weights, budgets, (Note(NoteCode.NO_SLOTS, needed, unified.device.free, unified.device.name),)
+        )
     experts = () if all_experts else weights.experts
     ram, on_disk = _in_ram(sizes, weights, budgets, dense=0, experts=experts, more=weights.working_for_devices)
     return Placement(
@@ -417,6 +424,13 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
         context_tokens=min(need.context_room(sizes.context_tokens) for need in needs),
         ram=ram,
         on_disk=on_disk,
+    )
+
+
+def _on_cpu(sizes: Sizes, weights: Weights, budgets: Budgets, notes: tuple[Note, ...]) -> Placement:
+    ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.dense_in_ram, experts=weights.experts)
+    return Placement(
+        weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes
     )
 
 
@@ -475,10 +489,14 @@ def _experts_on(index: int, weights: Weights, of_layer: Sequence[int]) -> list[E
 
 def _fits_whole(sizes: Sizes, experts: int, need: _Need, config: EngineConfig) -> bool:
     """Whether these bytes of experts fit, with a context that they would never have to make room for."""
+    return _whole_nbytes(sizes, experts, need, config) <= need.device.free
+
+
+def _whole_nbytes(sizes: Sizes, experts: int, need: _Need, config: EngineConfig) -> int:
+    """Bytes of a device with these of experts and such a context."""
     longest = sizes.context_tokens
     context = longest if config.context_tokens else min(longest, footprint.ROOMY_KV_TOKENS)
-    held = need.dense + experts + need.activations + context * need.kv_per_token
-    return held <= need.device.free
+    return need.dense + experts + need.activations + context * need.kv_per_token
 
 
 def _on_device(

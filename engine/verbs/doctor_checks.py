@@ -111,6 +111,9 @@ def proof_findings(hardware: Probe) -> list[Finding]:
 def _gpu_finding(gpu: GpuInfo) -> Finding:
     detail = _described(gpu)
     cuda = torch_cuda_version()
+    if gpu.vendor is Vendor.APPLE:
+        said = "models run on the CPU, and with `--device mps` on it, which nobody has tried on one yet."
+        return Finding("graphics card", Status.OK, f"{detail}; {said}")
     if gpu.is_integrated or gpu.vendor not in (Vendor.NVIDIA, Vendor.AMD, Vendor.INTEL):
         return Finding("graphics card", Status.OK, f"{detail}; models do not run on it.")
     if gpu.vendor is Vendor.INTEL:

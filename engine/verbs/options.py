@@ -73,11 +73,11 @@ def breaker(text: str) -> str:
 
 def device_name(text: str) -> str:
     """A value of `EngineConfig.device`; whether the device exists is checked when a model is loaded."""
-    if text in ("auto", "cpu", "cuda", "xpu") or re.fullmatch(
+    if text in ("auto", "cpu", "cuda", "xpu", "mps") or re.fullmatch(
         r"(cuda|xpu):\d+|emulated:[\w.-]+(\?host=(fixed|only))?", text, re.ASCII
     ):
         return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda, xpu or emulated:NAME")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda, xpu, mps or emulated:NAME")
 
 
 def add_kv_precision(parser: argparse._ActionsContainer) -> None:

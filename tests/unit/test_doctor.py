@@ -119,6 +119,14 @@ def test_an_intel_card(
     assert with_card.card_device == "xpu:0"
 
 
+def test_apples_graphics_are_used_by_name(machine: Probe) -> None:
+    apple = replace(GRAPHICS, name="Apple graphics", vendor=Vendor.APPLE, driver="macOS 26.0")
+    first, _ = doctor_checks.gpu_findings(replace(machine, gpus=(apple,), gpu_note=""))
+    assert first.status is Status.OK
+    assert "`--device mps`" in first.detail
+    assert "nobody has tried" in first.detail
+
+
 def test_graphics_of_the_processor_are_no_card(machine: Probe) -> None:
     first, second = doctor_checks.gpu_findings(replace(machine, gpus=(GRAPHICS,), gpu_note=""))
     assert "do not run" in first.detail

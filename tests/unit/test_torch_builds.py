@@ -74,6 +74,12 @@ def test_the_build_for_intel_cards(system: str, amd: list[str], label: str) -> N
     assert torch_builds.choose(system, [nvidia("RTX 4090", "580.65.06", 8, 9)], amd, ["e20b"]).build.label == "cu130"
 
 
+def test_macs_have_one_build() -> None:
+    choice = torch_builds.choose("Darwin", [], [])
+    assert choice.build is torch_builds.CPU
+    assert "`--device mps`" in choice.why
+
+
 def test_intel_cards_with_memory_of_their_own(tmp_path: Path) -> None:
     numbers = {
         "0": ("0x8086", "0xE20B"),

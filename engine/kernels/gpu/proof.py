@@ -46,6 +46,8 @@ def why_not(device: torch.device) -> str | None:
     """Why no kernels run on a device, in a few words; `None` if some do."""
     if device.type == "xpu":
         return "there are none for Intel's cards yet"
+    if device.type == "mps":
+        return "there are none for Apple's graphics yet"
     if device.type != "cuda":
         return "it is not a graphics card"
     chosen = _chosen(_index_of(device))

@@ -116,7 +116,9 @@ def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Dev
 
 def budgets_of(config: EngineConfig, devices: Sequence[Device]) -> Budgets:
     """What memory there is at this moment."""
-    held = tuple(DeviceBudget(device.name, device.memory.total, device.memory.free) for device in devices)
+    held = tuple(
+        DeviceBudget(device.name, device.memory.total, device.memory.free, device.is_unified) for device in devices
+    )
     return Budgets(available_ram() + EARLY_READS.nbytes, config.ram_bytes, held)
 
 

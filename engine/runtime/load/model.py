@@ -18,6 +18,7 @@ from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
+from engine.devices.mps import left_note, left_to_cpu
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.bank_header import UnusableBankError
 from engine.experts.sites import ExpertsSite, verify
@@ -178,7 +179,9 @@ def _load_weights(
     speed_up_on_cards(model)
     if decision.devices or parts.disk_backed is not None:
         parts.wait_for_weights(cancelled)
-        kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
+        with left_to_cpu() as left:
+            kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
+        note = " ".join(filter(None, (note, left_note(left))))
         if decision.devices:
             parts.devices.expect_kv(kv, opened.profile.layers)
         bind_experts(opened, decision, parts, config)
@@ -344,6 +347,11 @@ def placement_note(note: Note) -> str:
         return (
             f"Runs on the CPU: even without its experts the model needs {needed} of {note.device}, of which {room} can "
             "be used."
+        )
+    if note.code is NoteCode.NO_SLOTS:
+        return (
+            f"Runs on the CPU: with its experts, all of which have to lie there, the model needs {needed} of "
+            f"{note.device}, of which {room} can be used."
         )
     finer = "what the file holds" if note.instead_of == STORED else note.instead_of
     begin = f"Weights are in {note.precision}, because {finer} needs {needed}"
