@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,12 +43,14 @@ class Compiler:
         environment: variables to add to this process's environment.
         for_windows: whether it builds Windows libraries.
         first: arguments before all others, such as the target of a cross compiler.
+        instead: options that this compiler spells otherwise.
     """
 
     command: str
     environment: Mapping[str, str] | None = None
     for_windows: bool = sys.platform == "win32"
     first: tuple[str, ...] = ()
+    instead: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_clang_cl(self) -> bool:
@@ -75,7 +77,7 @@ class Compiler:
 
     def run(self, *arguments: str) -> None:
         """Runs the compiler; raises `BuildError` with its first error."""
-        command = [self.command, *self.first, *arguments]
+        command = [self.command, *self.first, *(self.instead.get(each, each) for each in arguments)]
         environment = {**os.environ, **self.environment} if self.environment else None
         try:
             done = subprocess.run(
