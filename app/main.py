@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QLocale, Qt, QTimer, SignalInstance
-from PySide6.QtGui import QGuiApplication
+from PySide6.QtCore import QCoreApplication, QEvent, QLocale, QObject, Qt, QTimer, SignalInstance
+from PySide6.QtGui import QFileOpenEvent, QGuiApplication
 from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
@@ -47,15 +47,20 @@ MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Opens the window; returns the exit code.  A second start on one data folder raises the first and returns 0."""
+    """Opens the window, and the files that are named; returns the exit code.
+
+    A second start on one data folder raises the first window, which opens the files, and returns 0.
+    """
     reached("process and imports")
     make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
     open_window_log(log_dir())
     begin_with_proxy()
+    words = argv or sys.argv
+    files = [os.path.abspath(word) for word in words[1:] if not word.startswith("-")]
     try:
-        return _run(_application(argv or sys.argv), reports)
+        return _run(_application(words), reports, files)
     finally:
         close_window_log()
         reports.uninstall()
@@ -74,12 +79,12 @@ def _application(argv: list[str]) -> QApplication:
     return app
 
 
-def _run(app: QApplication, reports: CrashReports) -> int:
+def _run(app: QApplication, reports: CrashReports, files: list[str]) -> int:
     reached("application")
     settings = Settings()
     theme = ThemeController(settings.theme, settings.font_px)
     app.setWindowIcon(logo())
-    instance = _claim_data_folder()
+    instance = _claim_data_folder(files)
     if isinstance(instance, int):
         return instance
 
@@ -95,22 +100,42 @@ def _run(app: QApplication, reports: CrashReports) -> int:
     if report:
         window.offer_crash_report(report, reports.dismiss)
     instance.raise_requested.connect(window.come_forward)
+    instance.raise_requested.connect(window.open_files)
     _report_if_asked(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
     reached("window")
     window.show()
+    opened = OpenedFiles(app, window.open_files)
     QTimer.singleShot(0, window, window.begin)
+    if files:
+        QTimer.singleShot(0, window, lambda: window.open_files(files))
     if settings.serves_others:
         QTimer.singleShot(0, window, lambda: services.api_server.begin())
     gc.freeze()  # what is there by now is there for good: collections need not look through it
     code = app.exec()
+    app.removeEventFilter(opened)
     services.client.close_now()
     services.store.close()
     settings.save()
     instance.release()
     window.deleteLater()
     return code
+
+
+class OpenedFiles(QObject):
+    """macOS tells a program by events which files were opened with it."""
+
+    def __init__(self, app: QApplication, open_files: Callable[[list[str]], None]) -> None:
+        super().__init__(app)
+        self._open_files = open_files
+        app.installEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if isinstance(event, QFileOpenEvent) and event.file():
+            self._open_files([event.file()])
+            return True
+        return super().eventFilter(watched, event)
 
 
 # --- the pages --------------------------------------------------------------------------------------
@@ -250,7 +275,7 @@ def _report_if_asked(window: MainWindow) -> None:
 # --- the data folder --------------------------------------------------------------------------------
 
 
-def _claim_data_folder() -> SingleInstance | int:
+def _claim_data_folder(files: list[str]) -> SingleInstance | int:
     """The claim to the data folder, or the exit code if the program cannot start."""
     from app.views import data_folder_start as dialogs  # rarely needed
 
@@ -258,7 +283,7 @@ def _claim_data_folder() -> SingleInstance | int:
         return 0
     while True:
         instance = SingleInstance(data_dir())
-        claim = instance.claim()
+        claim = instance.claim(files=files)
         if claim is Claim.RAISED_OTHER:
             _log.info("raised the window that uses this data folder")
             return 0

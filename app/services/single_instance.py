@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import sys
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
@@ -20,7 +22,7 @@ if sys.platform != "win32":
 
 LOCK_NAME = "window.lock"
 ANSWER_MS = 3000
-_RAISE = b"raise\n"
+_RAISE = b"raise"
 _RAISED = b"raised\n"
 
 
@@ -40,10 +42,11 @@ class SingleInstance(QObject):
     its process is gone or its process id has been reused by a later one.
 
     Signals:
-        raise_requested: another start on the same folder asks this window to come to the front.
+        raise_requested: another start on the same folder asks this window to come to the front, and to open these
+            files (a list of paths).
     """
 
-    raise_requested = Signal()
+    raise_requested = Signal(list)
 
     def __init__(self, folder: Path, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -51,8 +54,12 @@ class SingleInstance(QObject):
         self._lock: QLockFile | None = None
         self._server: QLocalServer | None = None
 
-    def claim(self, answer_ms: int = ANSWER_MS) -> Claim:
-        """Claims the folder, or raises the window that has it, waiting up to `answer_ms` for its answer."""
+    def claim(self, answer_ms: int = ANSWER_MS, files: Sequence[str] = ()) -> Claim:
+        """Claims the folder, or raises the window that has it, waiting up to `answer_ms` for its answer.
+
+        Args:
+            files: absolute paths that the other window is to open.
+        """
         try:
             private_folder(self._folder)
         except OSError:
@@ -67,7 +74,7 @@ class SingleInstance(QObject):
                 return Claim.NOT_WRITABLE
             if _is_of_a_later_process(lock, path) and _remove_unheld(path):
                 continue
-            if self._raise_other():
+            if self._raise_other(files):
                 return Claim.RAISED_OTHER
             if waited.elapsed() > answer_ms:
                 return Claim.NOT_RESPONDING
@@ -110,22 +117,33 @@ class SingleInstance(QObject):
                 self._on_wish(socket)
 
     def _on_wish(self, socket: QLocalSocket) -> None:
-        if bytes(socket.readAll().data()) == _RAISE:
+        if not socket.canReadLine():
+            return  # the rest is on its way
+        wish, _, files = bytes(socket.readAll().data()).partition(b" ")
+        if wish.strip() == _RAISE:
             socket.write(_RAISED)
             socket.flush()
-            self.raise_requested.emit()
+            self.raise_requested.emit(_paths(files))
 
-    def _raise_other(self) -> bool:
+    def _raise_other(self, files: Sequence[str]) -> bool:
         socket = QLocalSocket()
         socket.connectToServer(self._address)
         try:
             if not socket.waitForConnected(500):
                 return False
-            socket.write(_RAISE)
+            socket.write(_RAISE + (b" " + json.dumps(list(files)).encode() if files else b"") + b"\n")
             socket.waitForBytesWritten(500)
             return socket.waitForReadyRead(1000) and bytes(socket.readAll().data()) == _RAISED
         finally:
             socket.abort()
+
+
+def _paths(said: bytes) -> list[str]:
+    try:
+        paths = json.loads(said or b"[]")
+    except ValueError:
+        return []
+    return [path for path in paths if isinstance(path, str)] if isinstance(paths, list) else []
 
 
 def _is_of_a_later_process(lock: QLockFile, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""A model dragged into the window: a GGUF file, or a folder with a checkpoint."""
+"""A model dragged into the window or opened with it: a GGUF file, or a folder with a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ _MOST_ENTRIES = 1000
 def dropped_model(data: QMimeData) -> Path | None:
     """The model that is dragged, if it is one alone."""
     urls = data.urls()
-    if len(urls) != 1 or not urls[0].isLocalFile():
-        return None
-    path = Path(urls[0].toLocalFile())
+    return model_at(Path(urls[0].toLocalFile())) if len(urls) == 1 and urls[0].isLocalFile() else None
+
+
+def model_at(path: Path) -> Path | None:
+    """The path, if a model is there."""
     if path.suffix.lower() == SUFFIX or (path / _CONFIG).is_file():
         return path
     try:

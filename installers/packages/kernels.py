@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine.kernels.native.build import BuildError, Compiler, compile_sources, library_name
 from packages.project import CHECKOUT, PackagingError, Project, read_project
 from packages.wheels import wheel_of
 
 sys.path.insert(0, str(CHECKOUT))
-from engine.kernels.native.build import BuildError, Compiler, compile_sources, library_name
 
 PACKAGE = "switchyard_kernels"
 

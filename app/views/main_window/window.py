@@ -18,7 +18,7 @@ from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
 from app.widgets.banner import Banner, BannerStack
-from app.widgets.dropped_model import dropped_model
+from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import CHAT, FIRST_RUN, TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
@@ -282,10 +282,27 @@ class MainWindow(QMainWindow):
     def dropEvent(self, event: QDropEvent) -> None:
         model = dropped_model(event.mimeData())
         if model is not None:
-            from app.widgets.asking import before_loading
-
             event.acceptProposedAction()
-            before_loading(self.services.jobs, self, lambda: self.services.model_start.open(str(model)))
+            self._open_model(model)
+
+    def open_files(self, names: list[str]) -> None:
+        """Opens what was double-clicked: a model is loaded, other files become jobs.
+
+        A file opened with the window cannot be refused as a dropped one can: the batch page says what it cannot read.
+        """
+        paths = [Path(name) for name in names]
+        models = [model for model in map(model_at, paths) if model is not None]
+        if models:
+            self._open_model(models[-1])
+        others = [path for path in paths if path not in models]
+        if others:
+            self.show_page(BATCH)
+            self.page(BATCH).open_files(others)
+
+    def _open_model(self, model: Path) -> None:
+        from app.widgets.asking import before_loading
+
+        before_loading(self.services.jobs, self, lambda: self.services.model_start.open(str(model)))
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)

@@ -1,0 +1,158 @@
+"""Packages for Linux: a .deb, a file that installs itself for a user without rights, and an AppImage's folder."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+from steps_machine import WINDOW_LIBRARIES
+
+from packages.bundle import Bundle
+from packages.project import CHECKOUT, FILES, PackagingError, run
+
+OLDEST_GLIBC = {"debian": "2.36", "standalone": "2.34"}
+"""Needed by the bundled Python: Debian 12's own, or a build for all systems, where the libraries' wheels decide."""
+_ARCHITECTURES = {"linux-x86_64": ("amd64", "x86_64"), "linux-aarch64": ("arm64", "aarch64")}
+_INSTALLED_IN = Path("opt/switchyard")
+
+
+def finish(bundle: Bundle) -> None:
+    """Adds what all packages for Linux have: the launcher, and what desktops read."""
+    root = bundle.root
+    _program(FILES / "switchyard.sh", root / "switchyard")
+    _program(FILES / "uninstall.sh", root / "uninstall")
+    shutil.copy2(FILES / "uninstall.py", root / "uninstall.py")
+    desktop = root / "desktop"
+    desktop.mkdir()
+    for name in ("switchyard.desktop", "switchyard-mime.xml"):
+        shutil.copy2(FILES / name, desktop / name)
+    metainfo = (FILES / "switchyard.metainfo.xml").read_text(encoding="utf-8")
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    metainfo = metainfo.replace("@VERSION@", bundle.project.version).replace("@DATE@", today)
+    (desktop / "io.switchyard.Switchyard.metainfo.xml").write_text(metainfo, encoding="utf-8")
+    shutil.copy2(CHECKOUT / "resources" / "icons" / "logo.svg", desktop / "switchyard.svg")
+
+
+def build_deb(bundle: Bundle, target: Path, glibc: str) -> Path:
+    """`switchyard_VERSION_ARCH.deb`, in `target`.
+
+    Raises:
+        PackagingError: dpkg-deb failed.
+    """
+    architecture, _ = _ARCHITECTURES[bundle.platform.name]
+    file = target / f"switchyard_{bundle.project.version}_{architecture}.deb"
+    with tempfile.TemporaryDirectory(prefix="switchyard-deb-", dir=target) as name:
+        tree = Path(name) / "tree"
+        root = tree / _INSTALLED_IN
+        root.parent.mkdir(parents=True)
+        shutil.copytree(bundle.root, root, symlinks=True)
+        (root / "uninstall").unlink()  # apt's work
+        command = tree / "usr" / "bin" / "switchyard"
+        command.parent.mkdir(parents=True)
+        command.symlink_to(f"/{_INSTALLED_IN}/switchyard")
+        share = tree / "usr" / "share"
+        for source, folder, as_name in (
+            ("switchyard.svg", "icons/hicolor/scalable/apps", "switchyard.svg"),
+            ("switchyard-mime.xml", "mime/packages", "switchyard.xml"),
+            ("io.switchyard.Switchyard.metainfo.xml", "metainfo", "io.switchyard.Switchyard.metainfo.xml"),
+        ):
+            (share / folder).mkdir(parents=True)
+            shutil.copy2(root / "desktop" / source, share / folder / as_name)
+        entry = (root / "desktop" / "switchyard.desktop").read_text(encoding="utf-8")
+        (share / "applications").mkdir()
+        (share / "applications" / "switchyard.desktop").write_text(
+            entry.replace("@EXEC@", f"/{_INSTALLED_IN}/switchyard"), encoding="utf-8"
+        )
+        document = share / "doc" / "switchyard"
+        document.mkdir(parents=True)
+        shutil.copy2(FILES / "copyright", document / "copyright")
+        control = tree / "DEBIAN"
+        control.mkdir()
+        (control / "control").write_text(_control(bundle, architecture, glibc), encoding="utf-8")
+        for script in ("preinst", "postrm"):
+            _program(FILES / f"deb-{script}", control / script)
+        _readable(tree)
+        options = ["--root-owner-group", "-Zxz", "--threads-max=2"]
+        run(["dpkg-deb", *options, "--build", tree, file], "The .deb could not be built")
+    return file
+
+
+def build_run(bundle: Bundle, target: Path, glibc: str) -> Path:
+    """`switchyard-VERSION-linux-ARCH.run`, in `target`: needs neither rights nor a package manager.
+
+    Raises:
+        PackagingError: makeself is missing or failed.
+    """
+    if shutil.which("makeself") is None:
+        raise PackagingError("makeself is missing: run `apt-get install makeself`, then the same command again.")
+    _, machine = _ARCHITECTURES[bundle.platform.name]
+    file = target / f"switchyard-{bundle.project.version}-{bundle.platform.name}.run"
+    with tempfile.TemporaryDirectory(prefix="switchyard-run-", dir=target) as name:
+        tree = Path(name) / "tree"
+        tree.mkdir()
+        shutil.copytree(bundle.root, tree / "program", symlinks=True, copy_function=os.link)
+        script = (FILES / "install.sh").read_text(encoding="utf-8")
+        for mark, value in (("VERSION", bundle.project.version), ("MACHINE", machine), ("GLIBC", glibc)):
+            script = script.replace(f"@{mark}@", value)
+        (tree / "install.sh").write_text(script, encoding="utf-8")
+        (tree / "install.sh").chmod(0o755)
+        options = ["--quiet", "--xz", "--threads", "2", "--sha256", "--tar-quietly", "--nox11"]
+        run(["makeself", *options, tree, file, "Switchyard", "./install.sh"], "The .run file could not be built")
+    return file
+
+
+def build_appimage(bundle: Bundle, target: Path) -> Path:
+    """An AppImage, if its tool is here; else its folder `Switchyard.AppDir`, from which the tool makes one.
+
+    Raises:
+        PackagingError: the tool failed.
+    """
+    folder = target / "Switchyard.AppDir"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(bundle.root, folder / "usr" / "switchyard", symlinks=True)
+    (folder / "AppRun").symlink_to("usr/switchyard/switchyard")
+    entry = (bundle.root / "desktop" / "switchyard.desktop").read_text(encoding="utf-8")
+    (folder / "switchyard.desktop").write_text(entry.replace("@EXEC@", "switchyard"), encoding="utf-8")
+    shutil.copy2(bundle.root / "desktop" / "switchyard.svg", folder / "switchyard.svg")
+    (folder / "usr" / "share" / "metainfo").mkdir(parents=True)
+    shutil.copy2(
+        bundle.root / "desktop" / "io.switchyard.Switchyard.metainfo.xml", folder / "usr" / "share" / "metainfo"
+    )
+    tool = shutil.which("appimagetool")
+    if tool is None:
+        return folder
+    _, machine = _ARCHITECTURES[bundle.platform.name]
+    file = target / f"Switchyard-{bundle.project.version}-{machine}.AppImage"
+    run([tool, folder, file], "The AppImage could not be built", env={"ARCH": machine})
+    shutil.rmtree(folder)
+    return file
+
+
+def _control(bundle: Bundle, architecture: str, glibc: str) -> str:
+    libraries = ", ".join(sorted(set(WINDOW_LIBRARIES.values())))
+    return (
+        f"Package: switchyard\nVersion: {bundle.project.version}\nArchitecture: {architecture}\n"
+        f"Maintainer: The Switchyard developers <developers@switchyard.invalid>\nSection: science\nPriority: optional\n"
+        f"Installed-Size: {bundle.nbytes // 1024}\nDepends: libc6 (>= {glibc}), {libraries}\n"
+        f"Recommends: ca-certificates\n"
+        f"Description: {bundle.project.description.partition(',')[0]}\n"
+        " A window to chat with language models that are bigger than the graphics card, to push files through them, and to\n"
+        " watch what graphics card, processor and disk are doing.\n"
+    )
+
+
+def _program(source: Path, target: Path) -> None:
+    shutil.copy2(source, target)
+    target.chmod(0o755)
+
+
+def _readable(tree: Path) -> None:
+    """For everybody, whatever the mask of whoever builds."""
+    for path in tree.rglob("*"):
+        if not path.is_symlink():
+            is_program = path.is_dir() or path.stat().st_mode & stat.S_IXUSR
+            path.chmod(0o755 if is_program else 0o644)
