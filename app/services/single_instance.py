@@ -111,10 +111,16 @@ class SingleInstance(QObject):
 
     def _on_connection(self) -> None:
         while self._server is not None and (socket := self._server.nextPendingConnection()) is not None:
-            socket.readyRead.connect(lambda s=socket: self._on_wish(s))
+            # Closing deletes it; a connection to a function that holds it would outlive it.
+            socket.readyRead.connect(self._on_ready)
             socket.disconnected.connect(socket.deleteLater)
             if socket.bytesAvailable():
                 self._on_wish(socket)
+
+    def _on_ready(self) -> None:
+        socket = self.sender()
+        if isinstance(socket, QLocalSocket):
+            self._on_wish(socket)
 
     def _on_wish(self, socket: QLocalSocket) -> None:
         if not socket.canReadLine():

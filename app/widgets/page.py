@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
@@ -21,6 +22,9 @@ class Page(QWidget):
     """Signals: `page_wanted(str)`: the user wants to go to the page of this name."""
 
     page_wanted = Signal(str)
+
+    def open_files(self, paths: list[Path]) -> None:
+        """Opens files that were double-clicked; most pages have no use for any."""
 
     def close_down(self) -> None:
         """Stops the page's background work before the window closes."""

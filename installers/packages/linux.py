@@ -140,8 +140,8 @@ def _control(bundle: Bundle, architecture: str, glibc: str) -> str:
         f"Installed-Size: {bundle.nbytes // 1024}\nDepends: libc6 (>= {glibc}), {libraries}\n"
         f"Recommends: ca-certificates\n"
         f"Description: {bundle.project.description.partition(',')[0]}\n"
-        " A window to chat with language models that are bigger than the graphics card, to push files through them, and to\n"
-        " watch what graphics card, processor and disk are doing.\n"
+        " A window to chat with language models that are bigger than the graphics card, to push files through\n"
+        " them, and to watch what graphics card, processor and disk are doing.\n"
     )
 
 

@@ -19,7 +19,7 @@ from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
 from app.widgets.banner import Banner, BannerStack
 from app.widgets.dropped_model import dropped_model, model_at
-from app.widgets.page import CHAT, FIRST_RUN, TUNE, Page, PageEntry
+from app.widgets.page import BATCH, CHAT, FIRST_RUN, TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
 from app.widgets.shortcuts import add_shortcut, keys_of
