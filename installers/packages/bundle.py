@@ -183,7 +183,18 @@ def _install_window(platform: Platform, window: Path, wheels: Path, project: Pro
         )
         names = [name_of(line) for line in said.splitlines() if re.match(r"[A-Za-z0-9]", line)]
         exact.write_text(locked(names, LOCKED.read_text(encoding="utf-8")), encoding="utf-8")
-        install = [uv, "pip", "install", *quiet, "--target", window, *target, "--no-deps", "--link-mode", "copy"]
+        install: list[str | Path] = [
+            uv,
+            "pip",
+            "install",
+            *quiet,
+            "--target",
+            window,
+            *target,
+            "--no-deps",
+            "--link-mode",
+            "copy",
+        ]
         why = "The window's libraries could not be installed"
         run([*install, "--require-hashes", "--requirement", exact], why)
         ours = [each for each in our_wheels(platform, wheels) if "_kernels-" not in each.name]

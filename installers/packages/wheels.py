@@ -85,7 +85,14 @@ def _build(distribution: Distribution, project: Project, target: Path, checkout:
 
 def wheel_of(tree: Path, built: Path, target: Path) -> Path:
     """Builds the project in `tree`, and moves its wheel to `target`."""
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--wheel-dir", built]
+    options: list[str | Path] = [
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--disable-pip-version-check",
+        "--wheel-dir",
+        built,
+    ]
     run([sys.executable, "-m", "pip", "wheel", *options, tree], f"The wheel of {tree} could not be built")
     (wheel,) = built.glob("*.whl")
     target.mkdir(parents=True, exist_ok=True)

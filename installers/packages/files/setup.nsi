@@ -1,0 +1,210 @@
+; The installer for Windows: for one user, without an administrator.  `packages/windows.py` fills the names in @ in.
+Unicode true
+Target amd64-unicode
+!include "MUI2.nsh"
+!include "LogicLib.nsh"
+!include "FileFunc.nsh"
+!include "x64.nsh"
+!include "WinVer.nsh"
+
+!define NAME "Switchyard"
+!define VERSION "@VERSION@"
+!define UNINSTALL "Software\Microsoft\Windows\CurrentVersion\Uninstall\${NAME}"
+!define CLASSES "Software\Classes"
+
+Name "${NAME}"
+OutFile "@OUTPUT@"
+RequestExecutionLevel user
+InstallDir "$LOCALAPPDATA\Programs\${NAME}"
+InstallDirRegKey HKCU "${UNINSTALL}" "InstallLocation"
+SetCompressor /SOLID lzma
+ManifestDPIAware true
+BrandingText "${NAME} ${VERSION}"
+VIProductVersion "@VERSION@.0"
+VIAddVersionKey ProductName "${NAME}"
+VIAddVersionKey ProductVersion "${VERSION}"
+VIAddVersionKey FileVersion "${VERSION}"
+VIAddVersionKey FileDescription "${NAME} Setup"
+VIAddVersionKey LegalCopyright "The Switchyard developers, Apache-2.0"
+
+!define MUI_ICON "@ICON@"
+!define MUI_UNICON "@ICON@"
+!define MUI_ABORTWARNING
+!define MUI_FINISHPAGE_RUN "$INSTDIR\Switchyard.exe"
+!insertmacro MUI_PAGE_LICENSE "@LICENCE@"
+!insertmacro MUI_PAGE_DIRECTORY
+!insertmacro MUI_PAGE_INSTFILES
+!insertmacro MUI_PAGE_FINISH
+!insertmacro MUI_UNPAGE_CONFIRM
+!insertmacro MUI_UNPAGE_INSTFILES
+!insertmacro MUI_LANGUAGE "English"
+
+Function .onInit
+    ${IfNot} ${RunningX64}
+        MessageBox MB_ICONSTOP "Switchyard needs a 64-bit Windows." /SD IDOK
+        SetErrorLevel 2
+        Quit
+    ${EndIf}
+    ${IfNot} ${AtLeastWin10}
+        MessageBox MB_ICONSTOP "Switchyard needs Windows 10 or newer." /SD IDOK
+        SetErrorLevel 2
+        Quit
+    ${EndIf}
+    Call CloseRunning
+FunctionEnd
+
+; A program that runs holds its files: ask to close it, and in silence stop with 3.
+Function CloseRunning
+again:
+    ClearErrors
+    ${If} ${FileExists} "$INSTDIR\python\pythonw.exe"
+        Rename "$INSTDIR\python\pythonw.exe" "$INSTDIR\python\pythonw.exe.free"
+        ${If} ${Errors}
+            MessageBox MB_RETRYCANCEL|MB_ICONEXCLAMATION "Switchyard is running: close it, then try again." /SD IDCANCEL IDRETRY again
+            SetErrorLevel 3
+            Quit
+        ${EndIf}
+        Rename "$INSTDIR\python\pythonw.exe.free" "$INSTDIR\python\pythonw.exe"
+    ${EndIf}
+FunctionEnd
+
+; The new version is unpacked beside the old one, and takes its place when it is whole: what stops in the middle (a full
+; disk, a kill) leaves the old one working.
+Section
+    RMDir /r "$INSTDIR.partial"
+    SetOutPath "$INSTDIR.partial"
+    ClearErrors
+    SetOverwrite try
+    File /r "@ROOT@/*"
+    ${If} ${Errors}
+        SetOutPath "$TEMP"
+        RMDir /r "$INSTDIR.partial"
+        MessageBox MB_ICONSTOP "Not all files could be written to $INSTDIR (is the disk full?). Nothing was changed." /SD IDOK
+        SetErrorLevel 2
+        Quit
+    ${EndIf}
+    WriteUninstaller "$INSTDIR.partial\uninstall.exe"
+    SetOutPath "$TEMP"
+    RMDir /r "$INSTDIR.old"
+    ${If} ${FileExists} "$INSTDIR\bundle.json"
+        ClearErrors
+        Rename "$INSTDIR" "$INSTDIR.old"
+        ${If} ${Errors}
+            RMDir /r "$INSTDIR.partial"
+            MessageBox MB_ICONSTOP "$INSTDIR is in use: close Switchyard and all windows that show this folder, then try again. Nothing was changed." /SD IDOK
+            SetErrorLevel 3
+            Quit
+        ${EndIf}
+    ${Else}
+        RMDir "$INSTDIR"
+    ${EndIf}
+    ClearErrors
+    Rename "$INSTDIR.partial" "$INSTDIR"
+    ${If} ${Errors}
+        Rename "$INSTDIR.old" "$INSTDIR"
+        RMDir /r "$INSTDIR.partial"
+        MessageBox MB_ICONSTOP "$INSTDIR holds other files: choose an empty folder. Nothing was changed." /SD IDOK
+        SetErrorLevel 2
+        Quit
+    ${EndIf}
+    RMDir /r "$INSTDIR.old"
+
+    CreateDirectory "$SMPROGRAMS"
+    CreateShortcut "$SMPROGRAMS\${NAME}.lnk" "$INSTDIR\Switchyard.exe" "" "$INSTDIR\switchyard.ico"
+
+    WriteRegStr HKCU "${UNINSTALL}" "DisplayName" "${NAME}"
+    WriteRegStr HKCU "${UNINSTALL}" "DisplayVersion" "${VERSION}"
+    WriteRegStr HKCU "${UNINSTALL}" "DisplayIcon" "$INSTDIR\switchyard.ico"
+    WriteRegStr HKCU "${UNINSTALL}" "Publisher" "The Switchyard developers"
+    WriteRegStr HKCU "${UNINSTALL}" "InstallLocation" "$INSTDIR"
+    WriteRegStr HKCU "${UNINSTALL}" "UninstallString" '"$INSTDIR\uninstall.exe"'
+    WriteRegStr HKCU "${UNINSTALL}" "QuietUninstallString" '"$INSTDIR\uninstall.exe" /S'
+    WriteRegDWORD HKCU "${UNINSTALL}" "NoModify" 1
+    WriteRegDWORD HKCU "${UNINSTALL}" "NoRepair" 1
+    ${GetSize} "$INSTDIR" "/S=0K" $0 $1 $2
+    WriteRegDWORD HKCU "${UNINSTALL}" "EstimatedSize" $0
+
+    ; GGUF files open with it; tables are offered it, and stay with the program that they have.
+    WriteRegStr HKCU "${CLASSES}\Switchyard.gguf" "" "Language model (GGUF)"
+    WriteRegStr HKCU "${CLASSES}\Switchyard.gguf\DefaultIcon" "" "$INSTDIR\switchyard.ico"
+    WriteRegStr HKCU "${CLASSES}\Switchyard.gguf\shell\open\command" "" '"$INSTDIR\Switchyard.exe" "%1"'
+    WriteRegStr HKCU "${CLASSES}\.gguf\OpenWithProgids" "Switchyard.gguf" ""
+    WriteRegStr HKCU "${CLASSES}\.gguf" "" "Switchyard.gguf"
+    WriteRegStr HKCU "${CLASSES}\Switchyard.rows" "" "Rows for Switchyard"
+    WriteRegStr HKCU "${CLASSES}\Switchyard.rows\shell\open\command" "" '"$INSTDIR\Switchyard.exe" "%1"'
+    !macro offer SUFFIX
+        WriteRegStr HKCU "${CLASSES}\${SUFFIX}\OpenWithProgids" "Switchyard.rows" ""
+    !macroend
+    !insertmacro offer ".csv"
+    !insertmacro offer ".jsonl"
+    !insertmacro offer ".parquet"
+    !insertmacro offer ".xlsx"
+    System::Call 'shell32::SHChangeNotify(i 0x08000000, i 0, p 0, p 0)'
+SectionEnd
+
+Function un.onInit
+again:
+    ClearErrors
+    Rename "$INSTDIR\python\pythonw.exe" "$INSTDIR\python\pythonw.exe.free"
+    ${If} ${Errors}
+        MessageBox MB_RETRYCANCEL|MB_ICONEXCLAMATION "Switchyard is running: close it, then try again." /SD IDCANCEL IDRETRY again
+        SetErrorLevel 3
+        Quit
+    ${EndIf}
+    Rename "$INSTDIR\python\pythonw.exe.free" "$INSTDIR\python\pythonw.exe"
+FunctionEnd
+
+; Asks about models and chats; in silence both stay, unless /MODELS or /CHATS is given.
+Section "Uninstall"
+    StrCpy $1 "--keep-models"
+    StrCpy $2 "--keep-chats"
+    MessageBox MB_YESNO|MB_ICONQUESTION|MB_DEFBUTTON2 "Remove your downloaded models, too?" /SD IDNO IDNO keepmodels
+    StrCpy $1 "--models"
+keepmodels:
+    MessageBox MB_YESNO|MB_ICONQUESTION|MB_DEFBUTTON2 "Remove your chats, jobs and settings, too?" /SD IDNO IDNO keepchats
+    StrCpy $2 "--chats"
+keepchats:
+    ${GetParameters} $0
+    ClearErrors
+    ${GetOptions} $0 "/MODELS" $3
+    ${IfNot} ${Errors}
+        StrCpy $1 "--models"
+    ${EndIf}
+    ClearErrors
+    ${GetOptions} $0 "/CHATS" $3
+    ${IfNot} ${Errors}
+        StrCpy $2 "--chats"
+    ${EndIf}
+    nsExec::Exec '"$INSTDIR\python\pythonw.exe" -I -X utf8 "$INSTDIR\uninstall.py" $1 $2'
+    Pop $0
+
+    Delete "$SMPROGRAMS\${NAME}.lnk"
+    DeleteRegKey HKCU "${UNINSTALL}"
+    DeleteRegKey HKCU "${CLASSES}\Switchyard.gguf"
+    DeleteRegKey HKCU "${CLASSES}\Switchyard.rows"
+    DeleteRegValue HKCU "${CLASSES}\.gguf\OpenWithProgids" "Switchyard.gguf"
+    ReadRegStr $0 HKCU "${CLASSES}\.gguf" ""
+    ${If} $0 == "Switchyard.gguf"
+        DeleteRegValue HKCU "${CLASSES}\.gguf" ""
+    ${EndIf}
+    !macro retract SUFFIX
+        DeleteRegValue HKCU "${CLASSES}\${SUFFIX}\OpenWithProgids" "Switchyard.rows"
+        DeleteRegKey /ifempty HKCU "${CLASSES}\${SUFFIX}\OpenWithProgids"
+        DeleteRegKey /ifempty HKCU "${CLASSES}\${SUFFIX}"
+    !macroend
+    !insertmacro retract ".gguf"
+    !insertmacro retract ".csv"
+    !insertmacro retract ".jsonl"
+    !insertmacro retract ".parquet"
+    !insertmacro retract ".xlsx"
+    System::Call 'shell32::SHChangeNotify(i 0x08000000, i 0, p 0, p 0)'
+
+    ; Only what was installed: the folder may be one that the user chose.
+    ${If} ${FileExists} "$INSTDIR\bundle.json"
+@REMOVALS@
+        Delete "$INSTDIR\uninstall.exe"
+        RMDir "$INSTDIR"
+    ${EndIf}
+    RMDir /r "$INSTDIR.partial"
+    RMDir /r "$INSTDIR.old"
+SectionEnd

@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Makes the packages that people download, from a checkout that has been set up.
+
+    .venv/bin/python installers/release.py wheels            switchyard, -app, -engine, and -kernels for each platform
+    .venv/bin/python installers/release.py deb run setup     packages for this kind of machine, and for Windows
+    .venv/bin/python installers/release.py appimage app      folders, or packages where their tools are
+    .venv/bin/python installers/release.py offline           the engine's part of this machine's kind, as one file
+    .venv/bin/python installers/release.py all               all that can be made here; the rest is said
+
+They come into `dist` (`--out`). Needed: `pip install --group release`, and of Debian's packages makeself, nsis and
+patchelf. With `--debian-python` packages for Linux hold Debian's own Python instead of one that uv fetches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from packages import linux, macos, windows
+from packages.bundle import Bundle, lay_out
+from packages.kernels import PLATFORMS, build_kernels_wheel
+from packages.offline import write_offline_file
+from packages.project import CHECKOUT, PackagingError, read_project
+from packages.pythons import DEBIAN_VERSION, VERSION
+from packages.wheels import build_wheels
+
+
+@dataclass(frozen=True)
+class Making:
+    """What the makers of packages share.
+
+    Attributes:
+        out: where packages go.
+        uv: its program.
+        platform: name of the platform of packages for Linux, and of the offline file.
+        debian_python: see the module.
+        build: of PyTorch, in the offline file.
+        near: folders with wheels for the offline file that need not be fetched.
+    """
+
+    out: Path
+    uv: Path
+    platform: str
+    debian_python: bool
+    build: str
+    near: tuple[Path, ...]
+
+    @property
+    def glibc(self) -> str:
+        """The oldest C library on which a package for Linux runs."""
+        return linux.OLDEST_GLIBC["debian" if self.debian_python else "standalone"]
+
+    def lay_out(self, platform: str, packaged_as: str, folder: str) -> Bundle:
+        """A program's folder, in a new folder."""
+        return lay_out(
+            PLATFORMS[platform],
+            Path(folder) / "root",
+            self.out,
+            packaged_as,
+            uv=self.uv,
+            debian_python=self.debian_python and platform.startswith("linux"),
+        )
+
+
+def make_wheels(making: Making) -> list[Path]:
+    """Our own wheels."""
+    return [
+        *build_wheels(making.out),
+        *(build_kernels_wheel(platform, making.out) for platform in PLATFORMS.values()),
+    ]
+
+
+def make_deb(making: Making) -> list[Path]:
+    """For Debian and its relatives."""
+    return _for_linux(making, "deb", lambda bundle: linux.build_deb(bundle, making.out, making.glibc))
+
+
+def make_run(making: Making) -> list[Path]:
+    """For any Linux, without rights."""
+    return _for_linux(making, "run", lambda bundle: linux.build_run(bundle, making.out, making.glibc))
+
+
+def make_appimage(making: Making) -> list[Path]:
+    """For any Linux, without installing."""
+    return _for_linux(making, "appimage", lambda bundle: linux.build_appimage(bundle, making.out))
+
+
+def _for_linux(making: Making, packaged_as: str, build: Callable[[Bundle], Path]) -> list[Path]:
+    with tempfile.TemporaryDirectory(prefix="switchyard-linux-", dir=making.out) as folder:
+        bundle = making.lay_out(making.platform, packaged_as, folder)
+        linux.finish(bundle)
+        return [build(bundle)]
+
+
+def make_setup(making: Making) -> list[Path]:
+    """For Windows."""
+    with tempfile.TemporaryDirectory(prefix="switchyard-windows-", dir=making.out) as folder:
+        bundle = making.lay_out("windows-x86_64", "nsis", folder)
+        windows.finish(bundle)
+        return [windows.build_setup(bundle, making.out)]
+
+
+def make_app(making: Making) -> list[Path]:
+    """For macOS; the disk image only on a Mac."""
+    with tempfile.TemporaryDirectory(prefix="switchyard-macos-", dir=making.out) as folder:
+        bundle = making.lay_out("macos-arm64", "dmg", folder)
+        app = macos.build_app(bundle, making.out)
+        if sys.platform != "darwin":
+            return [app]
+        return [macos.build_dmg(app, bundle.project.version, making.out)]
+
+
+def make_offline(making: Making) -> list[Path]:
+    """The engine's part for machines without a connection."""
+    python = DEBIAN_VERSION if making.debian_python else VERSION
+    return [write_offline_file(making.out, making.platform, python, making.build, making.near)]
+
+
+MAKERS = {
+    "wheels": make_wheels,
+    "deb": make_deb,
+    "run": make_run,
+    "appimage": make_appimage,
+    "setup": make_setup,
+    "app": make_app,
+    "offline": make_offline,
+}
+
+
+def main(arguments: list[str]) -> int:
+    """0; 2 if something was asked for that cannot be made here, with one sentence each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=[*MAKERS, "all"])
+    parser.add_argument("--out", type=Path, default=CHECKOUT / "dist")
+    parser.add_argument("--platform", choices=[name for name in PLATFORMS if name.startswith("linux")])
+    parser.add_argument("--debian-python", action="store_true")
+    parser.add_argument("--build", default="cpu", help="of PyTorch, in the offline file")
+    parser.add_argument("--near", type=Path, nargs="*", default=[], help="folders with wheels for the offline file")
+    said = parser.parse_args(arguments)
+    out = said.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        making = Making(out, _uv(), said.platform or "linux-x86_64", said.debian_python, said.build, tuple(said.near))
+    except PackagingError as problem:
+        print(problem, file=sys.stderr)
+        return 2
+    problems = 0
+    for what in MAKERS if "all" in said.what else dict.fromkeys(said.what):
+        try:
+            made = MAKERS[what](making)
+        except PackagingError as problem:
+            print(f"{what}: {problem}", file=sys.stderr)
+            problems += 1
+            continue
+        for package in made:
+            size = sum(each.stat().st_size for each in (package.rglob("*") if package.is_dir() else [package]))
+            print(f"{what}: {package.name}, {size / 1e6:.1f} MB", flush=True)
+    _write_sums(out)
+    return 2 if problems else 0
+
+
+def _uv() -> Path:
+    package = find_spec("uv")
+    program = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if program is None:
+        raise PackagingError(
+            f"uv is missing{'' if package is None else ' beside Python'}: `pip install --group release`."
+        )
+    return Path(program)
+
+
+def _write_sums(out: Path) -> None:
+    """SHA256SUMS and packages.json: what people and update manifests check downloads by."""
+    files = sorted(
+        path for path in out.iterdir() if path.is_file() and path.name not in ("SHA256SUMS", "packages.json")
+    )
+    sums = {}
+    for path in files:
+        with path.open("rb") as opened:
+            sums[path.name] = hashlib.file_digest(opened, "sha256").hexdigest()
+    (out / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="ascii")
+    document = {
+        "version": read_project().version,
+        "files": {name: {"sha256": digest, "bytes": (out / name).stat().st_size} for name, digest in sums.items()},
+    }
+    (out / "packages.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
