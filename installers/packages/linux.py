@@ -76,7 +76,7 @@ def build_deb(bundle: Bundle, target: Path, glibc: str) -> Path:
         for script in ("preinst", "postrm"):
             _program(FILES / f"deb-{script}", control / script)
         _readable(tree)
-        options = ["--root-owner-group", "-Zxz", "--threads-max=2"]
+        options = ["--root-owner-group", "-Zxz", "-z4", "--threads-max=2"]
         run(["dpkg-deb", *options, "--build", tree, file], "The .deb could not be built")
     return file
 
@@ -100,7 +100,7 @@ def build_run(bundle: Bundle, target: Path, glibc: str) -> Path:
             script = script.replace(f"@{mark}@", value)
         (tree / "install.sh").write_text(script, encoding="utf-8")
         (tree / "install.sh").chmod(0o755)
-        options = ["--quiet", "--xz", "--threads", "2", "--sha256", "--tar-quietly", "--nox11"]
+        options = ["--quiet", "--xz", "--complevel", "4", "--threads", "2", "--sha256", "--nomd5", "--noprogress", "--tar-quietly", "--nox11"]
         run(["makeself", *options, tree, file, "Switchyard", "./install.sh"], "The .run file could not be built")
     return file
 
