@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import platform
 import shutil
 import sys
 import tempfile
@@ -113,7 +114,7 @@ def make_app(making: Making) -> list[Path]:
     with tempfile.TemporaryDirectory(prefix="switchyard-macos-", dir=making.out) as folder:
         bundle = making.lay_out("macos-arm64", "dmg", folder)
         app = macos.build_app(bundle, making.out)
-        if sys.platform != "darwin":
+        if platform.system() != "Darwin":
             return [app]
         return [macos.build_dmg(app, bundle.project.version, making.out)]
 

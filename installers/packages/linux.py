@@ -100,7 +100,19 @@ def build_run(bundle: Bundle, target: Path, glibc: str) -> Path:
             script = script.replace(f"@{mark}@", value)
         (tree / "install.sh").write_text(script, encoding="utf-8")
         (tree / "install.sh").chmod(0o755)
-        options = ["--quiet", "--xz", "--complevel", "4", "--threads", "2", "--sha256", "--nomd5", "--noprogress", "--tar-quietly", "--nox11"]
+        options = [
+            "--quiet",
+            "--xz",
+            "--complevel",
+            "4",
+            "--threads",
+            "2",
+            "--sha256",
+            "--nomd5",
+            "--noprogress",
+            "--tar-quietly",
+            "--nox11",
+        ]
         run(["makeself", *options, tree, file, "Switchyard", "./install.sh"], "The .run file could not be built")
     return file
 

@@ -6,9 +6,9 @@ Written for a public host's Mac; none was at hand to try it.
 from __future__ import annotations
 
 import os
+import platform
 import plistlib
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def build_app(bundle: Bundle, target: Path) -> Path:
     launcher.chmod(0o755)
     (contents / "Info.plist").write_bytes(plistlib.dumps(information(bundle.project.version)))
     shutil.copy2(FILES / "uninstall.py", contents / "Resources" / "uninstall.py")
-    if sys.platform == "darwin":
+    if platform.system() == "Darwin":
         _icons(contents / "Resources" / "switchyard.icns")
     return app
 
@@ -86,7 +86,7 @@ def build_dmg(app: Path, version: str, target: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix="switchyard-dmg-") as name:
         shutil.copytree(app, Path(name) / app.name, symlinks=True)
         (Path(name) / "Applications").symlink_to("/Applications")
-        create = ["-quiet", "-ov", "-format", "ULMO", "-volname", "Switchyard", "-srcfolder", name]
+        create: list[str | Path] = ["-quiet", "-ov", "-format", "ULMO", "-volname", "Switchyard", "-srcfolder", name]
         run(["hdiutil", "create", *create, image], "The disk image could not be made")
     if identity and profile:
         run(["codesign", "--sign", identity, image], "The disk image could not be signed")
@@ -100,7 +100,16 @@ def build_dmg(app: Path, version: str, target: Path) -> Path:
 def _sign(app: Path, identity: str) -> None:
     """From the inside out, as Apple asks; the hardened runtime with what Python and torch need."""
     entitlements = FILES / "entitlements.plist"
-    options = ["--force", "--timestamp", "--options", "runtime", "--entitlements", entitlements, "--sign", identity]
+    options: list[str | Path] = [
+        "--force",
+        "--timestamp",
+        "--options",
+        "runtime",
+        "--entitlements",
+        entitlements,
+        "--sign",
+        identity,
+    ]
     inside = [path for path in app.rglob("*") if path.suffix in (".so", ".dylib") or path.parent.name == "bin"]
     for path in sorted(inside, key=lambda each: -len(each.parts)):
         if path.is_file() and not path.is_symlink():

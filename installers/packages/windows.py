@@ -30,7 +30,16 @@ def finish(bundle: Bundle) -> None:
         shutil.copy2(root / "switchyard.ico", Path(name) / "switchyard.ico")
         why = "The launcher could not be built"
         run([compiler.command, "rc", "/:no-preprocess", script, resource], why, cwd=Path(name))
-        target = ["cc", "-target", bundle.platform.zig, "-O2", "-s", "-municode", FILES / "launcher.c", resource]
+        target: list[str | Path] = [
+            "cc",
+            "-target",
+            bundle.platform.zig,
+            "-O2",
+            "-s",
+            "-municode",
+            FILES / "launcher.c",
+            resource,
+        ]
         window, console = root / "Switchyard.exe", root / "switchyard-cli.exe"
         run([compiler.command, *target, "-Wl,--subsystem,windows", "-luser32", "-o", window], why)
         run([compiler.command, *target, "-DCONSOLE", "-Wl,--subsystem,console", "-luser32", "-o", console], why)
@@ -95,7 +104,7 @@ def icon(picture: Path) -> bytes:
         content = QByteArray()
         buffer = QBuffer(content)
         buffer.open(QIODevice.OpenModeFlag.WriteOnly)
-        image.save(buffer, "PNG")
+        image.save(buffer, b"PNG")
         images.append(bytes(content.data()))
     # The format: a header, an entry for each picture, and the pictures; sizes are bytes, and 0 is 256.
     at = 6 + 16 * len(images)
