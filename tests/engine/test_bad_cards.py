@@ -31,7 +31,8 @@ from engine.devices.opening import CARD_KINDS, open_automatic
 from engine.devices.xpu import XPU
 from engine.kernels.cuda import compiled, driver
 from engine.kernels.cuda.compiled import machine_code
-from engine.kernels.cuda.driver import DriverError, NvidiaCard
+from engine.kernels.cuda.driver import NvidiaCard
+from engine.kernels.cuda.launcher import DriverError
 from engine.kernels.cuda.products import product_kernel
 from engine.runtime.engine import Engine
 from tests.engine.on_devices import PROMPT, Reference, reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -47,25 +48,27 @@ def _texts() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()) if path.is_file()}
 
 
+def sources_of(kernel: Kernel) -> tuple[str, dict[str, str], list[str]]:
+    """Its source, the headers by name, and the compiler's options for its macros."""
+    texts = _texts()
+    headers = {name: text for name, text in texts.items() if name.endswith(".h")}
+    return texts[kernel.source], headers, [f"-D{name}={value}" for name, value in kernel.defines]
+
+
 def compile_kernel(kernel: Kernel, architecture: int, nvrtc: Nvrtc) -> Machine:
     """Machine code for cards of compute capability `architecture` (as 89).
 
     Raises:
         CompileError: the compiler refuses it.
     """
-    texts = _texts()
-    headers = {name: text for name, text in texts.items() if name.endswith(".h")}
-    defines = (f"-D{name}={value}" for name, value in kernel.defines)
-    options = (*_OPTIONS, f"-arch=sm_{architecture}", *defines)
-    return nvrtc.compile(texts[kernel.source], kernel.source, headers, options)
+    source, headers, defines = sources_of(kernel)
+    return nvrtc.compile(source, kernel.source, headers, (*_OPTIONS, f"-arch=sm_{architecture}", *defines))
 
 
 def machine_code(
     kernel: Kernel, capability: tuple[int, int], driver: str, nvrtc: Nvrtc | None = None, *, again: bool = False
 ) -> bytes:
     """The kernel's machine code for a card, from the cache folder or the compiler.
-
-    A file that is incomplete, changed or not ours is ignored and made again.
 
     Args:
         driver: its version; another one gets code of its own.
@@ -75,18 +78,37 @@ def machine_code(
     Raises:
         CompileError: there is no compiler, or it refuses the kernel.
     """
-    nvrtc = nvrtc or find_nvrtc(capability)
-    architecture = architecture_for(capability, nvrtc)
-    made_from = hashlib.sha256(repr((kernel, _OPTIONS, nvrtc.version, architecture, driver)).encode())
+    compiler = nvrtc or find_nvrtc(capability)
+    architecture = architecture_for(capability, compiler)
+    return kept_code(
+        kernel,
+        f"sm_{architecture}",
+        repr((kernel, _OPTIONS, compiler.version, architecture, driver)),
+        lambda: compile_kernel(kernel, architecture, compiler).code,
+        again=again,
+    )
+
+
+def kept_code(kernel: Kernel, target: str, made_from: str, make: Callable[[], bytes], *, again: bool) -> bytes:
+    """Machine code from the cache folder, or made.
+
+    A file that is incomplete, changed or not ours is ignored and made again.
+
+    Args:
+        target: name of the kind of card.
+        made_from: what decides about the code besides the sources.
+        again: what is kept is of no use.
+    """
+    digest = hashlib.sha256(made_from.encode())
     for name, text in _texts().items():
-        made_from.update(f"{name}\0{text}\0".encode())
+        digest.update(f"{name}\0{text}\0".encode())
     folder = cache_dir() / "cuda"
-    stem = f"{kernel.name}-sm_{architecture}-"
-    path = folder / f"{stem}{made_from.hexdigest()[:24]}.cubin"
+    stem = f"{kernel.name}-{target}-"
+    path = folder / f"{stem}{digest.hexdigest()[:24]}.cubin"
     kept = None if again else _read(path)
     if kept is not None:
         return kept
-    code = compile_kernel(kernel, architecture, nvrtc).code
+    code = make()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, _MARK + hashlib.sha256(code).digest() + code)

@@ -1,4 +1,4 @@
-"""Starts compiled kernels on NVIDIA's cards, through the driver and on PyTorch's streams."""
+"""Opens cards, and starts compiled kernels on NVIDIA's, through the driver and on PyTorch's streams."""
 
 from __future__ import annotations
 
@@ -9,27 +9,17 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Protocol
 
 import torch
 
 from engine.kernels.cuda.compiled import Kernel, machine_code
+from engine.kernels.cuda.hip import AmdCard, find_hiprtc
+from engine.kernels.cuda.launcher import CompilingLauncher, DriverError, Launcher
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
 
+__all__ = ["DriverError", "Launcher", "NvidiaCard", "card_of", "nvidia_card", "open_card"]
+
 _log = logging.getLogger(__name__)
-
-
-class Launcher(Protocol):
-    """Something that runs kernels: a card, or what stands for one in tests."""
-
-    @property
-    def multiprocessors(self) -> int: ...
-    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
-        """Queues a kernel on the current stream."""
-
-
-class DriverError(Exception):
-    """The driver refused something; the message is one sentence."""
 
 
 @cache
@@ -53,21 +43,40 @@ def _checked(result: int, did: str) -> None:
         raise DriverError(f"The card's driver could not {did}: {said}")
 
 
-def nvidia_card(device: torch.device) -> NvidiaCard | None:
-    """The card that is this device, where kernels can be compiled for it."""
-    if device.type != "cuda" or torch.version.hip is not None:
+def card_of(device: torch.device) -> CompilingLauncher | None:
+    """The card that is this device, whoever made it, where kernels can be compiled for it."""
+    if device.type != "cuda":
         return None
     return _card(device.index if device.index is not None else torch.cuda.current_device())
 
 
+def nvidia_card(device: torch.device) -> NvidiaCard | None:
+    """The same, if NVIDIA made it: for kernels that wait for what the host writes."""
+    card = card_of(device)
+    return card if isinstance(card, NvidiaCard) else None
+
+
 @cache
-def _card(index: int) -> NvidiaCard | None:
+def _card(index: int) -> CompilingLauncher | None:
     try:
-        find_nvrtc(torch.cuda.get_device_capability(index))
-        return NvidiaCard(index)
+        return open_card(index)
     except (CompileError, DriverError) as error:
         _log.info("card %d runs no kernels in CUDA C: %s", index, error)
         return None
+
+
+def open_card(index: int) -> CompilingLauncher:
+    """The card of this index among torch's: AMD's cards have the names of NVIDIA's there.
+
+    Raises:
+        CompileError: there is no compiler for it.
+        DriverError: its driver does not open it.
+    """
+    if torch.version.hip is not None:
+        find_hiprtc()
+        return AmdCard(index)
+    find_nvrtc(torch.cuda.get_device_capability(index))
+    return NvidiaCard(index)
 
 
 class NvidiaCard:

@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from engine.kernels.cuda.compiled import Kernel
-from engine.kernels.cuda.driver import Launcher
+from engine.kernels.cuda.launcher import Launcher
 
 NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)
 STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

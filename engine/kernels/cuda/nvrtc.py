@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, ClassVar
 
 _FOLDERS = (
     *("nvidia/cu13/lib", "nvidia/cu13/bin/x86_64", "nvidia/cu13/bin"),
@@ -40,32 +41,28 @@ class Machine:
     log: str
 
 
-class Nvrtc:
-    """One version of the compiler.
+class RunTimeCompiler:
+    """One version of a compiler with NVRTC's interface, whose functions begin with another word in AMD's.
 
     Attributes:
-        version: of CUDA, major and minor.
+        version: major and minor.
 
     Raises:
         OSError: the library cannot be loaded.
     """
+
+    name: ClassVar[str]
+    _prefix: ClassVar[str]
+    _code: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
         if sys.platform == "win32":
             os.add_dll_directory(str(path.parent))  # it loads a library beside it
         self._library = ctypes.CDLL(str(path))
         major, minor = ctypes.c_int(), ctypes.c_int()
-        self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        self._function("Version")(ctypes.byref(major), ctypes.byref(minor))
         self.version = (major.value, minor.value)
-        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
-
-    def architectures(self) -> list[int]:
-        """The compute capabilities that it compiles for, as 75, 80, ..."""
-        count = ctypes.c_int()
-        self._checked(self._library.nvrtcGetNumSupportedArchs(ctypes.byref(count)), "list its architectures")
-        numbers = (ctypes.c_int * count.value)()
-        self._checked(self._library.nvrtcGetSupportedArchs(numbers), "list its architectures")
-        return list(numbers)
+        self._function("GetErrorString").restype = ctypes.c_char_p
 
     def compile(self, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> Machine:
         """Machine code of a source.
@@ -73,7 +70,7 @@ class Nvrtc:
         Args:
             name: of the source, for messages.
             headers: texts of the headers that it includes, by name.
-            options: must name a real architecture (`-arch=sm_89`).
+            options: must name a real architecture (`-arch=sm_89`, `--offload-arch=gfx1100`).
 
         Raises:
             CompileError: the source or an option is refused.
@@ -81,34 +78,51 @@ class Nvrtc:
         program = ctypes.c_void_p()
         texts, names = [text.encode() for text in headers.values()], [each.encode() for each in headers]
         strings = ctypes.c_char_p * len(headers)
-        made = self._library.nvrtcCreateProgram(
+        made = self._function("CreateProgram")(
             ctypes.byref(program), source.encode(), name.encode(), len(headers), strings(*texts), strings(*names)
         )
         self._checked(made, f"take {name}")
         try:
             given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-            result = self._library.nvrtcCompileProgram(program, len(options), given)
+            result = self._function("CompileProgram")(program, len(options), given)
             log = self._bytes(program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
             if result:
                 first = next((line for line in log.splitlines() if "error" in line), log[:200] or self._words(result))
-                raise CompileError(f"NVRTC {self.version[0]}.{self.version[1]} does not compile {name}: {first}")
-            return Machine(self._bytes(program, "CUBIN"), log)
+                raise CompileError(f"{self.name} {self.version[0]}.{self.version[1]} does not compile {name}: {first}")
+            return Machine(self._bytes(program, self._code), log)
         finally:
-            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+            self._function("DestroyProgram")(ctypes.byref(program))
+
+    def _function(self, name: str) -> Any:
+        return getattr(self._library, self._prefix + name)
 
     def _bytes(self, program: ctypes.c_void_p, what: str) -> bytes:
         size = ctypes.c_size_t()
-        self._checked(getattr(self._library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"give its {what}")
+        self._checked(self._function(f"Get{what}Size")(program, ctypes.byref(size)), f"give its {what}")
         buffer = ctypes.create_string_buffer(max(1, size.value))
-        self._checked(getattr(self._library, f"nvrtcGet{what}")(program, buffer), f"give its {what}")
+        self._checked(self._function(f"Get{what}")(program, buffer), f"give its {what}")
         return buffer.raw[: size.value]
 
     def _checked(self, result: int, did: str) -> None:
         if result:
-            raise CompileError(f"NVRTC cannot {did} ({self._words(result)})")
+            raise CompileError(f"{self.name} cannot {did} ({self._words(result)})")
 
     def _words(self, result: int) -> str:
-        return bytes(self._library.nvrtcGetErrorString(result)).decode(errors="replace")
+        return bytes(self._function("GetErrorString")(result)).decode(errors="replace")
+
+
+class Nvrtc(RunTimeCompiler):
+    """NVIDIA's; its version is CUDA's."""
+
+    name, _prefix, _code = "NVRTC", "nvrtc", "CUBIN"
+
+    def architectures(self) -> list[int]:
+        """The compute capabilities that it compiles for, as 75, 80, ..."""
+        count = ctypes.c_int()
+        self._checked(self._function("GetNumSupportedArchs")(ctypes.byref(count)), "list its architectures")
+        numbers = (ctypes.c_int * count.value)()
+        self._checked(self._function("GetSupportedArchs")(numbers), "list its architectures")
+        return list(numbers)
 
 
 MISSING = (

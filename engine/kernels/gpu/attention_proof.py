@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 
 from engine.kernels.cuda.attention import CudaAttention
-from engine.kernels.cuda.driver import NvidiaCard, nvidia_card
+from engine.kernels.cuda.driver import card_of
+from engine.kernels.cuda.launcher import Launcher
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import (
     PAGE_TOKENS,
@@ -78,12 +79,12 @@ class ProvenAttention:
 
 def attention_of(device: torch.device) -> ProvenAttention | None:
     """Attention of a card by a kernel; `None`: PyTorch's operators do it."""
-    card = nvidia_card(device)
+    card = card_of(device)
     return _of_card(card) if card is not None else None
 
 
 @cache
-def _of_card(card: NvidiaCard) -> ProvenAttention:
+def _of_card(card: Launcher) -> ProvenAttention:
     return ProvenAttention(CudaAttention(card))
 
 

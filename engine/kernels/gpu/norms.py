@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.cuda.driver import nvidia_card
+from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.norm import STATES, CudaNorm
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _FORMS = (NormForm(0.0, rounds_once=False), NormForm(0.0, rounds_once=True), Nor
 
 def norm_of(device: torch.device) -> CudaNorm | None:
     """The kernel of a card, if it runs any."""
-    card = nvidia_card(device)
+    card = card_of(device)
     return CudaNorm(card) if card is not None else None
 
 

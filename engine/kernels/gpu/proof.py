@@ -15,8 +15,9 @@ from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
 from engine.formats.int4 import INT4
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise
 from engine.kernels.activation import Activation, ActivationKind
-from engine.kernels.cuda.driver import NvidiaCard
-from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc
+from engine.kernels.cuda.driver import open_card
+from engine.kernels.cuda.launcher import DriverError
+from engine.kernels.cuda.nvrtc import CompileError
 from engine.kernels.cuda.products import CudaProducts, product_kernels
 from engine.kernels.cuda.unpack import CudaUnpacker, unpack_kernel
 from engine.kernels.gpu.stored import CardKernels, Products, RecordTable, StoredMatrix, group, matrix_in, store
@@ -91,13 +92,10 @@ def triton_products(device: torch.device) -> TritonProducts:
 
 def cuda_products(device: torch.device) -> CudaProducts:
     """The kernels in CUDA C.  Raises `UnavailableError`."""
-    if torch.version.hip is not None:
-        raise UnavailableError("the kernels in CUDA C are for NVIDIA's cards")
     try:
-        find_nvrtc(torch.cuda.get_device_capability(device))
-    except CompileError as error:
+        card = open_card(_index_of(device))
+    except (CompileError, DriverError) as error:
         raise UnavailableError(str(error)) from error
-    card = NvidiaCard(_index_of(device))
     formats = _proven_formats()
     unpacking = [unpack_kernel(each) for each in formats if each.is_tiled]
     card.prepare([*(kernel for each in formats for kernel in product_kernels(each)), *unpacking])

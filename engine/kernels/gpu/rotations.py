@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from engine.kernels.cuda.driver import nvidia_card
+from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
 from engine.kernels.gpu.norms import CardNorm
@@ -42,7 +42,7 @@ _FORMS = tuple(
 
 def rotary_of(device: torch.device) -> CudaRotary | None:
     """The kernel of a card, if it runs any."""
-    card = nvidia_card(device)
+    card = card_of(device)
     return CudaRotary(card) if card is not None else None
 
 

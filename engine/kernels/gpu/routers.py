@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from engine.families import family_at
-from engine.kernels.cuda.driver import nvidia_card
+from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.router import CudaRouter, Routing
 
@@ -31,7 +31,7 @@ _SAME = 0.9
 
 def router_of(device: torch.device) -> CudaRouter | None:
     """The kernel of a card, if it runs any."""
-    card = nvidia_card(device)
+    card = card_of(device)
     return CudaRouter(card) if card is not None else None
 
 

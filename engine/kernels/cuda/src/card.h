@@ -1,9 +1,11 @@
 // What the kernels need of a card, and numbers of 16 bits.  NVRTC knows everything here without a header; the tests
-// give the same names to loops over blocks and fibers.
+// give the same names to loops over blocks and fibers, and hip.h to what AMD's compilers have.
 #pragma once
 
 #ifdef SWITCHYARD_EMULATED
 #include "emulated_card.h"
+#elif defined(__HIP__)
+#include "hip.h"
 #endif
 
 typedef signed char i8;
@@ -41,6 +43,8 @@ struct Fp16 {
     __device__ __forceinline__ float value() const {
 #ifdef SWITCHYARD_EMULATED
         return emulated::float_of_half(bits);
+#elif defined(__HIP__)
+        return hip::float_of_half(bits);
 #else
         float result;
         asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
@@ -50,6 +54,8 @@ struct Fp16 {
     static __device__ __forceinline__ Fp16 of(float value) {
 #ifdef SWITCHYARD_EMULATED
         return Fp16{emulated::half_of_float(value)};
+#elif defined(__HIP__)
+        return Fp16{hip::half_of_float(value)};
 #else
         u16 bits;
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
