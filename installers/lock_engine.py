@@ -27,7 +27,7 @@ PYTHONS = ("3.11", "3.13")
 """Of the bundles: Debian's, and the one that comes with all others."""
 PYPI = "https://pypi.org/simple/"
 _WITHIN_S = 60.0
-_WINDOW_ONLY = ("pyside6-essentials", "markdown-it-py", "pygments", "send2trash")
+_WINDOW_ONLY = ("pyside6-essentials", "markdown-it-py", "pygments", "send2trash", "cryptography")
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class _Kind:
 _KINDS = {
     "mirror": _Kind("a mirror's", "https://mirror.example"),
     "packages": _Kind("a mirror's", "https://mirror.example/pypi"),
+    "updates": _Kind("an update server's", "https://updates.example"),
     "proxy": _Kind("a proxy's", "http://proxy.example:3128", is_proxy=True),
 }
 
@@ -77,6 +78,16 @@ def mirrored_package(url: str) -> str:
     mirror, parts = packages_mirror(), urlsplit(url)
     is_known = parts.hostname in ("files.pythonhosted.org", "download.pytorch.org")
     return f"{mirror}{parts.path}" if mirror and is_known else url
+
+
+def updates_address() -> str:
+    """Where people have Switchyard look for newer versions; empty for its makers' own server."""
+    return _chosen("updates")
+
+
+def use_updates_address(address: str) -> str:
+    """Looks for newer versions there from now on.  As `use_mirror`."""
+    return _use("updates", address)
 
 
 def chosen_proxy() -> str:

@@ -149,11 +149,12 @@ def _read_bundle(named: str) -> Bundle:
 
 
 def version() -> str:
-    """The version of the window that runs, or of the checkout."""
+    """The version that this process runs, whatever the next start will use."""
     packed = bundle()
     if packed is not None:
-        part = _newer_window(packed)
-        return part.version if part is not None else packed.version
+        here = Path(__file__).resolve().parents[2]
+        whole = read_whole(here) if here.parent == parts_dir().resolve() else None
+        return whole.version if whole is not None else packed.version
     import importlib.metadata  # both take a while, and the window is to open soon
     import tomllib
 
@@ -165,6 +166,17 @@ def version() -> str:
             return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
         except (OSError, ValueError, LookupError):
             return "(not installed)"
+
+
+def next_version() -> str:
+    """The version that the next start uses.
+
+    Raises:
+        EngineError: as `bundle`, and if this is no bundle.
+    """
+    packed = _need_bundle()
+    newer = newer_window()
+    return newer.version if newer is not None else packed.version
 
 
 # --- the parts ----------------------------------------------------------------------------------------
@@ -298,22 +310,22 @@ def window_folder() -> Path:
         EngineError: as `bundle`, and if this is no bundle.
     """
     packed = _need_bundle()
-    newer = _newer_window(packed)
+    newer = newer_window()
     return newer.folder if newer is not None else packed.window
 
 
-def current_engine() -> Part | None:
-    """The engine's part in use: the one of `current.json`, else any whole one of this version; None if there is none.
-
-    Without a usable one, the window fetches it.
-    """
+def current_engine(of_version: str = "") -> Part | None:
+    """The engine's part for a version, by default for this one: the one of `current.json`, else any whole one of that
+    version; None if there is none, and the window fetches it."""
     if bundle() is None:
         return None
-    mine = version()
-    named = part(read_current().engine)
-    if named is not None and named.kind == "engine" and named.version == mine:
-        return named
-    return next((one for one in whole_parts("engine") if one.version == mine), None)
+    wanted = of_version or version()
+    now = read_current()
+    for name in (now.engine, now.previous.get("engine", "")):  # an older window may still be open
+        named = part(name)
+        if named is not None and named.kind == "engine" and named.version == wanted:
+            return named
+    return next((one for one in whole_parts("engine") if one.version == wanted), None)
 
 
 def needs_engine() -> bool:
@@ -321,11 +333,13 @@ def needs_engine() -> bool:
     return bundle() is not None and current_engine() is None
 
 
-def _newer_window(packed: Bundle) -> Part | None:
-    """A package that was installed over an update is the newer one."""
-    name = read_current().window
-    found = part(name) if name else None
-    if found is None or found.kind != "window":
+def newer_window() -> Part | None:
+    """The window's part that is in use instead of the bundle's own.
+
+    A package that was installed over an update is the newer one.
+    """
+    packed, found = bundle(), part(read_current().window)
+    if packed is None or found is None or found.kind != "window":
         return None
     return found if version_order(found.version) > version_order(packed.version) else None
 
@@ -385,7 +399,7 @@ def before_start(arguments: Sequence[str]) -> None:
     if packed is None:
         return
     has_verb = any(not argument.startswith("-") for argument in arguments)
-    engine = current_engine() if has_verb else None
+    engine = current_engine(next_version()) if has_verb else None
     folder = engine.folder if engine is not None else window_folder()
     if folder.resolve() != Path(__file__).resolve().parents[2]:
         command, variables = packed_module(packed, folder, "engine.cli")

@@ -41,7 +41,6 @@ from engine.common.installed import (
     read_whole,
     this_python,
     use_parts,
-    version,
     write_whole_record,
 )
 from engine.parts.wheels import EngineChoice, Wheel, choose_engine, downloads_folder, fetched_folder, need_bundle
@@ -58,35 +57,50 @@ _OURS = re.compile(r"(engine|app|resources|switchyard[_a-z]*)(-.*)?|" + re.escap
 OnStep = Callable[[str], None]
 
 
-def install(choice: EngineChoice, given: Path | None = None, on_step: OnStep = lambda _step: None) -> str:
+def install(
+    choice: EngineChoice, given: Path | None = None, on_step: OnStep = lambda _step: None, *, in_use: bool = True
+) -> str:
     """Puts the part in place and into use; returns its name.  One that is in place already is only put into use.
 
     Args:
+        in_use: false for the engine of an update, which is put into use with its window.
         given: a folder with the wheels, or a zip file of them, from elsewhere; else they are those that were fetched.
 
     Raises:
         EngineError: a sentence; what was in use still is.
     """
     packed = need_bundle()
-    with disk_errors_explained(parts_dir()):
-        new_folder(parts_dir())
-        lock = Lock(parts_dir() / "lock")
-        if not lock.take(1.0):
-            raise EngineError(ErrorCode.BUSY, "Another Switchyard is installing the engine: wait until it is done.")
-        try:
-            if part(choice.name) is None and not _taken_over(choice.name):
-                _make(packed, choice, given, on_step)
+    with disk_errors_explained(parts_dir()), alone():
+        if part(choice.name) is None and not taken_over(choice.name):
+            _make(packed, choice, given, on_step)
+        if in_use:
             on_step(FINISHING)
             use_parts(engine=choice.name)
-            _sweep()
-        finally:
-            lock.release()
+            sweep()
     return choice.name
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """The right to change the parts.
+
+    Raises:
+        EngineError: `BUSY`.
+        OSError: the folder cannot be written to.
+    """
+    new_folder(parts_dir())
+    lock = Lock(parts_dir() / "lock")
+    if not lock.take(1.0):
+        raise EngineError(ErrorCode.BUSY, "Another Switchyard is installing something: wait until it is done.")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def is_proven(name: str) -> bool:
     """Whether a killed run had proven a part, which then needs only its name."""
-    return any(_is_proven_one(folder, name) for folder in _partials())
+    return any(_is_proven_one(folder, name) for folder in partials())
 
 
 def _is_proven_one(folder: Path, name: str) -> bool:
@@ -94,53 +108,62 @@ def _is_proven_one(folder: Path, name: str) -> bool:
     return whole is not None and (whole.name, whole.python) == (name, this_python())
 
 
-def _taken_over(name: str) -> bool:
-    """Gives its name to a part that a killed run had proven."""
-    for folder in _partials():
+def taken_over(name: str) -> bool:
+    """Gives its name to a part that a killed run had proven; returns whether there was one."""
+    for folder in partials():
         if _is_proven_one(folder, name):
-            _put_in_place(folder, name)
+            put_in_place(folder, name)
             return part(name) is not None
     return False
 
 
 def _make(packed: Bundle, choice: EngineChoice, given: Path | None, on_step: OnStep) -> None:
-    for folder in _partials():
-        shutil.rmtree(folder, ignore_errors=True)
-    # A name of its own each time: what a killed run started may still write into its folder.
-    partial = parts_dir() / f"{choice.name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
-    partial.mkdir()
+    partial = new_partial(choice.name)
     try:
         on_step(CHECKING)
         if choice.reused is not None and given is None:
             require_space(partial, 500 * 10**6)
             on_step(UNPACKING)
             _linked(choice.reused.folder, partial)
-            _unpack(packed, partial, [])
+            _unpack(packed, partial, [], choice.source.own)
         else:
             with _wheels_at(choice, given, partial) as wheels:
                 require_space(partial, choice.unpacked_bytes)
                 on_step(UNPACKING)
-                _unpack(packed, partial, wheels)
+                _unpack(packed, partial, wheels, choice.source.own)
         on_step(TESTING)
-        proven = _proven(packed, partial)
-        if hasattr(os, "sync"):
-            os.sync()  # whole.json must not outlive a power cut that the rest did not
-        whole = Whole(
-            name=choice.name,
-            version=version(),
-            platform=packed.platform,
-            python=this_python(),
-            build=choice.build,
-            wheels={wheel.file: wheel.sha256 for wheel in choice.wheels},
-            proven=proven,
+        said = proven(packed, partial, SELF_TEST)
+        wheels_in_it = {wheel.file: wheel.sha256 for wheel in choice.wheels}
+        finish(
+            partial,
+            Whole(choice.name, choice.source.version, packed.platform, this_python(), choice.build, wheels_in_it, said),
         )
-        write_whole_record(partial, whole)
-        _put_in_place(partial, choice.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _put_in_place(partial: Path, name: str) -> None:
+def finish(partial: Path, whole: Whole) -> None:
+    """Declares a part whole, and gives it its name."""
+    if hasattr(os, "sync"):
+        os.sync()  # whole.json must not outlive a power cut that the rest did not
+    write_whole_record(partial, whole)
+    put_in_place(partial, whole.name)
+
+
+def new_partial(name: str) -> Path:
+    """An empty folder for a part on its way, after those that killed runs left.
+
+    A name of its own each time: what a killed run started may still write into its folder.
+    """
+    for folder in partials():
+        shutil.rmtree(folder, ignore_errors=True)
+    partial = parts_dir() / f"{name}.{uuid.uuid4().hex[:8]}{PARTIAL}"
+    partial.mkdir()
+    return partial
+
+
+def put_in_place(partial: Path, name: str) -> None:
+    """Gives a proven part its name."""
     target = parts_dir() / name
     if target.exists():  # not whole, or it would be in use
         shutil.rmtree(target)
@@ -208,15 +231,15 @@ def _from_zip(file: Path, folder: Path, choice: EngineChoice) -> Path:
 # --- unpacking ----------------------------------------------------------------------------------------
 
 
-def _unpack(packed: Bundle, target: Path, wheels: Sequence[Path]) -> None:
-    own = sorted(each for each in packed.wheels.glob("*.whl") if not each.name.startswith("switchyard_app"))
+def _unpack(packed: Bundle, target: Path, wheels: Sequence[Path], ours: Path) -> None:
+    own = sorted(each for each in ours.glob("*.whl") if not each.name.startswith("switchyard_app"))
     if not own:
         raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"{packed.wheels} has no engine in it: install Switchyard again; models stay."
+            ErrorCode.INVALID_REQUEST, f"{ours} has no engine in it: install Switchyard again; models stay."
         )
     cache = target.with_name(f"{target.name.removesuffix(PARTIAL)}.cache{PARTIAL}")
     options = ["--no-deps", "--offline", "--no-index", "--no-config", "--no-progress", "--quiet"]
-    folder = wheels[0].parent if wheels else packed.wheels
+    folder = wheels[0].parent if wheels else ours
     command = [
         *(str(packed.uv), "pip", "install", "--target", str(target), "--python", str(packed.python), *options),
         *("--cache-dir", str(cache)),
@@ -258,8 +281,13 @@ def _link(source: str, target: str) -> None:
 # --- the proof ----------------------------------------------------------------------------------------
 
 
-def _proven(packed: Bundle, folder: Path) -> dict[str, Any]:
-    command, variables = packed_module(packed, folder, SELF_TEST)
+def proven(packed: Bundle, folder: Path, test: str) -> dict[str, Any]:
+    """What a module that tests itself says of its folder of packages.
+
+    Raises:
+        EngineError: `DEVICE_UNAVAILABLE`, if it does not work.
+    """
+    command, variables = packed_module(packed, folder, test)
     home = folder.with_name(f"{folder.name.removesuffix(PARTIAL)}.home{PARTIAL}")
     try:
         code, said = _run(command, os.environ | variables | {"SWITCHYARD_HOME": str(home)}, _TEST_S, folder.parent)
@@ -278,7 +306,7 @@ def _proven(packed: Bundle, folder: Path) -> dict[str, Any]:
     why = str(found.get("problem") or (lines[-1] if lines else f"it ended with code {code}"))[:200].rstrip(".")
     raise EngineError(
         ErrorCode.DEVICE_UNAVAILABLE,
-        f"The engine was unpacked, but does not work on this computer ({why}): what was there before is still in use.",
+        f"What was unpacked does not work on this computer ({why}): what was there before is still in use.",
     )
 
 
@@ -316,11 +344,12 @@ def _run(command: Sequence[str], variables: dict[str, str], within_s: float, fol
 # --- what is left -------------------------------------------------------------------------------------
 
 
-def _partials() -> list[Path]:
+def partials() -> list[Path]:
+    """Parts on their way, or left by killed runs."""
     return sorted(parts_dir().glob(f"*{PARTIAL}"))
 
 
-def _sweep() -> None:
+def sweep() -> None:
     """Removes what is in use no more: but for the parts before, to go back to."""
     now = read_current()
     kept = {now.engine, now.window, *now.previous.values()}
@@ -328,7 +357,7 @@ def _sweep() -> None:
         is_part = entry.name.startswith(("engine-", "window-"))
         if entry.is_dir() and is_part and entry.name not in kept:
             shutil.rmtree(entry, ignore_errors=True)
-    for entry in downloads_folder().glob("engine-*"):
+    for entry in downloads_folder().glob("*-*"):
         shutil.rmtree(entry, ignore_errors=True)
 
 

@@ -16,7 +16,7 @@ from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.downloads.records import PARTS, PlannedFile
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, new_folder, require_space
-from engine.common.installed import Bundle, Part, bundle, part_name, parts_dir, this_python, version, whole_parts
+from engine.common.installed import Bundle, Part, bundle, part, part_name, parts_dir, this_python, version, whole_parts
 from engine.hardware import torch_builds
 from engine.hardware.torch_builds import BUILDS, Choice
 
@@ -41,6 +41,36 @@ class Wheel:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSource:
+    """What comes with a window, for the engine of its version: the list of wheels, and the folder of our own."""
+
+    version: str
+    lock: Path
+    own: Path
+
+    @classmethod
+    def of_window(cls, window: Part) -> EngineSource:
+        """What an updated window brought along."""
+        return cls(window.version, window.folder / BROUGHT / "engine-lock.json", window.folder / BROUGHT / "wheels")
+
+
+BROUGHT = "switchyard-update"
+"""The folder in an updated window's part with what its engine is made of."""
+
+
+def present_source() -> EngineSource:
+    """For the engine of the window that runs.
+
+    Raises:
+        EngineError: see `need_bundle`.
+    """
+    packed, running = need_bundle(), part(part_name("window", version()))
+    if running is not None and version() != packed.version:
+        return EngineSource.of_window(running)
+    return EngineSource(packed.version, packed.engine_lock, packed.wheels)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineChoice:
     """What is fetched for this machine, and why.
 
@@ -58,6 +88,7 @@ class EngineChoice:
     cards: tuple[str, ...]
     why: str
     wheels: tuple[Wheel, ...]
+    source: EngineSource
     reused: Part | None = None
 
     @property
@@ -87,14 +118,17 @@ def need_bundle() -> Bundle:
     return found
 
 
-def choose_engine(chosen: Callable[[], Choice] = torch_builds.chosen) -> EngineChoice:
-    """What suits this machine.  May take some seconds: it asks the cards' drivers.
+def choose_engine(
+    chosen: Callable[[], Choice] = torch_builds.chosen, source: EngineSource | None = None
+) -> EngineChoice:
+    """What suits this machine, by default for the window that runs.  May take seconds: it asks the cards' drivers.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if the list is damaged or has nothing for this system.
     """
     packed = need_bundle()
-    wheels, lists = read_engine_lock(packed.engine_lock)
+    source = source or present_source()
+    wheels, lists = read_engine_lock(source.lock)
     here = {str(each["build"]): each for each in lists if _is_for_here(each, packed)}
     if not here:
         raise EngineError(
@@ -111,12 +145,13 @@ def choose_engine(chosen: Callable[[], Choice] = torch_builds.chosen) -> EngineC
         build = instead
     files = tuple(wheels[str(file)] for file in here[build]["files"])
     return EngineChoice(
-        name=part_name("engine", version(), build),
+        name=part_name("engine", source.version, build),
         build=build,
         build_name=_called(build),
         cards=_cards(),
         why=why.strip(),
         wheels=files,
+        source=source,
         reused=_same_wheels(files),
     )
 

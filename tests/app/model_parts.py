@@ -14,7 +14,7 @@ from engine.checkpoint.hub import Candidate, Found, RepoFile, Repository
 from engine.checkpoint.library import LibraryEntry
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.common.paths import models_dir
-from engine.parts.wheels import EngineChoice, Wheel
+from engine.parts.wheels import EngineChoice, EngineSource, Wheel
 from engine.planner.plan_parts import Limits, TierBytes
 from engine.tuning.fit import DiskBytes, FitCard, FitRow, FitSpeed, Recommendation
 
@@ -219,6 +219,7 @@ ENGINE = EngineChoice(
     build_name="CUDA 13.0",
     cards=("NVIDIA GeForce RTX 4090, driver 580.65.06",),
     why="For NVIDIA GeForce RTX 4090 with driver 580.65.06.",
+    source=EngineSource("0.2.0", Path("engine-lock.json"), Path("wheels")),
     wheels=(
         Wheel("torch", "2.13.0", "https://nowhere.invalid/torch-2.13.0-py3-none-any.whl", "0" * 64, 2_850_000_000),
     ),

@@ -82,13 +82,15 @@ def test_what_is_in_use_is_switched_and_switched_back(root: Path) -> None:
     assert installed.previous_parts() is None
     installed.use_parts(engine="engine-0.3.0-cpu", window="window-0.3.0")
     engine = installed.current_engine()
-    assert (installed.version(), engine and engine.name) == ("0.3.0", "engine-0.3.0-cpu")
+    assert (installed.version(), engine and engine.name) == ("0.2.0", "engine-0.2.0-cpu")  # until the next start
+    engine = installed.current_engine(installed.next_version())
+    assert (installed.next_version(), engine and engine.name) == ("0.3.0", "engine-0.3.0-cpu")
     assert installed.window_folder() == installed.parts_dir() / "window-0.3.0"
     back = installed.previous_parts()
     assert back == {"engine": "engine-0.2.0-cpu", "window": ""}
     installed.use_parts(**back)
     engine = installed.current_engine()
-    assert (installed.version(), engine and engine.name) == ("0.2.0", "engine-0.2.0-cpu")
+    assert (installed.next_version(), engine and engine.name) == ("0.2.0", "engine-0.2.0-cpu")
     assert installed.window_folder() == root / "window"
     assert installed.previous_parts() == {"engine": "engine-0.3.0-cpu", "window": "window-0.3.0"}
 
@@ -105,10 +107,10 @@ def test_a_half_part_cannot_be_put_into_use(root: Path) -> None:
 def test_a_package_installed_over_an_update_is_the_newer_one(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_part("window-0.3.0")
     installed.use_parts(window="window-0.3.0")
-    assert installed.version() == "0.3.0"
+    assert installed.next_version() == "0.3.0"
     newer = make_bundle(root.with_name("newer"), "0.4.0")
     monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(newer))
-    assert installed.version() == "0.4.0"
+    assert installed.next_version() == "0.4.0"
     assert installed.window_folder() == newer / "window"
 
 
