@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,11 +16,16 @@ from engine.devices.device import Device
 from engine.devices.emulated import RecordedGraph, open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.profiles import read_profile
-from engine.runtime.decoder_layers import _carriers
+from engine.runtime.decode.graphs import GraphedSteps
+from engine.runtime.decode.step_model import StepModel
+from engine.runtime.decoder_layers import _carriers, layer_names, move_between
 from engine.runtime.kv.fixed import FixedPosition
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.segments import SegmentedCapture, _Crossing, _Segments
+from tests.engine.cards_apart import CARDS, CardsApart
 from tests.engine.graph_cases import check_conversation, graphs_of
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
+from tests.engine.tiny_families import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +148,42 @@ def test_a_position_is_known_on_every_card() -> None:
     assert there.rows.device.type == "meta"
     position.set(5)
     assert position.rows.tolist() == [5]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mixtral"])
+@pytest.mark.parametrize("cards", [2, 3])
+def test_no_operator_is_given_tensors_of_two_cards(family: str, cards: int) -> None:
+    model = tiny_model(family, num_hidden_layers=4)
+    if family == "mixtral":
+        model.set_experts_implementation("batched_mm")  # what else the library has reads numbers back
+    prompt, tokens = torch.tensor([[5, 9, 2, 7, 1]]), [4, 8, 3, 6]
+    with torch.inference_mode():
+        told = model(torch.cat([prompt, torch.tensor([tokens])], dim=1)).logits[0, -len(tokens) :]
+    names = layer_names(model)
+    of_layer = tuple(layer * cards // names.count for layer in range(names.count))
+    places = CARDS[:cards]
+    apart = CardsApart()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        apart.put(tensor, places[names.on(of_layer).of(name)])
+    with contextlib.ExitStack() as opened:
+        devices = [
+            replace(opened.enter_context(open_emulated(read_profile("slow-link"), index)), torch_device=place)
+            for index, place in enumerate(places)
+        ]
+        opened.enter_context(torch.inference_mode())
+        opened.enter_context(apart)
+        move_between(model, names.on(of_layer), places, is_captured=True)
+        step = StepModel(model, 64)
+        _, cache = step(prompt.to(places[0]), new_cache(model, 64), 0)
+        first = replace(devices[0], new_capture=lambda: SegmentedCapture(devices))
+        graphs = GraphedSteps(step, first)
+        for count, (token, expected) in enumerate(zip(tokens, told, strict=True)):
+            logits = graphs.step(torch.tensor([[token]]).to(places[0]), cache, prompt.shape[1] + count)
+            assert graphs.refused is None, graphs.refused
+            assert logits is not None
+            assert logits.device == places[0]
+            torch.testing.assert_close(logits[0], expected, check_device=False)
+        assert [layer.keys.device for layer in cache.layers] == [places[index] for index in of_layer]
+        assert (graphs.counters.warm_ups, graphs.counters.captures, graphs.counters.replays) == (1, 1, 2)
+        assert apart.copies
+        graphs.forget()
