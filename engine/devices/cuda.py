@@ -13,7 +13,7 @@ from engine.devices.card import CardKind
 from engine.devices.device import Capture, Graph
 from engine.devices.pinned_memory import PinnedMemory
 from engine.hardware.dxgi import Adapter, adapter_of
-from engine.hardware.gpu_info import GpuInfo
+from engine.hardware.gpu_info import HIDING, GpuInfo
 from engine.hardware.nvml import Nvml, nvidia_gpus
 
 
@@ -227,5 +227,5 @@ CUDA = CardKind(
     shows_desktop,
     counts_in_ram,
     torch.backends.cuda.is_built,
-    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    HIDING,
 )

@@ -19,6 +19,9 @@ class Vendor(StrEnum):
 CARD_NAMES = ("cuda", "xpu", "mps")
 """What torch calls cards, and `--device` does: NVIDIA's and AMD's, Intel's, and Apple's."""
 
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables of the environment that hide NVIDIA's and AMD's cards from programs."""
+
 
 @dataclass(frozen=True, slots=True)
 class GpuInfo:

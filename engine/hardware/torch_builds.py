@@ -71,17 +71,22 @@ class NvidiaCard:
 
 @dataclass(frozen=True)
 class Choice:
-    """A build, and why it was chosen or what speaks against a better one: sentences, or nothing to say."""
+    """A build, and why it was chosen or what speaks against a better one: sentences, or nothing to say.
+
+    Attributes:
+        is_asked: whether the user named it.
+    """
 
     build: Build
     why: str = ""
+    is_asked: bool = False
 
 
 def chosen() -> Choice:
     """The build for this machine."""
     named = os.environ.get(VARIABLE, "").strip().lower()
     if named in BUILDS:
-        return Choice(BUILDS[named], f"{VARIABLE} asks for it.")
+        return Choice(BUILDS[named], f"{VARIABLE} asks for it.", is_asked=True)
     choice = choose(
         platform.system(), nvidia_cards(), amd_cards(), intel_cards(), can_open_kfd=os.access(KFD, os.R_OK | os.W_OK)
     )

@@ -25,6 +25,7 @@ from engine.tuning.keeping import all_results, day, machine_changes
 from engine.verbs.doctor_checks import (
     Finding,
     Status,
+    build_findings,
     folder_findings,
     gpu_findings,
     measurement_findings,
@@ -210,6 +211,7 @@ def run(args: argparse.Namespace) -> int:
         *software_findings(),
         *kernel_findings(hardware),
         *gpu_findings(hardware),
+        *build_findings(),
         *proof_findings(hardware),
         *measurement_findings(hardware),
         *tuning_findings(hardware),

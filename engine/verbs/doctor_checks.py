@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
 import sys
@@ -15,7 +16,9 @@ from engine.checkpoint.library import starter_is_built
 from engine.common.installed import bundle, current_engine, needs_engine, version, window_folder
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.devices.card_proof import prove_cards
+from engine.hardware import torch_builds
 from engine.hardware.disk import DiskKind
+from engine.hardware.gpu_info import HIDING
 from engine.hardware.measured import changes, load_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, free_disk_bytes
 
@@ -91,6 +94,40 @@ def gpu_findings(hardware: Probe) -> list[Finding]:
     return findings
 
 
+def build_findings() -> list[Finding]:
+    """Whether torch's build is the one for this machine's cards and drivers, and why; nothing without a card.
+
+    Takes seconds where NVIDIA's driver does not answer.
+    """
+    if _installed("torch") is None:
+        return []
+    choice, found = torch_builds.chosen(), _torch_build()
+    if not choice.why and choice.build is found:
+        return []
+    name = "torch's build"
+    if choice.build is not found:
+        why = choice.why or "no graphics card was found that another one would use."
+        detail = f"{found.name}, but {choice.build.name} is the one for this machine. {_sentence(why)}"
+        return [Finding(name, Status.ADVICE, detail, reinstall())]
+    lacks = choice.build is torch_builds.CPU and platform.system() != "Darwin" and not choice.is_asked
+    return [Finding(name, Status.ADVICE if lacks else Status.OK, f"{found.name}. {choice.why}")]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _torch_build() -> torch_builds.Build:
+    """The installed build, by what it was made for."""
+    cuda = torch_cuda_version()
+    if cuda is not None:
+        label = f"cu{cuda.replace('.', '')}"
+        return torch_builds.BUILDS.get(label, torch_builds.Build(label, f"CUDA {cuda}", 0.0))
+    if torch_hip_version() is not None:
+        return torch_builds.ROCM
+    return torch_builds.XPU if torch_xpu_version() is not None else torch_builds.CPU
+
+
 def proof_findings(hardware: Probe) -> list[Finding]:
     """Whether torch computes on the cards that it sees, where it is built for cards; takes seconds there."""
     if hardware.compute_gpu is None or not any((torch_cuda_version(), torch_hip_version(), torch_xpu_version())):
@@ -101,7 +138,10 @@ def proof_findings(hardware: Probe) -> list[Finding]:
             Finding(name, Status.ADVICE, "torch ended while it was tried on the card.", "Update the card's driver.")
         ]
     if not proofs:
-        action = "Update the card's driver and restart; CUDA_VISIBLE_DEVICES may also hide the card."
+        hiding = next((each for each in HIDING if each in os.environ), None)
+        action = "Update the card's driver and restart."
+        if hiding is not None:
+            action = f"{hiding} is {os.environ[hiding]!r}, which may hide the card: remove it. {action}"
         return [Finding(name, Status.ADVICE, "torch sees no card that it can use: models run on the CPU.", action)]
     if failed := [f"{each.name}: {each.failed}" for each in proofs if each.failed]:
         return [Finding(name, Status.ADVICE, f"{'; '.join(failed)}.", reinstall())]

@@ -165,6 +165,25 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reference]:
     reference.cache_clear()
 
 
+def test_a_laptop_that_has_switched_its_cards(monkeypatch: pytest.MonkeyPatch, expected: Reference) -> None:
+    cards_are(monkeypatch, FakeCards(names=["GeForce RTX 4060 Laptop GPU", "eGPU"]))
+    devices, note = open_automatic()
+    assert (len(devices), note) == (2, "")
+    for device in devices:
+        device.close()
+    cards_are(monkeypatch, FakeCards(names=["GeForce RTX 4060 Laptop GPU"]))  # the other one was unplugged
+    devices, note = open_automatic()
+    assert (len(devices), note) == (1, "")
+    devices[0].close()
+    engine = Engine()
+    config = EngineConfig(str(expected.folder), device="cuda:1", precision="fp32", threads=1)
+    with pytest.raises(EngineError, match="This machine has no graphics card number 1: use cpu") as caught:
+        engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    assert caught.value.code is ErrorCode.DEVICE_UNAVAILABLE
+    cards_are(monkeypatch, FakeCards(names=[]))  # and now the built-in one sleeps
+    assert open_automatic() == ([], "")
+
+
 def test_a_card_without_memory_is_left_alone_and_the_model_says_so(
     monkeypatch: pytest.MonkeyPatch, expected: Reference
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from engine import cli
 from engine.devices.card_proof import CardProof
+from engine.hardware import torch_builds
 from engine.hardware.cpu import CpuInfo
 from engine.hardware.measured import Measurements, described, save_measurements
 from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
@@ -167,6 +168,42 @@ def test_a_card_is_tried(
     monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: None)
     monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: None)
     assert doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note="")) == []
+
+
+CHOICE = "For NVIDIA H200 with driver 580.65."
+
+
+@pytest.mark.parametrize(
+    ("cuda", "choice", "status", "said"),
+    [
+        ("13.0", torch_builds.Choice(torch_builds.CUDA_130, CHOICE), Status.OK, f"CUDA 13.0. {CHOICE}"),
+        (None, torch_builds.Choice(torch_builds.CUDA_130, CHOICE), Status.ADVICE, "CPU, but CUDA 13.0 is the one"),
+        ("12.8", torch_builds.Choice(torch_builds.CUDA_130, CHOICE), Status.ADVICE, "CUDA 12.8, but CUDA 13.0 is the"),
+        (None, torch_builds.Choice(torch_builds.CPU, "It needs driver 580."), Status.ADVICE, "CPU. It needs driver"),
+        (None, torch_builds.Choice(torch_builds.CPU, "You ask for it.", is_asked=True), Status.OK, "CPU. You ask"),
+        ("13.0", torch_builds.Choice(torch_builds.CPU), Status.ADVICE, "No graphics card was found"),
+        (None, torch_builds.Choice(torch_builds.CPU), None, ""),
+    ],
+)
+def test_which_build_of_torch_is_right_and_why(
+    monkeypatch: pytest.MonkeyPatch, cuda: str | None, choice: torch_builds.Choice, status: Status | None, said: str
+) -> None:
+    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: cuda)
+    monkeypatch.setattr(doctor_checks, "torch_hip_version", lambda: None)
+    monkeypatch.setattr(doctor_checks, "torch_xpu_version", lambda: None)
+    monkeypatch.setattr(torch_builds, "chosen", lambda: choice)
+    monkeypatch.setattr(doctor_checks.platform, "system", lambda: "Linux")
+    findings = doctor_checks.build_findings()
+    assert [finding.status for finding in findings] == ([] if status is None else [status])
+    assert all(said in finding.detail for finding in findings)
+
+
+def test_a_variable_that_may_hide_the_card_is_named(monkeypatch: pytest.MonkeyPatch, machine: Probe) -> None:
+    monkeypatch.setattr(doctor_checks, "prove_cards", list)
+    monkeypatch.setattr(doctor_checks, "torch_cuda_version", lambda: "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    (finding,) = doctor_checks.proof_findings(replace(machine, gpus=(GPU,), gpu_note=""))
+    assert finding.action.startswith("CUDA_VISIBLE_DEVICES is '-1'")
 
 
 def test_two_kinds_of_cores_and_limits(machine: Probe) -> None:

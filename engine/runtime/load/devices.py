@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -245,7 +246,7 @@ class ModelDevices:
         return room
 
     def shrink(self) -> bool:
-        """After a device has run out of memory: gives up a quarter of the slots for good.
+        """After a device has run out of memory: gives up a quarter of the slots, for good if no others hold the rest.
 
         Returns:
             Whether there was anything to give.
@@ -255,7 +256,8 @@ class ModelDevices:
             held = sum(cache.nbytes for cache in caches)
             if held:
                 freed += self.experts.give_back(index, max(held // 4, 1))
-        self.experts.settle_for_less()
+        if not self.are_short(time.monotonic()):
+            self.experts.settle_for_less()
         return freed > 0
 
     def close(self) -> None:
