@@ -162,13 +162,21 @@ def _python_version(program: Path, platform: Platform) -> str:
     if platform.is_windows:
         (library,) = (each for each in program.parent.glob("python3[0-9]*.dll"))
         return f"3.{library.stem.removeprefix('python3')}"
-    script = "import sys; print('{0.major}.{0.minor}'.format(sys.version_info))"
-    done = subprocess.run([program, "-I", "-c", script], capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return done.stdout.strip()
+    said = _run_quietly(program, "import sys; print('{0.major}.{0.minor}'.format(sys.version_info))")
+    if said is not None:
+        return said.strip()
     # Of another processor: its folder tells.
     (library_folder,) = (program.parents[1] / "lib").glob("python3.*")
     return library_folder.name.removeprefix("python")
+
+
+def _run_quietly(python: Path, script: str) -> str | None:
+    """What a script prints; None if the Python is another system's."""
+    try:
+        done = subprocess.run([python, "-I", "-c", script], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _install_window(platform: Platform, window: Path, wheels: Path, project: Project, uv: Path, version: str) -> None:
@@ -283,9 +291,9 @@ def _compile(bundle: Bundle) -> None:
     same = f"{sys.version_info[0]}.{sys.version_info[1]}"
     version = _python_version(program, bundle.platform)
     compiler = str(program)
-    if subprocess.run([program, "-I", "-c", ""], capture_output=True, check=False).returncode != 0:
+    if _run_quietly(program, "") is None:
         if version != same:
-            return  # for another system and of another version: modules are compiled where they run
+            return  # for another system and of another version: its installer compiles them
         compiler = sys.executable
     # By hash, unchecked: packages and copies do not keep the times of files.
     options = ["-q", "-f", "--invalidation-mode", "unchecked-hash", "-s", str(bundle.root)]

@@ -88,7 +88,7 @@ def removals(root: Path) -> list[str]:
 def icon(picture: Path) -> bytes:
     """An .ico file of an SVG, in all sizes that Windows shows."""
     from PySide6.QtCore import QBuffer, QByteArray, QIODevice, Qt
-    from PySide6.QtGui import QImage, QPainter
+    from PySide6.QtGui import QImage, QImageWriter, QPainter
     from PySide6.QtSvg import QSvgRenderer
 
     renderer = QSvgRenderer(str(picture))
@@ -104,7 +104,7 @@ def icon(picture: Path) -> bytes:
         content = QByteArray()
         buffer = QBuffer(content)
         buffer.open(QIODevice.OpenModeFlag.WriteOnly)
-        image.save(buffer, b"PNG")
+        QImageWriter(buffer, QByteArray(b"png")).write(image)
         images.append(bytes(content.data()))
     # The format: a header, an entry for each picture, and the pictures; sizes are bytes, and 0 is 256.
     at = 6 + 16 * len(images)

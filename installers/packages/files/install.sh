@@ -28,23 +28,29 @@ free=$(df -Pk "$program" | tail -n 1 | awk '{print $4}')
     stop "The disk of $program has $((free / 1024)) MB free, and Switchyard takes $((need / 1024)): free some space, and start again."
 
 # Under way in a folder of its own: a kill or a full disk leaves the version that is there as it is.
-rm -rf "$program"/*.partial
-cp -R "$here/program" "$program/$version.partial" || {
-    rm -rf "$program/$version.partial"
+rm -rf "$program"/*.partial "$program/current.new"
+previous=$(readlink "$program/current" 2>/dev/null || true)
+place=$version
+again=1
+while [ -e "$program/$place" ]; do # the same version, to repair it, or one of which a kill left no trace
+    again=$((again + 1))
+    place=$version-$again
+done
+cp -R "$here/program" "$program/$place.partial" || {
+    rm -rf "$program/$place.partial"
     stop "Switchyard could not be copied to $program (is the disk full?): nothing was changed."
 }
-if [ -e "$program/$version" ]; then
-    mv "$program/$version" "$program/$version.replaced.partial"
-fi
-mv "$program/$version.partial" "$program/$version"
-previous=$(readlink "$program/current" 2>/dev/null || true)
-ln -sfn "$version" "$program/current.new"
+mv "$program/$place.partial" "$program/$place"
+ln -s "$place" "$program/current.new"
 mv -T "$program/current.new" "$program/current"
-rm -rf "$program"/*.partial
 for other in "$program"/*/; do
     name=$(basename "$other")
-    # The version before this one stays, to go back to.
-    case $name in "$version" | current | "$previous") ;; *) rm -rf "$other" ;; esac
+    case $name in
+    "$place" | current) ;;
+    "$version" | "$version"-*) rm -rf "$program/$name" ;;
+    "$previous") ;; # the version before this one stays, to go back to
+    *) rm -rf "$program/$name" ;;
+    esac
 done
 
 ln -sfn "$program/current/switchyard" "$bin/switchyard"

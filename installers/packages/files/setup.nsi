@@ -84,6 +84,10 @@ Section
         Quit
     ${EndIf}
     WriteUninstaller "$INSTDIR.partial\uninstall.exe"
+    ; Modules are compiled once, so that the window opens fast from the first time on.
+    DetailPrint "Preparing the program"
+    nsExec::Exec '"$INSTDIR.partial\python\python.exe" -I -m compileall -q --invalidation-mode unchecked-hash -s "$INSTDIR.partial" "$INSTDIR.partial\window"'
+    Pop $0
     SetOutPath "$TEMP"
     RMDir /r "$INSTDIR.old"
     ${If} ${FileExists} "$INSTDIR\bundle.json"
