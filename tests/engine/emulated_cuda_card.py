@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from engine.kernels.cuda.compiled import SOURCES, Kernel
+from engine.kernels.cuda.groups import CudaGroups
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu.stored import CardKernels
@@ -107,4 +108,4 @@ def emulated_kernels(multiprocessors: int = 16) -> CardKernels:
     """The kernels in CUDA C as a card with so many multiprocessors would run them."""
     card = EmulatedCudaCard(multiprocessors)
     products = CudaProducts(card)
-    return CardKernels(products, products.most_visits, None, CudaUnpacker(card))
+    return CardKernels(products, products.most_visits, CudaGroups(card), CudaUnpacker(card))

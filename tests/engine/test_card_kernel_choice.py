@@ -10,6 +10,7 @@ import torch
 
 from engine.formats.tiles import dequantise
 from engine.kernels import card_note
+from engine.kernels.cuda.groups import CudaGroups
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu import proof
@@ -44,6 +45,7 @@ def chosen_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(proof, "triton_products", lambda device: TRITON)
     monkeypatch.setattr(proof, "cuda_products", lambda device: IN_CUDA)
     monkeypatch.setattr(proof, "prove", lambda device, products: None)
+    monkeypatch.setattr(proof, "groups_of", lambda in_cuda, device: None)
     monkeypatch.setattr(proof, "unpacker_of", lambda in_cuda, device: dequantise)
     yield
     proof._chosen.cache_clear()
@@ -70,11 +72,15 @@ def test_where_nothing_can_be_timed_the_first_is_taken(monkeypatch: pytest.Monke
     assert quickest([IN_CUDA, TRITON], CARD) is IN_CUDA  # type: ignore[list-item]
 
 
-def test_without_triton_prompts_have_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("in_groups", "most_few"), [(None, 1024), (TRITON, 128)])
+def test_without_triton_prompts_have_kernels_in_cuda_c_if_they_compute_right(
+    monkeypatch: pytest.MonkeyPatch, in_groups: Made | None, most_few: int
+) -> None:
     monkeypatch.setattr(proof, "triton_products", refuses("Triton is not installed"))
+    monkeypatch.setattr(proof, "groups_of", lambda in_cuda, device: in_groups if in_cuda is IN_CUDA else None)
     found = kernels_of(CARD)
     assert found is not None
-    assert (found.few, found.most_few, found.many) == (IN_CUDA, 1024, None)
+    assert (found.few, found.most_few, found.many) == (IN_CUDA, most_few, in_groups)
 
 
 def test_what_computes_wrongly_or_fails_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,5 +118,10 @@ def test_a_kernel_that_unpacks_wrongly_is_not_used(monkeypatch: pytest.MonkeyPat
     assert isinstance(products, CudaProducts)
     assert isinstance(proof.unpacker_of(products, cpu), CudaUnpacker)
     assert proof.unpacker_of(None, cpu) is dequantise
+    assert isinstance(proof.groups_of(products, cpu), CudaGroups)
+    assert proof.groups_of(None, cpu) is None
+    multiply = CudaGroups.multiply_groups
+    monkeypatch.setattr(CudaGroups, "multiply_groups", lambda *asked: multiply(*asked) + 1)
+    assert proof.groups_of(products, cpu) is None
     monkeypatch.setattr(CudaUnpacker, "__call__", lambda self, matrix: dequantise(matrix) + 1)
     assert proof.unpacker_of(products, cpu) is dequantise

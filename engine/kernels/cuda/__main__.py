@@ -13,6 +13,7 @@ from dataclasses import replace
 from engine.formats import FORMATS
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel
+from engine.kernels.cuda.groups import ROUND_KERNEL, group_kernels
 from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import product_kernels
@@ -30,7 +31,8 @@ def all_kernels() -> list[Kernel]:
     on_cards = [each for each in FORMATS.values() if each.on_card]
     unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
     products = [kernel for each in on_cards for kernel in product_kernels(each)]
-    return [*products, *unpacking, *attention_kernels(), NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
+    groups = [ROUND_KERNEL, *(kernel for each in on_cards for kernel in group_kernels(each))]
+    return [*products, *groups, *unpacking, *attention_kernels(), NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
 
 
 def usage_rows() -> Iterator[list[str]]:

@@ -55,14 +55,16 @@ class CardExperts:
         self, layer: LayerRecords, math: ExpertMath, kernels: CardKernels, many_tokens: GroupedKernel | None = None
     ) -> None:
         self.math = math
-        if kernels.many is not None or many_tokens is not None:
-            self.fewest_in_groups = kernels.most_few + 1
         self._kernels, self._many_tokens = kernels, many_tokens
         known = math.activation
         self._first = stored_matrix(
             layer, math.first, math.first_bias, known.pairing if known is not None else Pairing.PLAIN
         )
         self._down = stored_matrix(layer, "down_proj", math.down_bias, Pairing.PLAIN)
+        many = kernels.many
+        self._many = many if many is not None and many.takes(self._first) and many.takes(self._down) else None
+        if self._many is not None or many_tokens is not None:
+            self.fewest_in_groups = kernels.most_few + 1
         self._table = RecordTable(list(layer.pieces))
         self._experts = layer.num_experts
         self._dtype = self._down.dtype
@@ -74,7 +76,7 @@ class CardExperts:
     ) -> torch.Tensor:
         """See `engine.kernels.interface.ExpertKernel`."""
         tokens, width = top_k_index.shape
-        few_only, most_few = self._kernels.many is None, self._kernels.most_few
+        few_only, most_few = self._many is None, self._kernels.most_few
         if few_only and tokens * width > most_few and self._many_tokens is not None:
             return self._many_tokens(hidden_states, top_k_index, top_k_weights)
         hidden = hidden_states.to(self._dtype).contiguous()
@@ -89,7 +91,7 @@ class CardExperts:
 
     def for_groups(self, experts: Sequence[int], counts: Sequence[int], upload: Upload) -> ByGroup:
         """See `engine.kernels.interface.GroupedKernel`."""
-        many = self._kernels.many
+        many = self._many
         if many is None:
             assert self._many_tokens is not None
             return self._many_tokens.for_groups(experts, counts, upload)
@@ -109,7 +111,7 @@ class CardExperts:
         ids = index.reshape(-1).long()
         if not len(ids):
             return torch.zeros_like(hidden)
-        few, many = self._kernels.few, self._kernels.many
+        few, many = self._kernels.few, self._many
         if many is not None and len(ids) > self._kernels.most_few:
             invalid = self._invalid(ids)
             block = _block(len(ids))

@@ -46,6 +46,10 @@ class TritonProducts:
         ids = _only_first(x.device)[: len(x)] if ids is None else ids
         return multiply_visits(matrix, table, x, ids, width, activation)
 
+    def takes(self, matrix: StoredMatrix) -> bool:  # noqa: ARG002
+        """See `GroupedProducts.takes`."""
+        return True
+
     def multiply_groups(
         self,
         matrix: StoredMatrix,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -16,11 +16,21 @@ from engine.formats.int4 import INT4
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, dequantise
 from engine.kernels.activation import Activation, ActivationKind
 from engine.kernels.cuda.driver import open_card
+from engine.kernels.cuda.groups import ROUND_KERNEL, CudaGroups, group_kernels
 from engine.kernels.cuda.launcher import DriverError
 from engine.kernels.cuda.nvrtc import CompileError
 from engine.kernels.cuda.products import CudaProducts, product_kernels
 from engine.kernels.cuda.unpack import CudaUnpacker, unpack_kernel
-from engine.kernels.gpu.stored import CardKernels, Products, RecordTable, StoredMatrix, group, matrix_in, store
+from engine.kernels.gpu.stored import (
+    CardKernels,
+    GroupedProducts,
+    Products,
+    RecordTable,
+    StoredMatrix,
+    group,
+    matrix_in,
+    store,
+)
 from engine.kernels.quantise import quantise
 
 if TYPE_CHECKING:
@@ -34,6 +44,8 @@ _MOST_FEW = 128
 """Visits up to which reading weights takes longer than computing, by an estimate, where both ways are there."""
 _PROVEN_VISITS = (1, 2, 3, 40)
 """Of one expert: each has kernels of its own."""
+_PROVEN_BLOCKS = (16, 64)
+"""Of visits that are computed together: likewise."""
 _TIMED_ROWS, _TIMED_COLUMNS, _TIMED_EXPERTS = 4096, 2048, 8
 _TIMED_CALLS, _TIMED_RUNS = 10, 3
 
@@ -73,13 +85,14 @@ def _chosen(index: int) -> _Chosen:
     if triton is None and in_cuda is None:
         return _Chosen(None, f"{no_triton}, and {no_cuda}")
     few = quickest([each for each in (in_cuda, triton) if each is not None], device)
-    most_few = few.most_visits if triton is None else min(few.most_visits, _MOST_FEW)
-    return _Chosen(CardKernels(few, most_few, triton, unpacker_of(in_cuda, device)), "")
+    many = triton if triton is not None else groups_of(in_cuda, device)
+    most_few = few.most_visits if many is None else min(few.most_visits, _MOST_FEW)
+    return _Chosen(CardKernels(few, most_few, many, unpacker_of(in_cuda, device)), "")
 
 
 def triton_products(device: torch.device) -> TritonProducts:
     """Triton's kernels.  Raises `UnavailableError`."""
-    if importlib.util.find_spec("triton") is None:
+    if not _has_triton():
         raise UnavailableError("Triton is not installed")
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and capability < _OLDEST_FOR_TRITON:
@@ -98,8 +111,19 @@ def cuda_products(device: torch.device) -> CudaProducts:
         raise UnavailableError(str(error)) from error
     formats = _proven_formats()
     unpacking = [unpack_kernel(each) for each in formats if each.is_tiled]
-    card.prepare([*(kernel for each in formats for kernel in product_kernels(each)), *unpacking])
+    groups = [ROUND_KERNEL, *(kernel for each in formats for kernel in group_kernels(each))]
+    card.prepare(
+        [
+            *(kernel for each in formats for kernel in product_kernels(each)),
+            *unpacking,
+            *([] if _has_triton() else groups),
+        ]
+    )
     return CudaProducts(card)
+
+
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 Made = TypeVar("Made", bound=Products)
@@ -162,11 +186,44 @@ def prove(device: torch.device, products: Products) -> str | None:
 
     Products with `multiply_groups` (`GroupedProducts`) have it tried, too.
     """
+    in_groups = getattr(products, "multiply_groups", None)
     for each in _proven_formats():
         for visits in _PROVEN_VISITS:
-            if not _is_right(each, visits, device, products):
+
+            def multiply(matrix: StoredMatrix, table: RecordTable, x: torch.Tensor, how: Activation) -> torch.Tensor:
+                ids = torch.zeros(len(x), dtype=torch.int64, device=device)
+                if len(x) > products.most_visits and in_groups is not None:
+                    return cast("torch.Tensor", in_groups(matrix, table, x, len(x), group(ids, 1, 16), 16, 1, how))
+                return products.multiply_visits(matrix, table, x, ids, 1, how)
+
+            if not _is_right(each, visits, device, multiply):
                 return each.name
     return None
+
+
+def groups_of(in_cuda: CudaProducts | None, device: torch.device) -> GroupedProducts | None:
+    """What multiplies prompts on a card without Triton: kernels in CUDA C if they compute right, else nothing."""
+    if in_cuda is None:
+        return None
+    products = CudaGroups(in_cuda.card)
+    try:
+        with torch.inference_mode():
+            for each in _proven_formats():
+                for block in _PROVEN_BLOCKS if each.is_tiled else ():
+
+                    def multiply(
+                        matrix: StoredMatrix, table: RecordTable, x: torch.Tensor, how: Activation, block: int = block
+                    ) -> torch.Tensor:
+                        ids = torch.zeros(len(x), dtype=torch.int64, device=device)
+                        return products.multiply_groups(matrix, table, x, len(x), group(ids, 1, block), block, 1, how)
+
+                    if not _is_right(each, _PROVEN_VISITS[-1], device, multiply):
+                        _log.warning("%s is multiplied wrongly for prompts on %s", each.name, device)
+                        return None
+    except Exception:  # as in `_proven`
+        _log.warning("prompts are not multiplied by a kernel on %s", device, exc_info=True)
+        return None
+    return products
 
 
 def unpacker_of(in_cuda: CudaProducts | None, device: torch.device) -> Callable[[TiledMatrix], torch.Tensor]:
@@ -193,7 +250,10 @@ def _proven_formats() -> list[WeightFormat]:
     return [each for each in FORMATS.values() if each is BF16 or (each.on_card and each.is_tiled)]
 
 
-def _is_right(of_weights: WeightFormat, visits: int, device: torch.device, products: Products) -> bool:
+Multiply = Callable[[StoredMatrix, RecordTable, torch.Tensor, Activation], torch.Tensor]
+
+
+def _is_right(of_weights: WeightFormat, visits: int, device: torch.device, multiply: Multiply) -> bool:
     rows, columns = 96, 160
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(rows, columns, generator=generator).mul_(columns**-0.5).bfloat16()
@@ -207,12 +267,7 @@ def _is_right(of_weights: WeightFormat, visits: int, device: torch.device, produ
         meant = dequantise(tiles)
         record, matrix = store(tiles, None, device)
     table = RecordTable([record])
-    ids = torch.zeros(visits, dtype=torch.int64, device=device)
-    in_groups = getattr(products, "multiply_groups", None)
-    if visits > products.most_visits and in_groups is not None:
-        out = in_groups(matrix, table, x.to(device), visits, group(ids, 1, 16), 16, 1, activation)
-    else:
-        out = products.multiply_visits(matrix, table, x.to(device), ids, 1, activation)
+    out = multiply(matrix, table, x.to(device), activation)
     gate, up = (x.float() @ meant.float().T).chunk(2, dim=-1)
     wanted = torch.nn.functional.silu(gate) * up
     return bool(torch.allclose(out.float().cpu(), wanted, rtol=0.05, atol=0.05))

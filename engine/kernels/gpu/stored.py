@@ -243,6 +243,9 @@ class Products(Protocol):
 class GroupedProducts(Protocol):
     """Kernels that multiply visits sorted by expert, in blocks: bound by computing."""
 
+    def takes(self, matrix: StoredMatrix) -> bool:
+        """Whether there is one for matrices like this."""
+
     def multiply_groups(
         self,
         matrix: StoredMatrix,

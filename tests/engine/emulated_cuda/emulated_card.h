@@ -18,6 +18,7 @@
 
 struct uint2 { unsigned int x, y; };
 struct uint4 { unsigned int x, y, z, w; };
+struct float2 { float x, y; };
 
 namespace emulated {
 struct Index { unsigned int x = 0, y = 0, z = 0; };
@@ -89,6 +90,25 @@ inline int __dp4a(int a, int b, int sum) {
     }
     return sum;
 }
+namespace emulated {
+// What matrix units do for a warp: 16 x 32 codes of 8 bits times 32 x 8; the lanes' parts as in PTX (m16n8k32).
+inline void multiply_codes(const unsigned int* left, unsigned int first, unsigned int second, int* sums) {
+    const unsigned int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    unsigned int words[2][8], columns[2][8];
+    for (unsigned int word = 0; word < 4; word++) {
+        const std::uint32_t* lanes = exchange(left[word]);
+        for (unsigned int part = 0; part < 4; part++) words[word % 2][word / 2 * 4 + part] = lanes[row * 4 + part];
+    }
+    for (unsigned int word = 0; word < 2; word++) {
+        const std::uint32_t* lanes = exchange(word == 0 ? first : second);
+        for (unsigned int part = 0; part < 8; part++) columns[part / 4][word * 4 + part % 4] = lanes[(column + part / 4) * 4 + part % 4];
+    }
+    for (int i = 0; i < 4; i++) {
+        sums[i] = 0;
+        for (int word = 0; word < 8; word++) sums[i] = __dp4a(static_cast<int>(words[i / 2][word]), static_cast<int>(columns[i % 2][word]), sums[i]);
+    }
+}
+}  // namespace emulated
 inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
     const std::uint64_t both = low | static_cast<std::uint64_t>(high) << 32;
     unsigned int result = 0;

@@ -9,6 +9,11 @@ extern "C" int emulate(const char* entry, const char* const* defines, const unsi
         is_known = emulate_product(defines[0], std::atoi(defines[1]), size, seed, *static_cast<const ProductArguments*>(arguments));
     } else if (is("unpack_kernel")) {
         is_known = emulate_unpack(defines[0], size, seed, *static_cast<const UnpackArguments*>(arguments));
+    } else if (is("round_rows_kernel")) {
+        is_known = emulate_round_rows(size, seed, *static_cast<const RoundArguments*>(arguments));
+    } else if (is("group_product_kernel")) {
+        const bool has_units = seed / 2 % 2 == 0;  // every other product; both give the same bits
+        is_known = emulate_group_product(defines[0], std::atoi(defines[1]), has_units, size, seed, *static_cast<const GroupProductArguments*>(arguments));
     } else if (is("norm_kernel")) {
         is_known = emulate_norm(size, seed, *static_cast<const NormArguments*>(arguments));
     } else if (is("rotary_kernel")) {

@@ -1,8 +1,10 @@
 // The kernels as functions: a template of a card's program is called by the names that it would be compiled for.
 #pragma once
+#include "group_products.cu"
 #include "norm.cu"
 #include "products.cu"
 #include "rotary.cu"
+#include "round_rows.cu"
 #include "router.cu"
 #include "unpack.cu"
 
@@ -65,5 +67,31 @@ inline bool emulate_router(const char* states, const char* weights, emulated::In
     if (are("Fp32", "Fp32")) return run(route<Fp32, Fp32>);
     if (are("Bf16", "Fp32")) return run(route<Bf16, Fp32>);
     if (are("Fp16", "Fp32")) return run(route<Fp16, Fp32>);
+    return false;
+}
+
+inline bool emulate_round_rows(emulated::Index grid, std::uint64_t seed, const RoundArguments& arguments) {
+    emulated::run(grid, THREADS, seed, [&] { round_rows(arguments); });
+    return true;
+}
+
+template <class Format>
+bool emulate_tiles(int tiles, bool has_units, emulated::Index grid, std::uint64_t seed, const GroupProductArguments& arguments) {
+    const auto run = [&](void (*kernel)(const GroupProductArguments&)) {
+        emulated::run(grid, THREADS, seed, [&] { kernel(arguments); });
+        return true;
+    };
+    switch (tiles) {
+        case 2: return run(has_units ? multiply_groups<Format, 2, MatrixUnits> : multiply_groups<Format, 2, Dp4a>);
+        case 8: return run(has_units ? multiply_groups<Format, 8, MatrixUnits> : multiply_groups<Format, 8, Dp4a>);
+        default: return false;
+    }
+}
+
+inline bool emulate_group_product(const char* format, int tiles, bool has_units, emulated::Index grid, std::uint64_t seed, const GroupProductArguments& arguments) {
+    const auto is = [format](const char* name) { return std::strcmp(format, name) == 0; };
+    if (is("Int8")) return emulate_tiles<Int8>(tiles, has_units, grid, seed, arguments);
+    if (is("Int4")) return emulate_tiles<Int4>(tiles, has_units, grid, seed, arguments);
+    if (is("Lut4")) return emulate_tiles<Lut4>(tiles, has_units, grid, seed, arguments);
     return false;
 }

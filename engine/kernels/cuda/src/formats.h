@@ -40,6 +40,9 @@ __device__ __forceinline__ int signed_byte(int word, int at) {
     return static_cast<i8>(static_cast<u32>(word) >> (8 * at) & 255u);
 }
 
+// A word of a tile's codes, of 4 columns of one row: several warps read it, and find it in a cache.
+__device__ __forceinline__ u32 word_at(const u8* at) { return *reinterpret_cast<const u32*>(at); }
+
 // 8 bits: vectors 0 to 7 of both halves, 16 rows each.
 struct Int8 {
     typedef Bf16 Element;
@@ -77,6 +80,17 @@ struct Int8 {
     static __device__ __forceinline__ float weight(const Decoded& tile, int row, bool, int at) {
         return static_cast<float>(signed_byte(tile.codes[row], at)) * tile.scales[row];
     }
+    // Codes of a half as matrix units take them: words c and 4 + c of rows r and 8 + r, where the lane is 4 r + c.
+    static __device__ __forceinline__ void left(const TileRows& rows, i64 tile, int half, int lane, const Table&, u32* words) {
+        const u8* at = rows.weights + tile * 1024 + half * 512 + lane % 4 * 64 + lane / 4 * 4;
+#pragma unroll
+        for (int i = 0; i < 4; i++) words[i] = word_at(at + i / 2 * 256 + i % 2 * 32);
+    }
+    static constexpr bool HAS_ZEROS = false;
+    static __device__ __forceinline__ float scale(const TileRows& rows, i64 tile, int row) {
+        return reinterpret_cast<const Fp16*>(rows.scales)[tile * TILE_ROWS + row].value();
+    }
+    static __device__ __forceinline__ float zero(const TileRows&, i64, int) { return 0; }
     static __device__ __forceinline__ void add(const Decoded& tile, int low, int, float scale, float* totals) {
 #pragma unroll
         for (int row = 0; row < 8; row++) {
@@ -95,9 +109,17 @@ struct Nibbles {
     static __device__ __forceinline__ int high_word(int lane) { return lane / 4 % 4 + 4; }
     static __device__ __forceinline__ bool holds_sums(int lane) { return lane / 4 % 4 == 0; }
     static __device__ __forceinline__ int row(int lane, int total) { return lane / 16 * 16 + lane % 4 * 4 + total; }
+    // Both words of the codes that matrix units take of a row lie in one: see Int8::left.
+    static __device__ __forceinline__ u32 word_of_half(const TileRows& rows, i64 tile, int half, int lane, int lower) {
+        return word_at(rows.weights + tile * 512 + half * 256 + lane % 4 * 64 + lane / 4 * 4 + lower * 32);
+    }
+    static __device__ __forceinline__ float scale(const TileRows& rows, i64 tile, int row) {
+        return reinterpret_cast<const Bf16*>(rows.scales)[tile * TILE_ROWS + row].value();
+    }
 };
 
 struct Int4 : Nibbles {
+    static constexpr bool HAS_ZEROS = true;
     struct Tile { uint4 words; uint2 scales; u32 zeros; };
     struct Table {};
     struct Decoded { int low[4], high[4], zeros[4]; float scales[4]; };
@@ -120,6 +142,17 @@ struct Int4 : Nibbles {
         }
         return result;
     }
+    static __device__ __forceinline__ void left(const TileRows& rows, i64 tile, int half, int lane, const Table&, u32* words) {
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++) {
+            const u32 both = word_of_half(rows, tile, half, lane, lower);
+            words[lower] = both & 0x0f0f0f0fu;
+            words[2 + lower] = both >> 4 & 0x0f0f0f0fu;
+        }
+    }
+    static __device__ __forceinline__ float zero(const TileRows& rows, i64 tile, int row) {
+        return static_cast<float>(rows.zeros[tile * TILE_ROWS + row]) * 0.0625f;
+    }
     // Zero points are in sixteenths: whole numbers until the scale.
     static __device__ __forceinline__ float weight(const Decoded& tile, int row, bool is_high, int at) {
         const int code = signed_byte(is_high ? tile.high[row] : tile.low[row], at);
@@ -136,6 +169,7 @@ struct Int4 : Nibbles {
 };
 
 struct Lut4 : Nibbles {
+    static constexpr bool HAS_ZEROS = false;
     struct Tile { uint4 words; uint2 scales; };
     struct Table { uint4 values; };
     struct Decoded { int low[4], high[4]; float scales[4]; };
@@ -166,6 +200,16 @@ struct Lut4 : Nibbles {
         }
         return result;
     }
+    static __device__ __forceinline__ void left(const TileRows& rows, i64 tile, int half, int lane, const Table& table, u32* words) {
+#pragma unroll
+        for (int lower = 0; lower < 2; lower++) {
+            const u32 both = word_of_half(rows, tile, half, lane, lower);
+            const u32 first = look_up(table.values, both & 0xffffu), second = look_up(table.values, both >> 16);
+            words[lower] = __byte_perm(first, second, 0x6420u);
+            words[2 + lower] = __byte_perm(first, second, 0x7531u);
+        }
+    }
+    static __device__ __forceinline__ float zero(const TileRows&, i64, int) { return 0; }
     static __device__ __forceinline__ float weight(const Decoded& tile, int row, bool is_high, int at) {
         return static_cast<float>(signed_byte(is_high ? tile.high[row] : tile.low[row], at)) * tile.scales[row];
     }

@@ -8,7 +8,7 @@
 // x is rounded to 8 bits per 32 columns for tiled matrices, as the CPU's kernels do: four products are one instruction.
 #include "activation.h"
 #include "card.h"
-#include "formats.h"
+#include "rounding.h"
 
 constexpr int MOST_VISITS = 1024;
 constexpr int STAGE = 64;  // groups of x that are held in shared memory at a time
@@ -59,27 +59,6 @@ static __device__ __forceinline__ int collect(const ProductArguments& a, int vis
     return count;
 }
 
-// Four elements of x as codes of 8 bits; the 8 lanes of a group agree on its scale.  What is no number makes the scale
-// none, so that it is not lost.
-__device__ __forceinline__ int quantised(const float* values, float* scale) {
-    float largest = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float size = fabsf(values[i]);
-        largest = size <= 3.0e38f ? fmaxf(largest, size) : float_of_bits(0x7f800000);
-    }
-#pragma unroll
-    for (int bit = 1; bit < GROUP_WORDS; bit *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, bit));
-    const bool is_finite = largest <= 3.0e38f;
-    *scale = is_finite ? largest * (1.0f / 127.0f) : float_of_bits(0x7fc00000);
-    if (!is_finite || largest < 1e-30f) return 0;
-    const float inverse = 127.0f / largest;
-    u32 word = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) word |= (static_cast<u32>(__float2int_rn(values[i] * inverse)) & 255u) << (8 * i);
-    return static_cast<int>(word);
-}
-
 template <int ROWS>
 struct Quantised {
     int codes[ROWS][STAGE * GROUP_WORDS];
@@ -106,7 +85,8 @@ __device__ __forceinline__ void quantise(const ProductArguments& a, const int* v
                     for (int i = 0; i < 4 && column + i < a.columns; i++) values[i] = x[column + i].value();
                 }
             }
-            const int codes = quantised(values, &scale);
+            int codes;
+            round_to_codes<1>(values, &codes, &scale);
             if (word < words) {
                 to.codes[row][word] = codes;
                 if (word % GROUP_WORDS == 0) to.scales[row][word / GROUP_WORDS] = scale;

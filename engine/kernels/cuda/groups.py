@@ -1,0 +1,122 @@
+"""Products of many visits sorted by expert, by `group_products.cu`, as `engine.kernels.gpu.stored.GroupedProducts`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from engine.formats import WeightFormat
+from engine.kernels.activation import Activation
+from engine.kernels.cuda.compiled import Kernel
+from engine.kernels.cuda.driver import Launcher
+from engine.kernels.cuda.products import TILED, ActivationArguments
+from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
+
+_THREADS, _WARPS = 128, 4
+_NEIGHBOURS = 8
+"""Visits that matrix units take at a time."""
+_BLOCKS = (16, 64)
+"""Visits of a block, as kernels are compiled."""
+
+
+class GroupsArguments(ctypes.Structure):
+    """`Groups` in groups.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("order", "ends", "block_expert", "block_begin")),
+        ("experts", ctypes.c_int),
+    )
+
+
+class RoundedRows(ctypes.Structure):
+    """`RoundedRows` in groups.h."""
+
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("codes", "scales"))
+
+
+class RoundArguments(ctypes.Structure):
+    """`RoundArguments` in round_rows.cu."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("groups", GroupsArguments),
+        ("to", RoundedRows),
+        *((name, ctypes.c_int) for name in ("columns", "width", "tiles")),
+    )
+
+
+class GroupProductArguments(ctypes.Structure):
+    """`GroupProductArguments` in group_products.cu."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("groups", GroupsArguments),
+        ("x", RoundedRows),
+        *((name, ctypes.c_void_p) for name in ("records", "base")),
+        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at")),
+        *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
+        ("activation", ActivationArguments),
+    )
+
+
+ROUND_KERNEL = Kernel("round_rows.cu", "round_rows_kernel", _THREADS)
+
+
+def group_kernel(of_weights: WeightFormat, block: int) -> Kernel:
+    """The kernel for a tiled format and so many visits of a block."""
+    defines = (("SWITCHYARD_FORMAT", TILED[of_weights.name]), ("SWITCHYARD_TILES", str(block // _NEIGHBOURS)))
+    return Kernel("group_products.cu", "group_product_kernel", _THREADS, defines)
+
+
+def group_kernels(of_weights: WeightFormat) -> list[Kernel]:
+    """All that may be asked for to multiply with matrices of a format."""
+    return [group_kernel(of_weights, block) for block in _BLOCKS] if of_weights.is_tiled else []
+
+
+class CudaGroups:
+    """Products on one card; see `engine.kernels.gpu.stored.GroupedProducts`.
+
+    x is rounded to 8 bits per 32 columns, as the CPU's kernels do.  Matrices that are not tiled are left to others.
+    """
+
+    def __init__(self, card: Launcher) -> None:
+        self.card = card
+
+    def takes(self, matrix: StoredMatrix) -> bool:
+        """See `GroupedProducts.takes`."""
+        return matrix.format is not None and matrix.format.name in TILED
+
+    def multiply_groups(
+        self,
+        matrix: StoredMatrix,
+        table: RecordTable,
+        x: torch.Tensor,
+        visits: int,
+        groups: ExpertGroups,
+        block: int,
+        width: int,
+        activation: Activation | None = None,
+    ) -> torch.Tensor:
+        """See `GroupedProducts.multiply_groups`."""
+        assert matrix.format is not None
+        x = x if x.data_ptr() % 16 == 0 else x.clone()
+        blocks, tiles, columns = len(groups.block_expert), block // _NEIGHBOURS, -(-matrix.columns // 32)
+        sorted_visits = GroupsArguments(
+            groups.order.data_ptr(), groups.ends.data_ptr(), groups.block_expert.data_ptr(),
+            groups.block_begin.data_ptr(), len(table),
+        )  # fmt: skip
+        codes = x.new_empty(blocks * columns * block * 8, dtype=torch.int32)
+        scales = x.new_empty(blocks * columns * block * 2, dtype=torch.float32)
+        rounded = RoundedRows(codes.data_ptr(), scales.data_ptr())
+        rounding = RoundArguments(x.data_ptr(), sorted_visits, rounded, matrix.columns, width, tiles)
+        self.card.launch(ROUND_KERNEL, (blocks, tiles, 1), rounding)
+        out = x.new_empty(visits, matrix.outputs)
+        arguments = GroupProductArguments(
+            out.data_ptr(), sorted_visits, rounded, table.offsets.data_ptr(), table.base.data_ptr(), matrix.weights_at,
+            matrix.scales_at, matrix.zeros_at, matrix.bias_at, matrix.table_at, matrix.columns, matrix.rows,
+            int(matrix.pairing), ActivationArguments.of(activation),
+        )  # fmt: skip
+        row_blocks = -(-matrix.rows // 32)
+        self.card.launch(group_kernel(matrix.format, block), (blocks, -(-row_blocks // _WARPS), 1), arguments)
+        return out
