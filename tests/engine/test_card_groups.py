@@ -81,3 +81,26 @@ def test_every_kind_of_expert(kind: str, precision: str) -> None:
     torch.testing.assert_close(
         sums.result.float(), wanted, rtol=tolerance, atol=tolerance * max(1.0, float(wanted.abs().max()))
     )
+
+
+def launches_of(kernels: CardKernels, precision: str, fetched: int) -> float:
+    """Of each of so many experts of a prompt that came over the link together."""
+    kernel, _, _ = card_kernel("silu", precision, kernels, experts=fetched)
+    tokens = 12 * fetched
+    hidden = torch.randn(tokens, 70).bfloat16()
+    index = torch.randint(0, fetched, (tokens, 1))
+    sums = PartialSums(hidden, torch.rand(tokens, 1), Routing(index, fetched), torch.empty(tokens, 70).bfloat16())
+    work = sums.on_device(kernel, {expert: expert for expert in range(fetched)})
+    with Launches() as counted:
+        work()
+    return len(counted.names) / fetched
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["int4", "bf16"])
+def test_a_fetched_expert_takes_few_launches(precision: str) -> None:
+    """A launch of the emulated card is an operator, too."""
+    kernels = emulated_kernels()
+    few = CardKernels(kernels.few, 16, kernels.many, kernels.unpack)
+    assert launches_of(few, precision, 8) < 4
+    assert launches_of(few, precision, 16) < 4 if precision == "bf16" else launches_of(few, precision, 16) < 1

@@ -1,6 +1,8 @@
 // Random products with buffers of exactly their sizes against plain loops: for sanitizers to watch.
 //
 // Usage: driver SEED CASES
+#include <algorithm>
+
 #include "attention_cases.h"
 #include "cases.h"
 #include "norm_cases.h"
@@ -113,6 +115,103 @@ void check_unpacked(const Shape& shape, const ProductArguments& a, const u8* rec
             const double wanted = weight(shape, a, record, row, column);
             const double found = Bf16{out[static_cast<std::size_t>(row * a.columns + column)]}.value();
             require(std::fabs(found - wanted) <= std::fabs(wanted) / 256 + 1e-30, "a weight is unpacked wrongly");
+        }
+    }
+}
+
+// A record with a matrix of a tiled format, its bias, and where they lie.
+struct TiledRecord {
+    ProductArguments at{};
+    int end = 0;
+    TiledRecord(const Shape& shape, int rows, int columns, int pairing) {
+        const int tiles = (rows + 31) / 32 * ((columns + 31) / 32);
+        const auto part = [&](int bytes) {
+            const int begin = end;
+            end += aligned(bytes);
+            return begin;
+        };
+        at.rows = rows, at.columns = columns, at.pairing = pairing;
+        at.weights_at = part(tiles * (shape.has_nibbles ? 512 : 1024));
+        at.scales_at = part(tiles * 64);
+        at.zeros_at = shape.has_zeros ? part(tiles * 32) : -1;
+        at.bias_at = between(0, 1) ? part(rows * 2) : -1;
+        at.table_at = shape.has_table ? part(16) : -1;
+    }
+    void fill(const Shape& shape, u8* record) const {
+        const int tiles = (at.rows + 31) / 32 * ((at.columns + 31) / 32);
+        for (int i = 0; i < tiles * (shape.has_nibbles ? 512 : 1024); i++) record[at.weights_at + i] = static_cast<u8>(between(0, 255));
+        for (int i = 0; i < tiles * 32; i++) {
+            const float scale = real(-0.02f, 0.02f);
+            const u16 bits = shape.has_half_scales ? Fp16::of(scale).bits : Bf16::of(scale).bits;
+            std::memcpy(record + at.scales_at + 2 * i, &bits, 2);
+        }
+        for (int i = 0; shape.has_zeros && i < tiles * 32; i++) record[at.zeros_at + i] = static_cast<u8>(between(0, 255));
+        for (int i = 0; shape.has_table && i < 16; i++) record[at.table_at + i] = static_cast<u8>(between(-127, 127));
+        for (int i = 0; at.bias_at >= 0 && i < at.rows; i++) set_element(SHAPES[3], record + at.bias_at + 2 * i, real(-1, 1));
+    }
+};
+
+// Visits sorted by expert, some of them nobody's, by matrix units and without: both have to give the same bits.
+void go_through_groups(bool is_small) {
+    const Shape& shape = SHAPES[between(0, 2)];
+    const int pairing = between(0, 2), tiles = between(0, 1) ? 2 : 8, block = tiles * NEIGHBOURS;
+    const int columns = between(0, 1) ? between(1, is_small ? 70 : 300) : 32 * between(1, is_small ? 2 : 9);
+    const int rows = between(1, is_small ? 20 : 100) * 2 - (pairing == 0 ? between(0, 1) : 0), outputs = pairing ? rows / 2 : rows;
+    const TiledRecord layout(shape, rows, columns, pairing);
+    const int experts = between(1, 4), width = between(1, 3);
+    std::vector<Exact> records;
+    std::vector<i64> distances;
+    for (int expert = 0; expert < experts; expert++) {
+        records.emplace_back(static_cast<std::size_t>(layout.end));
+        layout.fill(shape, records.back().data);
+        distances.push_back(reinterpret_cast<i64>(records.back().data) - reinterpret_cast<i64>(records[0].data));
+    }
+    std::vector<i64> order, ends, block_expert, block_begin, expert_of;
+    for (int expert = 0; expert <= experts; expert++) {  // the last is nobody
+        const int count = between(0, is_small ? 20 : 80);
+        const i64 begin = static_cast<i64>(expert_of.size());
+        for (int i = 0; i < count; i++) expert_of.push_back(expert);
+        if (expert == experts) break;
+        ends.push_back(begin + count);
+        for (int first = 0; first < count; first += block) block_expert.push_back(expert), block_begin.push_back(begin + first);
+    }
+    for (int spare = between(0, 2); spare > 0; spare--) block_expert.push_back(experts), block_begin.push_back(0);
+    const int visits = static_cast<int>(expert_of.size()), blocks = static_cast<int>(block_expert.size());
+    if (blocks == 0) return;
+    for (int i = 0; i < visits; i++) order.push_back(i);
+    std::shuffle(order.begin(), order.end(), numbers);
+    const int x_rows = (visits + width - 1) / width, groups = (columns + 31) / 32;
+    Exact x(static_cast<std::size_t>(x_rows * columns * 2));
+    for (int i = 0; i < x_rows * columns; i++) set_element(SHAPES[3], x.data + i * 2, real(-2, 2));
+    Exact codes(static_cast<std::size_t>(blocks * groups * block * 32)), scales(static_cast<std::size_t>(blocks * groups * block * 8));
+    const Groups sorted{order.data(), ends.data(), block_expert.data(), block_begin.data(), experts};
+    const RoundedRows rounded{reinterpret_cast<u32*>(codes.data), reinterpret_cast<float*>(scales.data)};
+    const RoundArguments rounding{x.data, sorted, rounded, columns, width, tiles};
+    require(emulate_round_rows({static_cast<unsigned int>(blocks), static_cast<unsigned int>(tiles), 1}, numbers(), rounding), "no such kernel");
+    std::vector<u8> out[2];
+    for (int units = 0; units < 2; units++) {
+        out[units].assign(static_cast<std::size_t>(visits * outputs * 2), 0xff);
+        const ProductArguments& at = layout.at;
+        const GroupProductArguments arguments{out[units].data(), sorted, rounded, distances.data(), records[0].data, at.weights_at, at.scales_at,
+                                              at.zeros_at, at.bias_at, at.table_at, columns, rows, pairing, Activation{pairing ? 3 : -1, 0, 0, 1}};
+        const emulated::Index grid{static_cast<unsigned int>(blocks), static_cast<unsigned int>(((rows + 31) / 32 + WARPS - 1) / WARPS), 1};
+        require(emulate_group_product(shape.name, tiles, units != 0, grid, numbers(), arguments), "no such kernel");
+    }
+    require(out[0] == out[1], "matrix units give other bits");
+    for (int place = 0; place < visits; place++) {
+        const i64 visit = order[static_cast<std::size_t>(place)], expert = expert_of[static_cast<std::size_t>(place)];
+        for (int output = 0; output < outputs; output++) {
+            const u8* found = out[0].data() + (visit * outputs + output) * 2;
+            if (expert == experts) {
+                require(found[0] == 0xff && found[1] == 0xff, "nobody's visit was written");
+                continue;
+            }
+            const Bounded wanted = output_of(shape, layout.at, records[static_cast<std::size_t>(expert)].data, output, x.data + visit / width * columns * 2);
+            const double value = element(SHAPES[3], found);
+            if (!(std::fabs(value - wanted.value) <= wanted.error)) {
+                std::fprintf(stderr, "%s in groups, %d x %d, visit %d, output %d: %g, not %g +- %g\n", shape.name, rows, columns, static_cast<int>(visit), output, value, wanted.value, wanted.error);
+                std::exit(1);
+            }
         }
     }
 }
@@ -242,6 +341,7 @@ int main(int, char** argv) {
 #endif
     for (int i = 0; i < cases; i++) {
         go_through_a_case(is_small);
+        go_through_groups(is_small);
         go_through_attention(is_small);
         go_through_norm();
         go_through_rotary();
