@@ -157,11 +157,11 @@ class HybridExperts(ExpertLayer):
         else:
             self._count(step)
             return result
-        if fewer:
-            return self._attempt(hidden, index, weights, is_prefill)
         if refused is None:
             if kernel_is_short:
                 self.cache.give_back(max(self.cache.nbytes // _GIVE_BACK_SHARE, 1))
+            if fewer:
+                return self._attempt(hidden, index, weights, is_prefill)
             return self._recompute(step, missed, index, weights)
         if self.cache.give_back(refused.asked):
             return self._attempt(hidden, index, weights, is_prefill)

@@ -81,6 +81,7 @@ __device__ __forceinline__ float float_of_half(unsigned short bits) { return sta
 __device__ __forceinline__ unsigned short half_of_float(float value) { return __builtin_bit_cast(unsigned short, static_cast<_Float16>(value)); }
 }  // namespace hip
 
+#define __shfl_sync(lanes, value, from) hip::from_lane(value, (hip::lane_of_wave() & 32) | (from))
 #define __shfl_xor_sync(lanes, value, bits) hip::from_lane(value, hip::lane_of_wave() ^ (bits))
 #define __ballot_sync(lanes, is_true) hip::ballot(is_true)
 #define __syncwarp() hip::warp_barrier()
