@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from engine.bench.opened import decode_seconds, opened, prefill_seconds, random_text
 from engine.bench.report import Report, row
 from engine.bench.step_records import hybrid_layers
+from engine.experts.cache.selection import BURST_STEPS
 from engine.hardware.profiles import EMULATED, DeviceProfile, timed_profiles
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ _BESIDE_BYTES = 2_600_000_000
 _EXPERTS_BYTES = 48 * 128 * 2_801_664
 """Its experts in int4."""
 _PROMPT_TOKENS = 32
+_WARM_UP, _FIXED_WARM_UP = BURST_STEPS + 32, 96
+"""Tokens before those that are timed: until the cache has compared its policies, which takes no modelled time."""
 OURS = "ours"
 
 
@@ -66,10 +69,9 @@ class MachinesPlan:
 
     Attributes:
         machines: names; all if there are none.
-        tokens: decoded before measuring, and then in each repeat.
+        tokens: decoded in each repeat, after others.
         prompt_tokens: of the prompt that is read.
         is_fixed: whether the host's time is modelled, too, so that figures can be repeated; otherwise it is measured.
-        prefills: whether prompts are read.
     """
 
     machines: Sequence[str] = ()
@@ -90,6 +92,7 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
     Raises:
         EngineError: as `load_model`.
     """
+    warm_up = _FIXED_WARM_UP if plan.is_fixed else _WARM_UP
     for profile in timed_profiles():
         if plan.machines and profile.name not in plan.machines:
             continue
@@ -99,13 +102,13 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
                 say(f"{profile.name}, {repeat + 1} of {plan.repeats}: {name}")
                 if repeat == 0 and name == OURS:  # so that every choice knows what is used most, and equally well
                     with _opened(config, plan, profile, choice) as loaded:
-                        decode_seconds(loaded, _text(loaded, plan, 0))
+                        decode_seconds(loaded, _text(loaded, warm_up, 0))
                 with _opened(config, plan, profile, choice) as loaded:
                     if loaded.foresight is not None:
                         loaded.foresight.forget_uses()
                     slower = profile.cpu_slowdown if choice.misses is None and not plan.is_fixed else 1.0
-                    decode_seconds(loaded, _text(loaded, plan, 0))
-                    text = _text(loaded, plan, repeat + 1)
+                    decode_seconds(loaded, _text(loaded, warm_up, 0))
+                    text = _text(loaded, plan.tokens, repeat + 1)
                     seconds = sum(decode_seconds(loaded, text)) * slower
                     rates["decode"].setdefault(name, []).append(plan.tokens / seconds)
                     prompt = random_text(_vocabulary(loaded), plan.prompt_tokens, 1, repeat + 1).prompt
@@ -128,8 +131,8 @@ def _vocabulary(loaded: LoadedModel) -> int:
     return vocabulary
 
 
-def _text(loaded: LoadedModel, plan: MachinesPlan, seed: int) -> ForcedText:
-    return random_text(_vocabulary(loaded), _PROMPT_TOKENS, plan.tokens, seed)
+def _text(loaded: LoadedModel, tokens: int, seed: int) -> ForcedText:
+    return random_text(_vocabulary(loaded), _PROMPT_TOKENS, tokens, seed)
 
 
 @contextmanager

@@ -54,31 +54,13 @@ class OwnClock:
         """Nanoseconds."""
         return round(self.now() * 1e9)
 
-    @contextmanager
-    def stopped(self) -> Iterator[None]:
+    def stopped(self) -> Stopped:
         """Within, it stands still."""
-        with self._lock:
-            self._stops += 1
-            self._go_on()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stops -= 1
-                self._go_on()
+        return Stopped(self, 1)
 
-    @contextmanager
-    def going_on(self) -> Iterator[None]:
+    def going_on(self) -> Stopped:
         """Within `stopped`, on the same thread: it runs again."""
-        with self._lock:
-            self._stops -= 1
-            self._go_on()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stops += 1
-                self._go_on()
+        return Stopped(self, -1)
 
     @contextmanager
     def paced(self, factor: float) -> Iterator[None]:
@@ -92,6 +74,13 @@ class OwnClock:
             with self._lock:
                 self._paces.pop()
                 self._go_on()
+
+    def stop(self, more: int) -> None:
+        """It stands still from now on, or runs on once what stopped it has ended; what this takes is not counted."""
+        moment_s = self.now()
+        with self._lock:
+            self._stops += more
+            self._go_on(moment_s)
 
     def advance(self, seconds: float) -> None:
         """Jumps ahead."""
@@ -107,6 +96,21 @@ class OwnClock:
         moment_s = self.now() if moment_s is None else moment_s
         pace = 0.0 if self._stops or self.is_fixed else self._paces[-1] if self._paces else 1.0
         self._since = (moment_s, self._source(), pace)
+
+
+class Stopped:
+    """A clock that stands still, or goes on, for a while."""
+
+    __slots__ = ("_clock", "_more")
+
+    def __init__(self, clock: OwnClock, more: int) -> None:
+        self._clock, self._more = clock, more
+
+    def __enter__(self) -> None:
+        self._clock.stop(self._more)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.stop(-self._more)
 
 
 def use(clock: OwnClock | None) -> None:

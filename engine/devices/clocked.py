@@ -116,6 +116,25 @@ class Meter:
             yield
 
 
+class _Called:
+    """While a stream is called: the host's clock stands still, but for what the call takes."""
+
+    __slots__ = ("_call_s", "_timeline")
+
+    def __init__(self, timeline: Timeline, call_s: float) -> None:
+        self._timeline, self._call_s = timeline, call_s
+
+    def __enter__(self) -> None:
+        clock = self._timeline.clock
+        clock.stop(1)
+        self._timeline.lock.acquire()
+        clock.advance(self._call_s)
+
+    def __exit__(self, *_: object) -> None:
+        self._timeline.lock.release()
+        self._timeline.clock.stop(-1)
+
+
 class ClockedStream(RecordedStream):
     """See `engine.devices.device.Stream`.  Work is done when it is submitted, and ends when the timeline says.
 
@@ -223,12 +242,8 @@ class ClockedStream(RecordedStream):
                 return TimedEvent.failed(self._timeline, self._failure)
             return self._timeline.issue(self._queue, seconds, wire=wire, is_urgent=self._is_urgent, on_end=on_end)
 
-    @contextmanager
-    def _called(self) -> Iterator[None]:
-        clock = self._timeline.clock
-        with self._timeline.lock, clock.stopped():
-            clock.advance(self._call_s)
-            yield
+    def _called(self) -> _Called:
+        return _Called(self._timeline, self._call_s)
 
     def _require_open(self) -> None:
         if self._closed:

@@ -216,7 +216,7 @@ class HybridExperts(ExpertLayer):
         self._notify_prefetcher(step)
         joined = bool(lookup.hits) and not (step.is_prefill or step.hits_on_cpu or step.fetched)
         self._joins += joined
-        learns = joined and self._joins % _JOINS_PER_WAIT == 0
+        learns = joined and (self.latency.is_new_to_joining or self._joins % _JOINS_PER_WAIT == 0)
         if not self.device.compute_follows_caller or end.failure is not None or learns:
             end.wait()
             if joined:
@@ -281,8 +281,11 @@ class HybridExperts(ExpertLayer):
                 on_caller.append((way, mine))
                 on_cpu += mine
             else:
+                begun_s = clock.now()
                 way.serve(step, mine, held)
                 step.fetched += len(mine)
+                if not step.is_prefill:
+                    self.latency.observe_fetching(len(mine), clock.now() - begun_s)
         if step.keeps and on_cpu:
             # Queued behind the urgent copies, and overlapped with the CPU, which reads the same records.
             self.cache.post_fetch(self.layer, on_cpu, held, max(0, self.source.lendable))

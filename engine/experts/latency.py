@@ -15,6 +15,7 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from engine.common.files import write_private
@@ -24,10 +25,15 @@ from engine.experts.cache.policies import Key
 _VERSION = 3
 _EWMA_WEIGHT = 0.05
 """Weight of one observation in the exponential moving average."""
+_PROMPT_WEIGHT = 0.2
+"""The same for layers of prompts, which are few and long."""
 _JOINING_DECAY = 0.998
 """Decay of the cost of joining both sides, each time that cost has kept a step off the device."""
+_FETCHING_DECAY = 0.9995
 _LAUNCHES_SHARE = 16
 """Launches for fetched experts may take one part in so many of the time of their copies."""
+_FIRST_JOINS = 64
+"""Steps whose joining is averaged, before the moving average."""
 _MAX_RATIO = 2.0
 """Observations are clamped to this factor: a page fault or a scheduler pause is not a trend."""
 
@@ -37,13 +43,14 @@ class ObservedRatio:
     """Factor that corrects a measured time, a slow moving average of observed over predicted."""
 
     factor: float = 1.0
+    weight: float = _EWMA_WEIGHT
 
     def observe(self, observed_s: float, predicted_s: float) -> None:
         """`predicted_s` is without the correction.  Invalid times are ignored."""
         if not (observed_s > 0 and predicted_s > 0 and math.isfinite(observed_s)):
             return
         off = observed_s / (predicted_s * self.factor)
-        self.factor *= min(max(off, 1 / _MAX_RATIO), _MAX_RATIO) ** _EWMA_WEIGHT
+        self.factor *= min(max(off, 1 / _MAX_RATIO), _MAX_RATIO) ** self.weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,7 @@ class Estimate:
         bring_s: time of an expert in the first stage.
         backlog_s, busy_s: time until the first and the second stage are free.
         keeps_caller: the second stage runs on the calling thread, which all such ways share.
+        caller_s: what each expert keeps the calling thread otherwise, before its own share.
     """
 
     seconds: Callable[[int], float]
@@ -62,6 +70,7 @@ class Estimate:
     backlog_s: float = 0.0
     busy_s: float = 0.0
     keeps_caller: bool = False
+    caller_s: float = 0.0
 
 
 def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> list[list[Key]]:
@@ -86,11 +95,14 @@ def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> 
     served: list[list[Key]] = [[] for _ in ways]
     arrived_s, ended_s = [way.backlog_s for way in ways], [way.busy_s for way in ways]
     ended_s[0] += sum(took_s[0][tokens] for _, tokens in order)
+    if all(not way.keeps_caller and way.backlog_s + way.bring_s >= ended_s[0] for way in ways[1:]):
+        served[0] = [key for key, _ in order]  # before another way had brought one, the first has done them all
+        return served
     for key, tokens in order:
         chosen, now_s, best_s = 0, ended_s, (max(ended_s) * (1 - 1e-9), 0.0)
         for number in range(1, len(ways)):
             way, then_s = ways[number], ended_s.copy()
-            then_s[0] -= took_s[0][tokens]
+            then_s[0] += way.caller_s - took_s[0][tokens]
             place = 0 if way.keeps_caller else number
             then_s[place] = max(then_s[place], arrived_s[number] + way.bring_s) + took_s[number][tokens]
             end_s = max(then_s), sum(then_s)  # ties are broken by the least total time
@@ -128,7 +140,13 @@ class LatencyModel:
     _cpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _gpu: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
     _link: ObservedRatio = field(default_factory=ObservedRatio, init=False, compare=False)
+    _cpu_prompt: ObservedRatio = field(
+        default_factory=lambda: ObservedRatio(weight=_PROMPT_WEIGHT), init=False, compare=False
+    )
+    _fetching_s: float = field(default=0.0, init=False, compare=False)
+    _fetches: int = field(default=0, init=False, compare=False)
     _joining_s: float = field(default=0.0, init=False, compare=False)
+    _joins: int = field(default=0, init=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers = [getattr(self, item.name) for item in fields(self) if item.type in ("float", "int")]
@@ -143,6 +161,18 @@ class LatencyModel:
         """One expert on the CPU."""
         return self._cpu_uncorrected_s(tokens) * self._cpu.factor
 
+    def cpu_prompt_s(self, tokens: int) -> float:
+        """The same among many experts of a prompt, which are computed by a few calls."""
+        return self._cpu_uncorrected_s(tokens) * self._cpu_prompt.factor
+
+    def price_of_fetching_s(self) -> float:
+        """How long a token's step is kept from computing by each expert that it lets be fetched.
+
+        It falls a little each time that it is asked for: one bad observation must not rule out fetching forever.
+        """
+        self._fetching_s *= _FETCHING_DECAY
+        return self._fetching_s
+
     def gpu_s(self, tokens: int, together: int = 1) -> float:
         """One expert on the device, once it has been copied, by a launch that it shares with others."""
         shared_s = self.gpu_launch_s * (1 - 1 / together)
@@ -156,7 +186,7 @@ class LatencyModel:
 
     def hits_s(self, hits: Sequence[int]) -> float:
         """Experts that are on the device, with so many tokens each, by one launch."""
-        return sum(self.gpu_s(tokens, len(hits)) for tokens in hits)
+        return _sum_s(partial(self.gpu_s, together=len(hits)), hits)
 
     @property
     def transfer_s(self) -> float:
@@ -173,13 +203,18 @@ class LatencyModel:
         Args:
             hits, misses: tokens of each expert that is on the device, and of each that is not.
         """
-        here_s = sum(self.cpu_s(tokens) for tokens in misses)
+        here_s = _sum_s(self.cpu_s, misses)
         there_s = self.hits_s(hits)
-        alone_s = here_s + sum(self.cpu_s(tokens) for tokens in hits)
+        alone_s = here_s + _sum_s(self.cpu_s, hits)
         if alone_s >= max(here_s, there_s) + self._joining_s:
             return False
         self._joining_s *= _JOINING_DECAY  # so that one bad observation does not rule out the device forever
         return True
+
+    @property
+    def is_new_to_joining(self) -> bool:
+        """Whether the cost of joining both sides has been observed only a few times."""
+        return self._joins < _FIRST_JOINS
 
     def split(
         self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
@@ -191,12 +226,20 @@ class LatencyModel:
 
     def observe_both(self, hits: Sequence[int], misses: Sequence[int], took_s: float) -> None:
         """Both sides computed concurrently: the time beyond the slower side is the cost of joining them."""
-        sides_s = max(self.hits_s(hits), sum(map(self.cpu_s, misses)))
-        self._joining_s += _EWMA_WEIGHT * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - self._joining_s)
+        sides_s = max(self.hits_s(hits), _sum_s(self.cpu_s, misses))
+        self._joins += 1
+        weight = max(_EWMA_WEIGHT, 1 / self._joins)
+        self._joining_s += weight * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - self._joining_s)
 
-    def observe_cpu(self, tokens: Sequence[int], took_s: float) -> None:
+    def observe_fetching(self, experts: int, took_s: float) -> None:
+        """To let so many experts be fetched kept the step of a token so long."""
+        self._fetches += 1
+        self._fetching_s += max(_EWMA_WEIGHT, 1 / self._fetches) * (took_s / experts - self._fetching_s)
+
+    def observe_cpu(self, tokens: Sequence[int], took_s: float, *, is_prompt: bool = False) -> None:
         """The CPU computed experts with these token counts, one after the other."""
-        self._cpu.observe(took_s, sum(map(self._cpu_uncorrected_s, tokens)))
+        ratio = self._cpu_prompt if is_prompt else self._cpu
+        ratio.observe(took_s, sum(map(self._cpu_uncorrected_s, tokens)))
 
     def observe_gpu(self, tokens: Sequence[int], took_s: float) -> None:
         """The device computed experts with these token counts by one launch."""
@@ -216,6 +259,14 @@ class LatencyModel:
     @property
     def _transfer_uncorrected_s(self) -> float:
         return self.link_latency_s + self.record_nbytes / self.link_bytes_per_s
+
+
+def _sum_s(seconds: Callable[[int], float], experts: Sequence[int]) -> float:
+    """Of experts with so many tokens each; most steps have one token, and this is asked for in every layer."""
+    first = experts[0] if experts else 0
+    if experts.count(first) == len(experts):
+        return len(experts) * seconds(first) if experts else 0.0
+    return sum(map(seconds, experts))
 
 
 def latency_file(device: str) -> Path:

@@ -6,6 +6,7 @@ last group is on its way, the first experts of the layer after it follow, while 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -50,7 +51,7 @@ class Staging:
         self._h2d, self._numbers, self._counters = device.h2d_stream, layer_numbers, counters
         self._nbytes = layout.nbytes
         self._last_use: list[Event | None] = [None] * count
-        self._copied: list[Event | None] = [None] * count
+        self._coming: deque[Event] = deque()  # they end in order
         self._waited: Event | None = None
         self._in_use: set[int] = set()
         self._next = 0
@@ -65,7 +66,9 @@ class Staging:
     @property
     def arriving(self) -> int:
         """Slots whose copy has not ended."""
-        return sum(copied is not None and not copied.done() for copied in self._copied)
+        while self._coming and self._coming[0].done():
+            self._coming.popleft()
+        return len(self._coming)
 
     def bring(self, layer: int, expert: int, held: Held) -> Staged:
         """Starts copying an expert to the next free slot, behind the last use of that.  There must be one."""
@@ -78,7 +81,7 @@ class Staging:
         copied = self._h2d.copy(self.segment.records.records[slot], held.record(expert), label, direction=Direction.H2D)
         held.until(expert, copied)
         self._in_use.add(slot)
-        self._copied[slot] = copied
+        self._coming.append(copied)
         return Staged(slot, copied)
 
     def used(self, slot: int, last_use: Event) -> None:
@@ -109,7 +112,7 @@ class Staging:
         """After a failure: nothing is in flight any more, and what arrived is unknown."""
         self._drop(list(self._ahead))
         self._last_use = [None] * len(self._last_use)
-        self._copied = [None] * len(self._copied)
+        self._coming.clear()
         self._waited = None
         self._in_use.clear()
 

@@ -51,8 +51,8 @@ def test_a_new_way_is_used_where_it_is_the_fastest(
     device: Device, monkeypatch: pytest.MonkeyPatch, base: type[Way], seconds: float
 ) -> None:
     # How long anything took here and now must not decide.
-    for name in ("observe_both", "observe_cpu", "observe_gpu", "observe_transfer"):
-        monkeypatch.setattr(LatencyModel, name, lambda *_: None)
+    for name in ("observe_both", "observe_cpu", "observe_fetching", "observe_gpu", "observe_transfer"):
+        monkeypatch.setattr(LatencyModel, name, lambda *_, **__: None)
     monkeypatch.setattr(LatencyModel, "prefers_cpu_alone", lambda *_: False)
     way, met = toy(base, seconds)
     monkeypatch.setattr(misses, "WAYS", [*WAYS, way])

@@ -23,6 +23,8 @@ CANDIDATES = ("lru", "lfru", "lfu", "fifo", "random")
 """Ties go to the first, which adapts fastest."""
 
 SAMPLED_LAYERS = 4
+"""At most, and one in `LAYERS_PER_SAMPLE`, but always one."""
+LAYERS_PER_SAMPLE = 8
 BURST_STEPS = 256
 BUDGET_S = 3e-6
 """Average cost allowed per layer and step."""
@@ -139,7 +141,7 @@ class PolicySampler:
         self._layers = len(layers)
         self._clock = clock
         # The middle layer of each part: the first and last layers route differently from the others.
-        parts = min(SAMPLED_LAYERS, self._layers)
+        parts = max(1, min(SAMPLED_LAYERS, self._layers // LAYERS_PER_SAMPLE))
         sampled = [layers[(2 * part + 1) * self._layers // (2 * parts)] for part in range(parts)]
         candidates = [adopted, *(name for name in CANDIDATES if name != adopted)]
         if adopted == "static":

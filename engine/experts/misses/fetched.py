@@ -74,7 +74,8 @@ class Fetched(Way):
         transfer_s = latency.transfer_s
         backlog_s = (cache.backlog_bytes / cache.layout.nbytes + staged) * transfer_s
         seconds = partial(latency.gpu_s, together=self._together(step))
-        return Estimate(seconds, transfer_s, backlog_s, busy_s)
+        caller_s = 0.0 if step.is_prefill else latency.price_of_fetching_s()
+        return Estimate(seconds, transfer_s, backlog_s, busy_s, caller_s=caller_s)
 
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
         """Starts fetching these, those brought ahead first, and computing each group when it has arrived."""

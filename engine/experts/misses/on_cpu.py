@@ -18,11 +18,12 @@ class OnCpu(Way):
 
     def __init__(self, layer: ExpertLayer) -> None:
         super().__init__(layer)
-        self._estimate = Estimate(layer.latency.cpu_s, keeps_caller=True)
+        self._of_token = Estimate(layer.latency.cpu_s, keeps_caller=True)
+        self._of_prompt = Estimate(layer.latency.cpu_prompt_s, keeps_caller=True)
 
     def estimate(self, step: Step, busy_s: float) -> Estimate:  # noqa: ARG002
         """See `Way.estimate`: it does not depend on how busy the device is."""
-        return self._estimate
+        return self._of_prompt if step.is_prefill else self._of_token
 
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
         """See `Way.serve`."""
@@ -33,7 +34,7 @@ class OnCpu(Way):
         tokens = [step.routing.tokens(expert) for expert in experts]
         out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
         took_s = step.sums.on_host(layer.source.kernel, step.host_hidden, experts, held.rows, out)
-        layer.latency.observe_cpu(tokens, took_s)
+        layer.latency.observe_cpu(tokens, took_s, is_prompt=step.is_prefill)
         added = layer.submit(step)
         if added is not None:
             activations.read_until(added)
