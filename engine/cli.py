@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
-from engine.common.installed import bundle, engine_module, go_on_as, version
+from engine.common.installed import bundle, engine_module, files_to_open, go_on_as, version
 from engine.common.paths import own_dirs, python_module
 from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
@@ -105,7 +105,8 @@ def _heed_interrupts() -> None:
 def _run(arguments: list[str]) -> int:
     verb = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(
-        prog="switchyard", description="Mixture-of-Experts models on your own PC.  Without a verb: open the window."
+        prog="switchyard",
+        description="Mixture-of-Experts models on your own PC.  Without a verb: open the window, and files that are named.",
     )
     parser.add_argument("--version", action="version", version=f"switchyard {version()}")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
@@ -116,9 +117,11 @@ def _run(arguments: list[str]) -> int:
             module.add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=summary)
+    if module is None and (files := files_to_open(arguments)):
+        return _open_window(files)
     args = parser.parse_args(arguments)
     if module is None:
-        return _open_window()
+        return _open_window([])
     run = getattr(args, "run", None) or module.run
     return int(run(args))
 
@@ -147,14 +150,15 @@ def _without_engine(error: BaseException) -> EngineError | None:
     return None
 
 
-def _open_window() -> int:
+def _open_window(files: list[str]) -> int:
     if not has_display():
         note("switchyard: no display (DISPLAY and WAYLAND_DISPLAY are not set); chatting in this terminal.")
         if bundle() is not None:  # whose window knows no PyTorch
             command, variables = engine_module("engine.cli")
             return go_on_as([*command, "chat"], variables)
         return _run(["chat"])
-    return go_on_as(*python_module("app.main"))
+    command, variables = python_module("app.main")
+    return go_on_as([*command, *files], variables)
 
 
 if __name__ == "__main__":

@@ -398,12 +398,19 @@ def before_start(arguments: Sequence[str]) -> None:
     packed = bundle()
     if packed is None:
         return
-    has_verb = any(not argument.startswith("-") for argument in arguments)
+    has_verb = any(not argument.startswith("-") for argument in arguments) and not files_to_open(arguments)
     engine = current_engine(next_version()) if has_verb else None
     folder = engine.folder if engine is not None else window_folder()
     if folder.resolve() != Path(__file__).resolve().parents[2]:
         command, variables = packed_module(packed, folder, "engine.cli")
         sys.exit(go_on_as([sys.executable, *command[1:], *arguments], variables))
+
+
+def files_to_open(arguments: Sequence[str]) -> list[str]:
+    """The arguments, made absolute, if they are files or folders and no command: a desktop opens files like that."""
+    are_files = all(not argument.startswith("-") and os.path.exists(argument) for argument in arguments)
+    is_verb = bool(arguments) and arguments[0].isalpha() and not os.path.isfile(arguments[0])
+    return [os.path.abspath(argument) for argument in arguments] if are_files and not is_verb else []
 
 
 def go_on_as(command: Sequence[str], variables: dict[str, str]) -> int:

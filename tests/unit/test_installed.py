@@ -172,3 +172,16 @@ def test_a_verb_that_needs_the_engine_says_that_it_is_not_there(
     monkeypatch.setattr("engine.cli.importlib.import_module", missing)
     assert main(["chat"]) == 2
     assert "get it on the first page of the window" in capsys.readouterr().err
+
+
+def test_files_open_the_window_and_are_no_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my rows.csv").touch()
+    (tmp_path / "models").mkdir()  # a folder that has a command's name
+    assert installed.files_to_open(["my rows.csv"]) == [str(tmp_path / "my rows.csv")]
+    assert installed.files_to_open([str(tmp_path / "models"), "my rows.csv"]) == [
+        str(tmp_path / "models"),
+        str(tmp_path / "my rows.csv"),
+    ]
+    for words in ([], ["models"], ["models", "list"], ["--version"], ["my rows.csv", "--json"], ["absent.csv"]):
+        assert installed.files_to_open(words) == []
