@@ -236,10 +236,12 @@ def _models(services: Services) -> Page:
 
 
 def _settings(services: Services) -> Page:
+    from app.services.updates import can_update
     from app.views.settings import SettingsPage
     from app.widgets.asking import before_loading
 
-    page = SettingsPage(services.settings, services.theme, services.api_server)
+    updates = services.updates if can_update() else None
+    page = SettingsPage(services.settings, services.theme, services.api_server, updates)
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))

@@ -6,25 +6,21 @@ in a later window where this one was closed or killed.
 
 from __future__ import annotations
 
-import json
-import sys
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
+from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
+from app.services.installation import Installation
 from engine.common import installed
 from engine.common.errors import EngineError
-from engine.common.paths import python_module
 
 if TYPE_CHECKING:
     from app.services.downloads import Downloads
     from engine.checkpoint.downloads.queue import Download
     from engine.parts.wheels import EngineChoice
-
-TERMINATE_MS = 3000
 
 
 class PartStage(Enum):
@@ -53,16 +49,14 @@ class EnginePart(QObject):
     ) -> None:
         """`command` replaces what installs."""
         super().__init__(parent)
-        own, self._variables = python_module("engine.parts.install")
-        self._command = command or own
+        self._installation = Installation("engine.parts.install", self, command=command)
+        self._installation.step_changed.connect(self.changed)
+        self._installation.ended.connect(self._on_installed)
         self._downloads = downloads
         self._looking, self._adding = LatestTask(self), False
-        self._process: QProcess | None = None
-        self._said = b""
-        self._closing = self._fetches = False
+        self._fetches = False
         self.choice: EngineChoice | None = None
         self.problem = ""
-        self.step = ""
         self.wants_starter = False
         """Whether people asked for the starter model with it."""
         self.stage = PartStage.LOOKING if is_needed() else PartStage.THERE
@@ -74,6 +68,11 @@ class EnginePart(QObject):
     def download(self) -> Download | None:
         """What is on its way of it."""
         return self._downloads.part
+
+    @property
+    def step(self) -> str:
+        """Of the installation, while it runs."""
+        return self._installation.step
 
     @property
     def is_needed(self) -> bool:
@@ -112,26 +111,20 @@ class EnginePart(QObject):
     def cancel(self) -> None:
         """Gives up what was fetched, or stops the installation, which keeps it."""
         self.wants_starter = False
-        if self._process is not None:
-            self._stop(self._process)
+        if self._installation.is_running:
+            self._installation.stop()
         elif self.download is not None:
             self._downloads.cancel(self.download.key)
 
     def use_files(self, path: Path) -> None:
         """Installs from files that another computer has fetched: a zip file, or the folder that a wheel lies in."""
-        if self._process is None and self.choice is not None:
-            self._install([str(path.parent if path.suffix == ".whl" else path)])
+        if not self._installation.is_running and self.choice is not None:
+            self._install(str(path.parent if path.suffix == ".whl" else path))
 
     def close(self) -> None:
         """Stops the installation, which the next window begins again."""
-        self._closing = True
         self._looking.close()
-        process = self._process
-        if process is not None:
-            self._stop(process)
-            if not process.waitForFinished(TERMINATE_MS):
-                process.kill()
-                process.waitForFinished(TERMINATE_MS)
+        self._installation.close()
 
     # --- following --------------------------------------------------------------------------------------
 
@@ -143,7 +136,7 @@ class EnginePart(QObject):
         self.choice, is_fetched = found
         fetches, self._fetches = self._fetches, False
         if is_fetched:
-            self._install([])
+            self._install()
             return
         self._set(PartStage.OFFERED)
         self._on_downloads()
@@ -183,74 +176,22 @@ class EnginePart(QObject):
     def _on_fetched(self, download: Download) -> None:
         from engine.parts.wheels import part_of
 
-        if self.choice is not None and part_of(download) == self.choice.name and self._process is None:
-            self._install([])
+        if self.choice is not None and part_of(download) == self.choice.name:
+            self._install()
 
     # --- installing ---------------------------------------------------------------------------------------
 
-    def _install(self, arguments: list[str]) -> None:
-        if self._closing:
-            return
-        process = QProcess(self)
-        environment = QProcessEnvironment.systemEnvironment()
-        for name, value in self._variables.items():
-            environment.insert(name, value)
-        process.setProcessEnvironment(environment)
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.readyReadStandardOutput.connect(self._read)
-        process.finished.connect(self._on_ended)
-        process.errorOccurred.connect(self._on_error)
-        self._process, self._said, self.step = process, b"", ""
+    def _install(self, *arguments: str) -> None:
+        self._installation.start(*arguments)
         self._set(PartStage.INSTALLING)
-        process.start(self._command[0], [*self._command[1:], *arguments])
 
-    def _read(self) -> None:
-        if self._process is not None:
-            self._said += bytes(self._process.readAllStandardOutput().data())
-            step = str(self._last().get("step", self.step))
-            if step != self.step:
-                self.step = step
-                self.changed.emit()
-
-    def _last(self) -> dict[str, object]:
-        """The last whole line that it said."""
-        for line in reversed(self._said.split(b"\n")[:-1]):
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(found, dict):
-                return found
-        return {}
-
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error == QProcess.ProcessError.FailedToStart:
-            self._forget()
-            self._set(PartStage.FAILED, self.tr("The installation could not be started: install Switchyard again."))
-
-    def _on_ended(self) -> None:
-        self._read()
-        last = self._last()
-        self._forget()
+    def _on_installed(self, last: dict[str, object]) -> None:
         if not is_needed() and "installed" in last:
             self._set(PartStage.THERE)
             self.ready.emit()
-        elif not self._closing:
+        else:
             stopped = self.tr("The installation was stopped. Nothing is lost: try again.")
             self._set(PartStage.FAILED, str(last.get("error") or stopped))
-
-    def _forget(self) -> None:
-        if self._process is not None:
-            self._process.deleteLater()
-            self._process = None
-
-    @staticmethod
-    def _stop(process: QProcess) -> None:
-        """On Windows a program without a window hears nothing, and a kill loses nothing either."""
-        if sys.platform == "win32":
-            process.kill()
-        else:
-            process.terminate()
 
 
 def is_needed() -> bool:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
     from app.services.tuning import Tuning
+    from app.services.updates import Updates
 
 
 @dataclass
@@ -126,6 +127,13 @@ class Services:
         return EnginePart(self.downloads)
 
     @cached_property
+    def updates(self) -> Updates:
+        """Newer versions of an installed package."""
+        from app.services.updates import Updates
+
+        return Updates(self.settings, self.downloads, lambda: bool(self.client.answering or self.jobs.running))
+
+    @cached_property
     def speeds(self) -> ModelSpeeds:
         """How fast the models on this PC would answer."""
         from app.services.model_speeds import ModelSpeeds
@@ -146,7 +154,7 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        for name in ("engine_part", "downloads", "library", "hub", "speeds", "api_server"):
+        for name in ("engine_part", "updates", "downloads", "library", "hub", "speeds", "api_server"):
             if name in made:
                 made[name].close()
         self.telemetry.close()

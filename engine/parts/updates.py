@@ -69,6 +69,7 @@ from engine.parts.install import (
 from engine.parts.wheels import (
     EngineChoice,
     EngineSource,
+    begin_download,
     choose_engine,
     downloads_folder,
     fetched_folder,
@@ -228,6 +229,18 @@ def install_update(
         use_parts(engine=choice.name, window=name)
         sweep()
     return None
+
+
+def begin_engine(of_version: str) -> Download:
+    """Puts the wheels of an update's engine into the queue, once its window is in place.
+
+    Raises:
+        EngineError: as `begin_download`, or the window is not in place.
+    """
+    window = part(part_name("window", of_version))
+    if window is None:
+        raise EngineError(ErrorCode.DOWNLOAD_FAILED, "The new version has not been fetched yet: fetch it first.")
+    return begin_download(choose_engine(source=EngineSource.of_window(window)))
 
 
 def go_back() -> str:

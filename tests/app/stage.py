@@ -29,6 +29,7 @@ from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.services import Services
 from app.services.settings import Settings
+from app.services.updates import UpdateStage
 from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.chat.answer_message import AnswerMessage
@@ -52,6 +53,7 @@ from engine.checkpoint.library import Listing
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
+from engine.parts.updates import Update
 from engine.serving.front_messages import Outcome, Served
 from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
@@ -482,6 +484,23 @@ def _settings_hub(stage: Stage) -> None:
     page.hub._show_tokens(("huggingface.co", "mirror.example"))
 
 
+def _settings_updates(stage: Stage) -> None:
+    """A newer version is there, and one before to go back to."""
+    updates = stage.services.updates
+    with patch("app.services.updates.can_update", lambda: True):
+        stage.window.show_page(SETTINGS)
+    updates.update = Update(
+        "0.3.0", "2026-12-01", "Faster prompts on cards.", "https://x.example/w.zip", "0" * 64, 92 * 10**6
+    )
+    updates._set(UpdateStage.OFFERED)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    assert page.updates is not None
+    stage.until(lambda: not page.hub._doing.is_busy)
+    (scroll,) = page.findChildren(QScrollArea)
+    scroll.verticalScrollBar().setValue(scroll.verticalScrollBar().maximum())
+
+
 def _settings_others(stage: Stage) -> None:
     """Other programs use the model, with a key; one came without it."""
     stage.settings.serves, stage.settings.serves_others = "key", True
@@ -578,7 +597,7 @@ def _first_run_engine_fetching(stage: Stage) -> None:
 
 def _first_run_engine_testing(stage: Stage) -> None:
     _first_run_engine(stage)
-    stage.services.engine_part.step = "testing"
+    stage.services.engine_part._installation.step = "testing"
     stage.services.engine_part._set(PartStage.INSTALLING)
 
 
@@ -741,6 +760,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "settings": _settings,
     "settings-hub": _settings_hub,
     "settings-others": _settings_others,
+    "settings-updates": _settings_updates,
     "licences": _licences,
     "shortcuts": _shortcuts,
 }

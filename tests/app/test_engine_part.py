@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,13 @@ from PySide6.QtWidgets import QPushButton
 from pytestqt.qtbot import QtBot
 
 import app.services.engine_part as module
-from app.services.downloads import Downloads
 from app.services.engine_part import EnginePart, PartStage
 from app.services.settings import Settings
 from app.views.first_run.engine_card import EngineCard
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common import installed
 from tests.app.model_parts import ENGINE, ENGINE_DOWNLOAD
+from tests.app.scripted_parts import ScriptedDownloads, script
 from tests.app.test_accessible_names import without_name
 from tests.bundles import make_bundle, make_part
 
@@ -27,30 +26,6 @@ NAME = ENGINE.name
 
 def coming(state: DownloadState = DownloadState.RUNNING, **other: object) -> Download:
     return replace(ENGINE_DOWNLOAD, state=state, **other)  # type: ignore[arg-type]
-
-
-class ScriptedDownloads(Downloads):
-    """Notes what is asked for; nothing is fetched."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings, command=["/no/such/program"])
-        self.asked: list[str] = []
-
-    def add_part(self, adding: Callable[[], Download]) -> None:
-        self.asked.append("add")
-
-    def pause(self, key: str) -> None:
-        self.asked.append(f"pause {key}")
-
-    def resume(self, key: str) -> None:
-        self.asked.append(f"resume {key}")
-
-    def cancel(self, key: str) -> None:
-        self.asked.append(f"cancel {key}")
-
-    def show(self, *found: Download) -> None:
-        self._entries = found
-        self.changed.emit()
 
 
 @pytest.fixture
@@ -67,13 +42,6 @@ def downloads(qapp: object, settings: Settings) -> Iterator[ScriptedDownloads]:
     yield result
     result.close()
     result.deleteLater()
-
-
-def script(tmp_path: Path, text: str) -> list[str]:
-    """A process that stands for the installation."""
-    file = tmp_path / "installs.py"
-    file.write_text(f"import json, sys, time\ndef say(**what): print(json.dumps(what), flush=True)\n{text}\n")
-    return [sys.executable, str(file)]
 
 
 @pytest.fixture
@@ -205,9 +173,10 @@ def test_what_has_arrived_is_installed_and_ready(
     qtbot.waitUntil(lambda: card.state.text() == "Unpacking…")
     assert shown(card) == set()
     make_part(NAME)
-    assert part._process is not None
+    process = part._installation._process
+    assert process is not None
     with qtbot.waitSignal(part.ready):
-        part._process.closeWriteChannel()
+        process.closeWriteChannel()
     assert not part.is_needed
     assert card.isHidden()
 

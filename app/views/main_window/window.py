@@ -14,6 +14,7 @@ from app.icons import logo
 from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
+from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
@@ -133,6 +134,13 @@ class MainWindow(QMainWindow):
         downloads = self.services.downloads
         downloads.changed.connect(lambda: self.sidebar.downloads.show_downloads(downloads.entries))
         downloads.begin()
+        if can_update():
+            updates = self.services.updates
+            updates.offered.connect(self._on_update)
+            updates.begin()
+
+    def _on_update(self, version: str) -> None:
+        self.notice_banner.show_text(self.tr("Switchyard {0} is there: get it in Settings.").format(version))
 
     def come_forward(self) -> None:
         """Brings the window to the front, also if it is minimised."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QDir, Qt, Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QLineEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.background import LatestTask, TaskQueue
+from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard
 from app.widgets.card import set_message, warning_label
 from engine.checkpoint.mirror import (
@@ -27,8 +28,6 @@ from engine.common.errors import EngineError
 if TYPE_CHECKING:
     from engine.checkpoint.catalogue import Catalogue
 
-FIELD_WIDTH_PX = 240
-
 
 class HubCard(SettingsCard):
     """Signals: `changed`, when the catalogue is another; `token_forgotten`, when what runs may still use it."""
@@ -43,32 +42,21 @@ class HubCard(SettingsCard):
         self.load = QPushButton(self.tr("Load from file…"), self)
         self.load.clicked.connect(self._choose)
         self.catalogue = self.add_row(self.tr("Catalogue of recommendations"), " ", self.load)
-        self._kept = chosen_mirror()
-        self.address = QLineEdit(self._kept, self)
-        self.address.setFixedWidth(FIELD_WIDTH_PX)
+        self.address = AddressField(chosen_mirror, use_mirror, self._doing, self._tell, self)
         self.address.setPlaceholderText("https://huggingface.co")
-        self.address.editingFinished.connect(self._set_address)
         words = self.tr("Asked instead of Hugging Face, also on the command line.")
         if theirs := mirror_of_environment():
             self.address.setEnabled(False)
             words = self.tr("HF_ENDPOINT in the environment names {0}, which is used.").format(theirs)
         self.add_row(self.tr("Mirror of the hub"), words, self.address)
-        self.packages = self._address_row(
-            self.tr("Mirror of packages"),
-            self.tr("Where the engine of an installed Switchyard comes from, instead of PyPI and PyTorch."),
-            "https://files.pythonhosted.org",
-            packages_mirror,
-            use_packages_mirror,
-        )
-        self.proxy = self._address_row(
-            self.tr("Proxy"),
-            self.tr(
-                "For everything from the network; with a login as http://NAME:PASSWORD@HOST:PORT. Empty: the system's."
-            ),
-            self.tr("the system's"),
-            chosen_proxy,
-            use_proxy,
-        )
+        self.packages = AddressField(packages_mirror, use_packages_mirror, self._doing, self._tell, self)
+        self.packages.setPlaceholderText("https://files.pythonhosted.org")
+        words = self.tr("Where the engine of an installed Switchyard comes from, instead of PyPI and PyTorch.")
+        self.add_row(self.tr("Mirror of packages"), words, self.packages)
+        self.proxy = AddressField(chosen_proxy, use_proxy, self._doing, self._tell, self)
+        self.proxy.setPlaceholderText(self.tr("the system's"))
+        words = self.tr("For everything from the network; where it wants a login, as http://NAME:PASSWORD@HOST:PORT.")
+        self.add_row(self.tr("Proxy"), words, self.proxy)
         self._no_token = self.tr("None is kept. One is asked for when a model needs it.")
         self._tokens_kept = self.tr("In the system's keyring, or for this run only where there is none.")
         self.tokens_words = self.add_row(self.tr("Access tokens"), self._no_token)
@@ -124,35 +112,11 @@ class HubCard(SettingsCard):
             raise error
         set_message(self.trouble, error.message)
 
-    def _set_address(self) -> None:
-        address = self.address.text()
-        set_message(self.trouble, "")
-        if address == self._kept:  # the field was only left
-            return
-        self._doing.add(lambda: use_mirror(address), self._on_address, self._on_failed)
-
-    def _on_address(self, kept: str) -> None:
-        self._kept = kept
-        if not self.address.hasFocus():
-            self.address.setText(kept)
-
-    def _address_row(
-        self, name: str, words: str, example: str, kept: Callable[[], str], use: Callable[[str], str]
-    ) -> QLineEdit:
-        """A row with an address, kept when the field is left."""
-        field = QLineEdit(kept(), self)
-        field.setFixedWidth(FIELD_WIDTH_PX)
-        field.setPlaceholderText(example)
-
-        def leave() -> None:
-            address = field.text()
+    def _tell(self, error: Exception | None) -> None:
+        if error is None:
             set_message(self.trouble, "")
-            if address != kept():
-                self._doing.add(lambda: use(address), field.setText, self._on_failed)
-
-        field.editingFinished.connect(leave)
-        self.add_row(name, words, field)
-        return field
+        else:
+            self._on_failed(error)
 
     def _look_for_tokens(self) -> None:
         self._doing.add(_hosts, self._show_tokens, self._on_failed)

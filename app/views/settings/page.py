@@ -7,6 +7,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QScrollArea, QVBoxLayout, QWi
 
 from app.services.api_server import ApiServer
 from app.services.settings import Settings
+from app.services.updates import Updates
 from app.theme import ThemeController
 from app.views.settings.about import AboutCard
 from app.views.settings.appearance import AppearanceCard
@@ -16,6 +17,7 @@ from app.views.settings.kept import KeptCard
 from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
 from app.views.settings.other_programs import OtherProgramsCard
+from app.views.settings.updates import UpdatesCard
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 
@@ -30,8 +32,14 @@ class SettingsPage(Page):
     token_forgotten = Signal()
 
     def __init__(
-        self, settings: Settings, theme: ThemeController, server: ApiServer, parent: QWidget | None = None
+        self,
+        settings: Settings,
+        theme: ThemeController,
+        server: ApiServer,
+        updates: Updates | None = None,
+        parent: QWidget | None = None,
     ) -> None:
+        """`updates`: None where there are none, as in a checkout."""
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.appearance = AppearanceCard(settings, theme, self)
@@ -41,6 +49,7 @@ class SettingsPage(Page):
         self.hub = HubCard(self)
         self.monitor = MonitorCard(settings, self)
         self.data = DataCard(self)
+        self.updates = UpdatesCard(updates, self) if updates is not None else None
         self.about = AboutCard(self)
         self.hub.changed.connect(self.catalogue_changed)
         self.hub.token_forgotten.connect(self.token_forgotten)
@@ -59,6 +68,7 @@ class SettingsPage(Page):
             self.hub,
             self.monitor,
             self.data,
+            *([self.updates] if self.updates is not None else []),
             self.about,
         )
         for card in cards_in_order:
@@ -87,3 +97,5 @@ class SettingsPage(Page):
         self.kept.close_down()
         self.hub.close_down()
         self.about.close_down()
+        if self.updates is not None:
+            self.updates.close_down()

@@ -1,0 +1,111 @@
+"""A process that puts a part of Switchyard in place, and says in lines of JSON how it goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
+
+from engine.common.paths import python_module
+
+TERMINATE_MS = 3000
+
+
+class Installation(QObject):
+    """One at a time; every `start` ends in exactly one `ended`, unless `close` stopped it.
+
+    Signals:
+        step_changed: `step` is another.
+        ended(dict): the last that it said; empty if it was stopped, or died.
+    """
+
+    step_changed = Signal()
+    ended = Signal(object)
+
+    def __init__(self, module: str, parent: QObject | None = None, *, command: Sequence[str] | None = None) -> None:
+        """`command` replaces the module of ours."""
+        super().__init__(parent)
+        own, self._variables = python_module(module)
+        self._command = list(command or own)
+        self._process: QProcess | None = None
+        self._said = b""
+        self._is_stopped = self._closing = False
+        self.step = ""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one runs."""
+        return self._process is not None
+
+    def start(self, *arguments: str) -> None:
+        """No effect while one runs."""
+        if self._process is not None or self._closing:
+            return
+        process = QProcess(self)
+        environment = QProcessEnvironment.systemEnvironment()
+        for name, value in self._variables.items():
+            environment.insert(name, value)
+        process.setProcessEnvironment(environment)
+        process.setStandardErrorFile(QProcess.nullDevice())
+        process.readyReadStandardOutput.connect(self._read)
+        process.finished.connect(self._on_ended)
+        process.errorOccurred.connect(self._on_error)
+        self._process, self._said, self.step, self._is_stopped = process, b"", "", False
+        process.start(self._command[0], [*self._command[1:], *arguments])
+
+    def stop(self) -> None:
+        """Stops it; what it has done so far is done again the next time."""
+        self._is_stopped = True
+        if self._process is None:
+            return
+        if sys.platform == "win32":  # where a program without a window hears nothing
+            self._process.kill()
+        else:
+            self._process.terminate()
+
+    def close(self) -> None:
+        """Stops it and waits, for when the window closes."""
+        self._closing = True
+        process = self._process
+        if process is not None:
+            self.stop()
+            if not process.waitForFinished(TERMINATE_MS):
+                process.kill()
+                process.waitForFinished(TERMINATE_MS)
+
+    def _read(self) -> None:
+        if self._process is not None:
+            self._said += bytes(self._process.readAllStandardOutput().data())
+            step = str(self._last().get("step", self.step))
+            if step != self.step:
+                self.step = step
+                self.step_changed.emit()
+
+    def _last(self) -> dict[str, object]:
+        """The last whole line that it said."""
+        for line in reversed(self._said.split(b"\n")[:-1]):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                return found
+        return {}
+
+    def _on_error(self, error: QProcess.ProcessError) -> None:
+        if error == QProcess.ProcessError.FailedToStart:
+            self._forget({"error": self.tr("The installation could not be started: install Switchyard again.")})
+
+    def _on_ended(self) -> None:
+        self._read()
+        last = self._last()
+        self._forget({} if self._is_stopped or "step" in last else last)
+
+    def _forget(self, last: dict[str, object]) -> None:
+        if self._process is not None:
+            self._process.deleteLater()
+            self._process = None
+            if not self._closing:
+                self.ended.emit(last)
