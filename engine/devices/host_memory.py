@@ -35,8 +35,15 @@ class HostMemory(Protocol):
             MemoryError: not enough free memory.
         """
 
+    def share(self, nbytes: int) -> torch.Tensor:
+        """As `allocate`, for little: what the device's kernels read and write themselves while they run.
+
+        Raises:
+            MemoryError: not enough free memory, or the driver does not pin it.
+        """
+
     def release(self, memory: torch.Tensor) -> None:
-        """Unpins memory from `allocate`; it is freed with the last tensor that uses it."""
+        """Unpins memory from `allocate` or `share`; it is freed with the last tensor that uses it."""
 
     def close(self) -> None:
         """Unpins everything."""
@@ -52,6 +59,10 @@ class PageableMemory:
 
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:  # noqa: ARG002
         """See `HostMemory.allocate`."""
+        return allocate_host(nbytes)
+
+    def share(self, nbytes: int) -> torch.Tensor:
+        """See `HostMemory.share`."""
         return allocate_host(nbytes)
 
     def release(self, memory: torch.Tensor) -> None:

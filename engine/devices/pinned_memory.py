@@ -19,12 +19,13 @@ from engine.common.paths import cache_dir, python_module
 from engine.devices.host_memory import PAGE, allocate_host, available_ram
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every card of the process
+_MAPPED = 2  # cudaHostRegisterMapped: the card's kernels read and write it
 
 
-def register(address: int, nbytes: int, device: torch.device) -> bool:
+def register(address: int, nbytes: int, device: torch.device, how: int = _PORTABLE) -> bool:
     """Pins [address, address + nbytes); returns whether that worked.  The address is page-aligned."""
     with torch.cuda.device(device):
-        if _succeeded("cudaHostRegister", address, nbytes, _PORTABLE):
+        if _succeeded("cudaHostRegister", address, nbytes, how):
             return True
         _clear_last_error(device)
     return False
@@ -150,6 +151,17 @@ class PinnedMemory:
                     break
                 chunks.append((address, size))
                 self._pinned += size
+            self._allocated[memory.untyped_storage().data_ptr()] = memory, chunks
+        return memory
+
+    def share(self, nbytes: int) -> torch.Tensor:
+        """See `HostMemory.share`.  It counts little, so that no limit holds."""
+        memory = allocate_host(-(-nbytes // PAGE) * PAGE)
+        with self._lock:
+            if not register(memory.data_ptr(), memory.nbytes, self._device, _PORTABLE | _MAPPED):
+                raise MemoryError(f"{self._device}: the driver does not map {nbytes:,} bytes of the host's memory")
+            self._pinned += memory.nbytes
+            chunks = [(memory.data_ptr(), memory.nbytes)]
             self._allocated[memory.untyped_storage().data_ptr()] = memory, chunks
         return memory
 

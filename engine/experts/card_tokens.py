@@ -9,12 +9,14 @@ token.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from engine.common import clock
@@ -23,6 +25,9 @@ from engine.experts.copy_pace import CopyPace
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.recording import record_uses
 from engine.experts.vram_cache import VramCache
+from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
+from engine.kernels.cuda.launcher import SharingLauncher
+from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.native.exchange import MISSED, MOST_CHOSEN, NativeExchange
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import NativeKernels
@@ -30,6 +35,10 @@ from engine.kernels.native.structs import CardExpertsStruct, ExpertsStruct
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 0.05
+"""After so long the card is asked whether it is still there."""
 _FILLING = 0.25
 """Part of the time that copies may take while slots are empty."""
 
@@ -51,14 +60,15 @@ class _CacheOfTokens:
     addresses: list[int] = field(default_factory=list)
     slots: ctypes.Array[ctypes.c_void_p] | None = None
 
-    def locate(self) -> None:
-        """Tells the kernels where the slots are, if that has changed."""
+    def locate(self) -> bool:
+        """Tells the kernels where the slots are; whether that has changed."""
         addresses = self.cache.slot_addresses
         if self.slots is not None and addresses is self.addresses:
-            return
+            return False
         self.addresses, self.slots = addresses, (ctypes.c_void_p * len(addresses))(*addresses)
         for card in self.cards:
             card.slots = ctypes.addressof(self.slots)
+        return True
 
 
 class TokenObserver(Protocol):
@@ -75,22 +85,41 @@ class CardTokens:
         layers: all that the model has on the device; `can_run` says whether they will do.
         kernels: compute missed experts, as many threads as these have.
         per_token: experts that a token chooses.
+        card: runs the kernels of a real card, which stand in a captured step; `None`: the device is emulated, and the
+            native kernels of a token run on the caller's thread.
 
     Attributes:
         is_open: whether a token is under way.
         pace: of copies.
         observer: is told of each token.
+        slots_known: the same object as long as captured kernels find the slots.
+        can_run_more: whether tokens can still be run.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`.
+        DriverError, MemoryError: the card cannot share memory with the host.
     """
 
-    def __init__(self, layers: Sequence[HybridExperts], kernels: NativeKernels, per_token: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[HybridExperts],
+        kernels: NativeKernels,
+        per_token: int,
+        card: SharingLauncher | None = None,
+    ) -> None:
         self.is_open, self._per_token = False, per_token
-        self._layers, self._host_memory = list(layers), layers[0].device.host_memory
+        self._layers, self._device, self._host_memory = list(layers), layers[0].device, layers[0].device.host_memory
+        self.slots_known: object = None
+        self.can_run_more = True
         structs = [_native(layer) for layer in layers]
         experts = max(struct.count for struct in structs)
-        self._exchange = NativeExchange(kernels, structs, experts, per_token, self._host_memory.allocate)
+        self._exchange = NativeExchange(kernels, structs, experts, per_token, self._host_memory.share)
+        self._times = CardTimes()
+        try:
+            self._card = CudaExchange(card, self._exchange, self._device.torch_device, LIMIT_NS) if card else None
+        except BaseException:
+            self._release()
+            raise
         self._caches: dict[int, _CacheOfTokens] = {}
         self._cards = [CardExpertsStruct(self._exchange.address, None, number) for number in range(len(layers))]
         for number, (layer, card) in enumerate(zip(layers, self._cards, strict=True)):
@@ -114,15 +143,15 @@ class CardTokens:
         self.pace = CopyPace(max(latency.cpu_s(1) - hit_s, 0.0), latency.cpu_s(1))
 
     @staticmethod
-    def can_run(layers: Sequence[HybridExperts], per_token: int) -> bool:
-        """Whether the native kernels compute all of these, from RAM and from slots alike."""
+    def can_run(layers: Sequence[HybridExperts], per_token: int, card: SharingLauncher | None = None) -> bool:
+        """Whether the native kernels compute all of these from RAM, and they or those of the card from slots."""
         return (
             bool(layers)
             and per_token <= MOST_CHOSEN
             and all(
-                layer.device.torch_device.type == "cpu"
-                and layer.source.has_all
+                layer.source.has_all
                 and isinstance(layer.source.kernel, NativeExperts)
+                and (layer.device.torch_device.type == "cpu" if card is None else _finds_slots(layer))
                 for layer in layers
             )
         )
@@ -136,35 +165,122 @@ class CardTokens:
         """Within, the kernels may compute layers of a single token.
 
         Raises:
-            EngineError: missed experts could not be computed.
+            OverdueError: missed experts were not computed in time; nothing was learnt, and it may be tried again.
+            EngineError: they could not be computed, or the card is gone.
         """
         with ExitStack() as unchanged:
-            for of_tokens in self._caches.values():
-                self._change(of_tokens, unchanged.enter_context(of_tokens.cache.unchanged()))
-                of_tokens.locate()
-            copies = sum(of_tokens.cache.in_flight for of_tokens in self._caches.values())
             begun_s = clock.now()
-            number = self._exchange.start()
-            self.is_open = True
-            try:
+            with self._run(unchanged) as number:
+                copies = sum(of_tokens.cache.in_flight for of_tokens in self._caches.values())
                 yield
-            finally:
-                self.is_open = False
-                self._exchange.end()
             ended_s = clock.now()
             missed = self._learn(number, ended_s - begun_s + self._copying_s, copies)
         begun_s = clock.now()
         self._post_fetch(missed)
         self._copying_s = clock.now() - begun_s  # what these copies cost comes with the next token
 
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """As `token`, but nobody learns from it."""
+        with ExitStack() as unchanged, self._run(unchanged):
+            yield
+
+    @contextmanager
+    def _run(self, unchanged: ExitStack) -> Iterator[int]:
+        """A token with what is in the slots now, which stays until `unchanged` is left: its number."""
+        for of_tokens in self._caches.values():
+            self._change(of_tokens, unchanged.enter_context(of_tokens.cache.unchanged()))
+            if of_tokens.locate():
+                self.slots_known = object()
+        number = self._exchange.start()
+        self.is_open = True
+        try:
+            yield number
+        finally:
+            self.is_open = False
+            self._end()
+
+    @property
+    def hidden(self) -> int:
+        """Width of a token's states."""
+        return int(self._exchange.shape.hidden)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether tokens are captured steps of a real card; otherwise the native kernels compute them."""
+        return self._card is not None
+
+    def whole(self, forward: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """`forward`, a step of one token within `token`, as a captured step of the card has to begin and end."""
+        assert self._card is not None
+        self._card.begin()
+        result = forward()
+        self._card.finish()
+        return result
+
+    def compute(
+        self, layer: HybridExperts, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Within `whole`: launches what the card does of a layer for [1, H]; see `ExpertKernel`."""
+        assert self._card is not None
+        number, ids = self._layers.index(layer), index.reshape(-1).long()
+        x, shares = hidden.to(torch.bfloat16).contiguous(), weights.reshape(-1).float().contiguous()
+        self._card.post(number, ids, x)
+        kernel = _card_kernel(layer)
+        outputs = kernel.in_slots(x, ids, self._card.slot_of(number)) if kernel is not None else None
+        return self._card.join(number, ids, shares, outputs, x).to(hidden.dtype)
+
+    def records(self) -> NDArray[np.void]:
+        """[layers] of `CARD_LAYER`: the last token's, which has ended, with times by the host's clock."""
+        records = self._exchange.records()
+        return self._times.on_host(records) if self.is_captured else records
+
+    def give_up(self, why: str) -> None:
+        """From now on the dispatcher computes all tokens."""
+        _log.warning("%s runs no tokens by itself any more: %s", self._device.name, why)
+        self.can_run_more = False
+        for layer in self._layers:
+            layer.tokens = None
+
     def close(self) -> None:
         """Ends the thread.  Idempotent."""
+        self.can_run_more = False
         for layer in self._layers:
             layer.tokens = None
         if self._layers:
-            self._exchange.close()
-            self._host_memory.release(self._exchange.memory)
+            self._release()
         self._layers = []
+
+    def _release(self) -> None:
+        self._exchange.close()
+        self._host_memory.release(self._exchange.memory)
+
+    def _end(self) -> None:
+        """Waits until a token has ended, even where something went wrong before its last kernel was launched."""
+        if self._card is None:
+            self._exchange.end()
+            return
+        last = self._device.compute_stream.record()
+        last.done()  # Windows passes work on to a card when somebody asks for it
+        if self._exchange.wait(_LOOK_S):
+            return
+        self._ask(last.wait)
+        while not self._exchange.wait(_LOOK_S):
+            self._ask(self._finish_alone)
+
+    def _finish_alone(self) -> None:
+        assert self._card is not None
+        self._card.begin()
+        self._card.finish()
+        self._device.compute_stream.synchronize()  # before a next token: `begin` would take it for its own
+
+    def _ask(self, card: Callable[[], object]) -> None:
+        """Once a card does not answer, its flags say nothing any more."""
+        try:
+            card()
+        except Exception as error:
+            self.give_up(str(error))
+            raise
 
     def _change(self, of_tokens: _CacheOfTokens, moved: dict[Key, int | None]) -> None:
         experts = of_tokens.cache.experts
@@ -175,7 +291,7 @@ class CardTokens:
 
     def _learn(self, token: int, token_s: float, copies: int) -> list[NDArray[np.int64]]:
         """Policies, counters and prices learn what the token used; what each layer missed."""
-        records = self._exchange.records()
+        records = self.records() if RECORDER.on else self._exchange.records()
         if (records["token"] != token).any():
             return []  # it has ended before all layers were computed
         codes = 2 * records["experts"][:, : self._per_token].astype(np.int64)
@@ -211,6 +327,20 @@ class CardTokens:
                 started += layer.cache.post_fetch(layer.layer, absent, held, room - started)
                 held.release()
         self.pace.started(started)
+
+
+def _card_kernel(layer: HybridExperts) -> CardExperts | None:
+    """What computes the layer's experts in slots of a real card; `None` if there are no slots."""
+    if not layer.cache.slots:
+        return None
+    kernel = layer.cache.kernel(layer.make_kernel)
+    assert isinstance(kernel, CardExperts)
+    return kernel
+
+
+def _finds_slots(layer: HybridExperts) -> bool:
+    kernel = layer.cache.kernel(layer.make_kernel) if layer.cache.slots else None
+    return kernel is None or (isinstance(kernel, CardExperts) and kernel.finds_slots)
 
 
 def _native(layer: HybridExperts) -> ExpertsStruct:

@@ -97,7 +97,19 @@ class HybridExperts(ExpertLayer):
             EngineError: a kernel or a copy failed with no fallback, or an expert could not be read.  Nothing stays
                 pinned, and the streams have recovered if possible.
         """
+        if self.tokens is not None and self.is_capturable:
+            return self.tokens.compute(self, hidden_states, top_k_index, top_k_weights)
         return self._step(hidden_states, top_k_index, top_k_weights, len(top_k_index) > DECODE_TOKENS)
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether this is a token of the device's own, which finds the experts itself."""
+        return self.tokens is not None and self.tokens.is_open and self.tokens.is_captured
+
+    @property
+    def captured(self) -> object:
+        """What a captured step with it relies on."""
+        return self.tokens.slots_known if self.tokens is not None else None
 
     def with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As `__call__`, but computes all misses on the CPU and does not change the cache."""

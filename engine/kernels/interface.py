@@ -121,6 +121,11 @@ def is_capturable(kernel: ExpertKernel) -> bool:
     return bool(getattr(kernel, "is_capturable", False))
 
 
+def captured_state(kernel: ExpertKernel) -> object:
+    """What a captured step relies on besides the kernel: once it is another object, the step is of no use."""
+    return getattr(kernel, "captured", None)
+
+
 @dataclass(frozen=True)
 class ExpertMath:
     """The computation of a module's experts, apart from weights.

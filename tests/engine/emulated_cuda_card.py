@@ -82,6 +82,9 @@ class EmulatedCudaCard:
         copied = torch.frombuffer(bytearray(arguments), dtype=torch.uint8)
         torch.ops.switchyard_tests.launch(copied, _kernels[kernel], grid, len(self.launched))
 
+    def address_of(self, memory: torch.Tensor) -> int:
+        return memory.data_ptr()
+
 
 _LIBRARIES = {"attention.cu": "attention_kernels"}
 _kernels: dict[Kernel, int] = {}
@@ -108,4 +111,4 @@ def emulated_kernels(multiprocessors: int = 16) -> CardKernels:
     """The kernels in CUDA C as a card with so many multiprocessors would run them."""
     card = EmulatedCudaCard(multiprocessors)
     products = CudaProducts(card)
-    return CardKernels(products, products.most_visits, CudaGroups(card), CudaUnpacker(card))
+    return CardKernels(products, products.most_visits, CudaGroups(card), CudaUnpacker(card), products)

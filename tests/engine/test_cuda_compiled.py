@@ -12,7 +12,7 @@ import pytest
 
 from engine.common.paths import cache_dir
 from engine.kernels.cuda import nvrtc
-from engine.kernels.cuda.__main__ import all_kernels
+from engine.kernels.cuda.__main__ import nvidia_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel, machine_code
 from engine.kernels.cuda.nvrtc import (
     CompileError,
@@ -193,7 +193,7 @@ def test_every_kernel_for_every_card_without_spills(
 ) -> None:
     compiler = from_the_index(package, tmp_path / "package")
     spilling: list[tuple[Kernel, int, int]] = []
-    for kernel in all_kernels():
+    for kernel in nvidia_kernels():
         for architecture in architectures:
             usage = usage_in(compile_kernel(kernel, architecture, compiler).log)
             record_property(f"{kernel.name} sm_{architecture}", f"{usage.registers} registers")

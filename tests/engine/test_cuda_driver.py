@@ -90,6 +90,14 @@ def test_what_the_driver_refuses_is_said_in_a_sentence(seen: Seen, stub: ctypes.
     assert seen.launches == 0
 
 
+def test_memory_of_the_host_has_an_address_on_the_card(seen: Seen, stub: ctypes.CDLL) -> None:
+    card, memory = NvidiaCard(0), torch.zeros(8)
+    assert card.address_of(memory) == memory.data_ptr() + 0x1000
+    ctypes.c_int.in_dll(stub, "failing").value = 700
+    with pytest.raises(DriverError, match="map the host's memory: an illegal"):
+        card.address_of(memory)
+
+
 def test_without_a_driver_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def there_is_none(name: str) -> None:
         raise OSError(f"{name} was not found")

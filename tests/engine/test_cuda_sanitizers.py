@@ -12,23 +12,28 @@ import pytest
 
 from engine.kernels.native.build import find_compiler
 from tests.engine.emulated_cuda_card import FOLDER, OPTIONS, needs_compiler
-from tests.engine.native_programs import run_program, sanitizing
+from tests.engine.native_programs import FOLDER as NATIVE_FOLDER
+from tests.engine.native_programs import HEADERS, run_program, sanitizing
 
 pytestmark = needs_compiler
 
 
-def sanitized(folder: Path, sanitizer: str, *more: str) -> Path:
-    """The driver with a sanitizer; skips the test where the compiler has no such sanitizer."""
-    program = folder / "driver"
+_NATIVE = (f"-I{HEADERS}", f"-I{NATIVE_FOLDER}", str(HEADERS / "thread_pool.cpp"))
+
+
+def sanitized(folder: Path, sanitizer: str, *more: str, name: str = "driver") -> Path:
+    """A driver with a sanitizer; skips the test where the compiler has no such sanitizer."""
+    program = folder / name
     options = sanitizing(folder, sanitizer, *more)
-    sources = (str(FOLDER / "driver.cpp"), str(FOLDER / "emulated_card.cpp"))
-    find_compiler().run(*OPTIONS, *options, *sources, "-o", str(program))
+    sources = (str(FOLDER / f"{name}.cpp"), str(FOLDER / "emulated_card.cpp"))
+    native = _NATIVE if name == "exchange_driver" else ()
+    find_compiler().run(*OPTIONS, *options, *sources, *native, "-o", str(program))
     return program
 
 
-def assert_clean(program: Path, cases: int) -> None:
+def assert_clean(program: Path, cases: int, *more: str) -> None:
     seed = int.from_bytes(os.urandom(3), "big")
-    done = run_program(program, str(seed), str(cases), timeout_s=600, TSAN_OPTIONS="halt_on_error=1")
+    done = run_program(program, str(seed), str(cases), *more, timeout_s=600, TSAN_OPTIONS="halt_on_error=1")
     assert done.returncode == 0, f"seed {seed}:\n{done.stderr[-4000:]}"
     assert done.stderr == ""
 
@@ -49,3 +54,26 @@ def test_no_wrong_access_and_nothing_undefined(tmp_path: Path) -> None:
 def test_no_data_race(tmp_path: Path) -> None:
     """A block's threads are threads of this machine."""
     assert_clean(sanitized(tmp_path, "thread", "-DEMULATED_THREADS"), 25)
+
+
+_WHOLE_BLOCK, _ONE = "32", "1"
+"""Threads of a block: checkers for races know one of them, or threads of this machine."""
+
+
+def test_tokens_of_a_card_beside_the_host_have_the_same_bits(tmp_path: Path) -> None:
+    """Every token that is not given up, with random slots, changes, delays, cancels and late answers."""
+    assert_clean(sanitized(tmp_path, "thread", name="exchange_driver"), 20_000, _ONE)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("sanitizer", "more", "steps", "threads"),
+    [
+        ("thread", (), 1_000_000, _ONE),
+        ("thread", ("-DEMULATED_THREADS",), 500, _WHOLE_BLOCK),
+        ("address,undefined,float-cast-overflow", (), 60_000, _WHOLE_BLOCK),
+    ],
+)
+def test_many_tokens_of_a_card(sanitizer: str, more: tuple[str, ...], steps: int, threads: str, tmp_path: Path) -> None:
+    assert_clean(sanitized(tmp_path, sanitizer, *more, name="exchange_driver"), steps, threads)

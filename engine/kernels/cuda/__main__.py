@@ -13,6 +13,7 @@ from dataclasses import replace
 from engine.formats import FORMATS
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel
+from engine.kernels.cuda.exchange import exchange_kernels
 from engine.kernels.cuda.groups import ROUND_KERNEL, group_kernels
 from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
@@ -27,12 +28,17 @@ _KV_TOKENS = 4096
 
 
 def all_kernels() -> list[Kernel]:
-    """Every kernel that may be asked for."""
+    """Every kernel that any card may be asked for."""
     on_cards = [each for each in FORMATS.values() if each.on_card]
     unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
     products = [kernel for each in on_cards for kernel in product_kernels(each)]
     groups = [ROUND_KERNEL, *(kernel for each in on_cards for kernel in group_kernels(each))]
     return [*products, *groups, *unpacking, *attention_kernels(), NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
+
+
+def nvidia_kernels() -> list[Kernel]:
+    """The same, with those that only NVIDIA's cards run."""
+    return [*all_kernels(), *exchange_kernels()]
 
 
 def usage_rows() -> Iterator[list[str]]:
@@ -44,7 +50,7 @@ def usage_rows() -> Iterator[list[str]]:
     compiler = find_nvrtc()
     known = [each for each in _ARCHITECTURES if each in compiler.architectures()]
     yield ["kernel", "KiB shared", *(f"sm_{each}" for each in known)]
-    for kernel in all_kernels():
+    for kernel in nvidia_kernels():
         found = [usage_in(compile_kernel(kernel, each, compiler).log) for each in known]
         registers = (f"{each.registers}{'+' if each.spilled_bytes else ''}" for each in found)
         yield [kernel.name, f"{max(each.shared_bytes for each in found) / 1024:.1f}", *registers]

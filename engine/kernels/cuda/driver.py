@@ -32,6 +32,7 @@ def _driver() -> ctypes.CDLL:
     library.cuLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
     library.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     library.cuCtxSetCurrent.argtypes = [pointer]
+    library.cuMemHostGetDevicePointer_v2.argtypes = [pointer, pointer, number]
     return library
 
 
@@ -129,6 +130,14 @@ class NvidiaCard:
             stream = torch.cuda.current_stream(self._device).cuda_stream
             started = _driver().cuLaunchKernel(function, *grid, kernel.threads, 1, 1, 0, stream, parameters, None)
         _checked(started, f"start {kernel.name}")
+
+    def address_of(self, memory: torch.Tensor) -> int:
+        """See `SharingLauncher.address_of`."""
+        found = ctypes.c_void_p()
+        _checked(_driver().cuCtxSetCurrent(self._context), "use the card")
+        done = _driver().cuMemHostGetDevicePointer_v2(ctypes.byref(found), memory.data_ptr(), 0)
+        _checked(done, "map the host's memory")
+        return found.value or 0
 
     def _load(self, kernel: Kernel) -> ctypes.c_void_p:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -6,6 +6,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from engine.kernels.cuda.compiled import Kernel
 
 
@@ -16,6 +18,17 @@ class Launcher(Protocol):
     def multiprocessors(self) -> int: ...
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
         """Queues a kernel on the current stream."""
+
+
+class SharingLauncher(Launcher, Protocol):
+    """A card whose kernels read and write memory of the host while they run."""
+
+    def address_of(self, memory: torch.Tensor) -> int:
+        """Where the card has pinned and mapped memory of the host.
+
+        Raises:
+            DriverError: nowhere.
+        """
 
 
 class CompilingLauncher(Launcher, Protocol):

@@ -106,6 +106,29 @@ class CardExperts:
 
         return compute
 
+    @property
+    def finds_slots(self) -> bool:
+        """Whether `in_slots` can be called."""
+        return self._kernels.in_slots is not None and self.math.norm is None and self._dtype == torch.bfloat16
+
+    def in_slots(self, hidden: torch.Tensor, ids: torch.Tensor, slot_of: torch.Tensor) -> torch.Tensor:
+        """What each of a token's experts makes of it, for records that are slots.
+
+        Args:
+            hidden: bf16 [1, H], contiguous.
+            ids: int64 [k].
+            slot_of: int32 [experts]: the slot of each, or -1.
+
+        Returns:
+            bf16 [k, H]; zeros for experts without a slot.
+        """
+        few = self._kernels.in_slots
+        assert few is not None
+        inner = few.multiply_visits(
+            self._first, self._table, hidden, ids, len(ids), self.math.activation, slot_of=slot_of
+        )
+        return few.multiply_visits(self._down, self._table, self._gate(inner), ids, 1, slot_of=slot_of)
+
     def _compute(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, width = index.shape
         ids = index.reshape(-1).long()

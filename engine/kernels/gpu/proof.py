@@ -87,7 +87,7 @@ def _chosen(index: int) -> _Chosen:
     few = quickest([each for each in (in_cuda, triton) if each is not None], device)
     many = triton if triton is not None else groups_of(in_cuda, device)
     most_few = few.most_visits if many is None else min(few.most_visits, _MOST_FEW)
-    return _Chosen(CardKernels(few, most_few, many, unpacker_of(in_cuda, device)), "")
+    return _Chosen(CardKernels(few, most_few, many, unpacker_of(in_cuda, device), in_cuda), "")
 
 
 def triton_products(device: torch.device) -> TritonProducts:

@@ -18,6 +18,7 @@ from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
     from engine.kernels.activation import Activation
+    from engine.kernels.cuda.products import CudaProducts
     from engine.kernels.interface import LayerRecords, Upload
 
 
@@ -272,9 +273,11 @@ class CardKernels:
         few: for up to `most_few` visits.
         many: for more; `None`: PyTorch's operators compute them.
         unpack: a tiled matrix -> its weights, bf16 [rows, columns], for those operators.
+        in_slots: for few visits of experts that the card finds in a table of slots; `None`: the host has to find them.
     """
 
     few: Products
     most_few: int
     many: GroupedProducts | None
     unpack: Callable[[TiledMatrix], torch.Tensor] = dequantise
+    in_slots: CudaProducts | None = None

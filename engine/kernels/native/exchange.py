@@ -1,4 +1,4 @@
-"""Tokens that an emulated card runs by itself, while a native thread computes the experts that have no slot on it.
+"""Tokens that a card runs by itself, while a native thread computes the experts that have no slot on it.
 
 What the two tell each other, and in which order, is in `exchange.h`; nothing of it is Python.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.structs import ExchangeShapeStruct, ExpertsStruct
+from engine.kernels.native.structs import ExchangeLayoutStruct, ExchangeShapeStruct, ExpertsStruct
 
 MOST_CHOSEN = 32
 """Experts that a token may choose in a layer."""
@@ -23,7 +23,7 @@ MISSED = -1
 _LIMIT_NS = 60 * 10**9
 """How long a card waits for missed experts before it gives its token up: longer than any machine is away."""
 _DEPTH = 2
-_CANCELLED, _FAILED = 1, 2
+_RUNS, _CANCELLED, _FAILED, _OVERDUE = -1, 1, 2, 3
 
 CARD_LAYER = np.dtype(
     [
@@ -36,6 +36,10 @@ CARD_LAYER = np.dtype(
     ]
 )
 """`SwitchyardCardLayer`: what one layer of a token did."""
+
+
+class OverdueError(EngineError):
+    """The card has waited too long for experts that the CPU computes: its token came to nothing."""
 
 
 class NativeExchange:
@@ -60,10 +64,10 @@ class NativeExchange:
         allocate: Callable[[int], torch.Tensor],
     ) -> None:
         self._calls, self._layers = kernels.exchange, list(layers)
-        shape = ExchangeShapeStruct(len(layers), experts, layers[0].hidden, most, _DEPTH)
-        self.memory = allocate(int(self._calls.bytes(ctypes.byref(shape))))
+        self.shape = ExchangeShapeStruct(len(layers), experts, layers[0].hidden, most, _DEPTH)
+        self.memory = allocate(int(self._calls.bytes(ctypes.byref(self.shape))))
         addresses = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
-        made = self._calls.create(ctypes.byref(shape), self.memory.data_ptr(), kernels.pool, addresses, _LIMIT_NS)
+        made = self._calls.create(ctypes.byref(self.shape), self.memory.data_ptr(), kernels.pool, addresses, _LIMIT_NS)
         if not made:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left for tokens on the card.")
         self.address: int = made
@@ -80,14 +84,28 @@ class NativeExchange:
         """Ends it.
 
         Raises:
-            EngineError: missed experts could not be computed, or not in time, or the token was cancelled.
+            OverdueError: missed experts were not computed in time.
+            EngineError: they could not be computed, or the token was cancelled.
         """
-        result = self._calls.end(self.address)
-        if result == _FAILED:
-            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
-        if result:
-            why = "was cancelled" if result == _CANCELLED else "waited too long for experts that the CPU computes"
-            raise EngineError(ErrorCode.INTERNAL, f"A token on the card {why}.")
+        _check(self._calls.end(self.address))
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for the end of a token that a real card computes; false if that took longer than `timeout_s`.
+
+        Raises:
+            OverdueError, EngineError: as `end`.
+        """
+        result = self._calls.wait(self.address, int(timeout_s * 1e9))
+        if result == _RUNS:
+            return False
+        _check(result)
+        return True
+
+    def layout(self) -> ExchangeLayoutStruct:
+        """Where everything lies in `memory`."""
+        found = ExchangeLayoutStruct()
+        self._calls.layout(self.address, ctypes.byref(found))
+        return found
 
     def cancel(self) -> None:
         """The token under way waits for nothing any more, and `end` raises.  On any thread."""
@@ -104,3 +122,12 @@ class NativeExchange:
         if self.address:
             self._calls.destroy(self.address)
             self.address = 0
+
+
+def _check(result: int) -> None:
+    if result == _FAILED:
+        raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a layer's experts.")
+    if result == _OVERDUE:
+        raise OverdueError(ErrorCode.INTERNAL, "A token on the card waited too long for experts that the CPU computes.")
+    if result == _CANCELLED:
+        raise EngineError(ErrorCode.INTERNAL, "A token on the card was cancelled.")

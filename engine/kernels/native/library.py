@@ -52,6 +52,8 @@ class ExchangeCalls:
             ("change", [pointer, i32, i32, i32], None),
             ("start", [pointer], ctypes.c_uint64),
             ("end", [pointer], i32),
+            ("layout", [pointer, pointer], None),
+            ("wait", [pointer, i64], i32),
             ("cancel", [pointer], None),
             ("records", [pointer], pointer),
         ):
@@ -63,6 +65,8 @@ class ExchangeCalls:
         self.change = library.switchyard_exchange_change
         self.start = library.switchyard_exchange_start
         self.end = library.switchyard_exchange_end
+        self.layout = library.switchyard_exchange_layout
+        self.wait = library.switchyard_exchange_wait
         self.cancel = library.switchyard_exchange_cancel
         self.records = library.switchyard_exchange_records
 

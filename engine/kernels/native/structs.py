@@ -75,6 +75,15 @@ class ExchangeShapeStruct(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("layers", "experts", "hidden", "most", "depth"))
 
 
+class ExchangeLayoutStruct(ctypes.Structure):
+    """`SwitchyardExchangeLayout`."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("row", "answer", "records")),
+        ("tables", ctypes.c_int64 * 2),
+    )
+
+
 class SparseBlockStruct(ctypes.Structure):
     """`SwitchyardSparseBlock`."""
 

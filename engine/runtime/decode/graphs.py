@@ -27,9 +27,11 @@ from transformers.cache_utils import Cache
 from engine.common.errors import EngineError
 from engine.devices.device import Capture, Device, Graph
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import bound_kernel, compute_experts, interrupted_by_experts
 from engine.experts.recording import LAYER_NUMBER
-from engine.kernels.interface import is_capturable
+from engine.kernels.interface import captured_state, is_capturable
+from engine.kernels.native.exchange import OverdueError
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decode.tabled_attention import TabledAttention
 from engine.runtime.kv.fixed import FixedCache, FixedPosition
@@ -89,7 +91,7 @@ class GraphStep:
         self._capture = capture
         self._pieces: list[Graph | _Experts] = []
         self._inside: list[list[Any]] = [[]]  # of each graph the modules of experts that are part of it
-        self._kernels: list[tuple[Any, object]] = []
+        self._kernels: list[tuple[Any, object, object]] = []
         try:
             with interrupted_by_experts(self._between):
                 capture.begin()
@@ -109,7 +111,10 @@ class GraphStep:
     @property
     def is_current(self) -> bool:
         """Whether experts are still computed by the same kernels."""
-        return all(bound_kernel(module)[1] is kernel for module, kernel in self._kernels)
+        return all(
+            (now := bound_kernel(module)[1]) is kernel and captured_state(now) is state
+            for module, kernel, state in self._kernels
+        )
 
     @property
     def pieces(self) -> int:
@@ -158,7 +163,7 @@ class GraphStep:
 
     def _between(self, module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         layer, kernel = bound_kernel(module)
-        self._kernels.append((module, kernel))
+        self._kernels.append((module, kernel, captured_state(kernel)))
         if is_capturable(kernel) and layer.device == hidden.device:
             self._inside[-1].append(module)
             return kernel(hidden, index, weights)  # replays run no Python
@@ -191,13 +196,20 @@ class GraphedSteps:
         device: that the whole model is on; it can capture.
         tabled: attention by the card's kernel, if it has one; where that does not do what the library does, it is left
             alone from then on.
+        tokens: those that the device runs by itself, experts and all: such a step is one graph.
 
     Attributes:
         refused: why this model's steps are not captured any more, once that was found out; it is said in the log once.
     """
 
-    def __init__(self, model: StepModel, device: Device, tabled: TabledAttention | None = None) -> None:
-        self._model, self._device, self._tabled = model, device, tabled
+    def __init__(
+        self,
+        model: StepModel,
+        device: Device,
+        tabled: TabledAttention | None = None,
+        tokens: CardTokens | None = None,
+    ) -> None:
+        self._model, self._device, self._tabled, self._tokens = model, device, tabled, tokens
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device.torch_device)
         self._position = FixedPosition(device.torch_device)
         self._memory = device.memory.reserve(0, MemoryCategory.ACTIVATIONS)
@@ -225,22 +237,43 @@ class GraphedSteps:
             return None
         self._token.copy_(token)
         self._position.set(held)
-        if self._step is not None and not self._step.is_current:
-            self._forget_step()
-        if self._step is not None:
-            logits = self._step.replay()
-            self.counters.replays += 1
-        elif fixed.is_warm:
-            captured = self._capture(fixed)
-            if captured is None:
-                self.leave()
-                return None
-            logits = captured
-        else:
+        if self._step is None and not fixed.is_warm:
             assert cache is not None
             logits = self._warm_up(fixed, cache, held)
+        else:
+            repeated = self._by_itself(fixed) if self._runs_tokens else self._repeat(fixed)
+            if repeated is None:
+                self.leave()
+                return None
+            logits = repeated
         fixed.stepped(held + 1)
         return logits.clone()
+
+    @property
+    def _runs_tokens(self) -> bool:
+        return self._tokens is not None and self._tokens.is_captured and self._tokens.can_run_more
+
+    def _by_itself(self, cache: FixedCache) -> torch.Tensor | None:
+        """The step as a token of the device's own.  One that came to nothing has changed nothing that its repetition
+        does not write again."""
+        assert self._tokens is not None
+        for is_last in (False, True):
+            try:
+                with self._tokens.token():
+                    return self._repeat(cache)
+            except OverdueError as error:
+                if is_last:
+                    self._tokens.give_up(str(error))
+        return self._repeat(cache)
+
+    def _repeat(self, cache: FixedCache) -> torch.Tensor | None:
+        """The step once more, captured before if it is the first or something has changed."""
+        if self._step is not None and not self._step.is_current:
+            self._forget_step()
+        if self._step is None:
+            return self._capture(cache)
+        self.counters.replays += 1
+        return self._step.replay()
 
     def leave(self) -> None:
         """Before other code uses the cache: writes back what is kept elsewhere meanwhile."""
@@ -281,6 +314,11 @@ class GraphedSteps:
         with attending:
             return self._model.at(self._position.ids, self._token, cache)[0]
 
+    def _captured_forward(self, cache: FixedCache) -> torch.Tensor:
+        if self._tokens is not None and self._tokens.is_captured and self._tokens.is_open:
+            return self._tokens.whole(lambda: self._forward(cache))
+        return self._forward(cache)
+
     def _warm_up(self, fixed: FixedCache, cache: Cache, held: int) -> torch.Tensor:
         """The step both ways; what counts is the ordinary one, and whether they agree."""
         fixed.is_warm = True
@@ -302,7 +340,7 @@ class GraphedSteps:
     def _capture(self, cache: FixedCache) -> torch.Tensor | None:
         assert self._device.new_capture is not None
         try:
-            step = GraphStep(self._device.new_capture(), lambda: self._forward(cache))
+            step = GraphStep(self._device.new_capture(), lambda: self._captured_forward(cache))
         except ExpertsFailedError as error:
             raise error.reason from None
         except Exception as error:  # whatever a family does that cannot be repeated

@@ -75,7 +75,8 @@ class KvSession:
         if captures is not None:
             places = [device.torch_device for device in loaded.devices.devices] if loaded.devices is not None else []
             tabled = tabled_attention(loaded.model, places, loaded.context_tokens)
-            self.graphs = GraphedSteps(self._step, captures, tabled)
+            tokens = loaded.devices.experts.tokens if loaded.devices is not None else None
+            self.graphs = GraphedSteps(self._step, captures, tabled, tokens)
         self._room = KvRoom(loaded.devices, loaded.context_tokens)
         self._beam_room = KvRoom(loaded.devices, loaded.context_tokens)
         head = draft_head_of(loaded.model) if guesses and loaded.speculates else None

@@ -17,6 +17,7 @@ from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens
+from engine.experts.card_trial import tried_tokens
 from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
@@ -39,6 +40,7 @@ from engine.families import fast_path_of
 from engine.formats import STORED, careful, format_of
 from engine.hardware.probe import usable_cpus
 from engine.kernels import choose_kernel
+from engine.kernels.cuda.driver import nvidia_card
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
@@ -116,10 +118,8 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
         return
     foresight, per_token = parts.foresight, profile.experts_per_token
     layers = bind_to_devices(bound, held, config)
-    if _runs_tokens(opened.model, layers, config, per_token):
-        assert parts.kernels is not None
-        held.tokens = CardTokens(layers, parts.kernels, per_token)
-    else:  # within a token of the device nothing could be brought
+    held.tokens = _open_tokens(opened.model, layers, parts, config, per_token)
+    if held.tokens is None:  # within a token of the device nothing could be brought
         foresight.prefetcher = _prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(opened.key, uses, known)
@@ -270,21 +270,35 @@ def bind_to_devices(
     return made
 
 
-def _runs_tokens(model: Any, layers: Sequence[HybridExperts], config: EngineConfig, per_token: int) -> bool:
-    """Whether the device computes single tokens by itself: misses then are the CPU's, and none is foreseen.
+def _open_tokens(
+    model: Any, layers: Sequence[HybridExperts], parts: LoadingParts, config: EngineConfig, per_token: int
+) -> CardTokens | None:
+    """Single tokens that the device computes by itself, where it can: misses then are the CPU's, and none is foreseen.
 
-    Unless that was asked for, a core has to be free for the thread that computes them: where the kernels' own threads
-    have all, it is a millisecond late.
+    Unless that was asked for, an emulated card has to have a core of its own: where the kernels' threads have all, they
+    are a millisecond late.
     """
-    has_core = usable_cpus() > torch.get_num_threads()
-    return (
+    device = layers[0].device
+    card = nvidia_card(device.torch_device)
+    has_core = card is not None or usable_cpus() > torch.get_num_threads()
+    wanted = (
         config.misses in (MIXED, OnCpu.name)
         and config.prefetch in ("auto", "off")
-        and fast_path_of(model, "model") is not None
         and len({layer.device.name for layer in layers}) == 1
-        and CardTokens.can_run(layers, per_token)
         and (config.misses == OnCpu.name or (has_core and all(layer.latency.prefers_cpu(1) for layer in layers)))
     )
+    if not wanted or parts.kernels is None:
+        return None
+    if card is None:
+        is_known = fast_path_of(model, "model") is not None and CardTokens.can_run(layers, per_token)
+        return CardTokens(layers, parts.kernels, per_token) if is_known else None
+    captures = config.graphs != "off" and device.new_capture is not None and len(parts.devices.devices) == 1
+    if not captures or not CardTokens.can_run(layers, per_token, card):
+        return None
+    tokens, refused = tried_tokens(layers, parts.kernels, per_token, card)
+    if tokens is None:
+        parts.devices.experts.shortages.append(f"{device.name} cannot run tokens by itself: {refused}.")
+    return tokens
 
 
 def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:

@@ -75,6 +75,8 @@ void run(Index grid, unsigned int threads, std::uint64_t seed, const std::functi
     }
     for (std::thread& thread : running) thread.join();
 }
+
+void run_alone(Index grid, std::uint64_t seed, const std::function<void()>& kernel) { run(grid, 1, seed, kernel); }
 #else
 namespace {
 constexpr std::size_t STACK = 256 * 1024;
@@ -181,6 +183,17 @@ void run(Index grid, unsigned int threads, std::uint64_t seed, const std::functi
                 std::abort();
             }
         }
+    }
+}
+
+void run_alone(Index grid, std::uint64_t seed, const std::function<void()>& kernel) {
+    grid_size = grid;
+    threads_of_block = 1;
+    thread_index = Index{};
+    of_block = Barrier();
+    for (const Index& block : in_random_order(grid, seed)) {
+        block_index = block;
+        kernel();
     }
 }
 #endif

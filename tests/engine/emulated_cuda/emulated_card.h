@@ -3,12 +3,14 @@
 // other in a random order; a barrier that not all reach ends the program.
 #pragma once
 
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <thread>
 
 #define __device__
 #define __global__
@@ -33,6 +35,14 @@ void warp_barrier();
 // A word of each lane of the warp.  Two places take turns: nobody writes one before all have read it.
 std::uint32_t* exchange(std::uint32_t mine);
 void run(Index grid, unsigned int threads, std::uint64_t seed, const std::function<void()>& kernel);
+// Blocks of one thread, which is the caller: for checkers that know no fibers.
+void run_alone(Index grid, std::uint64_t seed, const std::function<void()>& kernel);
+
+inline long long clock_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+// Whoever is waited for may need this very core.
+inline void rest() { std::this_thread::yield(); }
 
 float float_of_half(std::uint16_t bits);
 std::uint16_t half_of_float(float value);

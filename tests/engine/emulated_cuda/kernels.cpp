@@ -20,6 +20,8 @@ extern "C" int emulate(const char* entry, const char* const* defines, const unsi
         is_known = emulate_rotary(size, seed, *static_cast<const RotaryArguments*>(arguments));
     } else if (is("router_kernel")) {
         is_known = emulate_router(defines[0], defines[1], size, seed, *static_cast<const RouterArguments*>(arguments));
+    } else if (is("exchange_kernel")) {
+        is_known = emulate_exchange<THREADS>(defines[0], size, seed, *static_cast<const ExchangeArguments*>(arguments));
     }
     return is_known ? 0 : 1;
 }

@@ -1,5 +1,6 @@
 // The kernels as functions: a template of a card's program is called by the names that it would be compiled for.
 #pragma once
+#include "exchange.cu"
 #include "group_products.cu"
 #include "norm.cu"
 #include "products.cu"
@@ -93,5 +94,19 @@ inline bool emulate_group_product(const char* format, int tiles, bool has_units,
     if (is("Int8")) return emulate_tiles<Int8>(tiles, has_units, grid, seed, arguments);
     if (is("Int4")) return emulate_tiles<Int4>(tiles, has_units, grid, seed, arguments);
     if (is("Lut4")) return emulate_tiles<Lut4>(tiles, has_units, grid, seed, arguments);
+    return false;
+}
+
+template <int SIZE>
+bool emulate_exchange(const char* part, emulated::Index grid, std::uint64_t seed, const ExchangeArguments& arguments) {
+    const auto run = [&](void (*kernel)(const ExchangeArguments&)) {
+        emulated::run(grid, SIZE, seed, [&] { kernel(arguments); });
+        return true;
+    };
+    const auto is = [part](const char* name) { return std::strcmp(part, name) == 0; };
+    if (is("begin")) return run(begin<SIZE>);
+    if (is("post")) return run(post<SIZE>);
+    if (is("join")) return run(join<SIZE>);
+    if (is("finish")) return run(finish<SIZE>);
     return false;
 }

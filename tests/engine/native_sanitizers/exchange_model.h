@@ -140,11 +140,12 @@ struct Model {
     int64_t hits = 0, misses = 0, whole = 0;
     uint64_t copies = 0, done = 0;
 
-  private:
     void choose(int64_t *chosen) {
         const auto first = static_cast<int32_t>(drawn() % kExperts), step = static_cast<int32_t>(1 + drawn() % 2);
         for (int32_t i = 0; i < kChosen; ++i) chosen[i] = (first + i * step) % kExperts;
     }
+
+  private:
     void check(const SwitchyardCardLayer &record, uint64_t token, int32_t layer, uint16_t row, const float *answer) {
         int32_t at = 0;
         for (int32_t expert = 0; expert < kExperts; ++expert)
@@ -160,8 +161,11 @@ struct Model {
         if (at != record.missed) fail("not all misses are answered", token, at);
     }
 
+  public:
     std::mt19937_64 drawn, policy;
     int32_t slots[kSlots][kWords];
+
+  private:
     std::vector<int32_t> taken;  // the expert that each slot has or gets
     int32_t under_way = -1;      // a slot that is being filled
     bool is_copying = false;

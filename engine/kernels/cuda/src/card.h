@@ -13,6 +13,7 @@ typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int LANES = 32;

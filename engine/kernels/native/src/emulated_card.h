@@ -14,5 +14,6 @@ struct SwitchyardExchange {
     std::optional<ExchangeCard> card;  // the token under way
     const int64_t limit_ns;
     const std::vector<const SwitchyardExperts *> layers;
+    uint64_t seen = 0;      // of the pool's work by who waits for a real card's token
     ExchangeThread thread;  // last: it ends first
 };

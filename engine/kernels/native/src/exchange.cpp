@@ -2,6 +2,7 @@
 
 #include <new>
 
+#include "clock.h"
 #include "emulated_card.h"
 #include "experts_call.h"
 
@@ -28,6 +29,14 @@ SWITCHYARD_API SwitchyardExchange *switchyard_exchange_create(const SwitchyardEx
     return nullptr;
 }
 
+SWITCHYARD_API void switchyard_exchange_layout(const SwitchyardExchange *exchange, SwitchyardExchangeLayout *layout) {
+    const ExchangeMemory &memory = exchange->memory;
+    const auto *begin = reinterpret_cast<const uint8_t *>(memory.flags);
+    const auto distance = [begin](const void *to) { return static_cast<const uint8_t *>(to) - begin; };
+    *layout = {distance(memory.row), distance(memory.answer), distance(memory.records),
+               {distance(memory.tables[0]), distance(memory.tables[1])}};
+}
+
 SWITCHYARD_API void switchyard_exchange_destroy(SwitchyardExchange *exchange) {
     exchange->host.stop();
     delete exchange;
@@ -49,6 +58,17 @@ SWITCHYARD_API uint64_t switchyard_exchange_start(SwitchyardExchange *exchange) 
 SWITCHYARD_API int32_t switchyard_exchange_end(SwitchyardExchange *exchange) {
     exchange->card->finish();
     spin_until([&] { return exchange->host.is_quiet(); });
+    return exchange->host.result();
+}
+
+SWITCHYARD_API int32_t switchyard_exchange_wait(SwitchyardExchange *exchange, int64_t timeout_ns) {
+    const int64_t begun_ns = clock_ns();
+    Pause pause;
+    while (!exchange->host.is_quiet()) {
+        if (exchange->thread.help(exchange->seen)) continue;
+        if (clock_ns() - begun_ns > timeout_ns) return SWITCHYARD_TOKEN_RUNS;
+        pause();
+    }
     return exchange->host.result();
 }
 

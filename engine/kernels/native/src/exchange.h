@@ -166,7 +166,7 @@ class ExchangeHost {
     int32_t read_ = 0, changed_ = 0;  // copies of the table: that of the last token, that of the next
 };
 
-// The card's side, as the emulated one runs it; card_exchange.cu is the same for real ones.
+// The card's side, as the emulated one runs it; exchange.cu is the same for real ones.
 class ExchangeCard {
   public:
     // For the token that the host has started last.
@@ -255,8 +255,11 @@ class ExchangeWorker {
         return has_served;
     }
     bool is_stopped() const { return flags().stopped.load() != 0; }
-    // Whether a token is under way, so that something may be asked for at any moment.
-    bool is_needed() const { return flags().started.load() / 2 != flags().finished.load(); }
+    // Whether a token is under way, so that something may be asked for at any moment, or one that was given up has asked and
+    // ended before anybody looked.
+    bool is_needed() const {
+        return flags().started.load() / 2 != flags().finished.load() || flags().posted.load() != flags().answered.load();
+    }
 
   private:
     template <class Compute> bool serve_alone(Compute compute) {

@@ -6,7 +6,12 @@
 enum { SWITCHYARD_MOST_CHOSEN = 32 };  // experts of a token and layer
 
 // What became of a token.
-enum { SWITCHYARD_TOKEN_CANCELLED = 1, SWITCHYARD_TOKEN_FAILED = 2, SWITCHYARD_TOKEN_OVERDUE = 3 };
+enum {
+    SWITCHYARD_TOKEN_RUNS = -1,
+    SWITCHYARD_TOKEN_CANCELLED = 1,
+    SWITCHYARD_TOKEN_FAILED = 2,
+    SWITCHYARD_TOKEN_OVERDUE = 3
+};
 
 // layers: with experts.  experts: most of a layer.  hidden: of a row.  most: experts that a token chooses in a layer, up
 // to SWITCHYARD_MOST_CHOSEN.  depth: tokens whose records are kept.
@@ -26,6 +31,12 @@ typedef struct {
     int32_t slots[SWITCHYARD_MOST_CHOSEN];  // -1: missed; -2: no expert
 } SwitchyardCardLayer;
 
+// Where everything lies in the memory of an exchange, in bytes from its begin: for a real card's kernels, which get these as
+// numbers.
+typedef struct {
+    int64_t row, answer, records, tables[2];
+} SwitchyardExchangeLayout;
+
 typedef struct SwitchyardExchange SwitchyardExchange;
 
 SWITCHYARD_API int64_t switchyard_exchange_bytes(const SwitchyardExchangeShape *shape);
@@ -36,6 +47,7 @@ SWITCHYARD_API SwitchyardExchange *switchyard_exchange_create(const SwitchyardEx
                                                               SwitchyardPool *pool,
                                                               const SwitchyardExperts *const *layers,
                                                               int64_t limit_ns);
+SWITCHYARD_API void switchyard_exchange_layout(const SwitchyardExchange *exchange, SwitchyardExchangeLayout *layout);
 // No token may be under way.
 SWITCHYARD_API void switchyard_exchange_destroy(SwitchyardExchange *exchange);
 
@@ -46,6 +58,9 @@ SWITCHYARD_API void switchyard_exchange_change(SwitchyardExchange *exchange, int
 SWITCHYARD_API uint64_t switchyard_exchange_start(SwitchyardExchange *exchange);
 // Ends it: 0, or SWITCHYARD_TOKEN_*.
 SWITCHYARD_API int32_t switchyard_exchange_end(SwitchyardExchange *exchange);
+// Waits up to timeout_ns for the end of a real card's token, which its last kernel tells, and meanwhile computes what is
+// missed, as the pool's worker does: 0, or SWITCHYARD_TOKEN_*.
+SWITCHYARD_API int32_t switchyard_exchange_wait(SwitchyardExchange *exchange, int64_t timeout_ns);
 // The token under way waits for nothing any more.  On any thread.
 SWITCHYARD_API void switchyard_exchange_cancel(SwitchyardExchange *exchange);
 // [layers] of the last token, which has ended.

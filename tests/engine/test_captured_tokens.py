@@ -1,0 +1,286 @@
+"""Tokens that a real card runs as one graph, with experts of the CPU: its kernels are C++ here, all else is real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.experts.card_tokens import CardTokens
+from engine.kernels.gpu.experts import CardExperts
+from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.native.build import library_path
+from engine.kernels.native.exchange import OverdueError
+from engine.kernels.torch_experts import TorchExperts
+from engine.runtime.decode.graphs import GraphedSteps
+from engine.runtime.decode.step_model import StepModel
+from engine.runtime.kv.layers import new_cache
+from engine.runtime.load import binding
+from engine.runtime.load import model as loading
+from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
+from tests.engine.graph_cases import graphs_of
+from tests.engine.on_devices import answer, chatting, opened, share_misses
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here"),
+]
+
+KERNELS = emulated_kernels(1)
+_LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+"""Enough for weights to be quantised."""
+_PROMPT = torch.arange(5, 12)[None]
+_SHORT = [7, 9, 11, 13]
+TOKENS = 6
+
+
+def _on_card(module: Any, *_: object) -> Any:
+    def make(records: LayerRecords) -> CardExperts:
+        math = ExpertMath.of(module)
+        return CardExperts(records, math, KERNELS, many_tokens=TorchExperts(records, math, None))
+
+    return make
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
+    """The emulated device is taken for a real card: what is in its slots is computed by kernels in CUDA C, and its
+    steps are captured, for which dense layers must be PyTorch's operators."""
+    found = EmulatedCudaCard(1)
+    share_misses(monkeypatch)
+    monkeypatch.setattr(binding, "nvidia_card", lambda place: found)
+    monkeypatch.setattr(binding, "_maker", _on_card)
+    monkeypatch.setattr(loading, "bind_dense", lambda *_: None)
+    monkeypatch.setattr(loading, "_graph_device", lambda parts, *_: parts.devices.devices[0])
+    return found
+
+
+@contextmanager
+def captured(folder: Path, **config: Any) -> Iterator[tuple[LoadedModel, CardTokens]]:
+    """A model whose tokens are captured steps."""
+    options = {"precision": "bf16", "misses": "cpu", "cache_slots": 6, "graphs": "on", **config}
+    with opened(folder, vram_bytes=2**26, **options) as model:
+        assert model.devices is not None, model.info.device_note
+        tokens = model.devices.experts.tokens
+        assert tokens is not None, model.devices.experts.notes
+        assert tokens.is_captured
+        yield model, tokens
+
+
+class Steps:
+    """A sequence by captured steps, and beside it by the dispatcher."""
+
+    def __init__(self, model: LoadedModel, tokens: CardTokens | None) -> None:
+        assert model.devices is not None
+        step = self._step = StepModel(model.model, model.context_tokens)
+        self.cache, self._beside, self.held = new_cache(model.model), new_cache(model.model), _PROMPT.shape[1]
+        for cache in (self.cache, self._beside):
+            step(_PROMPT, cache, 0)
+        self.graphs = GraphedSteps(step, model.devices.devices[0], None, tokens)
+        self._vocabulary, self._drawn = model.model.config.vocab_size, torch.Generator().manual_seed(3)
+
+    def go_on(self, count: int) -> None:
+        for _ in range(count):
+            token = torch.randint(3, self._vocabulary, (1, 1), generator=self._drawn)
+            logits = self.graphs.step(token, self.cache, self.held)
+            assert logits is not None, self.graphs.refused
+            wanted, _ = self._step(token, self._beside, self.held)
+            assert torch.cosine_similarity(logits.float(), wanted.float()).item() > 0.995
+            self.held += 1
+
+
+_FAMILIES = [("olmoe", "bf16"), ("gpt_oss", "lut4"), ("deepseek_v3", "bf16"), ("qwen2_moe", "int8")]
+"""Beyond those that are always tried."""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("qwen3_moe", "bf16"),
+        ("mixtral", "int4"),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in _FAMILIES),
+    ],
+)
+def test_tokens_are_those_of_the_dispatcher(
+    family: str, precision: str, card: EmulatedCudaCard, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint(family, tmp_path, **({} if precision == "bf16" else _LARGER))
+    with captured(folder, precision=precision) as (model, tokens):
+        steps = Steps(model, tokens)
+        steps.go_on(TOKENS)
+        counters = steps.graphs.counters
+        assert (counters.warm_ups, counters.captures, counters.replays, counters.eager) == (1, 1, TOKENS - 2, 0)
+        assert steps.graphs._step is not None
+        assert steps.graphs._step.pieces == 1
+        of_cache = model.caches[0].counters
+        assert min(of_cache.hits, of_cache.misses, of_cache.post_fetches) > 0
+        launched = [kernel.defines[0][1] for kernel, _ in card.launched if kernel.source == "exchange.cu"]
+        # In the trial launch by launch and captured, and captured again: repetitions launch nothing of their own.
+        layers = len(tokens._layers)
+        assert launched == [*["begin", *["post", "join"] * layers, "finish"] * 3]
+        steps.graphs.forget()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("slots", "ways"),
+    [
+        (0, None),
+        pytest.param(6, 2, marks=pytest.mark.exhaustive),
+        pytest.param(1000, None, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_whatever_is_in_the_slots(slots: int, ways: int | None, card: EmulatedCudaCard, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder, cache_slots=slots, cache_ways=ways) as (model, tokens):
+        steps = Steps(model, tokens)
+        steps.go_on(TOKENS)
+        assert steps.graphs.counters.replays == TOKENS - 2
+        steps.graphs.forget()
+
+
+@torch.inference_mode()
+def test_a_step_is_captured_anew_when_slots_come_or_go(card: EmulatedCudaCard, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder, cache_slots=1000) as (model, tokens):
+        cache, steps = model.caches[0], Steps(model, tokens)
+        most = cache.slots
+        for captures, slots in enumerate((most, most // 2, 0, most), 1):
+            cache.resize(slots)
+            steps.go_on(2 + (captures == 1))
+            assert steps.graphs.counters.captures == captures
+        steps.graphs.forget()
+
+
+def test_conversations(card: EmulatedCudaCard, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder) as (model, tokens), chatting(model) as session:
+        first = answer(session, _SHORT, 6).token_ids
+        graphs = graphs_of(session)
+        assert graphs.refused is None
+        assert graphs.counters.replays > 0
+        number = int(tokens.records()["token"].max())
+        answer(session, [*_SHORT, *first, 7, 8], 6)
+        assert int(tokens.records()["token"].max()) >= number + 5
+        session.clear()
+        assert answer(session, _SHORT, 6).token_ids == first
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_late_answer_is_asked_for_once_more_and_then_the_dispatcher_goes_on(
+    late: int, card: EmulatedCudaCard, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder, cache_slots=0) as (model, tokens):
+        steps = Steps(model, tokens)
+        steps.go_on(3)
+        wait, left = tokens._exchange.wait, [None] * late
+
+        def wait_for_late(timeout_s: float) -> bool:
+            is_over = wait(timeout_s)
+            if is_over and left:
+                left.pop()
+                raise OverdueError(ErrorCode.INTERNAL, "late")
+            return is_over
+
+        monkeypatch.setattr(tokens._exchange, "wait", wait_for_late)
+        with caplog.at_level("WARNING"):
+            steps.go_on(4)
+        assert tokens.can_run_more == (late == 1)
+        assert sum("by itself" in message for message in caplog.messages) == late - 1
+        assert steps.graphs._step is not None
+        assert steps.graphs._step.pieces == (1 if late == 1 else len(tokens._layers) + 1)
+        steps.graphs.forget()
+
+
+@torch.inference_mode()
+def test_a_step_that_fails_half_way_leaves_nothing_behind(card: EmulatedCudaCard, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder) as (model, tokens):
+        steps = Steps(model, tokens)
+        steps.go_on(3)
+        with pytest.raises(RuntimeError, match="half way"), tokens.token():
+            raise RuntimeError("half way")
+        assert not tokens.is_open
+        steps.go_on(3)
+        steps.graphs.forget()
+
+
+@torch.inference_mode()
+def test_a_card_that_is_lost_is_asked_nothing_more(
+    card: EmulatedCudaCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder) as (model, tokens):
+        steps = Steps(model, tokens)
+        steps.go_on(3)
+        assert tokens._card is not None
+
+        def lost(*_: object) -> None:
+            raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "The card has fallen off the bus.")
+
+        monkeypatch.setattr(steps.graphs._step, "replay", lost)
+        monkeypatch.setattr(tokens._card, "begin", lost)
+        with pytest.raises(EngineError, match="bus"):
+            steps.go_on(1)
+        assert not tokens.can_run_more
+        steps.graphs.forget()
+
+
+@pytest.mark.parametrize("fault", ["wrong", "refused"])
+def test_what_fails_its_trial_is_left_to_the_dispatcher(
+    fault: str, card: EmulatedCudaCard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = card.launch
+    if fault == "refused":
+
+        def refuse(_memory: torch.Tensor) -> int:
+            raise RuntimeError("The driver could not map the host's memory: not supported")
+
+        monkeypatch.setattr(card, "address_of", refuse)
+    else:
+
+        def spoil(kernel: Any, grid: Any, arguments: Any) -> None:
+            if kernel.source == "exchange.cu" and kernel.defines[0][1] == "join":
+                arguments.count -= 1
+            launch(kernel, grid, arguments)
+
+        monkeypatch.setattr(card, "launch", spoil)
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    options = {"precision": "bf16", "misses": "cpu", "cache_slots": 6, "graphs": "on"}
+    with opened(folder, vram_bytes=2**26, **options) as model, chatting(model) as session:
+        assert model.devices is not None
+        assert model.devices.experts.tokens is None
+        assert "cannot run tokens by itself" in " ".join(model.devices.experts.notes)
+        assert len(answer(session, _SHORT, 3).token_ids) == 3
+
+
+def test_a_timeline_has_one_clock(card: EmulatedCudaCard, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder) as (model, tokens), torch.inference_mode():
+        steps = Steps(model, tokens)
+        steps.go_on(3)
+        RECORDER.start()
+        try:
+            steps.go_on(5)
+            spans = RECORDER.take_spans()
+        finally:
+            RECORDER.stop()
+        steps.graphs.forget()
+        assert {lanes.GPU, lanes.CPU_EXPERTS} <= set(spans["lane"].tolist())
+        assert (spans["end_ns"] >= spans["start_ns"]).all()
+        records = tokens.records()
+        asked = records[records["answered_ns"] > 0]
+        assert (asked["posted_ns"] <= asked["taken_ns"]).all()
+        assert (asked["answered_ns"] <= asked["joined_ns"]).all()
