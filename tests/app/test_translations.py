@@ -40,7 +40,7 @@ SHOWS_TEXT = frozenset(
         "muted_label", "Card", "QLabel", "QPushButton", "QToolButton", "QCheckBox", "QRadioButton", "QAction",
     )
 )  # fmt: skip
-SAME_EVERYWHERE = frozenset(("Switchyard", "Esc", "https://huggingface.co", "https://files.pythonhosted.org"))
+SAME_EVERYWHERE = frozenset(("Switchyard", "Esc", "https://huggingface.co"))
 
 
 def _tool(name: str) -> str:
