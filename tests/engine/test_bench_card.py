@@ -100,7 +100,7 @@ def test_calls_of_the_runtime_are_counted_for_each_token() -> None:
 
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built")
 @pytest.mark.parametrize(
-    "part", ["link", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("mixed", "all"))]
+    "part", ["link", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("mixed", "tokens", "all"))]
 )
 def test_on_an_emulated_card_the_parts_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -110,8 +110,8 @@ def test_on_an_emulated_card_the_parts_measure(
     if part != "all":
         assert parts.main([part, CARD, model]) == 0
         figures = json.loads(capsys.readouterr().out)
-        wanted = "pinned to card, GB/s" if part == "link" else "tokens/s"
-        assert figures[wanted] > 0
+        wanted = {"link": "pinned to card, GB/s", "mixed": "tokens/s", "tokens": "hand-over of a layer, us"}
+        assert figures[wanted[part]] > 0
         return
     assert cli.main(["bench", "card", "--device", CARD, "--model", model, "--folder", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

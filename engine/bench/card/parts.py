@@ -221,6 +221,28 @@ def on_cpu(device: str, model: str) -> Figures:
     return _decoded(device, model, cache_slots=_half(model), misses="cpu")
 
 
+def tokens(device: str, model: str) -> Figures:
+    """What a layer's hand-over to the CPU and back takes, where a token is the card's own: beside what is computed."""
+    from engine.bench.opened import decode_seconds, random_text
+    from engine.kernels.cuda.exchange import handover_ns
+
+    with _opened(device, model, cache_slots=_half(model), misses="cpu") as loaded:
+        assert loaded.devices is not None
+        own = loaded.devices.experts.tokens
+        if own is None:
+            return {"tokens of its own": f"none. {' '.join(loaded.devices.experts.notes)}".strip()}
+        spans: list[int] = []
+        for seed in range(_REPEATS):
+            decode_seconds(loaded, random_text(_vocabulary(loaded), 16, 4, seed=seed))
+            spans += handover_ns(own.records()).tolist()
+        kind = "as one graph" if own.is_captured else "of an emulated card"
+        found: Figures = {"tokens of its own": kind if own.can_run_more else "given up while they ran"}
+    if spans:
+        found["hand-over of a layer, us"] = statistics.median(spans) / 1e3
+        found["the slowest hand-over, us"] = max(spans) / 1e3
+    return found
+
+
 def fetched(device: str, model: str) -> Figures:
     """The same, and all others fetched."""
     return _decoded(device, model, cache_slots=_half(model), misses="fetch")
@@ -251,7 +273,9 @@ def profile(device: str, model: str) -> Figures:
         with torch.profiler.profile(activities=kinds) as watched:
             decode_seconds(loaded, random_text(vocabulary, 16, tokens))
         calls = {event.key: event.count for event in watched.key_averages()}
-    return per_token(calls, tokens)
+        on_card = [event for event in watched.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+        ran = sum(event.count for event in on_card if not event.key.startswith(("Memcpy", "Memset")))
+    return {**per_token(calls, tokens), "kernels a token": ran / tokens}
 
 
 def per_token(calls: Mapping[str, int], tokens: int) -> Figures:
@@ -327,7 +351,8 @@ def _median(work: Callable[[], object]) -> float:
 
 
 PARTS: Mapping[str, Callable[[str, str], Figures]] = {
-    part.__name__: part for part in (machine, kernels, link, experts, resident, mixed, on_cpu, fetched, prompt, profile)
+    part.__name__: part
+    for part in (machine, kernels, link, experts, resident, mixed, on_cpu, tokens, fetched, prompt, profile)
 }
 
 

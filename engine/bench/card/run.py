@@ -52,6 +52,7 @@ ALL = (
     Part("Decoding, all experts on the card", "resident", 180),
     Part("Decoding, half of the experts on the card", "mixed", 180),
     Part("Decoding, the other half on the CPU", "on_cpu", 180),
+    Part("Tokens that the card runs by itself", "tokens", 180),
     Part("Decoding, the other half fetched", "fetched", 180),
     Part("Reading a prompt", "prompt", 180),
     Part("What a token asks of the card", "profile", 180),
