@@ -273,7 +273,7 @@ def profile(device: str, model: str) -> Figures:
         with torch.profiler.profile(activities=kinds) as watched:
             decode_seconds(loaded, random_text(vocabulary, 16, tokens))
         calls = {event.key: event.count for event in watched.key_averages()}
-        on_card = [event for event in watched.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
+        on_card = [event for event in watched.key_averages() if event.device_type.name == "CUDA"]
         ran = sum(event.count for event in on_card if not event.key.startswith(("Memcpy", "Memset")))
     return {**per_token(calls, tokens), "kernels a token": ran / tokens}
 
