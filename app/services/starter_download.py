@@ -7,7 +7,8 @@ import re
 
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
-from engine.common.paths import python_module
+from engine.common.errors import EngineError
+from engine.common.installed import command_line
 
 TERMINATE_MS = 3000
 _PERCENT = re.compile(rb"(\d{1,3}) ?%")
@@ -29,8 +30,7 @@ class StarterDownload(QObject):
     def __init__(self, parent: QObject | None = None, *, command: list[str] | None = None) -> None:
         """`command` replaces the installed command line."""
         super().__init__(parent)
-        own, self._variables = python_module("engine.cli")
-        self._command = command or [*own, "models", "pull", "starter", "--json"]
+        self._command = command
         self._process: QProcess | None = None
         self._said = b""
         self._cancelled = False
@@ -43,16 +43,22 @@ class StarterDownload(QObject):
         """No effect while one runs."""
         if self._process is not None:
             return
+        try:
+            own, variables = command_line()  # asked each time: the engine, which it is built with, may have come since
+        except EngineError as error:
+            self.ended.emit(False, error.message)
+            return
+        command = self._command or [*own, "models", "pull", "starter", "--json"]
         process = QProcess(self)
         environment = QProcessEnvironment.systemEnvironment()
-        for name, value in self._variables.items():
+        for name, value in variables.items():
             environment.insert(name, value)
         process.setProcessEnvironment(environment)
         process.readyReadStandardError.connect(self._on_progress)
         process.finished.connect(self._on_finished)
         process.errorOccurred.connect(self._on_error)
         self._process, self._said, self._cancelled = process, b"", False
-        process.start(self._command[0], self._command[1:])
+        process.start(command[0], command[1:])
 
     def cancel(self) -> None:
         """Cancels it; fully downloaded files are kept for the next time."""

