@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import cli
-from engine.bench.card import parts
+from engine.bench.card import figures, parts
+from engine.bench.card.kernel_parts import Shape, works
 from engine.bench.card.run import ALL, TESTS, Part, as_markdown, bench_card
 from engine.common.errors import EngineError
+from engine.kernels.cuda.products import CudaProducts
+from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native.build import library_path
+from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 
 CARD = "emulated:slow-link"
 
@@ -100,19 +105,37 @@ def test_calls_of_the_runtime_are_counted_for_each_token() -> None:
 
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built")
 @pytest.mark.parametrize(
-    "part", ["link", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("mixed", "tokens", "all"))]
+    "part",
+    ["link", "between", *(pytest.param(part, marks=pytest.mark.exhaustive) for part in ("mixed", "tokens", "all"))],
 )
 def test_on_an_emulated_card_the_parts_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = "synthetic:qwen3-30b-a3b?layers=2&vocab=512&experts=8"
-    monkeypatch.setattr(parts, "_REPEATS", 3)
+    monkeypatch.setattr(figures, "REPEATS", 3)
     if part != "all":
         assert parts.main([part, CARD, model]) == 0
-        figures = json.loads(capsys.readouterr().out)
+        found = json.loads(capsys.readouterr().out)
         wanted = {"link": "pinned to card, GB/s", "mixed": "tokens/s", "tokens": "hand-over of a layer, us"}
-        assert figures[wanted[part]] > 0
+        assert found[wanted.get(part, "router by operators, us")] > 0
         return
     assert cli.main(["bench", "card", "--device", CARD, "--model", model, "--folder", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert {done["outcome"] for done in document["parts"]} == {"done", "skipped"}
+
+
+@needs_compiler
+def test_what_is_measured_beside_operators_gives_the_same() -> None:
+    card = EmulatedCudaCard(8)
+    products = CudaProducts(card)
+    kernels = CardKernels(products, products.most_visits, None)
+    shape = Shape(hidden=64, heads=4, kv_heads=2, head_dim=16, experts=12, per_token=3)
+    seen = []
+    with torch.inference_mode():
+        for name, own, operators in works(shape, torch.device("cpu"), card, kernels):
+            assert own is not None
+            seen.append(name)
+            for mine, its in zip(own(), operators(), strict=True):
+                torch.testing.assert_close(mine.float(), its.float().view(mine.shape), rtol=0.02, atol=0.02)
+        assert len(seen) == 4
+        assert all(own is None for _, own, _ in works(shape, torch.device("cpu"), None, None))

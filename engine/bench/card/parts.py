@@ -16,23 +16,19 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from engine.bench.card import figures
+from engine.bench.card.figures import Figures, median_seconds, number_of
+from engine.bench.card.kernel_parts import between, kernels
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.devices.device import Device
     from engine.runtime.loaded_model import LoadedModel
-
-Figures = dict[str, Any]
-"""Texts, and numbers with their unit at the end of the name."""
 
 _RECORD = 3 * 2**20
 """Bytes: about an int4 expert of Qwen3-30B-A3B."""
 _LARGE = 64 * 2**20
-_REPEATS = 30
 _TOKENS, _PROMPT, _ROUNDS = 64, 2048, 3
-_KV_HEADS, _KV_TOKENS, _HEAD_DIM = 4, 4096, 128
 
 
 def machine(device: str, _model: str) -> Figures:
@@ -51,55 +47,8 @@ def machine(device: str, _model: str) -> Figures:
         "torch has kernels for": ", ".join(torch.cuda.get_arch_list()) if torch.cuda.is_available() else "no card",
     }
     if torch.cuda.is_available() and device.startswith("cuda"):
-        found["compute capability"] = "{}.{}".format(*torch.cuda.get_device_capability(_number(device)))
+        found["compute capability"] = "{}.{}".format(*torch.cuda.get_device_capability(number_of(device)))
     return found
-
-
-def kernels(device: str, _model: str) -> Figures:
-    """How long it takes until the card's kernels are compiled and compute rightly, and which ones they are."""
-    import torch
-
-    from engine.kernels.gpu.proof import kernels_of, why_not
-
-    place = torch.device("cuda", _number(device)) if device.startswith("cuda") else torch.device("cpu")
-    begun_s = time.perf_counter()
-    chosen, refused = kernels_of(place), why_not(place)
-    took_s = time.perf_counter() - begun_s
-    few = many = "torch's operators"
-    if chosen is not None:
-        few = f"{chosen.few.name}, up to {chosen.most_few} visits"
-        many = type(chosen.many).__name__ if chosen.many is not None else many
-    found = {"few visits": few, "many": many, "why no others": refused or "", "until they are proven, s": took_s}
-    return found | _attention(place)
-
-
-def _attention(place: torch.device) -> Figures:
-    """Attention of one token after many others, with heads as Qwen3-30B-A3B has them."""
-    import torch
-
-    from engine.kernels.gpu.attention_proof import attention_of
-    from engine.kernels.gpu.pages import PageTable
-    from engine.kernels.native.paged_attention import AttentionTerms, KvType
-
-    kernel = attention_of(place)
-    if kernel is None:
-        return {"attention": "torch's operators"}
-    states = torch.zeros(2, _KV_HEADS, _KV_TOKENS, _HEAD_DIM, dtype=torch.bfloat16, device=place)
-    queries = states.new_zeros(1, 8 * _KV_HEADS, _HEAD_DIM)
-    new, held = states[0, None, :, 0], torch.tensor([_KV_TOKENS - 1], device=place)
-    table = PageTable(KvType.BF16, 1, _KV_TOKENS // 32, place)
-    table.set_rows(0, list(states))
-
-    def attended() -> None:
-        for _ in range(_REPEATS):
-            kernel.attend(table, AttentionTerms(_HEAD_DIM**-0.5), queries, new, new, held)
-        torch.cuda.synchronize(place)
-
-    try:
-        attended()
-    except LookupError as error:
-        return {"attention": f"torch's operators: {error}"}
-    return {"attention": "a kernel", f"attention after {_KV_TOKENS:,}, us": 1e6 * _median(attended) / _REPEATS}
 
 
 def link(device: str, _model: str) -> Figures:
@@ -123,7 +72,7 @@ def link(device: str, _model: str) -> Figures:
             "pinned memory, GB": opened.host_memory.pinned_bytes / 1e9,
         }
         small = pinned[:4096]
-        found["4 KB to card, us"] = 1e6 * _median(lambda: _copied(opened, there[:4096], small))
+        found["4 KB to card, us"] = 1e6 * median_seconds(lambda: _copied(opened, there[:4096], small))
         records = [there[at : at + _RECORD] for at in range(_RECORD, 9 * _RECORD, _RECORD)]
 
         def behind() -> None:
@@ -134,7 +83,7 @@ def link(device: str, _model: str) -> Figures:
 
         waits: list[float] = []
         spans = []
-        for _ in range(_REPEATS):
+        for _ in range(figures.REPEATS):
             begun_s = time.perf_counter()
             behind()
             spans.append(waits.pop() - begun_s)
@@ -150,7 +99,7 @@ def _rate(device: Device, there: Any, here: Any, *, to_card: bool) -> float:
         stream = device.h2d_stream if to_card else device.d2h_stream
         stream.copy(*((there, here) if to_card else (here, there)), None).wait()
 
-    return float(here.nbytes) / _median(copied) / 1e9
+    return float(here.nbytes) / median_seconds(copied) / 1e9
 
 
 def _copied(device: Device, there: Any, here: Any) -> None:
@@ -170,7 +119,7 @@ def _launches(device: Device) -> Figures:
         launch()
         device.compute_stream.record().wait()
 
-    found = {"launch, us": 1e6 * _median(launch), "launch and wait, us": 1e6 * _median(launched)}
+    found = {"launch, us": 1e6 * median_seconds(launch), "launch and wait, us": 1e6 * median_seconds(launched)}
     if device.new_capture is not None:
         capture = device.new_capture()
         try:
@@ -178,7 +127,7 @@ def _launches(device: Device) -> Figures:
             for _ in range(20):
                 launch()
             graph = capture.end()
-            found["graph of 20 launches, us"] = 1e6 * _median(graph.replay)
+            found["graph of 20 launches, us"] = 1e6 * median_seconds(graph.replay)
         finally:
             capture.close()
     device.synchronize()
@@ -336,23 +285,9 @@ def _vocabulary(loaded: LoadedModel) -> int:
     return int(loaded.model.config.get_text_config().vocab_size)
 
 
-def _number(device: str) -> int:
-    _, _, number = device.partition(":")
-    return int(number) if number.isdecimal() else 0
-
-
-def _median(work: Callable[[], object]) -> float:
-    spans = []
-    for _ in range(_REPEATS):
-        begun_s = time.perf_counter()
-        work()
-        spans.append(time.perf_counter() - begun_s)
-    return statistics.median(spans)
-
-
 PARTS: Mapping[str, Callable[[str, str], Figures]] = {
     part.__name__: part
-    for part in (machine, kernels, link, experts, resident, mixed, on_cpu, tokens, fetched, prompt, profile)
+    for part in (machine, kernels, between, link, experts, resident, mixed, on_cpu, tokens, fetched, prompt, profile)
 }
 
 

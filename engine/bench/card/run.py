@@ -47,6 +47,7 @@ ALL = (
     Part("Kernels, for the first time", "kernels", 240, is_fresh=True),
     Part("Kernels, once they are kept", "kernels", 120),
     Part("Tests on the card", TESTS, 240),
+    Part("What stands between products", "between", 120),
     Part("Link and launches", "link", 120),
     Part("Experts as the dispatcher measures them", "experts", 180),
     Part("Decoding, all experts on the card", "resident", 180),
