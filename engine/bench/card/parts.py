@@ -181,7 +181,7 @@ def tokens(device: str, model: str) -> Figures:
         if own is None:
             return {"tokens of its own": f"none. {' '.join(loaded.devices.experts.notes)}".strip()}
         spans: list[int] = []
-        for seed in range(_REPEATS):
+        for seed in range(figures.REPEATS):
             decode_seconds(loaded, random_text(_vocabulary(loaded), 16, 4, seed=seed))
             spans += handover_ns(own.records()).tolist()
         kind = "as one graph" if own.is_captured else "of an emulated card"

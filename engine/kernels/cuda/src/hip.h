@@ -82,7 +82,17 @@ __device__ __forceinline__ unsigned short half_of_float(float value) { return __
 }  // namespace hip
 
 #define __shfl_sync(lanes, value, from) hip::from_lane(value, (hip::lane_of_wave() & 32) | (from))
+// Some versions of HIP's header have some of these, with masks of 64 lanes.
+#undef __shfl_sync
+#undef __shfl_xor_sync
+#undef __ballot_sync
+#undef __syncwarp
+#undef __dp4a
+#undef __byte_perm
+#undef __ldcs
+#undef __ldcg
 #define __shfl_xor_sync(lanes, value, bits) hip::from_lane(value, hip::lane_of_wave() ^ (bits))
+#define __shfl_sync(lanes, value, lane) hip::from_lane(value, (hip::lane_of_wave() & 32) | (lane))
 #define __ballot_sync(lanes, is_true) hip::ballot(is_true)
 #define __syncwarp() hip::warp_barrier()
 #define __dp4a hip::dot
