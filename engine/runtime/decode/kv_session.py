@@ -17,6 +17,7 @@ from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import ProgressCallback, Reading, ReusedCallback, ignore_reused
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.head_drafter import HeadDrafter
+from engine.runtime.decode.pieces import PromptPieces
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decode.tabled_attention import tabled_attention
 from engine.runtime.draft_head import draft_head_of
@@ -83,6 +84,7 @@ class KvSession:
         self._drafter = HeadDrafter(loaded.model, head, loaded.context_tokens) if head is not None else None
         self._before: KvSnapshot | None = None
         self._chunk_tokens = loaded.chunk_tokens
+        self._pieces = PromptPieces(loaded)
         self._in_chunks = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
@@ -189,19 +191,20 @@ class KvSession:
         if self._cache is None:
             self._cache = new_cache(self._model, self._context_tokens, self._kv_type)
         logits: torch.Tensor | None = None
-        for start, end in self._chunks(reused, total):
-            if cancelled():
-                raise RequestCancelled
-            if end == total or self._is_far(start):
-                self._take_snapshot()
-            ids = prompt[start:end]
-            with watched_layers(self._model, start, end, total, on_progress, cancelled):
-                logits = self._forward(torch.tensor([ids], device=self._device), ids)
-            if RECORDER.on:
-                RECORDER.phase(PREFILL, end - start)
-            on_progress(end, total)
-            if end < total:
-                yield
+        with self._pieces.of(total - reused, self._chunk_tokens) as piece:
+            for start, end in self._chunks(reused, total, piece):
+                if cancelled():
+                    raise RequestCancelled
+                if end == total or self._is_far(start):
+                    self._take_snapshot()
+                ids = prompt[start:end]
+                with watched_layers(self._model, start, end, total, on_progress, cancelled):
+                    logits = self._forward(torch.tensor([ids], device=self._device), ids)
+                if RECORDER.on:
+                    RECORDER.phase(PREFILL, end - start)
+                on_progress(end, total)
+                if end < total:
+                    yield
         assert logits is not None  # the last token is never reused
         return logits, found
 
@@ -349,19 +352,19 @@ class KvSession:
         # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
         read = min(self._prompt_tokens, len(ids)) if len(ids) > self._exact else len(ids)
         singles = [(place, place + 1) for place in range(read, len(ids))]
-        for start, end in [*self._chunks(0, read), *singles]:
+        for start, end in [*self._chunks(0, read, self._chunk_tokens), *singles]:
             logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
         assert logits is not None
         return logits
 
-    def _chunks(self, begin: int, total: int) -> Iterator[tuple[int, int]]:
-        """From where to where each forward of a prompt goes."""
+    def _chunks(self, begin: int, total: int, piece: int) -> Iterator[tuple[int, int]]:
+        """From where to where each forward of a prompt goes, of up to so many tokens."""
         if not self._in_chunks or total > self._exact or self._crosses(0, total):
             yield begin, total
             return
         last = total - SNAPSHOT_TOKENS
         while begin < total:
-            end = min(begin + self._chunk_tokens, total)
+            end = min(begin + piece, total)
             if begin < last < end and self._forgets():
                 end = last
             yield begin, end
