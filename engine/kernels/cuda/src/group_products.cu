@@ -66,7 +66,9 @@ struct Dp4a {
         return result;
     }
     static __device__ __forceinline__ Right right(const u32* codes) {
-        __syncwarp();  // or compilers read ahead further than registers reach
+#ifdef __HIP__
+        __syncwarp();  // or AMD's compiler reads ahead further than registers reach
+#endif
         const uint4* rows = reinterpret_cast<const uint4*>(codes) + lane_number() % 4 * 4;
         return Right{{rows[0], rows[1], rows[2], rows[3]}};
     }
