@@ -15,6 +15,7 @@ from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Rese
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import STEP_ELEMENTS, HybridExperts
 from engine.experts.latency import LatencyModel
+from engine.experts.misses.on_cpu import OnCpu
 from engine.runtime.loaded_model import LoadedModel
 
 _MOST_TIMES = 4
@@ -100,7 +101,7 @@ class PromptPieces:
         per_token = max(1, self._loaded.info.experts_per_token)
         found = []
         for cache in self._loaded.caches:
-            mine = [each for each in self._experts if each.cache is cache]
+            mine = [each for each in self._experts if each.cache is cache and each.mode != OnCpu.name]
             if mine:
                 every = sum(each.source.num_experts for each in mine)
                 absent = max(0, every - cache.slots)
