@@ -106,7 +106,7 @@ def _run(arguments: list[str]) -> int:
     verb = next((argument for argument in arguments if not argument.startswith("-")), None)
     parser = _Parser(
         prog="switchyard",
-        description="Mixture-of-Experts models on your own PC.  Without a verb: open the window, and files that are named.",
+        description="Mixture-of-Experts models on your own PC.  Without a verb: open the window, with files if named.",
     )
     parser.add_argument("--version", action="version", version=f"switchyard {version()}")
     subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
