@@ -154,7 +154,10 @@ def main(arguments: list[str]) -> int:
         print(problem, file=sys.stderr)
         return 2
     problems = 0
-    for what in MAKERS if "all" in said.what else dict.fromkeys(said.what):
+    wanted = list(MAKERS) if "all" in said.what else list(dict.fromkeys(said.what))
+    if wanted not in (["offline"], ["wheels"]) and "all" not in said.what:
+        build_wheels(out)  # quickly done, and a package never has an older window than the checkout
+    for what in wanted:
         try:
             made = MAKERS[what](making)
         except PackagingError as problem:

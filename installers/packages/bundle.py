@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from packages.dlls import missing_libraries
 from packages.kernels import Platform
 from packages.project import CHECKOUT, FILES, PackagingError, Project, name_of, read_project, run
 from packages.pythons import lay_out_python
@@ -48,7 +49,16 @@ _QT_PLUGINS = frozenset(
         *("wayland-graphics-integration-client",),
     }
 )
-_QT_NEEDLESS_PLUGINS = ("*eglfs*", "*linuxfb*", "*minimalegl*", "*vkkhr*", "*vnc*", "*virtualkeyboard*")
+_QT_NEEDLESS_PLUGINS = (
+    "*eglfs*",
+    "*linuxfb*",
+    "*minimalegl*",
+    "*vkkhr*",
+    "*vnc*",
+    "*virtualkeyboard*",
+    "*qpdf*",
+    "*direct2d*",
+)
 _QT_FOLDERS = (
     "qml",
     "metatypes",
@@ -121,6 +131,9 @@ def lay_out(
         (target / "wheels").mkdir()
         for wheel in our_wheels(platform, wheels):
             shutil.copy2(wheel, target / "wheels")
+        if platform.is_windows and (missing := missing_libraries(target)):
+            name, users = min(missing.items())
+            raise PackagingError(f"{name}, which {min(users)} needs, is not in the package for Windows.")
         if ENGINE_LOCK.exists():
             shutil.copy2(ENGINE_LOCK, target / "engine-lock.json")
         shutil.copy2(FILES / "start.py", target / "start.py")
@@ -236,9 +249,11 @@ def _slim(window: Path) -> None:
 
 
 def _slim_qt(folder: Path) -> None:
-    for module in folder.iterdir():
-        if module.name.startswith("Qt") and module.is_file() and module.name.partition(".")[0] not in _QT_MODULES:
+    for module in (*folder.glob("Qt*.pyd"), *folder.glob("Qt*.abi3.so")):
+        if module.name.partition(".")[0] not in _QT_MODULES:
             module.unlink()
+    for needless_library in (*folder.glob("pyside6qml*"), *folder.glob("libpyside6qml*")):
+        needless_library.unlink()
     for root in (each for each in (folder, folder / "Qt") if each.is_dir()):
         for needless in _QT_FOLDERS:
             shutil.rmtree(root / needless, ignore_errors=True)

@@ -1,0 +1,47 @@
+"""Whether a folder for Windows is complete, told without Windows: every library that a file imports is in it.
+
+Windows looks for a module's imports beside the module, in folders that packages name when they are imported, beside
+python.exe, and in the system's folder.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_OF_WINDOWS = re.compile(
+    r"(api-ms-win-|ext-ms-).*|(advapi32|authz|avrt|bcrypt|bcryptprimitives|cfgmgr32|combase|comctl32|comdlg32|crypt32|d2d1|d3d9"
+    r"|d3d11|d3d12|d3dcompiler_47|dbghelp|dcomp|dnsapi|dsound|dwmapi|dwrite|dxgi|dxva2|evr|gdi32|gdiplus|hid|imm32"
+    r"|icu|icuin|icuuc|iphlpapi|kernel32|kernelbase|mf|mfplat|mfreadwrite|mpr|mscms|msimg32|msvcrt|msvfw32|ncrypt|netapi32|normaliz|ntdll"
+    r"|odbc32|ole32|oleacc|oleaut32|opengl32|pdh|powrprof|propsys|psapi|rpcrt4|rstrtmgr|secur32|setupapi|shcore|shell32"
+    r"|shlwapi|synchronization|ucrtbase|uiautomationcore|urlmon|user32|userenv|webservices|usp10|uxtheme|version|wevtapi|winhttp"
+    r"|wininet|winmm|winscard|winspool|winusb|wlanapi|ws2_32|wtsapi32|xinput9_1_0)\.(dll|drv)",
+    re.IGNORECASE,
+)
+"""Of Windows 10, as far as our libraries use them."""
+
+
+def missing_libraries(folder: Path) -> dict[str, set[str]]:
+    """Libraries that nobody brings -> the files that import them, relative."""
+    files = [path for path in folder.rglob("*") if path.suffix.lower() in (".dll", ".pyd", ".exe")]
+    there = {path.name.lower() for path in files}
+    missing: dict[str, set[str]] = {}
+    for path in files:
+        for name in imports(path):
+            if name not in there and not _OF_WINDOWS.fullmatch(name):
+                missing.setdefault(name, set()).add(path.relative_to(folder).as_posix())
+    return missing
+
+
+def imports(file: Path) -> set[str]:
+    """Names of the libraries that a program or library imports, in lower case; none of what is for other systems."""
+    import pefile
+
+    # Delayed ones are looked for when they are used, and may be missing: cards' drivers, for example.
+    parts = [pefile.DIRECTORY_ENTRY["IMAGE_DIRECTORY_ENTRY_IMPORT"]]
+    try:
+        with pefile.PE(str(file), fast_load=True) as binary:
+            binary.parse_data_directories(directories=parts)
+            return {entry.dll.decode("ascii").lower() for entry in getattr(binary, "DIRECTORY_ENTRY_IMPORT", ())}
+    except pefile.PEFormatError:
+        return set()
