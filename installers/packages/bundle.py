@@ -22,10 +22,12 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.kernels.native.build import library_name
 from packages.dlls import missing_libraries
 from packages.kernels import Platform
 from packages.project import CHECKOUT, FILES, PackagingError, Project, name_of, read_project, run
@@ -161,6 +163,10 @@ def our_wheels(platform: Platform, wheels: Path) -> list[Path]:
     missing = [name for name in names if not (wheels / name).exists()]
     if missing:
         raise PackagingError(f"{wheels} has no {missing[0]}: run `release.py wheels` first.")
+    library = library_name(platform.machine, platform.suffix)
+    with zipfile.ZipFile(wheels / names[-1]) as kernels:
+        if not any(name.endswith(f"/{library}") for name in kernels.namelist()):
+            raise PackagingError(f"{names[-1]} is of older kernels than the checkout's: run `release.py wheels` first.")
     return [wheels / name for name in names]
 
 
