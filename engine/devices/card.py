@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 HEADROOM_BYTES = 2**30
 """Bytes left to the driver, torch's workspaces and the desktop."""
-_WITHOUT_DISPLAY_BYTES = 2**29
+_WITHOUT_DISPLAY_BYTES = 3 * 2**28
 _DESKTOP_BYTES = 2**31
 _WORTH_BYTES = 2**28
 """Less than this in RAM is no sign that the system moved it there."""

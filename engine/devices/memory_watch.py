@@ -45,6 +45,9 @@ class MemoryWatch:
         room: asks the driver.
         reserve: bytes that were left to others when the budget was planned.
         enforce: told each new budget.
+
+    Attributes:
+        reserve: as above.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class MemoryWatch:
         reserve: int,
         enforce: Callable[[int], None] = lambda _total: None,
     ) -> None:
-        self._budget, self._room, self._reserve, self._enforce = budget, room, reserve, enforce
+        self._budget, self._room, self._enforce = budget, room, enforce
+        self.reserve = reserve
         self._most = self._ours = budget.total
         self._looked_s = self._raised_s = float("-inf")
         self._calm, self._needed = 0, CALM_LOOKS
@@ -73,8 +77,8 @@ class MemoryWatch:
                 "experts there: close other programs that use the card."
             )
         return (
-            f"Other programs use the memory of {self._budget.device}, so the model keeps fewer experts there: close "
-            "them for more speed."
+            f"{self._budget.device} has less memory left than was planned with, as other programs seem to use it, so "
+            "the model keeps fewer experts there: close them for more speed."
         )
 
     def look(self, now_s: float) -> None:
@@ -89,23 +93,27 @@ class MemoryWatch:
         if now_s < self._looked_s + LOOK_EVERY_S:
             return
         self._looked_s = now_s
-        room, used = self._room(), self._budget.use().used
         self._settling = max(0, self._settling - 1)
+        self._follow(now_s, may_rise=True)
+
+    def look_again(self, now_s: float) -> None:
+        """The same at once, after the device has refused memory: the budget falls, or stays."""
+        self._follow(now_s, may_rise=False)
+
+    def _follow(self, now_s: float, *, may_rise: bool) -> None:
+        room, used = self._room(), self._budget.use().used
         spilled = 0 if self._settling else room.spilled
-        if spilled or room.free < self._reserve // 4:
-            self._lower(used - max(0, self._reserve // 2 - room.free) - spilled, spilled, now_s)
-        elif not room.spilled and room.free > self._reserve and self._budget.total == self._ours < self._most:
+        if spilled or room.free < self.reserve // 4:
+            self._lower(used - max(0, self.reserve // 2 - room.free) - spilled, spilled, now_s)
+        elif not may_rise:
+            return
+        elif not room.spilled and room.free > self.reserve and self._budget.total == self._ours < self._most:
             self._seen_free = min(self._seen_free, room.free) if self._calm else room.free
             self._calm += 1
             if self._calm >= self._needed:
-                self._raise(used + self._seen_free - self._reserve, now_s)
+                self._raise(used + self._seen_free - self.reserve, now_s)
         else:
             self._calm = 0
-
-    def look_again(self, now_s: float) -> None:
-        """The same at once, after the device has refused memory."""
-        self._looked_s = float("-inf")
-        self.look(now_s)
 
     def _lower(self, total: int, spilled: int, now_s: float) -> None:
         self._calm = 0

@@ -39,10 +39,13 @@ def machine(device: str, _model: str) -> Figures:
 
     with open_devices(device)[0] as opened:
         card = opened.identity or opened.name
+        budget, reserve = opened.memory.total, opened.watch.reserve if opened.watch is not None else 0
     found: Figures = {
         "card": card,
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
+        "memory that is planned with, MiB": budget >> 20,
+        "memory that is left to others, MiB": reserve >> 20,
         "torch": torch.__version__,
         "torch has kernels for": ", ".join(torch.cuda.get_arch_list()) if torch.cuda.is_available() else "no card",
     }

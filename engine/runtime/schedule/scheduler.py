@@ -285,6 +285,11 @@ class Scheduler:
             return False
         return not all(device.responds() for device in devices.devices)
 
+    def _are_short(self) -> bool:
+        devices = self.loaded.devices
+        goes_on = self._without_card is not None and not self._is_beside
+        return goes_on and devices is not None and devices.are_short(monotonic())
+
     def _go_on_without_card(self) -> None:
         assert self._without_card is not None
         carried = self._carried()
@@ -381,6 +386,7 @@ class Scheduler:
                 self._apart = str(error)
         if self._together is not None:
             self._together.hands_on, self._together.make_room = True, self._forget_what_is_over
+            self._together.is_short = self._are_short
         return self._together
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:

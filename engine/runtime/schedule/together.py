@@ -75,6 +75,8 @@ class ContinuousBatch(Lane):
         """Called when there is none left: gives up other memory for context, if there is any."""
         self.on_free: Callable[[], None] = _nothing
         """Called once when its pages are freed."""
+        self.is_short: Check = never
+        """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere."""
         self.hands_on = False
         """Whether somebody looks after those that `outgrown` lists; others end in a sentence."""
         self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
@@ -273,7 +275,8 @@ class ContinuousBatch(Lane):
 
     def _lighten(self) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, with fewer rows or less of a
-        prompt; one that is too much by itself ends.  Whether there was anything to be done."""
+        prompt; one that is too much by itself ends, if not others hold the memory.  Whether there was anything to be
+        done."""
         work, self._work = self._work, []
         if any(each.is_guest for each in work):
             self.guests = _nobody
@@ -282,6 +285,8 @@ class ContinuousBatch(Lane):
             self.give_way()
         elif work and work[0].tokens > PAGE_TOKENS:
             self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
+        elif work and self.is_short():
+            return False
         elif work:
             row = work[0].row
             self._leave(row).on_row(row.answer("failed", _no_memory(row)))
