@@ -5,6 +5,7 @@
     .venv/bin/python installers/release.py deb run setup     packages for this kind of machine, and for Windows
     .venv/bin/python installers/release.py appimage app      folders, or packages where their tools are
     .venv/bin/python installers/release.py offline           the engine's part of this machine's kind, as one file
+    .venv/bin/python installers/release.py window list       a newer version for installed packages, and the signed list
     .venv/bin/python installers/release.py all               all that can be made here; the rest is said
 
 They come into `dist` (`--out`). Needed: `pip install --group release`, and of Debian's packages makeself, nsis and
@@ -31,6 +32,7 @@ from packages.kernels import PLATFORMS, build_kernels_wheel
 from packages.offline import write_offline_file
 from packages.project import CHECKOUT, PackagingError, read_project
 from packages.pythons import DEBIAN_VERSION, VERSION
+from packages.update import new_key, write_list, write_window
 from packages.wheels import build_wheels
 
 
@@ -45,6 +47,7 @@ class Making:
         debian_python: see the module.
         build: of PyTorch, in the offline file.
         near: folders with wheels for the offline file that need not be fetched.
+        address, key, notes: of the list of newer versions.
     """
 
     out: Path
@@ -53,6 +56,9 @@ class Making:
     debian_python: bool
     build: str
     near: tuple[Path, ...]
+    address: str
+    key: Path
+    notes: str
 
     @property
     def glibc(self) -> str:
@@ -125,6 +131,26 @@ def make_offline(making: Making) -> list[Path]:
     return [write_offline_file(making.out, making.platform, python, making.build, making.near)]
 
 
+def make_window(making: Making) -> list[Path]:
+    """A newer version of the window, for installed packages on Linux and Windows."""
+    made = []
+    for name in (making.platform, "windows-x86_64"):
+        with tempfile.TemporaryDirectory(prefix="switchyard-window-", dir=making.out) as folder:
+            made.append(write_window(making.lay_out(name, "update", folder), making.out))
+    return made
+
+
+def make_list(making: Making) -> list[Path]:
+    """The list that installed packages look at."""
+    return [write_list(making.out, making.address, making.key, making.notes)]
+
+
+def make_key(making: Making) -> list[Path]:
+    """A key to sign the list with."""
+    print(f"Public key, for resources/updates.json: {new_key(making.key)}")
+    return [making.key]
+
+
 MAKERS = {
     "wheels": make_wheels,
     "deb": make_deb,
@@ -134,32 +160,47 @@ MAKERS = {
     "app": make_app,
     "offline": make_offline,
 }
+ASKED_FOR = {"window": make_window, "list": make_list, "key": make_key}
+"""Not among `all`."""
 
 
 def main(arguments: list[str]) -> int:
     """0; 2 if something was asked for that cannot be made here, with one sentence each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=[*MAKERS, "all"])
+    parser.add_argument("what", nargs="+", choices=[*MAKERS, *ASKED_FOR, "all"])
     parser.add_argument("--out", type=Path, default=CHECKOUT / "dist")
     parser.add_argument("--platform", choices=[name for name in PLATFORMS if name.startswith("linux")])
     parser.add_argument("--debian-python", action="store_true")
     parser.add_argument("--build", default="cpu", help="of PyTorch, in the offline file")
     parser.add_argument("--near", type=Path, nargs="*", default=[], help="folders with wheels for the offline file")
+    parser.add_argument("--address", default="", help="where installed packages find the list and the windows")
+    parser.add_argument("--key", type=Path, default=Path("switchyard-updates.pem"), help="file with the private key")
+    parser.add_argument("--notes", default="", help="a line on what is new")
     said = parser.parse_args(arguments)
     out = said.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     try:
-        making = Making(out, _uv(), said.platform or "linux-x86_64", said.debian_python, said.build, tuple(said.near))
+        making = Making(
+            out,
+            _uv(),
+            said.platform or "linux-x86_64",
+            said.debian_python,
+            said.build,
+            tuple(said.near),
+            said.address,
+            said.key,
+            said.notes,
+        )
     except PackagingError as problem:
         print(problem, file=sys.stderr)
         return 2
     problems = 0
     wanted = list(MAKERS) if "all" in said.what else list(dict.fromkeys(said.what))
-    if wanted not in (["offline"], ["wheels"]) and "all" not in said.what:
+    if "all" not in said.what and not {"offline", "wheels", "list", "key"}.issuperset(wanted):
         build_wheels(out)  # quickly done, and a package never has an older window than the checkout
     for what in wanted:
         try:
-            made = MAKERS[what](making)
+            made = {**MAKERS, **ASKED_FOR}[what](making)
         except PackagingError as problem:
             print(f"{what}: {problem}", file=sys.stderr)
             problems += 1

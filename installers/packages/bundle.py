@@ -189,6 +189,11 @@ def _python_version(program: Path, platform: Platform) -> str:
     return library_folder.name.removeprefix("python")
 
 
+def python_of(bundle: Bundle) -> str:
+    """Version of a program's Python, such as "3.13"."""
+    return _python_version(bundle.root / bundle.python, bundle.platform)
+
+
 def _run_quietly(python: Path, script: str) -> str | None:
     """What a script prints; None if the Python is another system's."""
     try:

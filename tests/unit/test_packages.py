@@ -167,3 +167,57 @@ class TestOfflineFile:
     def test_what_the_list_does_not_have_is_said(self, lock: Path, tmp_path: Path) -> None:
         with pytest.raises(PackagingError, match="it has cpu"):
             write_offline_file(tmp_path, "linux-x86_64", "3.13", "cu130", [], lock)
+
+
+def test_an_update_that_was_made_here_is_believed_with_its_key_alone(tmp_path: Path) -> None:
+    import zipfile
+
+    from packages.update import new_key, write_list, write_window
+
+    from engine.parts.updates import is_signed
+
+    root = tmp_path / "root"
+    for name in ("window/app/main.py", "wheels/switchyard_engine-1.whl", "python/lib/python3.13/os.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "engine-lock.json").write_text("{}")
+    laid_out = bundle.Bundle(root, PLATFORMS["linux-x86_64"], read_project(), "python/bin/python3")
+    window = write_window(laid_out, tmp_path)
+    assert set(zipfile.ZipFile(window).namelist()) == {
+        "app/main.py",
+        "switchyard-update/wheels/switchyard_engine-1.whl",
+        "switchyard-update/engine-lock.json",
+    }
+    key, other = new_key(tmp_path / "key.pem"), new_key(tmp_path / "other.pem")
+    assert (tmp_path / "key.pem").stat().st_mode & 0o077 == 0
+    with pytest.raises(PackagingError, match="exists"):
+        new_key(tmp_path / "key.pem")
+    content = write_list(tmp_path, "https://updates.example/x", tmp_path / "key.pem").read_bytes()
+    signature = (tmp_path / "latest.json.sig").read_bytes()
+    assert is_signed(content, signature, [other, key])
+    assert not is_signed(content, signature, [other])
+    (said,) = json.loads(content)["windows"]
+    assert said["url"] == f"https://updates.example/x/{window.name}"
+    assert (said["platform"], said["python"], said["bytes"]) == ("linux-x86_64", "3.13", window.stat().st_size)
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "sentence"),
+    [
+        ("http://far.example", "key.pem", "https"),
+        ("https://x.example", "no.pem", "is no key"),
+        ("", "key.pem", "https"),
+    ],
+)
+def test_a_list_is_not_made_without_a_safe_address_and_a_key(
+    tmp_path: Path, address: str, key: str, sentence: str
+) -> None:
+    from packages.update import new_key, write_list
+
+    new_key(tmp_path / "key.pem")
+    version = read_project().version
+    about = {"platform": "linux-x86_64", "python": "3.13", "sha256": "0", "bytes": 1}
+    (tmp_path / f"switchyard-window-{version}-linux-x86_64-py3.13.about.json").write_text(json.dumps(about))
+    with pytest.raises(PackagingError, match=sentence):
+        write_list(tmp_path, address, tmp_path / key)
+    assert not (tmp_path / "latest.json").exists()

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from engine.common.files import write_whole
+from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
@@ -197,6 +198,8 @@ def missing_note() -> str:
     if os.environ.get("SWITCHYARD_NATIVE") == "0":
         return ""
     slower = "so PyTorch's operators are used, several times slower"
+    if bundle() is not None:
+        return f"The fast CPU kernels do not work on this processor or are missing, {slower}: install Switchyard again."
     if library_path().exists():
         return f"The fast CPU kernels fail their self-test on this processor, {slower}: run the set-up again."
     if outdated_libraries():
