@@ -59,9 +59,30 @@ class Meter:
             nbytes: that it reads and writes.
             flops: of its arithmetic.
         """
+        self._seconds += self.kernel_s(nbytes, flops, launches)
+
+    def kernel_s(self, nbytes: float, flops: float, launches: int = 1) -> float:
+        """Seconds of a kernel."""
         profile = self._profile
         busy_s = max(nbytes / (profile.card_gbps * 1e9), flops / (profile.card_tflops * 1e12))
-        self._seconds += launches * self.launch_s + busy_s
+        return launches * self.launch_s + busy_s
+
+    def link_s(self, nbytes: float) -> float:
+        """Seconds of a small copy, either way."""
+        profile = self._profile
+        return profile.link_latency_us / 1e6 + nbytes / (min(profile.link_h2d_gbps, profile.link_d2h_gbps) * 1e9)
+
+    def processor_s(self, nbytes: float, flops: float, took_s: float) -> float:
+        """Seconds of work on the processor that took so many on this one."""
+        profile = self._profile
+        if not self.clock.is_fixed:
+            return took_s * profile.cpu_slowdown
+        return profile.call_us / 1e6 + max(nbytes / (profile.cpu_gbps * 1e9), flops / (profile.cpu_tflops * 1e12))
+
+    def charge(self, seconds: float) -> None:
+        """The card has worked so long, and the host waits for it."""
+        assert self._compute is not None
+        self._compute.charge(seconds).wait()
 
     def take(self) -> float:
         """Seconds of the kernels since the last time."""
@@ -109,8 +130,7 @@ class Meter:
         profile = self._profile
         if self.clock.is_fixed:
             yield
-            cpu_s = max(nbytes / (profile.cpu_gbps * 1e9), flops / (profile.cpu_tflops * 1e12))
-            self.clock.advance(profile.call_us / 1e6 + cpu_s)
+            self.clock.advance(self.processor_s(nbytes, flops, 0.0))
             return
         with self.clock.paced(profile.cpu_slowdown):
             yield

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Protocol
 
 import torch
@@ -11,6 +13,9 @@ from engine.hardware.surroundings import available_ram as available_ram
 PAGE = 4096
 """Alignment in bytes of all allocations, so that they can be pinned and read from disk directly."""
 
+_WORTH_ASKING = 4 * 2**20
+"""Allocations of this size are asked to be in pages of 2 MiB."""
+_MADV_HUGEPAGE = 14
 _WORTH_A_LOOK = 64 * 2**20
 """Allocations of this size check free RAM first: the system overcommits."""
 
@@ -73,14 +78,18 @@ class PageableMemory:
 
 
 def allocate_host(nbytes: int) -> torch.Tensor:
-    """Page-aligned bytes [nbytes] on the CPU, not initialised.
+    """Page-aligned bytes [nbytes] on the CPU, not initialised, in huge pages where it is large enough for them.
 
     Raises:
         MemoryError: not enough free memory.
     """
     if nbytes >= _WORTH_A_LOOK and nbytes > (free := available_ram()):
         raise MemoryError(f"{nbytes:,} bytes requested, but only {free:,} are free")
-    return aligned(nbytes, torch.device("cpu"))
+    memory = aligned(nbytes, torch.device("cpu"))
+    if nbytes >= _WORTH_ASKING and sys.platform == "linux":
+        # Processors end what they fetch ahead at each page's end; where the system refuses, pages stay small.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(nbytes), _MADV_HUGEPAGE)
+    return memory
 
 
 def aligned(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.copy_pace import CopyPace
 from engine.experts.dispatcher import HybridExperts
+from engine.experts.record import RecordLayout
 from engine.experts.recording import record_uses
 from engine.experts.vram_cache import VramCache
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05
 """After so long the card is asked whether it is still there."""
+_OFFERED = 16
+"""Misses of a token that are offered to policies, which may all refuse."""
 _FILLING = 0.25
 """Part of the time that copies may take while slots are empty."""
 
@@ -76,6 +79,16 @@ class TokenObserver(Protocol):
 
     def observe_all(self, experts: NDArray[np.int64]) -> None:
         """A token has used these, [layers, n]."""
+
+
+class TokenTime(Protocol):
+    """Of a card whose time is modelled."""
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """Within, the clock stands still: what runs is charged afterwards."""
+
+    def charge(self, records: NDArray[np.void]) -> None:
+        """For a token with these records."""
 
 
 class CardTokens:
@@ -136,7 +149,8 @@ class CardTokens:
                     residents = of_tokens.cache.residents(index).items()
                     self._change(of_tokens, {first + expert: slot for expert, slot in residents})
         self.observer: TokenObserver | None = None
-        self._first = self._hits = 0
+        self._time: TokenTime | None = None
+        self._first = self._hits = self._started = 0
         self._copying_s = 0.0
         latency = layers[0].latency
         hit_s = latency.hits_s([1, 1]) - latency.hits_s([1])
@@ -150,11 +164,16 @@ class CardTokens:
             and per_token <= MOST_CHOSEN
             and all(
                 layer.source.has_all
-                and isinstance(layer.source.kernel, NativeExperts)
+                and isinstance(getattr(layer.source.kernel, "native", None), NativeExperts)
                 and (layer.device.torch_device.type == "cpu" if card is None else _finds_slots(layer))
                 for layer in layers
             )
         )
+
+    @property
+    def layouts(self) -> list[RecordLayout]:
+        """Of each layer's records."""
+        return [layer.cache.layout for layer in self._layers]
 
     def experts_of(self, layer: HybridExperts) -> tuple[ExpertsStruct, CardExpertsStruct]:
         """What the kernels are told of a layer: its experts in RAM, and how they are found on the device."""
@@ -171,10 +190,8 @@ class CardTokens:
         with ExitStack() as unchanged:
             begun_s = clock.now()
             with self._run(unchanged) as number:
-                copies = sum(of_tokens.cache.in_flight for of_tokens in self._caches.values())
                 yield
-            ended_s = clock.now()
-            missed = self._learn(number, ended_s - begun_s + self._copying_s, copies)
+            missed = self._learn(number, begun_s)
         begun_s = clock.now()
         self._post_fetch(missed)
         self._copying_s = clock.now() - begun_s  # what these copies cost comes with the next token
@@ -192,13 +209,14 @@ class CardTokens:
             self._change(of_tokens, unchanged.enter_context(of_tokens.cache.unchanged()))
             if of_tokens.locate():
                 self.slots_known = object()
-        number = self._exchange.start()
-        self.is_open = True
-        try:
-            yield number
-        finally:
-            self.is_open = False
-            self._end()
+        with self._time.stopped() if self._time is not None else nullcontext():
+            number = self._exchange.start()
+            self.is_open = True
+            try:
+                yield number
+            finally:
+                self.is_open = False
+                self._end()
 
     @property
     def hidden(self) -> int:
@@ -241,6 +259,11 @@ class CardTokens:
         self.can_run_more = False
         for layer in self._layers:
             layer.tokens = None
+
+    def take_time(self, time: TokenTime) -> None:
+        """Tokens take the time that this says from now on."""
+        self._time = time
+        self._exchange.compute_in_turn()
 
     def close(self) -> None:
         """Ends the thread.  Idempotent."""
@@ -289,11 +312,14 @@ class CardTokens:
             if layer in of_tokens.layers:
                 self._exchange.change(of_tokens.layers[layer], expert, slot)
 
-    def _learn(self, token: int, token_s: float, copies: int) -> list[NDArray[np.int64]]:
+    def _learn(self, token: int, begun_s: float) -> list[NDArray[np.int64]]:
         """Policies, counters and prices learn what the token used; what each layer missed."""
         records = self.records() if RECORDER.on else self._exchange.records()
         if (records["token"] != token).any():
             return []  # it has ended before all layers were computed
+        if self._time is not None:
+            self._time.charge(records)
+        token_s = clock.now() - begun_s + self._copying_s
         codes = 2 * records["experts"][:, : self._per_token].astype(np.int64)
         codes += records["slots"][:, : self._per_token] == MISSED
         codes.sort(axis=1)
@@ -308,7 +334,7 @@ class CardTokens:
                 _record(layer, record, mine.tolist(), mine[absent].tolist())
         misses = int(missed.sum())
         self._hits = missed.size - misses
-        self.pace.observe(token_s, misses, copies)
+        self.pace.observe(token_s, misses, self._started)
         return [mine[absent] for mine, absent in zip(experts, missed, strict=True)]
 
     def _post_fetch(self, missed: Sequence[NDArray[np.int64]]) -> None:
@@ -316,17 +342,19 @@ class CardTokens:
         layers, most = len(missed), max(1, int(self.pace.token_s / self._layers[0].latency.transfer_s))
         is_full = all(of_tokens.cache.is_full for of_tokens in self._caches.values())
         room = self.pace.due(self._hits, most) if is_full else max(1, int(_FILLING * most))
-        started = 0
+        started = offered = 0
         for _ in range(layers):
-            if started == room:
+            if started == room or offered >= _OFFERED:
                 break
             layer, absent = self._layers[self._first], missed[self._first].tolist()
             self._first = (self._first + 1) % layers
+            offered += len(absent)
             if absent:
                 held = layer.source.acquire(absent)
                 started += layer.cache.post_fetch(layer.layer, absent, held, room - started)
                 held.release()
         self.pace.started(started)
+        self._started = started
 
 
 def _card_kernel(layer: HybridExperts) -> CardExperts | None:
@@ -344,7 +372,7 @@ def _finds_slots(layer: HybridExperts) -> bool:
 
 
 def _native(layer: HybridExperts) -> ExpertsStruct:
-    kernel = layer.source.kernel
+    kernel = getattr(layer.source.kernel, "native", None)
     assert isinstance(kernel, NativeExperts)
     return kernel.struct
 

@@ -2,8 +2,8 @@
 
 A copy reads the same memory as the CPU that computes misses, and on an emulated card it also takes a core.  What a copy
 costs, and what a hit gains over a miss, is read from the tokens themselves: their times are explained by how many
-experts they missed and how many copies were under way, by least squares in which old tokens count less and less
-(Ljung 1999, section 11.2, as sums).  Before there are tokens enough, what was measured of single experts counts.
+experts they missed and how many copies were started before them, by least squares in which old tokens count less and
+less (Ljung 1999, section 11.2, as sums).  Before there are tokens enough, what was measured of single experts counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CopyPace:
         self._due = 0.0
 
     def observe(self, token_s: float, missed: int, copies: int) -> None:
-        """A token took so long, with so many experts missed, and copies under way when it began."""
+        """A token took so long, with so many experts missed, and copies started before it."""
         if self._weight:
             token_s = min(token_s, _OUTLIER * self.token_s)
         keep = 1 - 1 / _REMEMBERED

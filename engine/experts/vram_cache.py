@@ -149,11 +149,6 @@ class VramCache:
         return self._tier.backlog_bytes
 
     @property
-    def in_flight(self) -> int:
-        """Copies into slots that have not ended, as of the last look."""
-        return len(self._tier.copies)
-
-    @property
     def is_full(self) -> bool:
         """Whether no slot is without a resident or arriving expert."""
         return all(not pool.free for pool in self._tier.pools)

@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.bench.step_records import replaced_kernels
+from engine.common import clock
 from engine.common.errors import EngineError
 from engine.experts.card_tokens import CardTokens
 from engine.kernels.native.build import library_path
@@ -175,6 +176,8 @@ def test_a_timeline_shows_both_sides(tmp_path: Path) -> None:
     folder = tiny_checkpoint("qwen3_moe", tmp_path)
     cpu = OnCpu.of(folder, 10)
     with on_card(folder) as (model, _):
+        cpu.logits_of(model, 10)
+        model.caches[0].wait()
         RECORDER.start()
         try:
             cpu.logits_of(model, 10)
@@ -183,6 +186,23 @@ def test_a_timeline_shows_both_sides(tmp_path: Path) -> None:
             RECORDER.stop()
         assert {lanes.GPU, lanes.CPU_EXPERTS} <= set(spans["lane"].tolist())
         assert (spans["end_ns"] >= spans["start_ns"]).all()
+
+
+@pytest.mark.parametrize(("host", "slots"), [("", 4), ("?host=fixed", 0)])
+def test_on_a_card_whose_time_is_modelled(host: str, slots: int, tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu, took = OnCpu.of(folder), []
+    for _ in range(2):
+        with on_card(folder, device=f"emulated:link8-4gb{host}", cache_slots=slots) as (model, _):
+            begun_s = clock.now()
+            assert torch.equal(cpu.logits_of(model), cpu.logits)
+            took.append(clock.now() - begun_s)
+            counters = model.caches[0].counters
+            assert (counters.hits > 0) == (slots > 0)
+            assert counters.misses == counters.on_cpu
+    launches = TOKENS * len(cpu.prompted.layers)
+    assert min(took) > launches * 4e-6  # of the kernels of a layer, by the card's profile
+    assert not host or took[0] == pytest.approx(took[1])
 
 
 def test_experts_that_others_compute_meanwhile(tmp_path: Path) -> None:

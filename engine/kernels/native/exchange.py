@@ -72,6 +72,10 @@ class NativeExchange:
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left for tokens on the card.")
         self.address: int = made
 
+    def compute_in_turn(self) -> None:
+        """From the next token on the card computes its experts before it asks for others: each takes its own time."""
+        self._calls.in_turn(self.address)
+
     def change(self, layer: int, expert: int, slot: int | None) -> None:
         """From the next token on an expert is in this slot, or in none."""
         self._calls.change(self.address, layer, expert, -1 if slot is None else slot)

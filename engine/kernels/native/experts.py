@@ -50,6 +50,11 @@ class NativeExperts:
         self._kernels = kernels
         self._many_tokens = many_tokens
 
+    @property
+    def native(self) -> NativeExperts:
+        """This, also for who wraps it."""
+        return self
+
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

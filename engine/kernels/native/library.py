@@ -50,6 +50,7 @@ class ExchangeCalls:
             ("bytes", [pointer], i64),
             ("create", [pointer, pointer, pointer, pointer, i64], pointer),
             ("destroy", [pointer], None),
+            ("in_turn", [pointer], None),
             ("change", [pointer, i32, i32, i32], None),
             ("start", [pointer], ctypes.c_uint64),
             ("end", [pointer], i32),
@@ -63,6 +64,7 @@ class ExchangeCalls:
         self.bytes = library.switchyard_exchange_bytes
         self.create = library.switchyard_exchange_create
         self.destroy = library.switchyard_exchange_destroy
+        self.in_turn = library.switchyard_exchange_in_turn
         self.change = library.switchyard_exchange_change
         self.start = library.switchyard_exchange_start
         self.end = library.switchyard_exchange_end

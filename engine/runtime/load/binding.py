@@ -38,7 +38,6 @@ from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
 from engine.formats import STORED, careful, format_of
-from engine.hardware.probe import usable_cpus
 from engine.kernels import choose_kernel
 from engine.kernels.cuda.driver import nvidia_card
 from engine.kernels.gpu.proof import kernels_of
@@ -275,17 +274,15 @@ def _open_tokens(
 ) -> CardTokens | None:
     """Single tokens that the device computes by itself, where it can: misses then are the CPU's, and none is foreseen.
 
-    Unless that was asked for, an emulated card has to have a core of its own: where the kernels' threads have all, they
-    are a millisecond late.
+    Unless that was asked for, a miss has to be sooner done by the CPU than fetched, by what was measured here.
     """
     device = layers[0].device
     card = nvidia_card(device.torch_device)
-    has_core = card is not None or usable_cpus() > torch.get_num_threads()
     wanted = (
         config.misses in (MIXED, OnCpu.name)
         and config.prefetch in ("auto", "off")
         and len({layer.device.name for layer in layers}) == 1
-        and (config.misses == OnCpu.name or (has_core and all(layer.latency.prefers_cpu(1) for layer in layers)))
+        and (config.misses == OnCpu.name or all(layer.latency.prefers_cpu(1) for layer in layers))
     )
     if not wanted or parts.kernels is None:
         return None

@@ -192,7 +192,8 @@ def _load_weights(
         parts.wait_for_weights(cancelled)
         kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
     verify(model, decision.sites)
-    charge_model(model, decision.devices, decision.sites, decision.dense_sizes)
+    tokens = parts.devices.experts.tokens
+    charge_model(model, decision.devices, decision.sites, decision.dense_sizes, tokens)
     return _hand_over(
         opened,
         tokenizer.result(),

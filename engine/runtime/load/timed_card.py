@@ -11,14 +11,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.devices.clocked import Meter
 from engine.devices.device import Device
 from engine.experts.bank import BankLayer
+from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER
+from engine.experts.record import RecordLayout
 from engine.experts.sites import ExpertsSite
-from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.kernels.interface import ExpertKernel, LayerRecords, RecordFormat
 from engine.runtime.decoder_layers import decoder_layers, layer_names
 
 _LAUNCHES = 4
@@ -35,8 +39,7 @@ class TimedKernel:
 
     def __init__(self, kernel: ExpertKernel, records: LayerRecords, meter: Meter, *, on_card: bool) -> None:
         self._kernel, self._records, self._meter, self._on_card = kernel, records, meter, on_card
-        layout = records.layout
-        self._flops = 2 * sum(torch.Size(part.shape).numel() for part in layout.unquantised.parts)
+        self._flops = _flops(records.layout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)
@@ -66,12 +69,17 @@ def timed(kernel: ExpertKernel, records: LayerRecords, device: Device | None, *,
 
 
 def charge_model(
-    model: Any, devices: Sequence[Device], sites: Sequence[ExpertsSite], dense_sizes: Mapping[str, int]
+    model: Any,
+    devices: Sequence[Device],
+    sites: Sequence[ExpertsSite],
+    dense_sizes: Mapping[str, int],
+    tokens: CardTokens | None,
 ) -> None:
     """Charges the model's forward to the card that it is on, if the card's time is modelled.
 
     Args:
         dense_sizes: bytes of its tensors without experts, by name.
+        tokens: those that the card computes by itself, if it does.
     """
     meter = devices[0].meter if devices else None
     if meter is None:
@@ -79,14 +87,59 @@ def charge_model(
     layouts = [site.layout for site in sites]
     whole = sum(part.nbytes for layout in layouts for part in layout.unquantised.parts)
     share = sum(layout.nbytes for layout in layouts) / whole if whole else 1.0
-    forward = _Forward(meter, *_weights(model, dense_sizes), share)
+    layers, behind = _weights(model, dense_sizes)
+    forward = _Forward(meter, layers, behind, share)
     model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     model.register_forward_hook(forward.end, always_call=True)
     for site in sites:
         site.module.register_forward_pre_hook(forward.leave)
         site.module.register_forward_hook(forward.enter, always_call=True)
+    if tokens is not None:
+        dense_s = sum(meter.kernel_s(nbytes * share, nbytes, _LAUNCHES) for nbytes in [*layers, behind])
+        tokens.take_time(TimedTokens(meter, dense_s, tokens.layouts, model.config.get_text_config().hidden_size))
+        return
     for layer in decoder_layers(model)[:1]:  # a step past the library's model would not be seen
         layer.register_forward_pre_hook(lambda *_: None)
+
+
+class TimedTokens:
+    """The time of tokens that the card computes by itself, from what their records say.
+
+    A layer's experts in slots and the rest, which the processor computes meanwhile, take the longer of their two times;
+    the row and the answer cross the link.  What the processor takes is what it took, by the records.
+
+    Args:
+        dense_s: of a token, without experts.
+        layouts: of the layers that have experts.
+        hidden: of a row.
+    """
+
+    def __init__(self, meter: Meter, dense_s: float, layouts: Sequence[RecordLayout], hidden: int) -> None:
+        self._meter, self._dense_s, self._layouts, self._hidden = meter, dense_s, layouts, hidden
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """See `engine.experts.card_tokens.TokenTime`."""
+        return self._meter.clock.stopped()
+
+    def charge(self, records: NDArray[np.void]) -> None:
+        """See `engine.experts.card_tokens.TokenTime`."""
+        meter, seconds = self._meter, self._dense_s
+        took_s = (records["answered_ns"] - records["posted_ns"]) / 1e9
+        counts, missed = records["count"].tolist(), records["missed"].tolist()
+        for layout, count, misses, took in zip(self._layouts, counts, missed, took_s.tolist(), strict=True):
+            flops, hits = _flops(layout), count - misses
+            card_s = meter.kernel_s(hits * layout.nbytes, hits * flops) if hits else 0.0
+            host_s = 0.0
+            if misses:
+                host_s = meter.link_s(2 * self._hidden) + meter.link_s(4 * misses * self._hidden)
+                host_s += meter.processor_s(misses * layout.nbytes, misses * flops, took)
+            seconds += max(card_s, host_s)
+        meter.charge(seconds)
+
+
+def _flops(layout: RecordFormat) -> int:
+    """Of one row."""
+    return 2 * sum(torch.Size(part.shape).numel() for part in layout.unquantised.parts)
 
 
 def time_resident(sites: Sequence[ExpertsSite], devices: Sequence[Device]) -> None:

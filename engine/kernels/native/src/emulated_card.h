@@ -13,6 +13,7 @@ struct SwitchyardExchange {
     ExchangeHost host;
     std::optional<ExchangeCard> card;  // the token under way
     const int64_t limit_ns;
+    bool in_turn = false;  // whether the card computes before it asks
     const std::vector<const SwitchyardExperts *> layers;
     uint64_t seen = 0;      // of the pool's work by who waits for a real card's token
     ExchangeThread thread;  // last: it ends first

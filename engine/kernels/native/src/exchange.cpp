@@ -42,6 +42,8 @@ SWITCHYARD_API void switchyard_exchange_destroy(SwitchyardExchange *exchange) {
     delete exchange;
 }
 
+SWITCHYARD_API void switchyard_exchange_in_turn(SwitchyardExchange *exchange) { exchange->in_turn = true; }
+
 SWITCHYARD_API void switchyard_exchange_change(SwitchyardExchange *exchange, int32_t layer, int32_t expert, int32_t slot) {
     exchange->host.change(layer, expert, slot);
 }

@@ -120,7 +120,8 @@ void compute_on_card(SparseStep &step) {
     const int32_t layer = block.card->layer, top_k = block.router.top_k;
     SwitchyardExchange &exchange = *block.card->exchange;
     ExchangeCard &card = *exchange.card;
-    if (card.look_up(layer, top_k, step.chosen) > 0) card.post(layer, step.normed.data());
+    const bool asks = card.look_up(layer, top_k, step.chosen) > 0;
+    if (asks && !exchange.in_turn) card.post(layer, step.normed.data());
     SwitchyardCardLayer &record = card.record(layer);
 
     int64_t found[SWITCHYARD_MOST_CHOSEN];
@@ -141,12 +142,13 @@ void compute_on_card(SparseStep &step) {
     OnCardRun run(step, hits);
     exchange.thread.beside.run([](void *argument) { static_cast<OnCardRun *>(argument)->work(); }, &run, [] {});
     record.computed_ns = clock_ns();
+    if (asks && exchange.in_turn) card.post(layer, step.normed.data());
 
     float *answer = nullptr;
     const auto help = [&, pause = Pause{64}, seen = uint64_t{0}]() mutable {
         if (!exchange.thread.help(seen)) pause();
     };
-    if (record.missed > 0 && (answer = card.wait(layer, help)) == nullptr) {
+    if (asks && (answer = card.wait(layer, help)) == nullptr) {
         std::copy_n(step.call.residual, block.experts.hidden, step.call.out);  // given up: nobody reads it
         return;
     }

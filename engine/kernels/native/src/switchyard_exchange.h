@@ -51,6 +51,9 @@ SWITCHYARD_API void switchyard_exchange_layout(const SwitchyardExchange *exchang
 // No token may be under way.
 SWITCHYARD_API void switchyard_exchange_destroy(SwitchyardExchange *exchange);
 
+// From the next token on the emulated card computes its experts before it asks for those it missed: the two take the time
+// that each would take alone, for who models a card's time.
+SWITCHYARD_API void switchyard_exchange_in_turn(SwitchyardExchange *exchange);
 // From the next token on an expert is in this slot, or, with -1, in none.  No slot of which an expert was told to have
 // gone is overwritten before the token under way has ended.
 SWITCHYARD_API void switchyard_exchange_change(SwitchyardExchange *exchange, int32_t layer, int32_t expert, int32_t slot);
