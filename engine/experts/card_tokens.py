@@ -87,8 +87,8 @@ class TokenTime(Protocol):
     def stopped(self) -> AbstractContextManager[None]:
         """Within, the clock stands still: what runs is charged afterwards."""
 
-    def charge(self, records: NDArray[np.void]) -> None:
-        """For a token with these records."""
+    def charge(self, records: NDArray[np.void]) -> NDArray[np.void]:
+        """For a token with these records, which are returned with moments of this time."""
 
 
 class CardTokens:
@@ -318,7 +318,7 @@ class CardTokens:
         if (records["token"] != token).any():
             return []  # it has ended before all layers were computed
         if self._time is not None:
-            self._time.charge(records)
+            records = self._time.charge(records)
         token_s = clock.now() - begun_s + self._copying_s
         codes = 2 * records["experts"][:, : self._per_token].astype(np.int64)
         codes += records["slots"][:, : self._per_token] == MISSED

@@ -14,6 +14,10 @@ from math import comb
 
 from engine.planner.costs import Costs
 
+TOKEN_LAYER_S = 40e-6
+"""A layer's part of what a token takes on an emulated card that computes it by itself, beside the computing: flags, and
+Python between two tokens."""
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -125,11 +129,22 @@ class StepTime:
             experts = costs.model.experts
             whole = max(costs.h2d(experts * costs.expert_bytes), experts * self._disk_s)
             return max(whole, attention_s + costs.gpu_experts(self._visits(used), used, grouped=True))
+        if self._runs_tokens:
+            return attention_s + TOKEN_LAYER_S + costs.cpu_experts(self._visits(used), used)
         hits, dispatch = used - misses, costs.dispatch
         hits_s = costs.gpu_experts(self._visits(hits), hits, grouped=True) + (dispatch.card_s if hits else 0.0)
         fetches = {"cpu": [0], "fetch": [misses]}.get(self.way, range(misses + 1))
         found = min(self._served_s(fetched, misses - fetched, hits_s) for fetched in fetches)
         return attention_s + dispatch.layer_s + found
+
+    @cached_property
+    def _runs_tokens(self) -> bool:
+        """Whether an emulated card computes a token by itself: threads of the CPU then share hits and misses."""
+        costs = self.costs
+        if not costs.native_card or self.rows != 1 or self.disk_share:
+            return False
+        fetched_s = costs.transfer_expert() + costs.gpu_experts(1)
+        return self.way == "cpu" or (self.way == "mixed" and costs.cpu_experts(1) <= fetched_s)
 
     def _served_s(self, fetched: int, computed: int, hits_s: float) -> float:
         """Seconds until a layer is done: some experts fetched while the card computes the hits, some on the CPU.

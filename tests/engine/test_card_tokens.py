@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from engine.bench.step_records import replaced_kernels
 from engine.common import clock
 from engine.common.errors import EngineError
+from engine.devices.device import CopyRecord
 from engine.experts.card_tokens import CardTokens
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel
@@ -172,20 +173,34 @@ def test_a_token_that_fails_half_way_leaves_nothing_behind(tmp_path: Path) -> No
         assert torch.equal(cpu.logits_of(model, 5), cpu.logits)
 
 
-def test_a_timeline_shows_both_sides(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["emulated:slow-link", "emulated:link8-4gb"])
+def test_a_timeline_shows_both_sides(device: str, tmp_path: Path) -> None:
+    """Every expert once, and every byte."""
     folder = tiny_checkpoint("qwen3_moe", tmp_path)
     cpu = OnCpu.of(folder, 10)
-    with on_card(folder) as (model, _):
+    with on_card(folder, device=device) as (model, tokens):
         cpu.logits_of(model, 10)
         model.caches[0].wait()
+        before, copied = copy(model.caches[0].counters), list[CopyRecord]()
+        stop = tokens._layers[0].device.copy_log.listen(copied.append)
+        begun_ns = clock.now_ns()
         RECORDER.start()
         try:
             cpu.logits_of(model, 10)
             spans = RECORDER.take_spans()
         finally:
             RECORDER.stop()
-        assert {lanes.GPU, lanes.CPU_EXPERTS} <= set(spans["lane"].tolist())
+        model.caches[0].wait()
+        stop()
+        after = model.caches[0].counters
+        experts = spans[spans["name"] == lanes.EXPERTS]
+        counts = {lane: int(experts["count"][experts["lane"] == lane].sum()) for lane in (lanes.GPU, lanes.CPU_EXPERTS)}
+        assert counts == {lanes.GPU: after.hits - before.hits, lanes.CPU_EXPERTS: after.misses - before.misses}
+        assert min(counts.values()) > 0
         assert (spans["end_ns"] >= spans["start_ns"]).all()
+        assert begun_ns <= experts["start_ns"].min() < experts["end_ns"].max() <= clock.now_ns()
+        into_slots = sum(each.nbytes for each in copied if each.nbytes == model.caches[0].layout.nbytes)
+        assert into_slots == after.post_fetched_bytes - before.post_fetched_bytes
 
 
 @pytest.mark.parametrize(("host", "slots"), [("", 4), ("?host=fixed", 0)])

@@ -121,20 +121,36 @@ class TimedTokens:
         """See `engine.experts.card_tokens.TokenTime`."""
         return self._meter.clock.stopped()
 
-    def charge(self, records: NDArray[np.void]) -> None:
+    def charge(self, records: NDArray[np.void]) -> NDArray[np.void]:
         """See `engine.experts.card_tokens.TokenTime`."""
-        meter, seconds = self._meter, self._dense_s
-        took_s = (records["answered_ns"] - records["posted_ns"]) / 1e9
-        counts, missed = records["count"].tolist(), records["missed"].tolist()
-        for layout, count, misses, took in zip(self._layouts, counts, missed, took_s.tolist(), strict=True):
-            flops, hits = _flops(layout), count - misses
-            card_s = meter.kernel_s(hits * layout.nbytes, hits * flops) if hits else 0.0
-            host_s = 0.0
-            if misses:
-                host_s = meter.link_s(2 * self._hidden) + meter.link_s(4 * misses * self._hidden)
-                host_s += meter.processor_s(misses * layout.nbytes, misses * flops, took)
-            seconds += max(card_s, host_s)
-        meter.charge(seconds)
+        with self.stopped():
+            records, begun_s = records.copy(), self._meter.clock.now()
+            between_s = self._dense_s / (len(records) + 1)
+            end_s = begun_s
+            for layout, record in zip(self._layouts, records, strict=True):
+                end_s = self._layer(layout, record, end_s + between_s)
+        self._meter.charge(end_s + between_s - begun_s)
+        return records
+
+    def _layer(self, layout: RecordLayout, record: np.void, begun_s: float) -> float:
+        """When a layer's experts that begin now are done; its record says the same by this clock."""
+        meter, flops, misses = self._meter, _flops(layout), int(record["missed"])
+        hits = int(record["count"]) - misses
+        took_s = int(record["answered_ns"] - record["posted_ns"]) / 1e9
+        computed_s = begun_s + (meter.kernel_s(hits * layout.nbytes, hits * flops) if hits else 0.0)
+        answered_s = joined_s = taken_s = begun_s
+        if misses:
+            taken_s = begun_s + meter.link_s(2 * self._hidden)
+            answered_s = taken_s + meter.processor_s(misses * layout.nbytes, misses * flops, took_s)
+            joined_s = answered_s + meter.link_s(4 * misses * self._hidden)
+        for name, moment_s in (
+            ("begun_ns", begun_s),
+            ("computed_ns", computed_s),
+            ("taken_ns", taken_s),
+            ("answered_ns", answered_s),
+        ):
+            record[name] = round(moment_s * 1e9)
+        return max(computed_s, joined_s)
 
 
 def _flops(layout: RecordFormat) -> int:
