@@ -288,7 +288,10 @@ class HybridExperts(ExpertLayer):
         """Serves misses whose records are in RAM."""
         on_caller: list[tuple[Way, list[int]]] = []
         on_cpu: list[int] = []
-        for way, mine in self._share(step, experts, busy_s):
+        shares = self._share(step, experts, busy_s)
+        for way, mine in shares if len(shares) > 1 else ():
+            way.prepare(step, mine)
+        for way, mine in shares:
             if way.keeps_caller:
                 on_caller.append((way, mine))
                 on_cpu += mine

@@ -25,6 +25,12 @@ class OnCpu(Way):
         """See `Way.estimate`: it does not depend on how busy the device is."""
         return self._of_prompt if step.is_prefill else self._of_token
 
+    def prepare(self, step: Step, experts: Sequence[int]) -> None:
+        """See `Way.prepare`."""
+        if step.is_prefill:
+            visits = sum(step.routing.tokens(expert) for expert in experts)
+            self._layer.activations.outgoing((visits, step.hidden.shape[1]), step.hidden.dtype)
+
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
         """See `Way.serve`."""
         layer, activations = self._layer, self._layer.activations

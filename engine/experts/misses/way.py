@@ -143,6 +143,9 @@ class Way(ABC):
     def bring_ahead(self, most: int) -> None:  # noqa: B027  (most do not)
         """Lets up to so many experts of its layer come, which is next, while other work is done."""
 
+    def prepare(self, step: Step, experts: Sequence[int]) -> None:  # noqa: B027
+        """Takes memory for these before other ways are given theirs, whose work would have to be waited for."""
+
     def observe(self) -> None:  # noqa: B027  (most ways learn while they serve)
         """Corrects the latency model with the times of the previous step, which has ended."""
 
