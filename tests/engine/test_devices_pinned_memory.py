@@ -66,3 +66,23 @@ def test_what_can_be_pinned_is_measured_once_and_kept(monkeypatch: pytest.Monkey
     assert (limit_for(3 * GB), asked) == (3 * GB, [2 * GB, 3 * GB])
     # Less could be pinned than was tried: that will not change.
     assert (limit_for(5 * GB), limit_for(7 * GB), asked) == (2 * GB, 2 * GB, [2 * GB, 3 * GB, 5 * GB])
+
+
+def test_memory_that_a_card_shares_is_pinned_and_mapped_whole_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: dict[int, tuple[int, int]] = {}
+
+    def register(address: int, nbytes: int, _device: torch.device, how: int) -> bool:
+        pinned[address] = nbytes, how
+        return len(pinned) < 2
+
+    monkeypatch.setattr(pinned_memory, "register", register)
+    monkeypatch.setattr(pinned_memory, "unregister", lambda address, _device: pinned.pop(address))
+    memory = PinnedMemory(torch.device("cuda", 0), limit=0)
+    here = memory.share(5000)
+    assert pinned == {here.data_ptr(): (8192, 3)}  # whole pages; cudaHostRegisterPortable and -Mapped
+    assert memory.pinned_bytes == 8192
+    with pytest.raises(MemoryError, match="does not map"):
+        memory.share(100)
+    pinned.popitem()  # what was refused
+    memory.release(here)
+    assert (pinned, memory.pinned_bytes) == ({}, 0)
