@@ -40,11 +40,11 @@ class UpdatesCard(SettingsCard):
         self.back_words = self.add_row(self.tr("Previous version"), " ", self.back)
         self._doing = TaskQueue(self)
         self.server = AddressField(updates_address, use_updates_address, self._doing, self._tell, self)
-        self.server.setPlaceholderText(self.tr("the makers' own"))
+        self.server.setPlaceholderText(self.tr("the official one"))
         words = self.tr(
             "Asked for newer versions; only those that the makers signed are used, wherever they come from."
         )
-        self.add_row(self.tr("Server of updates"), words, self.server)
+        self.add_row(self.tr("Update server"), words, self.server)
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
         updates.changed.connect(self._show_state)
@@ -90,7 +90,7 @@ class UpdatesCard(SettingsCard):
         updates, found = self._updates, self._updates.update
         new = found.version if found is not None else ""
         if updates.stage is UpdateStage.OFFERED and found is not None:
-            offer = self.tr("{0} is there ({1}).").format(new, file_size(found.bytes))
+            offer = self.tr("{0} is available ({1}).").format(new, file_size(found.bytes))
             return f"{offer} {found.notes}".strip()
         if updates.stage is UpdateStage.FETCHING and updates.download is not None:
             return download_words(updates.download)
