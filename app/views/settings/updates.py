@@ -28,12 +28,12 @@ class UpdatesCard(SettingsCard):
         self.look_by_itself.setChecked(updates.is_wanted)
         self.look_by_itself.toggled.connect(self._want)
         self.add_row(
-            self.tr("Look for newer versions"),
-            self.tr("Once a day, when Switchyard starts. Nothing about you is sent, and nothing is fetched unasked."),
+            self.tr("Check for updates"),
+            self.tr("Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking."),
             self.look_by_itself,
         )
-        self.look = self._button(self.tr("Look now"), updates.look)
-        self.get = self._button(self.tr("Get it"), updates.fetch)
+        self.look = self._button(self.tr("Check now"), updates.look)
+        self.get = self._button(self.tr("Download"), updates.fetch)
         self.cancel = self._button(self.tr("Cancel"), updates.cancel)
         self.words = self.add_row(self.tr("Switchyard {0}").format(version()), " ", self.get, self.look, self.cancel)
         self.back = self._button(self.tr("Go back"), updates.go_back)
@@ -42,7 +42,7 @@ class UpdatesCard(SettingsCard):
         self.server = AddressField(updates_address, use_updates_address, self._doing, self._tell, self)
         self.server.setPlaceholderText(self.tr("the official one"))
         words = self.tr(
-            "Asked for newer versions; only those that the makers signed are used, wherever they come from."
+            "Where newer versions come from. Only versions signed by Switchyard's developers are installed."
         )
         self.add_row(self.tr("Update server"), words, self.server)
         self.trouble = warning_label(self)
@@ -83,8 +83,8 @@ class UpdatesCard(SettingsCard):
         self.cancel.setVisible(stage in (UpdateStage.FETCHING, UpdateStage.WAITING, UpdateStage.INSTALLING))
         before = updates.previous
         self.back.setEnabled(bool(before) and stage not in (UpdateStage.WAITING, UpdateStage.INSTALLING))
-        kept = self.tr("{0} is kept; with it the next start is as before.").format(before)
-        self.back_words.setText(kept if before else self.tr("None is kept."))
+        kept = self.tr("{0} is kept. Going back takes effect at the next start.").format(before)
+        self.back_words.setText(kept if before else self.tr("There is none."))
 
     def _said(self) -> str:
         updates, found = self._updates, self._updates.update
@@ -95,11 +95,11 @@ class UpdatesCard(SettingsCard):
         if updates.stage is UpdateStage.FETCHING and updates.download is not None:
             return download_words(updates.download)
         return {
-            UpdateStage.IDLE: self.tr("Not looked for newer ones yet."),
-            UpdateStage.LOOKING: self.tr("Looking…"),
-            UpdateStage.NEWEST: self.tr("This is the newest."),
-            UpdateStage.FETCHING: self.tr("Fetching {0}…").format(new),
-            UpdateStage.WAITING: self.tr("{0} is installed when answers and jobs are done.").format(new),
+            UpdateStage.IDLE: self.tr("Not checked yet."),
+            UpdateStage.LOOKING: self.tr("Checking…"),
+            UpdateStage.NEWEST: self.tr("This is the newest version."),
+            UpdateStage.FETCHING: self.tr("Downloading {0}…").format(new),
+            UpdateStage.WAITING: self.tr("{0} will be installed when answers and jobs are done.").format(new),
             UpdateStage.INSTALLING: self.tr("Installing and testing {0}…").format(new),
-            UpdateStage.READY: self.tr("The next start of Switchyard uses the other version."),
+            UpdateStage.READY: self.tr("Restart Switchyard to use the other version."),
         }.get(updates.stage, self.tr("Nothing has changed."))
