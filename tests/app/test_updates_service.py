@@ -102,7 +102,7 @@ def test_an_update_is_fetched_installed_and_used_at_the_next_start(
     assert "MB/s" in card.words.text()
     downloads.part_finished.emit(COMING)
     qtbot.waitUntil(lambda: updates.stage is UpdateStage.READY)
-    assert "next start" in card.words.text()
+    assert "Restart Switchyard" in card.words.text()
 
 
 def test_it_waits_for_answers_and_jobs(make: Make, downloads: ScriptedDownloads, work: list[str], qtbot: QtBot) -> None:
