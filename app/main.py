@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -277,7 +277,7 @@ def _report_if_asked(window: MainWindow) -> None:
 # --- the data folder --------------------------------------------------------------------------------
 
 
-def _claim_data_folder(files: list[str]) -> SingleInstance | int:
+def _claim_data_folder(files: Sequence[str] = ()) -> SingleInstance | int:
     """The claim to the data folder, or the exit code if the program cannot start."""
     from app.views import data_folder_start as dialogs  # rarely needed
 

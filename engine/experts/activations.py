@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.devices.device import Device, Direction, Event
-from engine.devices.memory_budget import MemoryCategory
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -101,8 +101,8 @@ class Activations:
         if self._up is None or self._landed is None or self._up.nbytes < needed:
             device.compute_stream.synchronize()
             self._release_up()
-            self._landed = device.memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
-            self._up = device.host_memory.allocate(_roomy(needed))
+            self._landed = self._room(needed)
+            self._up = device.host_memory.allocate(self._landed.nbytes)
         return self._up[:needed].view(dtype).view(shape)
 
     def to_device(self, outgoing: torch.Tensor) -> tuple[torch.Tensor, Event]:
@@ -136,8 +136,20 @@ class Activations:
         if self._rows is None or self._rows.nbytes < needed:
             self.device.compute_stream.synchronize()
             self._release_rows()
-            self._rows = self.device.memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
+            self._rows = self._room(needed)
         return self._rows[:needed].view(dtype).view(shape)
+
+    def _room(self, needed: int) -> torch.Tensor:
+        """Device memory of so many bytes, or some more if there is more.
+
+        Raises:
+            DeviceMemoryError: it does not fit on the device.
+        """
+        memory = self.device.memory
+        try:
+            return memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
+        except DeviceMemoryError:
+            return memory.allocate(needed, MemoryCategory.ACTIVATIONS)
 
     def forget_uses(self) -> None:
         """After a failure: nothing is in flight any more."""
