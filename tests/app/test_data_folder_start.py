@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_to_is_opened_if_there_are_chats_to_read
     from app import main
 
     told: list[str] = []
-    monkeypatch.setattr(SingleInstance, "claim", lambda _self: Claim.NOT_WRITABLE)
+    monkeypatch.setattr(SingleInstance, "claim", lambda _self, **_options: Claim.NOT_WRITABLE)
     monkeypatch.setattr(data_folder_start, "warn_not_writable", lambda: told.append("not writable"))
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)
     data_dir().mkdir(parents=True, exist_ok=True)
