@@ -45,7 +45,7 @@ def tokens_per_s_by_slots(
     precision = config.precision
     if precision == "auto":
         precision = predict_decode(machine, model, config, tokens=8).precision
-    costs = engine_costs(machine, model, precision, config.threads)
+    costs = engine_costs(machine, model, precision, config.threads, captures=config.graphs != "off")
     on_card = config.device != "cpu" and machine.gpu is not None
     # Without a card every miss is read from disk; with one, only the share that is not in RAM.
     rule = memory_rule(costs, limits_of(config))

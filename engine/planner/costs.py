@@ -10,10 +10,20 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.formats import format_of
 from engine.hardware.machine import HardwareProfile
 
-LAYER_OPERATORS = 12
-"""Operators of an attention block and its router in an eager decode step."""
-EXPERT_OPERATORS = 5
-"""Operators of one expert: three products, an activation, a weighted sum."""
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Operators that a card starts one after the other; by default those of an eager pass of a published program.
+
+    Attributes:
+        layer: of an attention block and its router.
+        experts: of a call that computes experts: three products, an activation, a weighted sum.
+        token: beside the layers.
+    """
+
+    layer: int = 12
+    experts: int = 5
+    token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,8 @@ class Dispatch:
         card_call_s: seconds added to each call that computes experts on an emulated card.
         seen_card_expert_s: seconds by which the engine overestimates an expert on the card when it chooses between card
             and CPU, because it times experts one at a time, each in a call of its own.
+        by_flags: the card asks for what it misses while it computes the step. Rows are no copies then, the card
+            computes all experts that it holds, and none is fetched before the step has ended.
     """
 
     layer_s: float = 0.0
@@ -69,6 +81,24 @@ class Dispatch:
     host_rate: float = 1.0
     card_call_s: float = 0.0
     seen_card_expert_s: float = 0.0
+    by_flags: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """How a card runs steps of one sequence, if other than its other passes (`engine.planner.decode_steps`).
+
+    Attributes:
+        launches: of a step.
+        graph_operator_s: seconds of an operator in a graph; 0 if steps are not captured.
+        exchange: a layer's hand-over within a graph; None: only steps that miss no experts are one.
+        exchange_token: operators more of a step that has them, beside the layers.
+    """
+
+    launches: Launches
+    graph_operator_s: float = 0.0
+    exchange: Dispatch | None = None
+    exchange_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +120,8 @@ class Costs:
             RAM they are read.
         score_bytes: memory traffic of one attention score of a prompt: written in 32 bits, read for the softmax, then
             both again in 16 bits; 0 for a fused kernel.
+        launches: operators of a pass on a card.
+        steps: of one sequence, where they have less; None: as all passes.
     """
 
     machine: HardwareProfile
@@ -108,6 +140,8 @@ class Costs:
     card_dense_precision: str = "bf16"
     dispatch: Dispatch = field(default=Dispatch())
     score_bytes: float = 12.0
+    launches: Launches = field(default=Launches())
+    steps: DecodeSteps | None = None
 
     @cached_property
     def expert_bytes(self) -> float:
@@ -197,7 +231,7 @@ class Costs:
             return max(reading, tokens * self._expert_flops / self.card_flops) + calls * self.dispatch.card_call_s
         reading = experts * self._card_traffic / self.card_bytes_per_s
         arithmetic = tokens * self._expert_flops / self.card_flops
-        return max(reading, arithmetic) + calls * EXPERT_OPERATORS * self.efficiency.operator_s
+        return max(reading, arithmetic) + calls * self.launches.experts * self.efficiency.operator_s
 
     def gpu_layer(
         self, tokens: float, context: float, *, dense: bool = False, cached: bool = True, prompts: float = 0.0
@@ -219,7 +253,7 @@ class Costs:
             reading += self._attention_bytes(tokens, context, prompts)
             flops += 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         time = max(reading / self.card_bytes_per_s, flops / self.card_flops)
-        return time + LAYER_OPERATORS * self.efficiency.operator_s
+        return time + self.launches.layer * self.efficiency.operator_s
 
     def kv_read_bytes(self, tokens: float, context: float) -> float:
         """Bytes of one layer's cache that `tokens` sequences read, averaged over the layers."""
@@ -242,7 +276,8 @@ class Costs:
             return self.cpu_head(rows)
         weights = self.model.vocabulary * self.model.hidden
         reading = self.model.head_bytes_per_weight(self.card_dense_precision) * weights
-        return max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
+        time = max(reading / self.card_bytes_per_s, 2.0 * rows * weights / self.card_flops)
+        return time + self.launches.token * self.efficiency.operator_s
 
     # On the CPU
 
@@ -318,7 +353,9 @@ class Costs:
         return nbytes / self.machine.disk_bytes_per_s
 
     def activations(self, rows: float) -> float:
-        """`rows` hidden states over the link in one direction: a copy and the synchronisation after it."""
+        """`rows` hidden states over the link in one direction: a copy and the synchronisation after it, or flags."""
+        if self.dispatch.by_flags:
+            return self.d2h(2.0 * rows * self.model.hidden) - self.machine.link.latency_s
         return self.d2h(2.0 * rows * self.model.hidden) + 2 * self.efficiency.operator_s
 
     def transfer_expert(self, *, pinned: bool = True) -> float:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.formats import careful
-from engine.hardware.machine import CallProfile, HardwareProfile, Origin
-from engine.planner.costs import Costs, Dispatch, Efficiency
+from engine.hardware.machine import CallProfile, GpuProfile, HardwareProfile, Origin
+from engine.planner.costs import Costs, DecodeSteps, Dispatch, Efficiency, Launches
 
 OF_DATA_SHEETS = Efficiency(arithmetic=0.35, card_memory=0.6, host_memory=0.56, operator_s=15e-6)
 """Relative to data sheets: on a card with the library's operators, on the CPU with the native kernels."""
@@ -27,6 +27,18 @@ STEP_SHARE = 0.9
 models of real shapes: 0.75 to 1.1).  The longer `HOST_LAYER_S` of an untimed machine already contains it."""
 DISPATCH = Dispatch(layer_s=60e-6, card_s=30e-6, host_s=30e-6)
 """Estimated as four, two and two operators (`OF_DATA_SHEETS.operator_s`); never timed on a real card."""
+STEP_LAUNCHES = Launches(layer=7, experts=2, token=14)
+"""Counted by `tests/engine/test_card_launches.py`: two products, two norms, rotation, attention and router; products of
+experts; 13 or 14 for the embedding, angles, the last norm and the head."""
+GRAPH_OPERATOR_S = 2.8e-6
+"""A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/step_time.py`."""
+FLAGS_S = 10e-6
+"""Two flags a layer over the link, each seen by who waits for it, and the row and outputs that go with them: an
+assumption."""
+EXCHANGE_LAYER, EXCHANGE_TOKEN = 2, 2
+"""Launches of `exchange.cu`, more: `post` and `join` of a layer, `begin` and `finish` of a token."""
+EXCHANGE = Dispatch(layer_s=FLAGS_S + EXCHANGE_LAYER * GRAPH_OPERATOR_S, by_flags=True)
+_AMD, _WITHOUT_GRAPHS = ("amd", "radeon"), ("intel", "apple")
 DISPATCH_EMULATED = Dispatch(
     330e-6, 250e-6, 250e-6, host_expert_s=25e-6, host_rate=0.85, card_call_s=15e-6, seen_card_expert_s=250e-6
 )
@@ -44,8 +56,14 @@ them out, and more than twice where nothing else runs
 (experts of 512 x 256 in 16 bits on an EPYC: 25 and 58 GB/s; one thread with 13 MB of int8: 2.3 times)."""
 
 
-def engine_costs(machine: HardwareProfile, model: ModelShape, precision: str, threads: int | None = None) -> Costs:
-    """Costs of this engine, with dense weights in the experts' precision or close to it."""
+def engine_costs(
+    machine: HardwareProfile, model: ModelShape, precision: str, threads: int | None = None, *, captures: bool = True
+) -> Costs:
+    """Costs of this engine, with dense weights in the experts' precision or close to it.
+
+    Args:
+        captures: whether a card's decode steps may be captured as graphs.
+    """
 
     def measured(*names: str) -> Efficiency:
         found = all(machine.origins.get(name) is Origin.MEASURED for name in names)
@@ -77,7 +95,18 @@ def engine_costs(machine: HardwareProfile, model: ModelShape, precision: str, th
         cached_share=min(1.0, machine.cpu.cache_bytes / max(_bytes_read(model, precision, dense), 1.0)),
         cached_gain=CACHED_GAIN,
         score_bytes=0.0,
+        steps=None if machine.gpu is None or is_emulated else _steps(machine.gpu, captures=captures),
     )
+
+
+def _steps(gpu: GpuProfile, *, captures: bool) -> DecodeSteps:
+    """Of NVIDIA's cards each may ask the CPU for experts from within a graph, if it is the only one."""
+    name = gpu.name.lower()
+    if not captures or any(maker in name for maker in _WITHOUT_GRAPHS):
+        return DecodeSteps(STEP_LAUNCHES)
+    if gpu.count > 1 or any(maker in name for maker in _AMD):
+        return DecodeSteps(STEP_LAUNCHES, GRAPH_OPERATOR_S)
+    return DecodeSteps(STEP_LAUNCHES, GRAPH_OPERATOR_S, EXCHANGE, EXCHANGE_TOKEN)
 
 
 def _bytes_read(model: ModelShape, precision: str, dense: str) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from engine.planner.costs import EXPERT_OPERATORS, LAYER_OPERATORS, Costs
+from engine.planner.costs import Costs
+from engine.planner.decode_steps import costs_of_step
 from engine.planner.engine_memory import EngineMemory
 from engine.planner.plan_parts import Help
 from engine.planner.simulator.outcome import Outcome
@@ -34,7 +35,8 @@ def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, wo
             f"{costs.machine.disk_bytes_per_s / 1e9:.3g} GB/s, because {memory.disk / 1e9:.3g} GB of experts do not "
             "fit into RAM."
         )
-    launches = (LAYER_OPERATORS + EXPERT_OPERATORS) * costs.model.layers * costs.efficiency.operator_s
+    step = costs_of_step(costs, "mixed", disk_share=float(memory.disk > 0), has_all=memory.all_experts)
+    launches = (step.launches.layer + step.launches.experts) * costs.model.layers * step.efficiency.operator_s
     if outcome.batch is None and launches > 0.5 * outcome.tpot_s:
         return (
             f"Launching many small operations on the card limits the speed: {launches * 1e3:.3g} ms of the "

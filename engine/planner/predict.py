@@ -127,7 +127,7 @@ def _placed(
         placement = decide(sizes_of(costs, limits, precisions), budgets, config)
     except NotEnoughRamError:
         raise _does_not_fit(model, machine) from None
-    costs = engine_costs(machine, model, placement.precision, config.threads)
+    costs = engine_costs(machine, model, placement.precision, config.threads, captures=config.graphs != "off")
     return costs, memory_of(placement, costs, limits)
 
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from engine.hardware.machine import HardwareProfile, LinkProfile, Origin
-from engine.planner.costs import Costs, Dispatch
+from engine.planner.costs import Costs, DecodeSteps, Dispatch
 from engine.planner.simulator.routing import PUBLISHED_STATISTICS, STRONGEST_STATISTICS, RoutingSkew
 
 _MEASURED, _UNSTEADY, _LOOKED_UP, _IN_CACHE = 0.2, 0.35, 0.4, 0.1
@@ -53,7 +53,7 @@ class Doubt:
 
     def applied(self, costs: Costs) -> Costs:
         """The costs at this end."""
-        dispatch, calls = costs.dispatch, self.calls
+        calls = self.calls
         return replace(
             costs,
             machine=_faster(costs.machine, self.rates),
@@ -61,15 +61,8 @@ class Doubt:
             host_layer_s=calls * costs.host_layer_s,
             host_token_s=calls * costs.host_token_s,
             cached_gain=self.cached_gain,
-            dispatch=Dispatch(
-                calls * dispatch.layer_s,
-                calls * dispatch.card_s,
-                calls * dispatch.host_s,
-                calls * dispatch.host_expert_s,
-                dispatch.host_rate,
-                calls * dispatch.card_call_s,
-                dispatch.seen_card_expert_s,
-            ),
+            dispatch=_slower(costs.dispatch, calls),
+            steps=_slower_steps(costs.steps, calls),
         )
 
 
@@ -93,6 +86,24 @@ def both_ends(costs: Costs, others: float, *, is_shared: bool) -> tuple[Doubt, D
         Doubt(left * (1 - off), slow / left, _CACHED_GAIN[0], PUBLISHED_STATISTICS),
         Doubt(1 + off, quick, _CACHED_GAIN[1], STRONGEST_STATISTICS),
     )
+
+
+def _slower(dispatch: Dispatch, calls: float) -> Dispatch:
+    return replace(
+        dispatch,
+        layer_s=calls * dispatch.layer_s,
+        card_s=calls * dispatch.card_s,
+        host_s=calls * dispatch.host_s,
+        host_expert_s=calls * dispatch.host_expert_s,
+        card_call_s=calls * dispatch.card_call_s,
+    )
+
+
+def _slower_steps(steps: DecodeSteps | None, calls: float) -> DecodeSteps | None:
+    if steps is None:
+        return None
+    exchange = None if steps.exchange is None else _slower(steps.exchange, calls)
+    return replace(steps, graph_operator_s=calls * steps.graph_operator_s, exchange=exchange)
 
 
 def _faster(machine: HardwareProfile, factor: float) -> HardwareProfile:

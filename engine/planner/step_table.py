@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
-from engine.planner.costs import Dispatch
 from engine.planner.engine_costs import engine_costs
 from engine.planner.memory import share_on_disk
 from engine.planner.step_time import StepTime
@@ -21,15 +19,11 @@ MACHINES = {
 }
 MODELS = ("qwen3-30b-a3b", "gpt-oss-120b", "qwen3-235b-a22b")
 _PRECISION, _CONTEXT = "int4", 4096
-GRAPH_OPERATOR_S = 2.8e-6
-"""A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/step_time.py`."""
-FLAGS = Dispatch(layer_s=10e-6)
-"""Two flags a layer over the link, each seen by who waits for it, and a look-up in native code: an assumption."""
 
 
 def lines() -> Iterator[str]:
     """Of a Markdown table: each card in its shipped machine, each model in int4 after 4,096 tokens."""
-    ways = ("no hits", "half hits", "90% hits", "half hits, one graph and flags")
+    ways = ("no hits", "half hits", "90% hits", "half hits, by the dispatcher")
     yield f"| card | RAM, GB | model | on disk | {' | '.join(f'predicted, {way}' for way in ways)} |"
     yield "|---|---|---|---|---|---|---|---|"
     for card, name in MACHINES.items():
@@ -38,10 +32,10 @@ def lines() -> Iterator[str]:
             model = read_model(model_name)
             disk_share = share_on_disk(machine, model, _PRECISION)
             costs = engine_costs(machine, model, _PRECISION)
-            launched = replace(costs.efficiency, operator_s=GRAPH_OPERATOR_S)
             now = StepTime(costs, context=_CONTEXT, disk_share=disk_share)
-            then = replace(now, costs=replace(costs, efficiency=launched, dispatch=FLAGS))
-            seconds = [*(now.seconds(miss_ratio) for miss_ratio in (1.0, 0.5, 0.1)), then.seconds(0.5)]
+            without = engine_costs(machine, model, _PRECISION, captures=False)
+            dispatched = StepTime(without, context=_CONTEXT, disk_share=disk_share)
+            seconds = [*(now.seconds(miss_ratio) for miss_ratio in (1.0, 0.5, 0.1)), dispatched.seconds(0.5)]
             cells = [card, f"{machine.cpu.ram_bytes / 2**30:.0f}", model_name, f"{disk_share:.0%}"]
             yield f"| {' | '.join([*cells, *(f'{1 / each:.3g}' for each in seconds)])} |"
 

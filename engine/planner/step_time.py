@@ -8,11 +8,12 @@ the same steps event by event.  Misses of a layer are a binomial draw, so a step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import comb
 
 from engine.planner.costs import Costs
+from engine.planner.decode_steps import costs_of_step, prefers_cpu
 
 TOKEN_LAYER_S = 40e-6
 """A layer's part of what a token takes on an emulated card that computes it by itself, beside the computing: flags, and
@@ -63,10 +64,22 @@ class StepTime:
         """
         if not 0 <= miss_ratio <= 1:
             raise ValueError(f"a miss ratio is between 0 and 1, not {miss_ratio}")
+        if self.on_card and self.costs.steps is not None:
+            as_run = self._with_all if whole_layers == self.costs.model.moe_layers else self._with_misses
+            return as_run.seconds(miss_ratio, whole_layers=whole_layers)
         layer_s = sum(share * time for share, time in zip(self._draw(miss_ratio), self._layers_s, strict=True))
         rest = self.costs.model.moe_layers - whole_layers
         whole_s = whole_layers * self.whole_layer_s if whole_layers else 0.0
         return self.drafts_s + self.without_experts_s + whole_s + rest * layer_s
+
+    @cached_property
+    def _with_all(self) -> StepTime:
+        """The same step with costs of the way in which it is run, if all experts are on the card."""
+        return replace(self, costs=costs_of_step(self.costs, self.way, rows=self.rows, has_all=True))
+
+    @cached_property
+    def _with_misses(self) -> StepTime:
+        return replace(self, costs=costs_of_step(self.costs, self.way, rows=self.rows, disk_share=self.disk_share))
 
     @cached_property
     def without_experts_s(self) -> float:
@@ -133,7 +146,8 @@ class StepTime:
             return attention_s + TOKEN_LAYER_S + costs.cpu_experts(self._visits(used), used)
         hits, dispatch = used - misses, costs.dispatch
         hits_s = costs.gpu_experts(self._visits(hits), hits, grouped=True) + (dispatch.card_s if hits else 0.0)
-        fetches = {"cpu": [0], "fetch": [misses]}.get(self.way, range(misses + 1))
+        none_fetched = self.way == "cpu" or dispatch.by_flags
+        fetches = [0] if none_fetched else [misses] if self.way == "fetch" else range(misses + 1)
         found = min(self._served_s(fetched, misses - fetched, hits_s) for fetched in fetches)
         return attention_s + dispatch.layer_s + found
 
@@ -143,8 +157,7 @@ class StepTime:
         costs = self.costs
         if not costs.native_card or self.rows != 1 or self.disk_share:
             return False
-        fetched_s = costs.transfer_expert() + costs.gpu_experts(1)
-        return self.way == "cpu" or (self.way == "mixed" and costs.cpu_experts(1) <= fetched_s)
+        return prefers_cpu(costs, self.way)
 
     def _served_s(self, fetched: int, computed: int, hits_s: float) -> float:
         """Seconds until a layer is done: some experts fetched while the card computes the hits, some on the CPU.

@@ -21,6 +21,7 @@ from engine.kernels.cuda.step_time import FUSED_OTHERS, QWEN3_30B_A3B, products
 from engine.kernels.gpu import norms, rotations, routers
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
+from engine.planner.engine_costs import STEP_LAUNCHES
 from engine.runtime.decode import tabled_attention
 from engine.runtime.decode.graphs import GraphedSteps
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, _kernels, needs_compiler
@@ -121,7 +122,12 @@ def test_launches_of_a_layer(
     of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
     assert of_layer == {"products": 4, "norm": 2, "rotary": 1, "attention": 1, "router": 1}
     assert of_layer.total() == FUSED_OTHERS + _PRODUCTS
-    assert few.total() - 2 * of_layer.total() <= 16  # embedding, angles, a norm and the head
+    assert of_layer.total() == STEP_LAUNCHES.layer + STEP_LAUNCHES.experts
+    # Embedding, angles, a norm and the head.
+    of_token = few.total() - 2 * of_layer.total()
+    assert of_token <= STEP_LAUNCHES.token
+    if family == "qwen3_moe":
+        assert of_token == QWEN3_30B_A3B.of_token + 1
 
 
 def test_launches_of_a_layer_by_operators(

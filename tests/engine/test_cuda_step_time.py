@@ -9,7 +9,8 @@ import pytest
 from engine.formats import FORMATS
 from engine.kernels.cuda.__main__ import main
 from engine.kernels.cuda.nvrtc import CompileError
-from engine.kernels.cuda.step_time import CARDS, QWEN3_30B_A3B, Card, estimate, product_seconds
+from engine.kernels.cuda.step_time import CARDS, CHAIN_S, LAUNCH_S, QWEN3_30B_A3B, Card, estimate, product_seconds
+from engine.planner.engine_costs import GRAPH_OPERATOR_S
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
@@ -17,7 +18,7 @@ from engine.kernels.cuda.step_time import CARDS, QWEN3_30B_A3B, Card, estimate, 
 def test_nothing_is_faster_than_the_cards_memory(card: Card, name: str) -> None:
     found = estimate(card, QWEN3_30B_A3B, FORMATS[name], 4096)
     assert found.bound_s < found.seconds < 20 * found.bound_s
-    assert found.launches == QWEN3_30B_A3B.layers * (4 + QWEN3_30B_A3B.others) + 1
+    assert found.launches == QWEN3_30B_A3B.layers * (4 + QWEN3_30B_A3B.others) + QWEN3_30B_A3B.of_token + 1
 
 
 def test_more_costs_more() -> None:
@@ -27,6 +28,10 @@ def test_more_costs_more() -> None:
     assert estimate(card, QWEN3_30B_A3B, FORMATS["int8"]).seconds > base
     assert estimate(card, replace(QWEN3_30B_A3B, others=6), int4).seconds < base
     assert estimate(replace(card, gbps=500), QWEN3_30B_A3B, int4).seconds > base
+
+
+def test_the_planner_has_the_same_launch_in_a_graph() -> None:
+    assert pytest.approx(LAUNCH_S + CHAIN_S) == GRAPH_OPERATOR_S
 
 
 def test_columns_in_parts_help_a_short_matrix_on_a_large_card() -> None:

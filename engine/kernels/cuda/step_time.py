@@ -60,6 +60,7 @@ class ModelShape:
         inner: width between an expert's matrices.
         query_rows, kv_rows: outputs of the projections for queries, and for keys and for values.
         others: launches of a layer beside products and experts: norms, rotation, router, attention, sums.
+        of_token: launches beside layers and head: embedding, angles of the position, the last norm.
     """
 
     layers: int
@@ -70,10 +71,12 @@ class ModelShape:
     kv_rows: int
     vocabulary: int
     others: int
+    of_token: int
 
 
-QWEN3_30B_A3B = ModelShape(48, 2048, 768, 8, 4096, 512, 151_936, others=52)
-"""`others`: PyTorch's operators in a layer, counted; some of them start several kernels."""
+QWEN3_30B_A3B = ModelShape(48, 2048, 768, 8, 4096, 512, 151_936, others=52, of_token=12)
+"""`others`: PyTorch's operators in a layer, counted; some of them start several kernels.  `of_token`: counted with
+kernels of their own."""
 FUSED_OTHERS = 5
 """With kernels of their own: two norms with the residual sums before them, rotation with the norms of queries and keys,
 attention over pages, router.  Counted."""
@@ -119,7 +122,8 @@ def estimate(card: Card, shape: ModelShape, of_weights: WeightFormat, kv_tokens:
     Args:
         kv_tokens: before it, whose keys and values are read in 16 bits.
     """
-    launches, nbytes, seconds = shape.layers * shape.others, 0, shape.layers * shape.others * LAUNCH_S
+    launches, nbytes = shape.layers * shape.others + shape.of_token, 0
+    seconds = launches * LAUNCH_S
     for rows, columns, visits, times in products(shape):
         launches += times
         nbytes += times * visits * sum(of_weights.part_bytes(rows, columns))

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
+from engine.planner.decode_steps import costs_of_step
 from engine.planner.fiddler import runs_on_cpu
 from engine.planner.simulator.residents import SimulatedResidents
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, Strategy
@@ -37,6 +38,7 @@ class RequestSimulation:
     ) -> None:
         self._timeline, self._costs, self._strategy, self._residents = timeline, costs, strategy, residents
         self._disk_share = disk_share
+        self._of_prompts = costs
         self._transfer_s = costs.transfer_expert(pinned=strategy.pinned)
         self._random = np.random.default_rng(seed)
         self._underway: dict[int, dict[int, float]] = {}
@@ -68,7 +70,9 @@ class RequestSimulation:
             context: context tokens of each row, of the last row for a prompt.
             prompts: number of prompts that the rows belong to; 0 in a decode step.
         """
-        costs, model, prefill = self._costs, self._costs.model, prompts > 0
+        prefill = prompts > 0
+        self._costs = self._of_prompts if prefill else self._of_step(rows)
+        costs, model = self._costs, self._costs.model
         seen = context / 2 if prefill else context
         at = after
         for _ in range(model.dense_layers):
@@ -89,6 +93,16 @@ class RequestSimulation:
         if self._strategy.host_only:
             return self._timeline.run("cpu_experts", costs.cpu_head(wanted), "head", at, step=step)
         return self._timeline.run("gpu", costs.gpu_head(wanted), "head", at, step=step)
+
+    def _of_step(self, rows: int) -> Costs:
+        """Costs of a decode step: published schedules launch what published programs do."""
+        strategy, costs = self._strategy, self._of_prompts
+        if not strategy.grouped:
+            return costs
+        is_guessing = strategy.prefetch is not Prefetch.NONE or strategy.residency is Residency.NONE
+        misses = "" if is_guessing else strategy.miss.value
+        has_all = all(held >= costs.model.experts for held in self._residents.capacity)
+        return costs_of_step(costs, misses, rows=rows, disk_share=self._disk_share, has_all=has_all)
 
     def _dense_layer(self, rows: int, context: float, prompts: int, at: float, step: int) -> float:
         on_host, costs = self._strategy.host_only, self._costs
@@ -287,7 +301,8 @@ class RequestSimulation:
     def _cpu_is_sooner(self, there: list[tuple[float, int, int]], misses: list[tuple[int, int]]) -> bool:
         """Whether the engine, by times of single experts, leaves the card idle although it holds some of them."""
         costs, strategy = self._costs, self._strategy
-        if not (there and strategy.grouped and strategy.miss is Miss.MIXED) or self._disk_share:
+        chooses = strategy.grouped and strategy.miss is Miss.MIXED and not costs.dispatch.by_flags
+        if not (there and chooses) or self._disk_share:
             return False
         here, held = sum(rows for _, rows in misses), sum(rows for _, _, rows in there)
         held_s = costs.gpu_experts(held, len(there), grouped=True) + len(there) * costs.dispatch.seen_card_expert_s
@@ -301,7 +316,7 @@ class RequestSimulation:
         strategy, costs = self._strategy, self._costs
         if strategy.miss is Miss.FETCH or (prefill and strategy.prefill_fetches):
             return misses, []
-        if strategy.miss is Miss.CPU:
+        if strategy.miss is Miss.CPU or costs.dispatch.by_flags:
             return [], misses
         if strategy.miss is Miss.CHEAPER:
             computed = [miss for miss in misses if runs_on_cpu(costs, miss[1], pinned=strategy.pinned)]
