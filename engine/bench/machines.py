@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 from engine.bench.opened import decode_seconds, opened, prefill_seconds, random_text
@@ -34,6 +35,8 @@ _EXPERTS_BYTES = 48 * 128 * 2_801_664
 _PROMPT_TOKENS = 32
 _WARM_UP, _FIXED_WARM_UP = BURST_STEPS + 32, 96
 """Tokens before those that are timed: until the cache has compared its policies, which takes no modelled time."""
+_SETTLING = 8
+"""Tokens before those of each repeat: the choice before has left the processor's caches to itself."""
 OURS = "ours"
 
 
@@ -92,24 +95,18 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
     Raises:
         EngineError: as `load_model`.
     """
-    warm_up = _FIXED_WARM_UP if plan.is_fixed else _WARM_UP
     for profile in timed_profiles():
         if plan.machines and profile.name not in plan.machines:
             continue
         rates: dict[str, dict[str, list[float]]] = {"decode": {}, "prompt": {}}
-        for repeat in range(plan.repeats):
-            for name, choice in CHOICES.items():
-                say(f"{profile.name}, {repeat + 1} of {plan.repeats}: {name}")
-                if repeat == 0 and name == OURS:  # so that every choice knows what is used most, and equally well
-                    with _opened(config, plan, profile, choice) as loaded:
-                        decode_seconds(loaded, _text(loaded, warm_up, 0))
-                with _opened(config, plan, profile, choice) as loaded:
-                    if loaded.foresight is not None:
-                        loaded.foresight.forget_uses()
-                    slower = profile.cpu_slowdown if choice.misses is None and not plan.is_fixed else 1.0
-                    decode_seconds(loaded, _text(loaded, warm_up, 0))
-                    text = _text(loaded, plan.tokens, repeat + 1)
-                    seconds = sum(decode_seconds(loaded, text)) * slower
+        with ExitStack() as held:
+            models = _warmed_up(config, plan, profile, held, say)
+            for repeat in range(plan.repeats):
+                say(f"{profile.name}: {repeat + 1} of {plan.repeats}")
+                for name in Random(repeat).sample(list(models), len(models)):
+                    loaded, slower = models[name], _slowdown(plan, profile, CHOICES[name])
+                    text = _text(loaded, _SETTLING + plan.tokens, repeat + 1)
+                    seconds = sum(decode_seconds(loaded, text)[_SETTLING:]) * slower
                     rates["decode"].setdefault(name, []).append(plan.tokens / seconds)
                     prompt = random_text(_vocabulary(loaded), plan.prompt_tokens, 1, repeat + 1).prompt
                     rates["prompt"].setdefault(name, []).append(
@@ -117,6 +114,29 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
                     )
         for kind, found in rates.items():
             _rows(f"{profile.name}, {kind}", found, report)
+
+
+def _warmed_up(
+    config: EngineConfig, plan: MachinesPlan, profile: DeviceProfile, held: ExitStack, say: Callable[[str], None]
+) -> dict[str, LoadedModel]:
+    """The model once for each choice, all open at once: they are timed in turn, as this machine's speed varies."""
+    warm_up = _FIXED_WARM_UP if plan.is_fixed else _WARM_UP
+    with _opened(config, plan, profile, CHOICES[OURS]) as loaded:
+        decode_seconds(loaded, _text(loaded, warm_up, 0))  # so that every choice knows what is used most
+    models = {}
+    for name, choice in CHOICES.items():
+        say(f"{profile.name}: {name}")
+        models[name] = loaded = held.enter_context(_opened(config, plan, profile, choice))
+        if loaded.foresight is not None:
+            loaded.foresight.forget_uses()
+        decode_seconds(loaded, _text(loaded, warm_up if name == OURS else _FIXED_WARM_UP, 0))
+        prefill_seconds(loaded, random_text(_vocabulary(loaded), plan.prompt_tokens, 1).prompt)
+    return models
+
+
+def _slowdown(plan: MachinesPlan, profile: DeviceProfile, choice: Choice) -> float:
+    """Of a processor that is timed without a card, beside this one."""
+    return profile.cpu_slowdown if choice.misses is None and not plan.is_fixed else 1.0
 
 
 def _rows(name: str, rates: dict[str, list[float]], report: Report) -> None:

@@ -63,6 +63,7 @@ class Estimate:
         backlog_s, busy_s: time until the first and the second stage are free.
         keeps_caller: the second stage runs on the calling thread, which all such ways share.
         caller_s: what each expert keeps the calling thread otherwise, before its own share.
+        entry_s: what it takes once, for the first expert that is served so; asked of the first way only.
     """
 
     seconds: Callable[[int], float]
@@ -71,6 +72,15 @@ class Estimate:
     busy_s: float = 0.0
     keeps_caller: bool = False
     caller_s: float = 0.0
+    entry_s: float = 0.0
+
+    def alone_s(self, tokens: Sequence[int]) -> float:
+        """When experts with so many tokens each are done, in this order, if all are served so."""
+        arrived_s, ended_s = self.backlog_s, self.busy_s
+        for count in tokens:
+            arrived_s += self.bring_s
+            ended_s = max(ended_s, arrived_s) + self.seconds(count)
+        return ended_s
 
 
 def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> list[list[Key]]:
@@ -95,7 +105,8 @@ def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> 
     served: list[list[Key]] = [[] for _ in ways]
     arrived_s, ended_s = [way.backlog_s for way in ways], [way.busy_s for way in ways]
     ended_s[0] += sum(took_s[0][tokens] for _, tokens in order)
-    if all(not way.keeps_caller and way.backlog_s + way.bring_s >= ended_s[0] for way in ways[1:]):
+    entry_s = ways[0].entry_s
+    if all(not way.keeps_caller and way.backlog_s + way.bring_s >= ended_s[0] + entry_s for way in ways[1:]):
         served[0] = [key for key, _ in order]  # before another way had brought one, the first has done them all
         return served
     for key, tokens in order:
@@ -111,6 +122,10 @@ def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> 
         served[chosen].append(key)
         arrived_s[chosen] += ways[chosen].bring_s
         ended_s = now_s
+    if entry_s and served[0]:
+        for number, way in enumerate(ways[1:], 1):  # without the first way, nothing is paid for entering it
+            if not way.keeps_caller and way.alone_s([tokens for _, tokens in order]) < max(ended_s) + entry_s:
+                return [[key for key, _ in order] if each == number else [] for each in range(len(ways))]
     return served
 
 
@@ -192,6 +207,10 @@ class LatencyModel:
     def transfer_s(self) -> float:
         """One record over the link."""
         return self._transfer_uncorrected_s * self._link.factor
+
+    def crossing_s(self, nbytes: int) -> float:
+        """So many bytes over the link to the host, and the first of what comes back."""
+        return 2 * self.link_latency_s + nbytes / self.link_bytes_per_s * self._link.factor
 
     def prefers_cpu(self, tokens: int) -> bool:
         """Algorithm 1 for a single miss."""

@@ -19,11 +19,14 @@ class OnCpu(Way):
     def __init__(self, layer: ExpertLayer) -> None:
         super().__init__(layer)
         self._of_token = Estimate(layer.latency.cpu_s, keeps_caller=True)
-        self._of_prompt = Estimate(layer.latency.cpu_prompt_s, keeps_caller=True)
 
     def estimate(self, step: Step, busy_s: float) -> Estimate:  # noqa: ARG002
-        """See `Way.estimate`: it does not depend on how busy the device is."""
-        return self._of_prompt if step.is_prefill else self._of_token
+        """See `Way.estimate`: it does not depend on how busy the device is, but a prompt's states have to come."""
+        if not step.is_prefill:
+            return self._of_token
+        latency = self._layer.latency
+        entry_s = latency.crossing_s(step.hidden.nbytes) if step.host_hidden is None else 0.0
+        return Estimate(latency.cpu_prompt_s, keeps_caller=True, entry_s=entry_s)
 
     def prepare(self, step: Step, experts: Sequence[int]) -> None:
         """See `Way.prepare`."""
