@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.devices.opening import open_devices
@@ -108,6 +108,31 @@ def test_beyond_the_knee_it_is_no_worse_than_all_on_one_side(
     tokens = [count for _, count in misses]
     one_sided = min(_makespan(model, tokens, [], 0.0), _makespan(model, [], tokens, 0.0))
     assert _chosen(model, misses, 0.0) <= one_sided * (1 + 1e-6)
+
+
+@given(misses=_misses, host=_seconds, each=_seconds, bring_s=_seconds, backlog_s=_seconds, entry_s=_seconds)
+def test_entering_the_first_way_is_paid_for_only_where_it_ends_sooner(
+    misses: list[tuple[int, int]], host: float, each: float, bring_s: float, backlog_s: float, entry_s: float
+) -> None:
+    assume(entry_s > 0)
+    first = Estimate(lambda tokens: host * tokens, keeps_caller=True, entry_s=entry_s)
+    other = Estimate(lambda tokens: each * tokens, bring_s, backlog_s)
+    here, there = split_among(misses, [first, other])
+    assert sorted([*here, *there]) == [key for key, _ in misses]
+    tokens = dict(misses)
+    end_s = other.alone_s([tokens[key] for key in there]) if there else 0.0
+    if here:
+        end_s = max(end_s, entry_s + sum(host * tokens[key] for key in here))
+    longest_first = sorted(tokens.values(), reverse=True)
+    assert end_s <= max(other.alone_s(longest_first), other.backlog_s) * (1 + 1e-6)
+
+
+def test_few_misses_of_a_prompt_come_over_the_link_with_less_than_its_states() -> None:
+    away = Estimate(lambda _: 1e-5, bring_s=1e-4)
+    misses = [(key, 30) for key in range(2)]
+    for entry_s, on_cpu in ((0.0, 1), (5e-4, 0)):
+        first = Estimate(lambda _: 1.5e-4, keeps_caller=True, entry_s=entry_s)
+        assert [len(keys) for keys in split_among(misses, [first, away])] == [on_cpu, 2 - on_cpu]
 
 
 def test_one_miss_goes_where_algorithm_1_says() -> None:
