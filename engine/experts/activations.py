@@ -151,6 +151,22 @@ class Activations:
         except DeviceMemoryError:
             return memory.allocate(needed, MemoryCategory.ACTIVATIONS)
 
+    def shrink(self) -> int:
+        """Frees the device's buffers until the next step needs some, perhaps smaller ones; returns the bytes freed.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        freed = sum(buffer.nbytes for buffer in (self._landed, self._rows) if buffer is not None)
+        if freed:
+            if self._going_up is not None:
+                self._going_up.wait()
+            self.device.compute_stream.synchronize()
+            self.forget_uses()
+            self._release_up()
+            self._release_rows()
+        return freed
+
     def forget_uses(self) -> None:
         """After a failure: nothing is in flight any more."""
         self._going_up = self._read = None

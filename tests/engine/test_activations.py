@@ -26,6 +26,10 @@ def test_a_buffer_is_as_small_as_needed_where_no_more_is_left() -> None:
         assert torch.equal(landed, out)
         with pytest.raises(DeviceMemoryError):
             activations.rows((301 * 1024 // 2,), torch.bfloat16)
+        assert device.memory.free == 300 * 1024 - landed.nbytes
+        assert activations.shrink() == landed.nbytes
+        assert device.memory.free == 300 * 1024
+        assert activations.shrink() == 0
         device.memory.release(taken)
         assert activations.rows((301 * 1024 // 2,), torch.bfloat16).nbytes == 301 * 1024 // 2 * 2
     finally:

@@ -14,6 +14,7 @@ from engine.experts.latency import LatencyModel
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.pieces import Layers, wanted_tokens
+from engine.runtime.kv.memory import KvCost
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import random_prompt
 from tests.engine.on_devices import memory_use, opened
@@ -107,6 +108,10 @@ def test_memory_for_longer_pieces_comes_from_the_cache_and_goes_back_to_it(
         more = 3 * USUAL * session._pieces._token_bytes
         device.memory.limit(device.memory.use().used + more - model.caches[0].nbytes // 2)
         monkeypatch.setattr("engine.runtime.decode.pieces._CACHE_SHARE", 1)
+        # The rest of the cache would be too little for the context: that comes first.
+        with session._pieces.of(len(PROMPT), USUAL) as longest:
+            assert (longest, model.caches[0].slots) == (USUAL, slots)
+        monkeypatch.setattr(model.devices, "kv", (KvCost(),))
         with session._pieces.of(len(PROMPT), USUAL) as longest:
             lent.append(model.caches[0].slots)
             assert longest == 4 * USUAL

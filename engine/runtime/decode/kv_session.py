@@ -600,7 +600,10 @@ class KvRoom:
             reservation.resize(nbytes)
             return
         except DeviceMemoryError as error:
-            self._devices.experts.give_back(index, error.asked - error.free)
+            short = error.asked - error.free
+            experts = self._devices.experts
+            if experts.give_back(index, short) < short and index < len(experts.activations):
+                experts.activations[index].shrink()  # what earlier steps needed: no step is under way
         try:
             reservation.resize(nbytes)
         except DeviceMemoryError as error:

@@ -16,6 +16,7 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import STEP_ELEMENTS, HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.experts.misses.on_cpu import OnCpu
+from engine.runtime.kv.growing import grown_capacity
 from engine.runtime.loaded_model import LoadedModel
 
 _MOST_TIMES = 4
@@ -87,7 +88,7 @@ class PromptPieces:
         longest = usual
         if self._experts and tokens > usual:
             longest = wanted_tokens(self._layers(), usual, min(_MOST_TIMES * usual, self._most), tokens)
-        held = self._set_aside((longest - usual) * self._token_bytes) if longest > usual else None
+        held = self._set_aside((longest - usual) * self._token_bytes, tokens) if longest > usual else None
         try:
             yield longest if held is not None else usual
         finally:
@@ -108,14 +109,20 @@ class PromptPieces:
                 found.append(Layers(mine[0].latency, every, absent, per_token, len(mine)))
         return found
 
-    def _set_aside(self, nbytes: int) -> list[Reservation] | None:
-        """Memory of each device, from its caches if need be; None if one has not enough."""
+    def _set_aside(self, nbytes: int, tokens: int) -> list[Reservation] | None:
+        """Memory of each device, from its caches if need be; None if one has too little to read so many tokens then."""
         devices = self._loaded.devices
         assert devices is not None
         held: list[Reservation] = []
         for index, device in enumerate(devices.devices):
             lacking = nbytes - device.memory.free
-            if lacking > sum(cache.nbytes for cache in devices.experts.caches[index]) // _CACHE_SHARE:
+            of_caches = sum(cache.nbytes for cache in devices.experts.caches[index])
+            # The context takes its memory as it grows, from what is free and from the caches: that must be left to it.
+            kv, held_kv = devices.kv[index], device.memory.use().by_category.get(MemoryCategory.KV, 0)
+            there = max(0, held_kv - kv.fixed) // kv.per_token if kv.per_token else 0
+            capacity = grown_capacity(there, there + tokens, self._loaded.context_tokens)
+            promised = kv.fixed + kv.per_token * capacity - held_kv
+            if lacking > of_caches // _CACHE_SHARE or promised > of_caches - lacking:
                 break
             try:
                 if lacking > 0:
