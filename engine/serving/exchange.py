@@ -58,15 +58,21 @@ class Noted:
             return
         exchange, began_s, began = Exchange(), time.time(), time.monotonic()
         _CURRENT.set(exchange)
+        is_whole = False
 
         async def note(message: Any) -> None:
+            nonlocal is_whole
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
             await send(message)
+            is_whole |= message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._app(scope, receive, note)
         finally:
+            if exchange.status and not is_whole:
+                # What reads the engine's events may hear only later that nobody listens any more.
+                exchange.breaks = exchange.breaks or "left"
             if scope["method"] not in _QUIET or exchange.status >= 400:
                 agent = dict(scope["headers"]).get(b"user-agent", b"").decode("latin-1")
                 self._on_served(
