@@ -164,7 +164,7 @@ def test_marks_cost_nothing_while_nothing_is_recorded(folder: Path) -> None:
     expected = reference("qwen3_moe", folder)
     made = []
     for on in (False, True):
-        with opened(expected.folder, graphs="off", cache_slots=4) as model, chatting(model) as session:
+        with opened(expected.folder, graphs="off", cache_slots=4, misses="fetch") as model, chatting(model) as session:
             telemetry = ModelTelemetry(model)
             telemetry.start()
             _Marked.marks = 0
