@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QEvent, QLocale, QObject, Qt, QTimer, SignalInstance
+from PySide6.QtCore import QCoreApplication, QEvent, QLocale, Qt, QTimer, Signal, SignalInstance
 from PySide6.QtGui import QFileOpenEvent, QGuiApplication
 from PySide6.QtWidgets import QApplication, QWidget
 
@@ -66,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         reports.uninstall()
 
 
-def _application(argv: list[str]) -> QApplication:
+def _application(argv: list[str]) -> Application:
     QGuiApplication.setHighDpiScaleFactorRoundingPolicy(Qt.HighDpiScaleFactorRoundingPolicy.PassThrough)
-    app = QApplication(argv)
+    app = Application(argv)
     app.setApplicationName("Switchyard")
     app.setApplicationDisplayName("Switchyard")
     app.setOrganizationName("Switchyard")
@@ -79,7 +79,7 @@ def _application(argv: list[str]) -> QApplication:
     return app
 
 
-def _run(app: QApplication, reports: CrashReports, files: list[str]) -> int:
+def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     reached("application")
     settings = Settings()
     theme = ThemeController(settings.theme, settings.font_px)
@@ -106,7 +106,7 @@ def _run(app: QApplication, reports: CrashReports, files: list[str]) -> int:
         signal.signal(ending, lambda *_: app.quit())
     reached("window")
     window.show()
-    opened = OpenedFiles(app, window.open_files)
+    app.files_opened.connect(window.open_files)
     QTimer.singleShot(0, window, window.begin)
     if files:
         QTimer.singleShot(0, window, lambda: window.open_files(files))
@@ -114,7 +114,6 @@ def _run(app: QApplication, reports: CrashReports, files: list[str]) -> int:
         QTimer.singleShot(0, window, lambda: services.api_server.begin())
     gc.freeze()  # what is there by now is there for good: collections need not look through it
     code = app.exec()
-    app.removeEventFilter(opened)
     services.client.close_now()
     services.store.close()
     settings.save()
@@ -123,19 +122,22 @@ def _run(app: QApplication, reports: CrashReports, files: list[str]) -> int:
     return code
 
 
-class OpenedFiles(QObject):
-    """macOS tells a program by events which files were opened with it."""
+class Application(QApplication):
+    """Hears which files macOS opens with it, which are events of the application alone.
 
-    def __init__(self, app: QApplication, open_files: Callable[[list[str]], None]) -> None:
-        super().__init__(app)
-        self._open_files = open_files
-        app.installEventFilter(self)
+    Not a filter: that would see every event of every widget, in Python.
 
-    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+    Signals:
+        files_opened: a list of paths.
+    """
+
+    files_opened = Signal(list)
+
+    def event(self, event: QEvent) -> bool:
         if isinstance(event, QFileOpenEvent) and event.file():
-            self._open_files([event.file()])
+            self.files_opened.emit([event.file()])
             return True
-        return super().eventFilter(watched, event)
+        return super().event(event)
 
 
 # --- the pages --------------------------------------------------------------------------------------

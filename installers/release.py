@@ -16,21 +16,19 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from packages import linux, macos, windows
 from packages.bundle import Bundle, lay_out
 from packages.kernels import PLATFORMS, build_kernels_wheel
 from packages.offline import write_offline_file
-from packages.project import CHECKOUT, PackagingError, read_project
+from packages.project import CHECKOUT, PackagingError
 from packages.pythons import DEBIAN_VERSION, VERSION
 from packages.update import new_key, write_list, write_window
 from packages.wheels import build_wheels
@@ -213,30 +211,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _uv() -> Path:
-    package = find_spec("uv")
     program = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
     if program is None:
-        raise PackagingError(
-            f"uv is missing{'' if package is None else ' beside Python'}: `pip install --group release`."
-        )
+        raise PackagingError("uv is missing: run `pip install --group release`, then the same command again.")
     return Path(program)
 
 
 def _write_sums(out: Path) -> None:
-    """SHA256SUMS and packages.json: what people and update manifests check downloads by."""
-    files = sorted(
-        path for path in out.iterdir() if path.is_file() and path.name not in ("SHA256SUMS", "packages.json")
-    )
-    sums = {}
-    for path in files:
+    """SHA256SUMS: what people check downloads by."""
+    lines = []
+    for path in sorted(each for each in out.iterdir() if each.is_file() and each.name != "SHA256SUMS"):
         with path.open("rb") as opened:
-            sums[path.name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    (out / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="ascii")
-    document = {
-        "version": read_project().version,
-        "files": {name: {"sha256": digest, "bytes": (out / name).stat().st_size} for name, digest in sums.items()},
-    }
-    (out / "packages.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            lines.append(f"{hashlib.file_digest(opened, 'sha256').hexdigest()}  {path.name}\n")
+    (out / "SHA256SUMS").write_text("".join(lines), encoding="ascii")
 
 
 if __name__ == "__main__":

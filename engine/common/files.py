@@ -346,6 +346,27 @@ class Lock:
 
 
 @contextlib.contextmanager
+def holding(path: Path, patience_s: float, busy: str) -> Iterator[None]:
+    """The lock at `path`, while the body runs.
+
+    Args:
+        patience_s: how long to wait for another process that has it.
+        busy: the sentence if it keeps it.
+
+    Raises:
+        EngineError: `BUSY`.
+        OSError: its folder cannot be written to.
+    """
+    lock = Lock(path)
+    if not lock.take(patience_s):
+        raise EngineError(ErrorCode.BUSY, busy)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
 def locked_file(folder: Path, prefix: str) -> Iterator[Path]:
     """A new file `PREFIX....lock` in a folder, locked by this process until the block ends; the caller deletes it.
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from engine.checkpoint.manifest import sha256_of
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import Lock, disk_errors_explained, is_full, new_folder, require_space
+from engine.common.files import disk_errors_explained, holding, is_full, new_folder, require_space
 from engine.common.installed import (
     PARTIAL,
     WHOLE,
@@ -89,13 +89,8 @@ def alone() -> Iterator[None]:
         OSError: the folder cannot be written to.
     """
     new_folder(parts_dir())
-    lock = Lock(parts_dir() / "lock")
-    if not lock.take(1.0):
-        raise EngineError(ErrorCode.BUSY, "Another Switchyard is installing something: wait until it is done.")
-    try:
+    with holding(parts_dir() / "lock", 1.0, "Another Switchyard is installing something: wait until it is done."):
         yield
-    finally:
-        lock.release()
 
 
 def is_proven(name: str) -> bool:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.checkpoint.hub.repository import RepoFile, Repository
-from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import Lock, NewFile, new_folder, private_folder, replace_file
+from engine.common.errors import EngineError
+from engine.common.files import Lock, NewFile, holding, new_folder, private_folder, replace_file
 from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
@@ -168,13 +168,9 @@ def changing() -> Iterator[None]:
         OSError: the data folder cannot be written.
     """
     private_folder(downloads_dir())
-    lock = Lock(downloads_dir() / "lock")
-    if not lock.take(10.0):
-        raise EngineError(ErrorCode.BUSY, "Another Switchyard is changing the downloads: try again in a moment.")
-    try:
+    busy = "Another Switchyard is changing the downloads: try again in a moment."
+    with holding(downloads_dir() / "lock", 10.0, busy):
         yield
-    finally:
-        lock.release()
 
 
 def all_keys() -> list[str]:
