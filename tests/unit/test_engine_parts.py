@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import zipfile
@@ -35,7 +36,7 @@ from engine.parts.wheels import EngineChoice, begin_download, choose_engine, dow
 from tests.bundles import PLATFORM, make_bundle, make_lock, make_own_wheels, make_wheel
 from tests.hub_server import Fault, HubServer
 
-UV = shutil.which("uv")
+UV = shutil.which("uv", path=sysconfig.get_path("scripts")) or shutil.which("uv")
 pytestmark = pytest.mark.skipif(UV is None, reason="uv is not installed")
 PART = 16 * 1024
 BIG = random.Random(5).randbytes(6 * PART)

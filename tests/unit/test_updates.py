@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,7 @@ from engine.parts.wheels import EngineChoice, EngineSource, begin_download, choo
 from tests.bundles import PLATFORM, make_bundle, make_lock, make_own_wheels, make_wheel
 from tests.hub_server import HubServer
 
-UV = shutil.which("uv")
+UV = shutil.which("uv", path=sysconfig.get_path("scripts")) or shutil.which("uv")
 KEY = Ed25519PrivateKey.generate()
 OTHER = Ed25519PrivateKey.generate()
 WINDOW_TEST = (
