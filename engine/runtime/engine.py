@@ -20,6 +20,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
+from engine.jobs.rows import Check, never
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.split_answer import SplitAnswer
@@ -28,7 +29,7 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
 from engine.runtime.schedule.asked import OnEnd, Outcome
-from engine.runtime.schedule.request import BatchRequest, Check, never
+from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder

@@ -9,9 +9,10 @@ import numpy as np
 
 from engine.common.config import SamplingParams
 from engine.devices.device import CopyRecord
+from engine.jobs.rows import BatchOutcome
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchOutcome, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER

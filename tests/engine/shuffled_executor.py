@@ -11,11 +11,10 @@ from typing import Any
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob
-from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.batch.job import JobRun
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check
+from engine.jobs.job import JobRun
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 
 
 class ShuffledExecutor:
@@ -29,7 +28,7 @@ class ShuffledExecutor:
         self._chance = random.Random(seed)
         self._room = room
         self._cut = dict(cut or {})
-        self._held: list[BatchRequest] = []
+        self._held: list[RowRequest] = []
         self.asked: list[tuple[int, int | None]] = []
 
     @property
@@ -37,7 +36,7 @@ class ShuffledExecutor:
         return len(self._held), 0
 
     def run(
-        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+        self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
         while True:
             while len(self._held) < self._room and (request := next(rows, None)) is not None:
@@ -47,42 +46,22 @@ class ShuffledExecutor:
                 return BatchOutcome.FINISHED
             if cancelled():
                 for request in self._held:
-                    on_row(BatchAnswer(request.row, "", "cancelled"))
+                    on_row(RowAnswer(request.row, "", "cancelled"))
                 return BatchOutcome.CANCELLED
             if should_yield():
                 return BatchOutcome.YIELDED
             request = self._held.pop(self._chance.randrange(len(self._held)))
             on_row(self._answer(request))
 
-    def _answer(self, request: BatchRequest) -> BatchAnswer:
+    def _answer(self, request: RowRequest) -> RowAnswer:
         question = request.messages[-1].content
         if "too long" in question:
-            return BatchAnswer(
-                request.row, "", "failed", error=EngineError(ErrorCode.PROMPT_TOO_LONG, "The prompt is too long.")
-            )
-        if request.constraint is not None and not self._cut.get(request.row):
-            return BatchAnswer(request.row, _satisfy(request), "stop", 3, 2)
+            return RowAnswer(request.row, "", "failed", error="The prompt is too long.")
+        is_cut = bool(self._cut.get(request.row))
+        if request.constraint is not None and not is_cut:
+            return RowAnswer(request.row, "yes", "stop", 3, 2)
         self._cut[request.row] = self._cut.get(request.row, 1) - 1
-        return BatchAnswer(request.row, question.upper(), "length", 3, 2)
-
-
-class Choosing:
-    """Stands for the constraint of one answer."""
-
-    complete = False
-
-
-def _satisfy(request: BatchRequest) -> str:
-    assert isinstance(request.constraint, Choosing)
-    request.constraint.complete = True
-    return "yes"
-
-
-class Choices:
-    """Stands for what makes constraints."""
-
-    def begin(self, _constraint: object) -> Choosing:
-        return Choosing()
+        return RowAnswer(request.row, question.upper(), "length", 3, 2, is_complete=request.constraint is None)
 
 
 class Watch:
@@ -120,8 +99,7 @@ def run_job(job: BatchJob, executor: ShuffledExecutor, watch: Watch) -> JobEndin
     manifest = prepared.manifest("model", "bf16")
     journal = prepared.open_journal(manifest, "tiny")
     try:
-        choices: Any = Choices()
-        return JobRun(prepared, manifest, journal, executor, lambda: choices, watch.watcher()).run()
+        return JobRun(prepared, manifest, journal, executor, watch.watcher()).run()
     finally:
         journal.close()
 

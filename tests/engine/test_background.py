@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.jobs.rows import BatchOutcome, never
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
@@ -23,7 +24,7 @@ from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest, Preparation, never
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation
 from engine.runtime.schedule.row import PagePool
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.shared_budget import SharedBudget

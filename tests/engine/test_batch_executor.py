@@ -21,6 +21,7 @@ from transformers.masking_utils import (
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.families import FILES, family_of
+from engine.jobs.rows import BatchOutcome
 from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
@@ -28,7 +29,7 @@ from engine.runtime.kv.window_masks import window_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded

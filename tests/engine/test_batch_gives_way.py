@@ -22,8 +22,8 @@ from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.01)
-    monkeypatch.setattr("engine.runtime.batch.job._REPORT_S", 0.0)
+    monkeypatch.setattr("engine.jobs.job._RETRY_S", 0.01)
+    monkeypatch.setattr("engine.jobs.job._REPORT_S", 0.0)
     return tmp_path
 
 
@@ -152,7 +152,7 @@ def test_a_result_that_does_not_fit_the_disk_is_written_when_there_is_room(
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("engine.common.files.NewFile.finish", put_on_disk)
-    monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.05)
+    monkeypatch.setattr("engine.jobs.job._RETRY_S", 0.05)
     watch = Watch()
     ending = run_job(BatchJob(str(home / "in.jsonl"), str(home / "out.csv")), ShuffledExecutor(), watch)
     assert (ending.finished, ending.written, left) == (True, 5, [0])
@@ -168,7 +168,7 @@ def test_a_disk_that_stays_full_ends_a_job_that_nobody_watches(
     home: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr("engine.batch_files.journal._FLUSH_S", 0.0)
-    monkeypatch.setattr("engine.runtime.batch.job._RETRY_S", 0.01)
+    monkeypatch.setattr("engine.jobs.job._RETRY_S", 0.01)
     write_rows(home / "in.jsonl", 20)
     watch = Watch()
     watcher = replace(watch.watcher(), patience_s=0.03)

@@ -125,7 +125,7 @@ def test_a_greedy_answer_that_was_cut_is_not_asked_twice(home: Path) -> None:
 
 
 def test_an_input_that_changes_ends_the_job_and_keeps_its_answers(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.batch.job._CHECK_S", 0.0)
+    monkeypatch.setattr("engine.jobs.job._CHECK_S", 0.0)
     path = home / "in.jsonl"
     write_rows(path, 40)
     job = BatchJob(str(path), str(home / "out.jsonl"))
@@ -145,7 +145,7 @@ def test_an_input_that_changes_ends_the_job_and_keeps_its_answers(home: Path, mo
 
 
 def test_an_input_that_is_only_touched_is_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.runtime.batch.job._CHECK_S", 0.0)
+    monkeypatch.setattr("engine.jobs.job._CHECK_S", 0.0)
     path = home / "in.jsonl"
     write_rows(path, 20)
     watch = Watch(yields=1)

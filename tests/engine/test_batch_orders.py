@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.common.config import SamplingParams
 from engine.experts.whole_layer import Half, LayerBuffers
+from engine.jobs.rows import BatchOutcome
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import (
     CGOPIPE,
@@ -44,7 +45,7 @@ from engine.runtime.batch.pipeline.layer_run import LayerRun
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchOutcome, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint

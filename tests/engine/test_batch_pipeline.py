@@ -16,6 +16,7 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord
 from engine.devices.memory_budget import MemoryCategory
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.schedules import (
     CGOPIPE,
@@ -37,7 +38,7 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint

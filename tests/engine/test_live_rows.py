@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import ChanceLog
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
@@ -23,7 +24,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch

@@ -54,6 +54,7 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
         "engine.checkpoint.library",
         "engine.checkpoint.catalogue",
         "engine.tuning.fit",
+        "engine.jobs.whole_job",
         "engine.parts.install",
         "engine.hardware.probe",
         "engine.hardware.measured",

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.jobs.rows import RowAnswer
 from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.runtime.batch import job_plan
 from engine.runtime.batch.job_plan import SampleTime, SweepClock
-from engine.runtime.schedule.request import BatchAnswer
 
 _LAYERS = 5
 
@@ -65,7 +65,7 @@ def test_cold_rows_are_not_taken_for_slow_ones(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(job_plan, "plan_job", lambda *_: SimpleNamespace(prediction=whole))
     monkeypatch.setattr(job_plan, "plan_rows", lambda rows, *_: SimpleNamespace(prediction=predicted(rows)))
     monkeypatch.setattr(job_plan, "find_shape", lambda _path: None)
-    answers = [BatchAnswer(row, "", "length", 20, 16) for row in range(3)]
+    answers = [RowAnswer(row, "", "length", 20, 16) for row in range(3)]
     loaded: Any = SimpleNamespace(info=SimpleNamespace(path=""))
     told = job_plan.predicted_after(None, loaded, answers, SampleTime(500.0, 3, warm_s))  # type: ignore[arg-type]
     assert told is not None

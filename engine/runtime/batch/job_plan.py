@@ -17,6 +17,7 @@ from engine.common.errors import EngineError
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
+from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import (
@@ -32,7 +33,6 @@ from engine.planner.plan_parts import Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.request import BatchAnswer
 
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
@@ -143,7 +143,7 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
 
 
 def predicted_after(
-    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[BatchAnswer], taken: SampleTime
+    prepared: PreparedJob, loaded: LoadedModel, answers: Sequence[RowAnswer], taken: SampleTime
 ) -> JobPrediction | None:
     """The speed of the whole job, after some of its rows were answered.
 

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Protocol, TypeVar
 
-from engine.batch_files.fingerprint import RowCount
-from engine.batch_files.job_list import StopRequest, read_job
-from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, StoppedError, run_in_background
-from engine.batch_files.journal import journal_path
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.checkpoint.shards import fingerprint, read_tensors
-from engine.runtime.batch.feed import Asking, RowFeed
-from engine.runtime.batch.job import JobRun, RowExecutor
+from engine.jobs.whole_job import Answerer, run_first_rows, run_job
 from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
+from engine.runtime.batch.model_rows import ModelExecutor, ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background, JobRows
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchOutcome, never
 
 _Result = TypeVar("_Result")
 
@@ -37,19 +31,11 @@ class JobHost(Protocol):
     def call(self, work: Callable[[], _Result]) -> _Result:
         """What `work` returns, on the thread that may use the model."""
 
-    def executor(self, policy: BatchPolicy) -> ClosingExecutor:
+    def executor(self, policy: BatchPolicy) -> ModelExecutor:
         """Answers the rows; called on that thread."""
 
     def seconds(self) -> float:
         """A clock of the time that jobs have had."""
-
-
-class ClosingExecutor(RowExecutor, Protocol):
-    """An executor that holds memory until it is closed."""
-
-    note: str
-
-    def close(self) -> None: ...
 
 
 class OwnHost:
@@ -99,28 +85,20 @@ def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> 
     loaded = host.loaded
     directory = Path(loaded.info.path)
     digest = str(fingerprint(directory, read_tensors(directory).values())["headers"])
-    so_far = read_job(journal_path(prepared.output)) if prepared.job.start != "restart" else None
-    known = Pace(so_far.done if so_far else 0, so_far.failed if so_far else 0, None, 0.0, None, None)
-    try:
-        manifest = run_in_background(
-            lambda between: prepared.manifest(digest, loaded.info.precision, between),
-            watcher,
-            lambda share: watcher.on_pace(known, f"Reading the input: {share:.0%}"),
-        )
-    except StoppedError:
-        return JobEnding(False, known, 0)
-    with closing(prepared.open_journal(manifest, loaded.info.path)) as journal, StopRequest(journal.path) as stop:
-        here = watcher.cancelled
-        watcher = replace(watcher, cancelled=lambda: here() or stop.is_made())
+
+    def open_executor(watcher: JobWatcher) -> ModelRows:
         plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None:
             watcher.on_plan(plan.prediction)
-        with closing(host.call(lambda: host.executor(plan.policy))) as executor:
-            constrained = lambda: ConstrainedAnswers.of(loaded)  # noqa: E731
-            family = loaded.info.family
-            run = JobRun(prepared, manifest, journal, executor, constrained, watcher, family, host.seconds)
-            ending = run.run()
-            return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
+        return rows_of(host.call(lambda: host.executor(plan.policy)), loaded)
+
+    answerer = Answerer(loaded.info.path, digest, loaded.info.precision)
+    return run_job(prepared, answerer, open_executor, watcher, host.seconds)
+
+
+def rows_of(executor: ModelExecutor, loaded: LoadedModel) -> ModelRows:
+    """A job's rows as a loaded model answers them."""
+    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family)
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:
@@ -130,35 +108,16 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         watcher: receives each answer with the message it answers, in any order, and finally the predicted speed of the
             whole job, corrected by the time these rows took.  It receives no pace.
     """
-    on_answer, cancelled = watcher.on_answer, watcher.cancelled
-    asking = Asking(prepared.job.tries, lambda: ConstrainedAnswers.of(loaded), loaded.info.family)
-    asked = islice(prepared.asked(), rows)
-    feed = RowFeed(asked, lambda _row: False, asking, RowCount(None), on_answer, never)
-    timed = list[BatchAnswer]()
+    with closing(rows_of(BatchExecutor(loaded), loaded)) as executor:
+        clock = SweepClock(lambda: executor.under_way)
 
-    def answered(answer: BatchAnswer) -> None:
-        timed.append(answer)
-        ended = asking.ended(answer)
-        if ended is not None:
-            on_answer(*ended)
+        def should_yield() -> bool:
+            clock.look()
+            return watcher.should_yield()
 
-    executor = BatchExecutor(loaded)
-    clock = SweepClock(lambda: executor.under_way)
-
-    def should_yield() -> bool:
-        clock.look()
-        return watcher.should_yield()
-
-    try:
-        outcome = BatchOutcome.YIELDED
-        while outcome is BatchOutcome.YIELDED or (outcome is BatchOutcome.FINISHED and not feed.is_over):
-            outcome = executor.run(feed.rows(), answered, should_yield, cancelled)
-            if outcome is BatchOutcome.YIELDED:
-                clock.leave(watcher.take_turns)
+        tries = run_first_rows(prepared, rows, executor, watcher, should_yield, lambda: clock.leave(watcher.take_turns))
         taken = clock.time()
-    finally:
-        executor.close()
-    if not cancelled():
-        prediction = predicted_after(prepared, loaded, timed, taken)
+    if not watcher.cancelled():
+        prediction = predicted_after(prepared, loaded, tries, taken)
         if prediction is not None:
             watcher.on_plan(prediction)

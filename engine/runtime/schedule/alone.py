@@ -18,6 +18,7 @@ from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
 from engine.devices.failures import is_out_of_memory
+from engine.jobs.rows import Check, never
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import (
@@ -35,7 +36,7 @@ from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.request import BatchRequest, Check, Preparation, PreparedRow, never
+from engine.runtime.schedule.request import BatchRequest, Preparation, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns

@@ -17,18 +17,11 @@ from typing import Any, TypeVar
 import torch
 
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.lane import Lane, RowSource
-from engine.runtime.schedule.request import (
-    AnswerCallback,
-    BatchAnswer,
-    BatchOutcome,
-    BatchRequest,
-    Check,
-    Preparation,
-    PreparedRow,
-)
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation, PreparedRow
 
 _Result = TypeVar("_Result")
 _IDLE_S = 0.005

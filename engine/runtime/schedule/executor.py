@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.common.errors import RequestCancelled
+from engine.jobs.rows import BatchOutcome, Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.one_by_one import OneByOne
-from engine.runtime.schedule.request import AnswerCallback, BatchOutcome, BatchRequest, Check, Preparation, never
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
 from engine.runtime.schedule.together import ContinuousBatch
 
 

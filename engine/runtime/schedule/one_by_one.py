@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.common.errors import EngineError
+from engine.jobs.rows import Check
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone, AloneAnswer
 from engine.runtime.schedule.lane import Lane, RowSource
-from engine.runtime.schedule.request import BatchAnswer, Check, PreparedRow
+from engine.runtime.schedule.request import BatchAnswer, PreparedRow
 
 
 class OneByOne(Lane):

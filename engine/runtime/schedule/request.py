@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -94,24 +93,7 @@ class BatchAnswer:
     from_disk: int = 0
 
 
-class BatchOutcome(Enum):
-    """Why `BatchExecutor.run` returned.
-
-    `YIELDED`: another request had priority; the rows in progress are kept, and the next `run` continues them.
-    """
-
-    FINISHED = "finished"
-    YIELDED = "yielded"
-    CANCELLED = "cancelled"
-
-
 AnswerCallback = Callable[[BatchAnswer], None]
-Check = Callable[[], bool]
-
-
-def never() -> bool:
-    """For callers that never interrupt."""
-    return False
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
+from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.loaded_model import LoadedModel
@@ -29,7 +30,7 @@ from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.loan import Loan
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Check, Preparation, PreparedRow, never
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation, PreparedRow
 from engine.runtime.schedule.row import PagedRow, pages_for
 from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.times import Times

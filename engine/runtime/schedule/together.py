@@ -13,6 +13,7 @@ from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_out_of_memory
+from engine.jobs.rows import Check, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
@@ -22,7 +23,7 @@ from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.moving import can_move, move, move_back
-from engine.runtime.schedule.request import AnswerCallback, Check, PreparedRow, never
+from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow, PagePool, pages_for
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER

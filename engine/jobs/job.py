@@ -1,12 +1,12 @@
-"""One job with one loaded model: rows from the input to the executor, answers to the journal and the result."""
+"""One job: rows from the input to the executor, answers to the journal and the result."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from engine.batch_files.fingerprint import RowCount, content_hash, counted_rows, stamp
 from engine.batch_files.job_watcher import (
@@ -25,9 +25,8 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result
 from engine.batch_files.rows import Answer
 from engine.common.errors import EngineError, ErrorCode
-from engine.runtime.batch.feed import Asking, RowFeed
-from engine.runtime.decode.constrained import ConstrainedAnswers
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchOutcome, BatchRequest, Check, never
+from engine.jobs.feed import Asking, RowFeed
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowExecutor, never
 
 _CHECK_S = 5.0
 """How often to check whether the input has changed."""
@@ -38,19 +37,6 @@ _SLEEP_S = 0.02
 _Result = TypeVar("_Result")
 
 
-class RowExecutor(Protocol):
-    """Answers rows in any order, many at once; `BatchExecutor` is the real one."""
-
-    def run(
-        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> BatchOutcome:
-        """See `BatchExecutor.run`."""
-
-    @property
-    def under_way(self) -> tuple[int, int]:
-        """See `BatchExecutor.under_way`."""
-
-
 class JobRun:
     """Runs one job until it ends or is cancelled; its answers are kept either way.
 
@@ -59,7 +45,6 @@ class JobRun:
 
     Args:
         journal: of this job and `manifest`; the caller closes it.
-        make_constrained, family: see `Asking`.
         clock: seconds of computing; it may stand still while others compute.
     """
 
@@ -69,9 +54,7 @@ class JobRun:
         manifest: JobManifest,
         journal: Journal,
         executor: RowExecutor,
-        make_constrained: Callable[[], ConstrainedAnswers],
         watcher: JobWatcher,
-        family: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._prepared, self._manifest, self._journal = prepared, manifest, journal
@@ -85,7 +68,7 @@ class JobRun:
         self._clock = ComputingClock(clock)
         self._meter = PaceMeter(done, bad, self._clock.now(), prepared.most_tokens)
         self._keeping = SafeKeeping(journal)
-        self._asking = Asking(prepared.job.tries, make_constrained, family)
+        self._asking = Asking(prepared.job.tries)
         self._count = RowCount(None)
 
     def run(self) -> JobEnding:
@@ -194,7 +177,7 @@ class JobRun:
             with self._clock.stopped():
                 self._watcher.give_way()
 
-    def _answered(self, answer: BatchAnswer) -> None:
+    def _answered(self, answer: RowAnswer) -> None:
         ended = self._asking.ended(answer)
         if ended is not None:
             self._keep(*ended)

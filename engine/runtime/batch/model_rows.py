@@ -1,0 +1,104 @@
+"""A job's rows as requests to a loaded model, and the model's answers as the job's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from engine.batch_files.rows import RowRequest
+from engine.common.errors import EngineError
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.split_answer import SplitAnswer
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest
+
+
+class ModelExecutor(Protocol):
+    """Answers requests with a loaded model: see `BatchExecutor`."""
+
+    note: str
+
+    def run(
+        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
+    ) -> BatchOutcome: ...
+
+    @property
+    def under_way(self) -> tuple[int, int]: ...
+
+    def close(self) -> None: ...
+
+
+class ModelRows:
+    """A `RowExecutor` over a loaded model.
+
+    Args:
+        executor: closed with this.
+        make_constrained: creates what enforces schemas; called once, if a row needs it.
+        family: the model's, whose answers are told apart from its reasoning.
+    """
+
+    def __init__(
+        self, executor: ModelExecutor, make_constrained: Callable[[], ConstrainedAnswers], family: str
+    ) -> None:
+        self._executor, self._make_constrained, self._family = executor, make_constrained, family
+        self._constrained: ConstrainedAnswers | None = None
+        self._under_way: dict[int, tuple[SplitAnswer, ConstrainedAnswer | None]] = {}
+
+    @property
+    def note(self) -> str:
+        """See `BatchExecutor`."""
+        return self._executor.note
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """See `BatchExecutor`."""
+        return self._executor.under_way
+
+    def run(
+        self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
+    ) -> BatchOutcome:
+        """See `RowExecutor`."""
+
+        def answered(answer: BatchAnswer) -> None:
+            on_row(self._answer(answer))
+
+        return self._executor.run(self._requests(rows, on_row), answered, should_yield, cancelled)
+
+    def close(self) -> None:
+        """Frees what the executor holds."""
+        self._executor.close()
+
+    def _requests(self, rows: Iterator[RowRequest], on_row: RowCallback) -> Iterator[BatchRequest]:
+        for asked in rows:
+            try:
+                constraint = self._begun(asked)
+            except EngineError as error:
+                on_row(RowAnswer(asked.row, "", "failed", error=error.message))
+                continue
+            split = SplitAnswer(self._family)
+            self._under_way[asked.row] = split, constraint
+            yield BatchRequest(
+                asked.row, asked.messages, sampling=asked.sampling, constraint=constraint, on_prepared=split.begin
+            )
+
+    def _begun(self, asked: RowRequest) -> ConstrainedAnswer | None:
+        if asked.constraint is None:
+            return None
+        if self._constrained is None:
+            self._constrained = self._make_constrained()
+        return self._constrained.begin(asked.constraint)
+
+    def _answer(self, answer: BatchAnswer) -> RowAnswer:
+        split, constraint = self._under_way.pop(answer.row)
+        split.take(answer.text, answer.generated_tokens)
+        split.end()
+        return RowAnswer(
+            answer.row,
+            split.text,
+            answer.finish_reason,
+            answer.prompt_tokens,
+            answer.generated_tokens,
+            split.reasoning,
+            answer.error.message if answer.error is not None else "",
+            constraint is None or constraint.complete,
+        )
