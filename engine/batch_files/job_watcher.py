@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from engine.batch_files.rows import Answer
 from engine.planner.batch_prediction import JobPrediction
@@ -53,6 +53,40 @@ _TELLING_TOKENS = 2
 _PARTS = 6
 
 
+PlaceState = Literal["working", "resting", "out"]
+"""`resting`: it is asked again after a pause.  `out`: somebody has to do something first, as where a key is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacePace:
+    """One of several places where a job's rows are answered: this machine, an endpoint, a node of a cluster.
+
+    Attributes:
+        name: what people call it; empty for this machine.
+        host: where text goes; empty if it stays on this machine.
+        why: it is not `working`, as a sentence.
+        under_way, at_once: rows that it has now, and how many it may have.
+        rows, failed: answered in this run, and those of them that failed.
+        prompt_tokens, generated_tokens: of all that it was asked in this run, attempts that were discarded among them.
+        tokens_per_s: generated recently; 0 while unknown.
+        cost: of these tokens, in `currency`; None if it has no price.
+    """
+
+    name: str
+    host: str = ""
+    state: PlaceState = "working"
+    why: str = ""
+    under_way: int = 0
+    at_once: int = 0
+    rows: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    tokens_per_s: float = 0.0
+    cost: float | None = None
+    currency: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """A job's progress.
@@ -64,7 +98,8 @@ class Pace:
         remaining_low_s, remaining_high_s: seconds until the end, from the fastest and the slowest part of those two
             minutes, wider while few rows are complete, and at most as if every answer had its maximum length. None
             while unknown; before the first row is complete only the low one is known.
-        under_way: rows that currently share each sweep over the weights.
+        under_way: rows that are being answered now; on this machine they share each sweep over the weights.
+        places: where they are answered, if not on this machine alone.
     """
 
     done: int
@@ -74,6 +109,7 @@ class Pace:
     remaining_low_s: float | None
     remaining_high_s: float | None
     under_way: int = 0
+    places: tuple[PlacePace, ...] = ()
 
 
 class PaceMeter:

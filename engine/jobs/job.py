@@ -191,11 +191,12 @@ class JobRun:
 
     def _report(self, blocked: str = "") -> None:
         self._reported_s = time.monotonic()
-        self._watcher.on_pace(self._pace(), self._waits or blocked)
+        self._watcher.on_pace(self._pace(), self._waits or blocked or self._executor.waits)
 
     def _pace(self) -> Pace:
         rows, tokens = self._executor.under_way
-        return self._meter.pace(self._count.total, self._clock.now(), under_way=rows, under_way_tokens=tokens)
+        pace = self._meter.pace(self._count.total, self._clock.now(), under_way=rows, under_way_tokens=tokens)
+        return replace(pace, places=self._executor.places)
 
     def _in_background(self, doing: str, work: Callable[[Between], _Result], cancelled: Check | None = None) -> _Result:
         is_reported = False

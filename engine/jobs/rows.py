@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 
 Check = Callable[[], bool]
@@ -82,6 +83,14 @@ class RowExecutor(Protocol):
     @property
     def under_way(self) -> tuple[int, int]:
         """Rows that are being answered now, and the tokens generated for them so far."""
+
+    @property
+    def waits(self) -> str:
+        """Why nothing is being answered at present although rows are there, as a sentence; empty if something is."""
+
+    @property
+    def places(self) -> tuple[PlacePace, ...]:
+        """Where rows are answered; empty if that is this machine alone."""
 
 
 class ClosingExecutor(RowExecutor, Protocol):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
@@ -34,6 +34,14 @@ class ShuffledExecutor:
     @property
     def under_way(self) -> tuple[int, int]:
         return len(self._held), 0
+
+    @property
+    def waits(self) -> str:
+        return ""
+
+    @property
+    def places(self) -> tuple[PlacePace, ...]:
+        return ()
 
     def run(
         self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 from engine.common.errors import EngineError
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
@@ -53,6 +54,16 @@ class ModelRows:
     def under_way(self) -> tuple[int, int]:
         """See `BatchExecutor`."""
         return self._executor.under_way
+
+    @property
+    def waits(self) -> str:
+        """Nothing: a model that is there goes on."""
+        return ""
+
+    @property
+    def places(self) -> tuple[PlacePace, ...]:
+        """None but this machine."""
+        return ()
 
     def run(
         self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
