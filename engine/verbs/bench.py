@@ -221,6 +221,13 @@ def add_parser(subparsers: Any) -> None:
     _add_common(serve, repeats=3)
     serve.set_defaults(run=_run_serve)
 
+    cluster = kinds.add_parser("cluster", help="planning for each row of a job on up to 1,000 simulated nodes")
+    cluster.add_argument("--simulated", action="store_true", required=True, help="nodes are made up; no others are yet")
+    cluster.add_argument("--nodes", type=_lengths, default=(10, 100, 1000), metavar="N,N", help="a run for each")
+    cluster.add_argument("--rows", type=_lengths, default=(100_000, 1_000_000), metavar="N,N", help="a run for each")
+    cluster.add_argument("--json", action="store_true", help="print one JSON document")
+    cluster.set_defaults(run=_run_cluster)
+
     loops = kinds.add_parser("loops", help="how many answers to simple questions loop, with DRY and without")
     _add_model(loops)
     loops.add_argument("--seeds", type=positive_int, default=3, metavar="N", help="answers to each of 20 questions")
@@ -492,6 +499,14 @@ def _run_serve(args: argparse.Namespace) -> int:
     model, report = resolve_model(args.model, note), _report()
     plan = ServingPlan(args.clients, args.rates, questions, args.per_load, args.repeats, args.threads, args.peers)
     bench_serving(model, plan, report, note)
+    return _emit(report, args)
+
+
+def _run_cluster(args: argparse.Namespace) -> int:
+    from engine.bench.cluster import ClusterPlan, bench_cluster
+
+    report = _report()
+    bench_cluster(ClusterPlan(args.nodes, args.rows), report, note)
     return _emit(report, args)
 
 

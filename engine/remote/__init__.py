@@ -1,0 +1,1 @@
+"""Machines other than this one that answer chats and jobs."""
