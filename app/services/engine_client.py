@@ -78,7 +78,7 @@ class EngineClient(QObject):
     Signals:
         state_changed(EngineState), responding_changed(bool), telemetry(Telemetry).
         loading_changed: `loading` has changed.
-        model_loaded(ModelInfo): by any request, or in another place because a card no longer responds.
+        model_loaded(ModelInfo): by any request, or in another place because a card no longer responds or does again.
         answered(Finished): an answer is complete, for any requester.
         batch_began(BatchRun): a job or a sample was requested.
         recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched.
@@ -202,7 +202,10 @@ class EngineClient(QObject):
     # --- requests ---------------------------------------------------------------------------------
 
     def load(self, config: EngineConfig) -> Request:
-        """Load a model, replacing the loaded one."""
+        """Load a model, replacing the loaded one; in another process if a card has failed for this one."""
+        if self._model is not None and self._model.needs_restart and not self._open:
+            self._drop_worker("", "")
+            self.start()
         self._last_config = config
         request = Request(LoadModel(_new_id(), config), self._cancel, self)
         request.progress.connect(self._on_loading)

@@ -21,6 +21,8 @@ class ModelInfo:
         kv_bytes_per_token: bytes of KV that one more token of context costs.
         thinking: the values of `SamplingParams.thinking` that its chat template knows, besides `auto`.
         thinks: whether its answers may begin with reasoning.
+        needs_restart: whether a card has failed for the engine's process: only another one may use it again.
+        card_is_back: whether that card has been seen to compute for another process.
         template_note: set when the tokenizer has no chat template, and says what is used instead.
     """
 
@@ -42,6 +44,13 @@ class ModelInfo:
     template_note: str = ""
     thinking: tuple[Thinking, ...] = ()
     thinks: bool = False
+    needs_restart: bool = False
+    card_is_back: bool = False
+
+    @property
+    def news(self) -> str:
+        """What to say once it runs elsewhere than before."""
+        return self.device_note or f"The model runs on {self.device} again."
 
     @property
     def is_tuned(self) -> bool:

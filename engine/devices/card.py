@@ -126,6 +126,7 @@ def open_card(kind: CardKind, index: int = 0, vram_bytes: int | None = None) -> 
     name = f"{kind.name}:{index}"
     place = torch.device(kind.name, index)
     try:
+        cards.empty_cache()  # what torch still holds of a model that is gone is free
         free, total = cards.mem_get_info(place)
         clock = CardClock(cards, place)
         # Weight copies may take long; activations need a stream of higher priority.

@@ -67,6 +67,15 @@ class MemoryWatch:
         self._settling = 0
 
     @property
+    def free(self) -> int:
+        """Bytes that nobody uses now.
+
+        Raises:
+            RuntimeError: the device has failed.
+        """
+        return self._room().free
+
+    @property
     def note(self) -> str:
         """One sentence while others hold memory that was planned with; else empty."""
         if self._ours >= self._most:

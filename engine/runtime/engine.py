@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
@@ -25,7 +26,7 @@ from engine.runtime.decode.generation import GenerationResult, ReusedCallback, T
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.load.kept_context import open_kept
-from engine.runtime.load.model import load_model
+from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
 from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
 from engine.runtime.schedule.asked import OnEnd, Outcome
@@ -33,6 +34,7 @@ from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
+from engine.runtime.way_back import WayBack
 from engine.tuning.keeping import apply_tuning
 from engine.tuning.result import DecodeRate
 
@@ -41,6 +43,10 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+
+_LOST = "The graphics card stopped responding, so the model runs on the CPU now."
+_TAKEN = "Other programs use the graphics card's memory, so the model runs on the CPU until they leave it."
+_BACK = "The graphics card works again: reload the model to use it."
 
 
 class Engine:
@@ -51,13 +57,15 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._telemetry: ModelTelemetry | None = None
         self._asked: EngineConfig | None = None
+        self._exact = EngineConfig("")  # with what was tuned
         self._place = Path()
-        self._memory_note = ""
+        self._memory_note = self._tuned_note = ""
+        self._way_back: WayBack | None = None
         self.on_news: Callable[[], None] = lambda: None
         """Called on any thread when `serve` has something to do for a job."""
         self.on_moved: Callable[[ModelInfo], None] = lambda _info: None
-        """Called when the model has been loaded elsewhere, because a card no longer responds, and when others take
-        memory of its card or leave it."""
+        """Called when the model has been loaded elsewhere, because a card no longer responds or does again, and when
+        others take memory of its card or leave it."""
         self._held = contextlib.ExitStack()  # keeps others from moving or removing the loaded model
 
     @property
@@ -131,6 +139,7 @@ class Engine:
             info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
         assert self._loaded is not None
         remember(config, self._loaded.prepared)
+        self._tuned_note = note
         self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
         self._asked = config
         return self._loaded.info
@@ -156,8 +165,11 @@ class Engine:
             loaded = load_model(at_path, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
             self._place, self._held = path, held.pop_all()
         self._has(loaded)
-        self._scheduler = Scheduler(loaded, lambda: self.on_news(), self._without_card, self._has_note)
-        self._asked = config
+        self._scheduler = Scheduler(loaded, lambda: self.on_news(), self, self._has_note)
+        self._asked = self._exact = config
+        self._tuned_note = ""
+        if loaded.devices is not None and all(device.meter is None for device in loaded.devices.devices):
+            self._way_back = WayBack(loaded.devices, lambda: open_compute_devices(config))
         return loaded.info
 
     def _has(self, loaded: LoadedModel) -> None:
@@ -175,33 +187,82 @@ class Engine:
         loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (note, kept))))
         self.on_moved(loaded.info)
 
-    def _without_card(self, why: str) -> LoadedModel:
-        """The model on the CPU alone, in place of the loaded one, a card of which is of no use any more.
-
-        Args:
-            why: a sentence for the user.
+    def without_card(self, *, is_lost: bool) -> LoadedModel:
+        """See `Places`.
 
         Raises:
             EngineError: it cannot be loaded; no model is loaded then.
         """
-        lost, self._loaded = self._ready(), None
-        telemetry, self._telemetry = self._telemetry, None
-        assert self._asked is not None
-        _log.error("%s is no longer used: %s", lost.info.device, why)
-        if telemetry is not None:
-            telemetry.stop()
-        lost.close()
-        config = replace(self._asked, model=str(self._place), device="cpu")
+        why = _LOST if is_lost else _TAKEN
+        _log.error("%s is no longer used: %s", self._ready().info.device, why)
+        if self._way_back is not None:
+            self._way_back.left(monotonic(), is_lost=is_lost)
+        return self._elsewhere(why, needs_restart=is_lost)
+
+    def may_return(self) -> bool:
+        """See `Places`."""
+        self._tell_of_card()
+        return self._way_back is not None and self._way_back.is_open(monotonic())
+
+    def with_card(self) -> LoadedModel:
+        """See `Places`.
+
+        Raises:
+            EngineError: it cannot be loaded at all; no model is loaded then.
+        """
+        left = self._ready().info
+        _log.warning("loading the model on the graphics card again, which is of use again")
         try:
-            loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=never_cancelled)
+            loaded = self._reloaded(self._exact, self._tuned_note)
+        except Exception:  # the card went away meanwhile
+            _log.warning("the model could not return to the graphics card", exc_info=True)
+            return self._elsewhere(_LOST if left.needs_restart else _TAKEN, needs_restart=left.needs_restart)
+        if loaded.devices is None:  # it had no room there after all
+            loaded.info = replace(loaded.info, needs_restart=left.needs_restart)
+        elif self._way_back is not None:
+            self._way_back.returned(monotonic())
+        self.on_moved(loaded.info)
+        return loaded
+
+    def _elsewhere(self, why: str, *, needs_restart: bool) -> LoadedModel:
+        """The model on the CPU alone.
+
+        Args:
+            why: a sentence for the user.
+        """
+        assert self._asked is not None
+        try:
+            loaded = self._reloaded(replace(self._asked, device="cpu"), "")
         except BaseException:
             self._scheduler = None
             self._held.close()
             raise
-        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (why, loaded.info.device_note))))
-        self._has(loaded)
+        note = " ".join(filter(None, (why, loaded.info.device_note)))
+        loaded.info = replace(loaded.info, device_note=note, needs_restart=needs_restart)
         self.on_moved(loaded.info)
         return loaded
+
+    def _reloaded(self, config: EngineConfig, note: str) -> LoadedModel:
+        """The loaded model, freed and loaded with other settings."""
+        lost, self._loaded = self._loaded, None
+        telemetry, self._telemetry = self._telemetry, None
+        if telemetry is not None:
+            telemetry.stop()
+        if lost is not None:
+            lost.close()
+        at_path = replace(config, model=str(self._place))
+        loaded = load_model(at_path, on_progress=lambda _done, _total: None, cancelled=never_cancelled)
+        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (loaded.info.device_note, note))))
+        self._has(loaded)
+        return loaded
+
+    def _tell_of_card(self) -> None:
+        """Says once that a new process could use the card that this one lost."""
+        loaded = self._loaded
+        if loaded is None or self._way_back is None or loaded.info.card_is_back or not self._way_back.is_for_others:
+            return
+        loaded.info = replace(loaded.info, device_note=_BACK, card_is_back=True)
+        self.on_moved(loaded.info)
 
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
@@ -231,6 +292,9 @@ class Engine:
         """Free the model's memory; without effect if none is loaded."""
         loaded, self._loaded = self._loaded, None
         telemetry, self._telemetry = self._telemetry, None
+        way_back, self._way_back = self._way_back, None
+        if way_back is not None:
+            way_back.close()
         try:
             scheduler, self._scheduler = self._scheduler, None
             if scheduler is not None:
@@ -310,6 +374,7 @@ class Engine:
                 outcome = replace(outcome, text=answer.text, reasoning=answer.reasoning)
                 note_use(self._place, _how(loaded.info), outcome.tokens_per_s, outcome.generated_tokens)
             on_end(outcome)
+            self._tell_of_card()
 
         request = BatchRequest(
             0,
@@ -373,6 +438,7 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import SharedHost, run_whole_job
 
+        self._schedule().return_to_card()
         host = SharedHost(self._schedule().background)
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 

@@ -134,7 +134,7 @@ def main() -> None:
         for remark in filter(None, (info.device_note, info.template_note)):
             link.remark(remark)
 
-    engine.on_moved = lambda info: link.remark(info.device_note)
+    engine.on_moved = lambda info: link.remark(info.news)
     desk = DeskByName(engine, load, order.idle_s, lambda model: link.model_is(model))
     try:
         link = DeskLink(order.address, order.secret, desk, over.set)

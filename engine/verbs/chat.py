@@ -253,7 +253,7 @@ def load_engine(args: argparse.Namespace) -> tuple[Engine, ModelInfo]:
 
     with ProgressLine(path.name, in_bytes=True) as line:
         info = engine.load(config, on_progress=on_progress, cancelled=lambda: False, on_phase=on_phase)
-    engine.on_moved = lambda info: note(f"\nswitchyard: {info.device_note}")
+    engine.on_moved = lambda info: note(f"\nswitchyard: {info.news}")
     for remark in (info.device_note, info.template_note):
         if remark:
             note(f"switchyard: {remark}")

@@ -555,6 +555,17 @@ def _banners(stage: Stage) -> None:
     )
 
 
+def _card_is_back(stage: Stage) -> None:
+    info = replace(
+        STARTER,
+        device_note="The graphics card works again: reload the model to use it.",
+        needs_restart=True,
+        card_is_back=True,
+    )
+    stage.engine.model = info
+    stage.engine.model_loaded.emit(info)
+
+
 def _first_run(stage: Stage) -> None:
     """No model is here."""
     stage.engine.unload()
@@ -729,6 +740,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-loading": _chat_loading,
     "chat-no-model": _chat_no_model,
     "chat-banners": _banners,
+    "chat-card-is-back": _card_is_back,
     "first-run": _first_run,
     "first-run-downloading": _first_run_downloading,
     "first-run-trouble": _first_run_trouble,

@@ -177,6 +177,24 @@ def test_a_dead_engine_is_told_on_every_page_and_restarts_on_a_click(
     client.close_now()
 
 
+def test_a_card_that_works_again_is_offered_until_the_model_is_on_it(
+    window: MainWindow, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restarts: list[bool] = []
+    monkeypatch.setattr(window.services.model_start, "restart", lambda: restarts.append(True))
+    for model, is_offered in (
+        (replace(STARTER, needs_restart=True), False),
+        (replace(STARTER, needs_restart=True, card_is_back=True), True),
+        (STARTER, False),
+    ):
+        client._model = model
+        client.model_loaded.emit(model)
+        assert window.card_banner.isVisible() == is_offered
+    (reload,) = [each for each in window.card_banner.findChildren(QPushButton) if "Reload" in each.text()]
+    reload.click()
+    assert restarts == [True]
+
+
 def test_an_engine_that_does_not_respond_is_told_and_the_line_goes_when_it_does(
     window: MainWindow, client: EngineClient
 ) -> None:

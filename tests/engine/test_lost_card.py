@@ -10,9 +10,12 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.devices.card import CardKind, open_card
+from engine.devices.card_proof import CardProof
+from engine.devices.device import Device
 from engine.devices.host_memory import PageableMemory
 from engine.devices.opening import CARD_KINDS
 from engine.runtime import engine as engine_module
+from engine.runtime import way_back
 from engine.runtime.engine import Engine
 from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.request import BatchRequest
@@ -68,6 +71,8 @@ def engine(expected: Reference, card: Card) -> Iterator[Engine]:
     engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     assert engine.info is not None
     assert engine.info.device != "cpu"
+    assert engine._way_back is not None
+    engine._way_back._prove = lambda: None
     yield engine
     engine.unload()
 
@@ -164,3 +169,100 @@ def test_a_device_says_whether_it_responds() -> None:
         assert device.responds()
         cards.is_lost = True
         assert not device.responds()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_model_returns_once_the_card_responds_again(
+    engine: Engine, card: Card, expected: Reference, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way_back, "FIRST_S", 0.0)
+    moved: list[ModelInfo] = []
+    before = engine.info
+    assert before is not None
+    engine.on_moved = moved.append
+    card.fails_at(engine, 4)
+    assert [tokens(outcome) for outcome in ask(engine, [PROMPT] * count)] == [expected.first] * count
+    assert [info.device for info in moved] == ["cpu"]
+    assert moved[0].needs_restart
+    assert tokens(ask(engine, [PROMPT])[0]) == expected.first  # the card is asked, and does not respond yet
+    assert [info.device for info in moved] == ["cpu"]
+    card.torch.is_lost = False
+    assert [tokens(outcome) for outcome in ask(engine, [expected.second_prompt] * count)] == [expected.second] * count
+    assert moved[1:] == [before]
+    assert tokens(ask(engine, [PROMPT])[0]) == expected.first
+    assert len(moved) == 2
+
+
+def test_a_card_that_only_another_process_can_use_is_offered_once(
+    engine: Engine, card: Card, expected: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[ModelInfo] = []
+    engine.on_moved = moved.append
+    proofs = [[CardProof("Fake", "unknown error")], None, [CardProof("Fake")]]
+    back = engine._way_back
+    assert back is not None
+    back._prove = lambda: proofs.pop(0)
+    monkeypatch.setattr(way_back, "FIRST_S", 0.0)
+    monkeypatch.setattr(way_back, "_MOST_S", 0.0)
+    card.fails_at(engine, 2)
+    assert tokens(ask(engine, [PROMPT])[0]) == expected.first
+    card.torch.broken = FAULT
+    while proofs:
+        assert [info.card_is_back for info in moved] == [False]
+        assert tokens(ask(engine, [PROMPT])[0]) == expected.first
+        if back._proving is not None:
+            back._proving.join()
+    for _ in range(2):
+        assert tokens(ask(engine, [PROMPT])[0]) == expected.first
+    assert [info.card_is_back for info in moved] == [False, True]
+    assert moved[1].device_note == "The graphics card works again: reload the model to use it."
+
+
+def test_where_it_cannot_be_loaded_on_the_card_again_the_cpu_goes_on(
+    engine: Engine, card: Card, expected: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way_back, "FIRST_S", 0.0)
+    moved: list[ModelInfo] = []
+    engine.on_moved = moved.append
+    card.fails_at(engine, 2)
+    assert tokens(ask(engine, [PROMPT])[0]) == expected.first
+    card.torch.is_lost = False
+    load, refused = engine_module.load_model, list[str]()
+
+    def refuse(config: EngineConfig, **options: object) -> object:
+        if config.device != "cpu":
+            refused.append(config.device)
+            raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "It is gone again.")
+        return load(config, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(engine_module, "load_model", refuse)
+    assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
+    assert refused == ["xpu"]
+    assert [info.device for info in moved] == ["cpu", "cpu"]
+    assert "stopped responding" in moved[-1].device_note
+
+
+def test_a_card_is_asked_ever_less_often(engine: Engine, card: Card) -> None:
+    assert engine._loaded is not None
+    assert engine._loaded.devices is not None
+    opened: list[float] = []
+
+    def refuse() -> tuple[list[Device], str]:
+        opened.append(now_s)
+        raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, "It is not there.")
+
+    back = way_back.WayBack(engine._loaded.devices, refuse, lambda: None)
+    now_s = 0.0
+    assert not back.is_open(now_s)
+    back.left(now_s, is_lost=True)
+    for second in range(5_000):
+        now_s = float(second)
+        assert not back.is_open(now_s)
+    assert opened == [10, 30, 70, 150, 310, 630, *range(1230, 5000, 600)]
+    back.returned(now_s)
+    back.left(now_s + 1, is_lost=False)  # at once: it is waited for longer than before
+    opened.clear()
+    for second in range(5_000, 6_000):
+        now_s = float(second)
+        back.is_open(now_s)
+    assert opened == [5_600]

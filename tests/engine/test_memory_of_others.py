@@ -17,6 +17,7 @@ from engine.devices.host_memory import PageableMemory, allocate_host
 from engine.devices.memory_budget import MemoryBudget, MemoryCategory
 from engine.devices.memory_watch import CALM_LOOKS, LOOK_EVERY_S, MemoryWatch, Room
 from engine.hardware.dxgi import ProcessMemory
+from engine.runtime import way_back
 from engine.runtime.engine import Engine
 from tests.engine.on_devices import MIB, PROMPT, Reference, reference
 from tests.engine.test_lost_card import ask, tokens
@@ -122,6 +123,7 @@ def kind(cards: FakeCards, **options: object) -> CardKind:
 def test_torch_may_allocate_no_more_than_is_planned_with() -> None:
     cards = FakeCards(free=5 * GIB, total=5 * GIB)
     with open_card(kind(cards)) as device:
+        cards.emptied = 0
         assert device.memory.total == 5 * GIB - HEADROOM_BYTES
         assert cards.fraction == hard_fraction(device.memory.total, cards.total)
         held = device.memory.reserve(3 * GIB, MemoryCategory.EXPERTS)
@@ -161,6 +163,7 @@ def test_memory_that_windows_moved_to_ram_is_noticed_and_pinned_memory_is_not() 
     memory = PageableMemory()
     made = CardKind("cpu", cards, lambda _place: memory, lambda _index: "fake", in_ram=lambda _index: lambda: in_ram[0])
     with open_card(made) as device:
+        cards.emptied = 0
         held = device.memory.reserve(3 * GIB, MemoryCategory.EXPERTS)
         assert device.watch is not None
         memory.pinned_bytes = 2 * GIB
@@ -310,5 +313,18 @@ def test_where_a_program_takes_everything_answers_go_on_on_the_cpu(
         assert said[-1].device == "cpu"
         assert "Other programs use the graphics card's memory, so the model runs on the CPU" in said[-1].device_note
         assert len(said) <= 2  # that experts had to go, and that it did not help
+        if count == 1:  # it returns once there is room for half of its experts
+            monkeypatch.setattr(way_back, "FIRST_S", 0.0)
+            assert engine._way_back is not None
+            engine._way_back.left(0.0, is_lost=False)
+            emulated.OTHERS["emulated:slow-link#0"] = 2**40
+            assert tokens(ask(engine, [PROMPT])[0]) == expected.first
+            assert engine.info is not None
+            assert engine.info.device == "cpu"
+            emulated.OTHERS.clear()
+            engine._way_back.left(0.0, is_lost=False)
+            assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
+            assert said[-1].device == "emulated:slow-link#0"
+            assert "Other programs" not in said[-1].device_note
     finally:
         engine.unload()

@@ -72,6 +72,9 @@ class MainWindow(QMainWindow):
         self.tune_banner = Banner("info", self)
         self.tune_banner.add_action(self.tr("Tune"), self._tune)
         self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
+        self.card_banner = Banner("info", self)
+        self.card_banner.add_action(self.tr("Reload model"), self._reload_model)
+        self.card_banner.add_action(self.tr("Dismiss"), self.card_banner.hide, kind="quiet")
         self.crash_banner = Banner("info", self)
         self.pages = QStackedWidget(self)
         self._entries = {entry.name: entry for entry in (*pages, first_run)}
@@ -241,10 +244,24 @@ class MainWindow(QMainWindow):
 
     def _on_model_loaded(self) -> None:
         self.problem_banner.hide()
+        model = self.services.client.model
+        if model is not None and model.card_is_back:
+            self.card_banner.show_text(
+                self.tr(
+                    "The graphics card works again, but the model still runs on the CPU: reload it to use the card."
+                )
+            )
+        else:
+            self.card_banner.hide()
         if self._needs_model:
             self._needs_model = False
             if self._shown == CHAT:
                 self.show_page(CHAT)
+
+    def _reload_model(self) -> None:
+        from app.widgets.asking import before_loading
+
+        before_loading(self.services.jobs, self, self.services.model_start.restart)
 
     def _on_no_model(self) -> None:
         self._needs_model = True
@@ -269,8 +286,8 @@ class MainWindow(QMainWindow):
         line.setProperty("line", "vertical")
         right = QVBoxLayout()
         right.setSpacing(0)
-        strips = (self.engine_banner, self.problem_banner, self.notice_banner, self.tune_banner, self.crash_banner)
-        right.addWidget(BannerStack(strips, self))
+        passing = (self.problem_banner, self.notice_banner, self.card_banner)
+        right.addWidget(BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), self))
         right.addWidget(self.pages, 1)
         centre = QWidget(self)
         centre.setProperty("pane", "background")

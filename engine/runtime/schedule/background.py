@@ -92,6 +92,11 @@ class Background:
         return bool(self._calls or self._runs)
 
     @property
+    def has_jobs(self) -> bool:
+        """Whether any job has a place here, or wants one."""
+        return bool(self._lanes or self.is_busy)
+
+    @property
     def is_in_one_lane(self) -> bool:
         """Whether the sweeps of all jobs are the same: none has to wait for those of another."""
         return len(self._lanes) == 1

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from time import monotonic
+from typing import Protocol
 
 import torch
 
@@ -39,11 +40,22 @@ from engine.runtime.schedule.together import ContinuousBatch
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
-_LOST = "The graphics card stopped responding, so the model runs on the CPU now: restart the computer."
-_TAKEN = (
-    "Other programs use the graphics card's memory, so the model runs on the CPU now: close them and load the model "
-    "again."
-)
+
+class Places(Protocol):
+    """Where else a model can run."""
+
+    def without_card(self, *, is_lost: bool) -> LoadedModel:
+        """Frees the model, and loads it without its card.
+
+        Args:
+            is_lost: whether the card does not respond; otherwise others have taken its memory.
+        """
+
+    def may_return(self) -> bool:
+        """Whether the card that the model left is of use again; asked before a request while nothing is under way."""
+
+    def with_card(self) -> LoadedModel:
+        """Frees the model, and loads it where it was at first, or once more without its card."""
 
 
 class Scheduler:
@@ -51,9 +63,8 @@ class Scheduler:
 
     Args:
         on_news: called on any thread when a job wants `serve` to go on with it.
-        without_card: called with a sentence when a card that the model runs on no longer responds, or others have
-            taken its memory: frees the model, and returns it loaded elsewhere.  Requests go on there from what they
-            have been answered; jobs end, in a sentence.
+        places: loads the model without its card when this no longer responds, or others have taken its memory, and
+            again with it.  Requests go on there from what they have been answered; jobs end, in a sentence.
         on_note: told in a sentence that a device has less memory than it had, and by an empty one that this is over.
     """
 
@@ -61,11 +72,11 @@ class Scheduler:
         self,
         loaded: LoadedModel,
         on_news: Callable[[], None] = lambda: None,
-        without_card: Callable[[str], LoadedModel] | None = None,
+        places: Places | None = None,
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
-        self._on_news, self._without_card, self._on_note = on_news, without_card, on_note
-        self._note = self._why_without_card = ""
+        self._on_news, self._places, self._on_note = on_news, places, on_note
+        self._note, self._is_lost = "", False
         self._waiting: deque[Asked] = deque()
         self._first: tuple[Asked, AloneAnswer] | None = None
         self._joined: deque[Asked] = deque()
@@ -230,13 +241,14 @@ class Scheduler:
 
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
+        self.return_to_card()
         try:
             self._advance(until)
         except BaseException as error:
             if not self._has_lost_card(error):
                 self._fail(error)
                 raise
-            self._go_on_without_card()
+            self._move(self._without_card)
 
     def _has_news(self) -> bool:
         """Whether other programs have taken memory of the devices, or left it."""
@@ -273,31 +285,45 @@ class Scheduler:
         """Whether a card of the model has stopped responding, or others have taken what it needs of its memory, and
         requests can go on without it."""
         devices = self.loaded.devices
-        if self._without_card is None or self._is_beside or devices is None or not isinstance(error, Exception):
+        if self._places is None or self._is_beside or devices is None or not isinstance(error, Exception):
             return False
         if isinstance(error, RequestCancelled):
             return False
         code = error.code if isinstance(error, EngineError) else ErrorCode.INTERNAL
         if is_out_of_memory(error) or code is ErrorCode.NOT_ENOUGH_MEMORY:
-            self._why_without_card = _TAKEN
+            self._is_lost = False
             return devices.are_short(monotonic())
-        self._why_without_card = _LOST
+        self._is_lost = True
         if code not in (ErrorCode.INTERNAL, ErrorCode.DEVICE_UNAVAILABLE):
             return False
         return not all(device.responds() for device in devices.devices)
 
     def _are_short(self) -> bool:
         devices = self.loaded.devices
-        goes_on = self._without_card is not None and not self._is_beside
+        goes_on = self._places is not None and not self._is_beside
         return goes_on and devices is not None and devices.are_short(monotonic())
 
-    def _go_on_without_card(self) -> None:
-        assert self._without_card is not None
+    def return_to_card(self) -> None:
+        """Before a request, or a job, while nothing is under way: loads the model on the card that it left, if that is
+        of use again."""
+        if self._places is None or self._is_beside or self._first is not None or self._sharing:
+            return
+        if self.background.has_jobs or any(asked.outgrown is not None for asked in self._waiting):
+            return
+        if self._places.may_return():
+            self._move(self._places.with_card)
+
+    def _without_card(self) -> LoadedModel:
+        assert self._places is not None
+        return self._places.without_card(is_lost=self._is_lost)
+
+    def _move(self, load: Callable[[], LoadedModel]) -> None:
+        """Goes on with the model as `load` loads it."""
         carried = self._carried()
         self.background.close()
         self.forget()
         try:
-            self._use(self._without_card(self._why_without_card))
+            self._use(load())
         except BaseException as error:
             for asked in carried:
                 asked.end(error)

@@ -13,6 +13,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import Request
+from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
@@ -125,6 +126,17 @@ def test_a_model_that_had_to_move_is_shown_where_it_is_now(make: Make, qtbot: Qt
         client.start()
     assert moved.args == [info]
     assert client.model == info
+
+
+def test_what_a_process_can_no_longer_use_is_loaded_by_another(make: Make, qtbot: QtBot) -> None:
+    info = ModelInfo("big", "/", "fake", "cpu", "int4", 1, 1, 1, 0, 0, 100, 1, 1, 1, needs_restart=True)
+    client, _ = make(worker_saying(READY, encode(ModelMoved(info))))
+    with qtbot.waitSignal(client.model_loaded, timeout=WAIT_MS):
+        client.start()
+    before = client.worker_pid
+    client.load(EngineConfig("big"))
+    assert client.worker_pid not in (0, before)
+    assert client.model is None
 
 
 @pytest.mark.parametrize(
