@@ -26,6 +26,7 @@ class ErrorCode(StrEnum):
     DEVICE_UNAVAILABLE = "device_unavailable"
     DOWNLOAD_FAILED = "download_failed"
     BUSY = "busy"
+    ENDPOINT_FAILED = "endpoint_failed"
     # Internal errors: exit code 1, an offer to restart and to report.
     ENGINE_DIED = "engine_died"
     PROTOCOL = "protocol"

@@ -25,6 +25,7 @@ from engine.batch_files.openai_requests import (
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.installed import version
 from engine.process.failures import as_engine_error, log_failure
 from engine.serving.asking import Ask, Ended
 from engine.serving.openai_answer import Answer, Wanted
@@ -76,7 +77,7 @@ class _OpenAi:
 
     async def models(self, _request: Request) -> Response:
         listed = [self._described(entry.name, entry) for entry in await self._service.models()]
-        return JSONResponse({"object": "list", "data": listed})
+        return JSONResponse({"object": "list", "data": listed, "version": version()})
 
     async def model(self, request: Request) -> Response:
         return JSONResponse(self._described(*await self._service.entry_of(request.path_params["name"])))

@@ -1,0 +1,291 @@
+"""A conversation as OpenAI's interface takes it, and what comes back: chunks of a stream, or a whole answer.
+
+What a server takes beyond the interface depends on which server it is; what it would not take is left out, and said.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.batch_files.rows import Constraint
+from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
+from engine.common.config import SamplingParams
+from engine.families.replies.reader import Spoken, Thought, reply_reader
+from engine.remote.endpoint import Lack, Server
+
+_TAKES_MORE: frozenset[Server] = frozenset(("switchyard", "vllm", "sglang", "llama.cpp", "llama-cpp-python"))
+"""Servers known to take `top_k`, `min_p` and a repetition penalty."""
+_TAKES_TEMPLATE_VALUES: frozenset[Server] = frozenset(("switchyard", "vllm", "sglang", "llama.cpp"))
+_FINISHES: dict[str, FinishReason] = {"length": "length", "max_tokens": "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRequest:
+    """One answer that is wanted.
+
+    Attributes:
+        model: its id; empty for the endpoint's own choice.
+        must_call: the answer is a call of a tool.
+        constraint: what the whole answer must satisfy.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    model: str = ""
+    tools: tuple[Tool, ...] = ()
+    must_call: bool = False
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDelta:
+    """More of an answer; `pieces` is how many such pieces with text have come, most servers send one per token."""
+
+    text: str
+    reasoning: str
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAnswer:
+    """A whole answer.
+
+    Attributes:
+        prompt_tokens, generated_tokens: as the server counted them; None if it did not say.
+        reused_tokens: of the prompt, which it need not read again.
+        pieces: see `RemoteDelta`.
+        first_token_s, total_s: since the request was sent; `first_token_s` is None if nothing came.
+        model: as the server calls it.
+        left_out: settings that the server would not take, by their names in `SamplingParams`.
+    """
+
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    finish_reason: FinishReason = "stop"
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    reused_tokens: int = 0
+    pieces: int = 0
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    model: str = ""
+    left_out: tuple[str, ...] = ()
+
+
+def request_body(
+    request: RemoteRequest, model: str, server: Server, lacks: tuple[Lack, ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(the request's body, the settings left out of it)."""
+    body: dict[str, Any] = {"model": model, "messages": [_message(each) for each in request.messages]}
+    sampling, left_out = _sampling(request.sampling, server, lacks)
+    body |= sampling
+    if "stream" not in lacks:
+        body["stream"] = True
+        if "usage" not in lacks:
+            body["stream_options"] = {"include_usage": True}
+    if request.tools and "tools" not in lacks:
+        body["tools"] = [_tool(each) for each in request.tools]
+        if request.must_call:
+            body["tool_choice"] = "required"
+    if request.constraint is not None and "schema" not in lacks:
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema_of(request.constraint), "strict": True},
+        }
+        if request.constraint.choices and server == "vllm":
+            # A bare string is no JSON object, which OpenAI's interface asks for; these know choices.
+            del body["response_format"]
+            body["structured_outputs"] = {"choice": list(request.constraint.choices)}
+    return body, left_out
+
+
+def _tool(tool: Tool) -> dict[str, Any]:
+    described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
+    return {"type": "function", "function": described}
+
+
+def schema_of(constraint: Constraint) -> Any:
+    """The JSON schema that an answer is to satisfy; choices stand in an object, as `answer`."""
+    if constraint.schema:
+        return json.loads(constraint.schema)
+    return {
+        "type": "object",
+        "properties": {"answer": {"type": "string", "enum": list(constraint.choices)}},
+        "required": ["answer"],
+        "additionalProperties": False,
+    }
+
+
+def chosen(constraint: Constraint, text: str) -> str:
+    """An answer as one of the constraint's choices; other answers as they are."""
+    if not constraint.choices or text in constraint.choices:
+        return text
+    try:
+        answer = json.loads(text)["answer"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return text.strip()
+    return answer if isinstance(answer, str) else text
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        found["content"] = message.content or None
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    if message.role == "tool":
+        found["tool_call_id"] = message.answers
+    return found  # what an assistant thought is its own: most servers refuse or ignore it
+
+
+def _sampling(
+    sampling: SamplingParams, server: Server, lacks: tuple[Lack, ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    limit = "max_completion_tokens" if server == "openai" else "max_tokens"
+    found: dict[str, Any] = {"temperature": sampling.temperature, limit: sampling.max_tokens}
+    left_out: list[str] = []
+    if sampling.top_p < 1:
+        found["top_p"] = sampling.top_p
+    if sampling.seed is not None:
+        found["seed"] = sampling.seed
+    if sampling.stop:
+        found["stop"] = list(sampling.stop)
+    for name in ("presence_penalty", "frequency_penalty"):
+        if getattr(sampling, name):
+            found[name] = getattr(sampling, name)
+    if sampling.logit_bias:
+        found["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
+    takes_more = server in _TAKES_MORE and "sampling" not in lacks
+    is_llama = server in ("llama.cpp", "llama-cpp-python")
+    repetition = "repeat_penalty" if is_llama else "repetition_penalty"
+    for name, theirs, is_on in (
+        ("top_k", "top_k", sampling.top_k > 0),
+        ("min_p", "min_p", sampling.min_p > 0),
+        ("repetition_penalty", repetition, sampling.repetition_penalty != 1),
+    ):
+        if is_on and takes_more:
+            found[theirs] = getattr(sampling, name)
+        elif is_on:
+            left_out.append(name)
+    if takes_more and is_llama:
+        # Its own standard is another: 0 is off here.
+        found |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p, "top_p": sampling.top_p}
+    if sampling.uses_dry and server == "llama.cpp" and takes_more:
+        found |= {
+            "dry_multiplier": sampling.dry_multiplier,
+            "dry_base": sampling.dry_base,
+            "dry_allowed_length": sampling.dry_allowed_length,
+            "dry_penalty_last_n": sampling.dry_range,
+            "dry_sequence_breakers": list(sampling.dry_breakers),
+        }
+    elif sampling.uses_dry:
+        left_out.append("dry")
+    if sampling.beams > 1:
+        left_out.append("beams")
+    if sampling.thinking != "auto":
+        _set_thinking(found, left_out, sampling, server)
+    return found, tuple(left_out)
+
+
+def _set_thinking(found: dict[str, Any], left_out: list[str], sampling: SamplingParams, server: Server) -> None:
+    thinking = sampling.thinking
+    if thinking in ("low", "medium", "high"):
+        found["reasoning_effort"] = thinking
+    if server in _TAKES_TEMPLATE_VALUES:
+        found["chat_template_kwargs"] = {"enable_thinking": thinking != "off"}
+    elif server == "ollama" and thinking == "off":
+        found["reasoning_effort"] = "none"
+    elif thinking in ("on", "off"):
+        left_out.append("thinking")
+
+
+@dataclass(slots=True)
+class Gathered:
+    """An answer while it arrives.  Reasoning comes apart from the text, or in it between marks."""
+
+    has_ended: bool = False
+    finish: str = ""
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    reused_tokens: int = 0
+    model: str = ""
+    pieces: int = 0
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    _calls: dict[int, list[str]] = field(default_factory=dict)
+    _reader: Any = field(default_factory=lambda: reply_reader("", (), thinks=False, is_call=False))
+
+    def take(self, chunk: dict[str, Any]) -> RemoteDelta | None:
+        """What a chunk of a stream, or a whole answer, adds; None if it is nothing to show.
+
+        Raises:
+            LookupError, TypeError, ValueError, AttributeError: it is none.
+        """
+        if isinstance(usage := chunk.get("usage"), dict):
+            self.prompt_tokens = _count(usage.get("prompt_tokens"))
+            self.generated_tokens = _count(usage.get("completion_tokens"))
+            details = usage.get("prompt_tokens_details")
+            self.reused_tokens = _count(details.get("cached_tokens")) or 0 if isinstance(details, dict) else 0
+        self.model = self.model or str(chunk.get("model") or "")
+        choices = chunk.get("choices")
+        if not choices:
+            return None
+        choice = choices[0]
+        part = choice.get("delta") or choice.get("message") or {}
+        thought = part.get("reasoning_content") or part.get("reasoning")
+        said = part.get("content")
+        shown = self._shown(said if isinstance(said, str) else "", thought if isinstance(thought, str) else "")
+        for number, call in enumerate(part.get("tool_calls") or ()):
+            self._call(call, number)
+            self.pieces += 1
+        if choice.get("finish_reason"):
+            self.finish = str(choice["finish_reason"])
+        return shown
+
+    def end(self) -> RemoteDelta | None:
+        """Nothing comes any more: what was held back, if anything was."""
+        return self._split(self._reader.end(), "")
+
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls that came."""
+        return tuple(
+            ToolCall(call_id or f"call_{index}", name, arguments or "{}")
+            for index, (call_id, name, arguments) in sorted(self._calls.items())
+        )
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why it ended."""
+        return _FINISHES.get(self.finish, "stop")
+
+    def _shown(self, said: str, thought: str) -> RemoteDelta | None:
+        if said or thought:
+            self.pieces += 1
+        return self._split(self._reader.feed(said) if said else [], thought)
+
+    def _split(self, parts: list[Any], thought: str) -> RemoteDelta | None:
+        thought += "".join(part.text for part in parts if isinstance(part, Thought))
+        said = "".join(part.text for part in parts if isinstance(part, Spoken))
+        if thought:
+            self.reasoning.append(thought)
+        if said:
+            self.text.append(said)
+        return RemoteDelta(said, thought, self.pieces) if said or thought else None
+
+    def _call(self, call: dict[str, Any], number: int) -> None:
+        index = call.get("index")
+        known = self._calls.setdefault(index if type(index) is int else number, ["", "", ""])
+        function = call.get("function") or {}
+        known[0] = known[0] or str(call.get("id") or "")
+        known[1] += str(function.get("name") or "")
+        arguments = function.get("arguments")
+        known[2] += arguments if isinstance(arguments, str) else json.dumps(arguments) if arguments else ""
+
+
+def _count(value: Any) -> int | None:
+    return value if type(value) is int and value >= 0 else None

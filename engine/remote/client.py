@@ -1,0 +1,428 @@
+"""Asks one endpoint: which models it has, and for answers, many at a time.
+
+Connections live on a thread of this module's own; who asks waits on its own thread, looks now and then whether its
+answer is still wanted, and if not the connection is closed. Every answer has limits of bytes and of time. Certificates
+are verified as the system does; nobody is followed to another address; the key goes nowhere but below the endpoint's
+own address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import httpx2
+
+from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
+from engine.common.foreign import parse_json
+from engine.common.plain_text import plain_line
+from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteDelta, RemoteRequest, chosen, request_body
+from engine.remote.endpoint import Endpoint, Found, Lack, Server
+from engine.remote.failures import (
+    RemoteError,
+    Trouble,
+    called,
+    connection_error,
+    no_such_server,
+    refusal,
+    said_in_stream,
+    unreachable,
+)
+from engine.remote.keys import check_key, read_key
+from engine.remote.trust import trust_of
+
+MOST_LINE_BYTES = 4 * 2**20
+MOST_ANSWER_BYTES = 64 * 2**20
+MOST_MODELS = 10_000
+_MOST_ERROR_BYTES = 2**16
+_LOOK_S = 0.1
+_LONGEST_ID = 300
+
+_Result = TypeVar("_Result")
+
+for _noisy in ("httpx2", "httpcore2"):
+    logging.getLogger(_noisy).setLevel(logging.WARNING)  # they would log whole addresses
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds to wait: for a connection, for the beginning of an answer (a model may be loaded first, a long prompt
+    read), for more of it, and for the whole of what is no answer of a model."""
+
+    connect_s: float = 10.0
+    first_s: float = 900.0
+    next_s: float = 120.0
+    look_s: float = 15.0
+
+
+class Client:
+    """One endpoint's client, for any thread; close it in the end.
+
+    Args:
+        key: None: the one that is kept for it, for which the keyring may wait for people.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: the key cannot be sent there, or the file of certificates cannot be read.
+    """
+
+    def __init__(self, endpoint: Endpoint, key: str | None = None, patience: Patience | None = None) -> None:
+        self.endpoint = endpoint
+        self._key = check_key(endpoint, read_key(endpoint) if key is None else key)
+        self._patience = patience or Patience()
+        self._trust = trust_of(endpoint)
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._http: httpx2.AsyncClient | None = None
+        self._is_closed = False
+        self._found = endpoint.found
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What can be asked
+
+    def models(self, cancelled: CancelCheck = never_cancelled) -> Found:
+        """Which models it has, and which server it seems to be; what it lacks stays as it was.
+
+        Raises:
+            RemoteError, RequestCancelled.
+        """
+        said = self.get(f"{self.endpoint.url}/models", cancelled)
+        listed = said.get("data", said.get("models")) if isinstance(said, dict) else None
+        if not isinstance(listed, list):
+            raise no_such_server(self.endpoint, "it does not list its models")
+        entries = [each for each in listed[:MOST_MODELS] if isinstance(each, dict) and _id_of(each)]
+        server, version = _server_of(self.endpoint, entries), plain_line(str(said.get("version") or ""))[:60]
+        known = self._found
+        if server == "other":
+            server, version = known.server or server, known.version
+        found = Found(server, version, tuple(map(_id_of, entries)), tuple(map(_context_of, entries)), known.lacks)
+        self._found = found
+        return found
+
+    def get(self, url: str, cancelled: CancelCheck = never_cancelled) -> Any:
+        """The JSON document at an address of the endpoint's host; the key goes along below its base only.
+
+        Raises:
+            RemoteError, RequestCancelled.
+        """
+        return self._run(lambda _tell: self._get(url), lambda _delta: None, cancelled)
+
+    def ask(
+        self,
+        request: RemoteRequest,
+        on_delta: Callable[[RemoteDelta], None] = lambda _delta: None,
+        cancelled: CancelCheck = never_cancelled,
+    ) -> RemoteAnswer:
+        """The answer, of which `on_delta` is told on this thread as it comes.
+
+        Raises:
+            RemoteError: see `Trouble`.
+            RequestCancelled: it is no longer wanted; the connection is closed.
+        """
+        model = request.model or self.endpoint.model or self.only_model(cancelled)
+        if not self._found.server:
+            with contextlib.suppress(RemoteError):  # it may answer all the same
+                self.models(cancelled)
+        return self._run(lambda tell: self._ask(request, model, tell), on_delta, cancelled)
+
+    def only_model(self, cancelled: CancelCheck = never_cancelled) -> str:
+        """The model to ask where nobody named one.
+
+        Raises:
+            RemoteError: `WRONG_MODEL`, if there are several or none; or another.
+        """
+        models = self.models(cancelled).models
+        if len(models) == 1:
+            return models[0]
+        there = f"has {len(models):,}: name one of {', '.join(models[:5])}" if models else "has none loaded"
+        raise RemoteError(Trouble.WRONG_MODEL, f"No model was named, and {called(self.endpoint)} {there}.")
+
+    @property
+    def found(self) -> Found:
+        """What is known of the server."""
+        return self._found
+
+    def has_found(self, found: Found) -> None:
+        """From now on requests are made for such a server."""
+        self._found = found
+
+    def close(self) -> None:
+        """Closes the connections; who still waits is told that they broke off.  May be called again."""
+        with self._lock:
+            self._is_closed = True
+            loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None:
+            with contextlib.suppress(RuntimeError):  # it has stopped already
+                loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+
+    # The thread of connections
+
+    def _run(
+        self,
+        work: Callable[[Callable[[RemoteDelta], None]], Coroutine[Any, Any, _Result]],
+        on_delta: Callable[[RemoteDelta], None],
+        cancelled: CancelCheck,
+    ) -> _Result:
+        told: queue.SimpleQueue[RemoteDelta | None] = queue.SimpleQueue()
+        with self._lock:
+            if self._is_closed:
+                raise unreachable(self.endpoint, "its connections are closed")
+            future = asyncio.run_coroutine_threadsafe(work(told.put), self._started())
+        future.add_done_callback(lambda _future: told.put(None))
+        try:
+            while True:
+                if cancelled():
+                    raise RequestCancelled
+                try:
+                    delta = told.get(timeout=_LOOK_S)
+                except queue.Empty:
+                    continue
+                if delta is None:
+                    break
+                on_delta(delta)
+        finally:
+            future.cancel()
+        if future.cancelled():
+            raise unreachable(self.endpoint, "its connections are closed")
+        try:
+            return future.result()
+        except httpx2.HTTPError as error:
+            raise connection_error(self.endpoint, error) from None
+        except OSError as error:
+            raise connection_error(self.endpoint, error) from None
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name="endpoint", daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+            tasks = asyncio.all_tasks(loop)
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            if self._http is not None:
+                loop.run_until_complete(self._http.aclose())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+        finally:
+            asyncio.set_event_loop(None)
+            loop.close()
+
+    def _connected(self) -> httpx2.AsyncClient:
+        if self._http is None:
+            self._http = httpx2.AsyncClient(
+                verify=self._trust,
+                follow_redirects=False,
+                trust_env=not self.endpoint.is_here,  # a proxy could not reach this machine's own servers
+                timeout=httpx2.Timeout(None, connect=self._patience.connect_s),
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
+            )
+        return self._http
+
+    def _headers(self, url: str) -> dict[str, str]:
+        # No compression: it could unpack to more than the limit, and would hold back what is there.
+        headers = {"Accept-Encoding": "identity", "User-Agent": "switchyard"}
+        if self._key and url.startswith(f"{self.endpoint.url}/"):
+            headers["Authorization"] = f"Bearer {self._key}"
+        return headers
+
+    async def _get(self, url: str) -> Any:
+        try:
+            async with (
+                asyncio.timeout(self._patience.look_s),
+                self._connected().stream("GET", url, headers=self._headers(url)) as response,
+            ):
+                await self._check(response, "")
+                content = await self._whole(response)
+        except TimeoutError:
+            raise unreachable(self.endpoint, f"nothing within {self._patience.look_s:.0f} seconds") from None
+        return self._document(content)
+
+    async def _ask(self, request: RemoteRequest, model: str, tell: Callable[[RemoteDelta], None]) -> RemoteAnswer:
+        body, left_out = request_body(request, model, self._found.server, self._found.lacks)
+        url, begun, first_s = f"{self.endpoint.url}/chat/completions", time.monotonic(), None
+        gathered = Gathered()
+        async with contextlib.AsyncExitStack() as opened:
+            try:
+                async with asyncio.timeout(self._patience.first_s):
+                    asked = self._connected().stream("POST", url, json=body, headers=self._headers(url))
+                    response = await opened.enter_async_context(asked)
+                    await self._check(response, model)
+            except TimeoutError:
+                raise unreachable(self.endpoint, f"nothing within {self._patience.first_s:.0f} seconds") from None
+            chunks = await opened.enter_async_context(contextlib.aclosing(self._chunks(response, gathered)))
+            async for chunk in chunks:
+                if chunk.get("error"):
+                    raise said_in_stream(self.endpoint, chunk["error"], model=model, key=self._key)
+                try:
+                    delta = gathered.take(chunk)
+                except (LookupError, TypeError, ValueError, AttributeError):
+                    raise unreachable(self.endpoint, "its answer makes no sense") from None
+                if gathered.pieces and first_s is None:
+                    first_s = time.monotonic() - begun
+                if delta is not None:
+                    tell(delta)
+        if not gathered.finish and not gathered.has_ended:
+            raise unreachable(self.endpoint, "its answer broke off in the middle")
+        if (rest := gathered.end()) is not None:
+            tell(rest)
+        if gathered.finish == "content_filter" and not gathered.text:
+            raise RemoteError(Trouble.REFUSED, f"{called(self.endpoint)} withholds the answer: change the prompt.")
+        text = "".join(gathered.text)
+        return RemoteAnswer(
+            text if request.constraint is None else chosen(request.constraint, text),
+            "".join(gathered.reasoning),
+            gathered.calls(),
+            gathered.reason,
+            gathered.prompt_tokens,
+            gathered.generated_tokens,
+            gathered.reused_tokens,
+            gathered.pieces,
+            first_s,
+            time.monotonic() - begun,
+            gathered.model[:_LONGEST_ID],
+            left_out,
+        )
+
+    async def _chunks(self, response: httpx2.Response, gathered: Gathered) -> AsyncGenerator[dict[str, Any], None]:
+        """The objects of a stream of server-sent events, or the one of an answer that came whole."""
+        if "text/event-stream" not in response.headers.get("content-type", ""):
+            try:
+                async with asyncio.timeout(self._patience.first_s):
+                    content = await self._whole(response)
+            except TimeoutError:
+                raise unreachable(self.endpoint, "its answer took too long") from None
+            yield self._object(content)
+            return
+        async with contextlib.aclosing(self._lines(response)) as lines:
+            async for line in lines:
+                if not line.startswith(b"data:"):
+                    continue  # comments keep the connection open; nothing else is of use
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    gathered.has_ended = True
+                    return
+                if data:
+                    yield self._object(data)
+
+    async def _lines(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
+        held, total, parts = bytearray(), 0, response.aiter_raw()
+        # The first one may take long: a server can begin its stream before it reads the prompt.
+        patience_s = self._patience.first_s
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    part = await anext(parts)
+            except StopAsyncIteration:
+                break
+            except TimeoutError:
+                raise unreachable(self.endpoint, f"nothing more for {patience_s:.0f} seconds") from None
+            total += len(part)
+            if len(held) > MOST_LINE_BYTES or total > MOST_ANSWER_BYTES:
+                raise unreachable(self.endpoint, "its answer has no end")
+            *lines, rest = part.split(b"\n")
+            for line in lines:
+                held += line
+                patience_s = self._patience.next_s if held.startswith(b"data:") else patience_s
+                yield bytes(held)
+                held.clear()
+            held += rest
+        if held.strip():
+            yield bytes(held)
+
+    async def _whole(self, response: httpx2.Response) -> bytes:
+        content = bytearray()
+        async for part in response.aiter_raw():
+            content += part
+            if len(content) > MOST_ANSWER_BYTES:
+                raise unreachable(self.endpoint, "its answer has no end")
+        return bytes(content)
+
+    async def _check(self, response: httpx2.Response, model: str) -> None:
+        if response.status_code < 300:
+            if response.headers.get("content-encoding", "identity") != "identity":
+                raise unreachable(self.endpoint, "its answer is compressed, which it was asked not to be")
+            return
+        body = bytearray()
+        with contextlib.suppress(httpx2.HTTPError, TimeoutError):
+            async with asyncio.timeout(self._patience.look_s):
+                async for part in response.aiter_raw():
+                    body += part
+                    if len(body) > _MOST_ERROR_BYTES:
+                        break
+        headers = {name.lower(): value for name, value in response.headers.items()}
+        status, key = response.status_code, self._key
+        raise refusal(self.endpoint, status, headers, bytes(body), model=model, key=key)
+
+    def _object(self, content: bytes) -> dict[str, Any]:
+        document = self._document(content)
+        if not isinstance(document, dict):
+            raise unreachable(self.endpoint, "its answer makes no sense")
+        return document
+
+    def _document(self, content: bytes) -> Any:
+        try:
+            return parse_json(content, deepest=100)
+        except ValueError:
+            is_page = content.lstrip()[:1] == b"<"
+            if is_page:
+                raise no_such_server(self.endpoint, "it answers with a page") from None
+            raise unreachable(self.endpoint, "its answer is no whole JSON") from None
+
+
+def _id_of(entry: dict[str, Any]) -> str:
+    name = entry.get("id") or entry.get("name")
+    return name if isinstance(name, str) and len(name) <= _LONGEST_ID and plain_line(name) == name else ""
+
+
+def _context_of(entry: dict[str, Any]) -> int:
+    """The longest context, where vLLM and SGLang, llama.cpp, or routers name it."""
+    meta = entry.get("meta")
+    for value in (
+        entry.get("max_model_len"),
+        entry.get("context_length"),
+        meta.get("n_ctx") or meta.get("n_ctx_train") if isinstance(meta, dict) else None,
+    ):
+        if type(value) is int and 0 < value < 2**31:
+            return value
+    return 0
+
+
+_OWNERS: dict[str, Server] = {
+    "switchyard": "switchyard",
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "llamacpp": "llama.cpp",
+    "library": "ollama",
+}
+
+
+def _server_of(endpoint: Endpoint, entries: list[dict[str, Any]]) -> Server:
+    if endpoint.host == "api.openai.com":
+        return "openai"
+    owners = {str(each.get("owned_by")) for each in entries}
+    return next((server for owner, server in _OWNERS.items() if owner in owners), "other")
+
+
+def lacking(found: Found, lacks: set[Lack]) -> Found:
+    """The same server, which was seen to lack these."""
+    order: tuple[Lack, ...] = ("stream", "usage", "tools", "schema", "sampling")
+    return replace(found, lacks=tuple(each for each in order if each in lacks))

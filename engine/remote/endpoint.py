@@ -1,0 +1,329 @@
+"""Servers elsewhere: how one is named and found, what people said of it, and what it said of itself.
+
+The list is one file beside the settings, which the window and the command line share. Keys are not in it: see
+`engine.remote.keys`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+import re
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import disk_errors_explained, holding, private_folder, write_private
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.json_fields import from_fields
+from engine.common.paths import config_dir
+from engine.common.plain_text import plain_line, quoted
+
+REMOTE = "endpoint:"
+"""What a model of an endpoint begins with where models are named by one string: `endpoint:NAME/MODEL-ID`."""
+
+Server = Literal["", "switchyard", "vllm", "sglang", "llama.cpp", "llama-cpp-python", "ollama", "openai", "other"]
+Lack = Literal["stream", "usage", "tools", "schema", "sampling"]
+"""What a server cannot do: send an answer as it is written, count its tokens, call tools, keep to a schema, or take
+more of sampling than OpenAI's interface has."""
+
+_NAME = re.compile(r"[^\s/#,](?:[^\x00-\x1f\x7f/#,]{0,38}[^\s/#,])?")
+_HOST = re.compile(r"[0-9a-z_](?:[0-9a-z_.-]{0,251}[0-9a-z_])?|\[[0-9a-f:.%]+\]")
+_ENDS = ("/chat/completions", "/completions", "/models", "/responses")
+_MOST_BYTES = 2**20
+_PATIENCE_S = 5.0
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a server said of itself when it was last looked at.
+
+    Attributes:
+        version: of the server, empty if it does not say.
+        models: their ids; contexts: the longest context of each in tokens, 0 if unknown.
+        lacks: what it was seen not to do.
+    """
+
+    server: Server = ""
+    version: str = ""
+    models: tuple[str, ...] = ()
+    contexts: tuple[int, ...] = ()
+    lacks: tuple[Lack, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server that speaks OpenAI's interface.
+
+    Attributes:
+        name: unique; what people call it.
+        url: its base, without a slash at the end.
+        model: the one to ask; empty: the only one there, or asked later.
+        at_once: requests at the same time; None: as measured.
+        requests_per_minute, tokens_per_minute: what may be asked of it; None: no limit.
+        price_in, price_out: of a million tokens read and written, in `currency`; None: not known.
+        ca_file: a file of certificates in PEM to trust besides the system's; or the server's own, which alone is then
+            trusted for it, whatever names it bears.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+
+    name: str
+    url: str
+    model: str = ""
+    at_once: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    price_in: float | None = None
+    price_out: float | None = None
+    currency: str = ""
+    ca_file: str = ""
+    found: Found = Found()
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or plain_line(self.name) != self.name:
+            raise _wrong(
+                f"An endpoint cannot be called {quoted(self.name)}: use up to 40 characters without / # and ,."
+            )
+        if normal_url(self.url) != self.url:
+            raise _wrong(f"{quoted(self.url)} is not an endpoint's address in its plain form: add it again.")
+        for what, count in (
+            ("at the same time", self.at_once),
+            ("requests a minute", self.requests_per_minute),
+            ("tokens a minute", self.tokens_per_minute),
+        ):
+            if count is not None and not 1 <= count < 2**31:
+                raise _wrong(f"The limit of {self.name} ({what}) is {count}, but must be 1 or more.")
+        for price in (self.price_in, self.price_out):
+            if price is not None and not (math.isfinite(price) and 0 <= price < 1e9):
+                raise _wrong(f"A price of {self.name} is {price}, but must be 0 or more.")
+
+    @property
+    def host(self) -> str:
+        """Its host, with the port if that is not the usual one, for people."""
+        return urlsplit(self.url).netloc
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is on this machine, so that nothing leaves it."""
+        return is_loopback(urlsplit(self.url).hostname or "")
+
+    @property
+    def root(self) -> str:
+        """The address without a path."""
+        return "{0.scheme}://{0.netloc}".format(urlsplit(self.url))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is sent can be read on the way."""
+        return self.url.startswith("http:") and not self.is_here
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or number can only be this machine."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
+
+
+def normal_url(text: str) -> str:
+    """An address as it is kept: with its scheme, without the usual port, and ending in `/v1` unless it has a path.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+    text = text.strip()
+    what = quoted(text)
+    if "://" not in text:
+        host = text.partition("/")[0].rpartition("@")[2]
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        text = f"{'http' if _is_near(name) else 'https'}://{text}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise _wrong(f"{what} is not an address: enter one such as http://10.0.0.5:8000/v1.") from None
+    scheme = parts.scheme.lower()
+    if scheme not in _PORTS:
+        raise _wrong(f"{what} is not an address of a server: it must begin with http:// or https://.")
+    if parts.username is not None or parts.password is not None:
+        raise _wrong("The address contains a name or a password before @: leave it out, and give a key instead.")
+    host = (parts.hostname or "").lower()
+    with suppress(UnicodeError):
+        host = host if host.isascii() else host.encode("idna").decode("ascii")
+    host = f"[{host}]" if ":" in host else host
+    if not _HOST.fullmatch(host):
+        raise _wrong(f"{what} is not an address: enter one such as http://10.0.0.5:8000/v1.")
+    if parts.query:
+        raise _wrong(f"{what} has a part after ?: enter the address without it.")
+    path = re.sub(r"/+$", "", parts.path)
+    for end in _ENDS:
+        path = path.removesuffix(end)
+    if re.search(r"[^\x21-\x7e]", path):
+        raise _wrong(f"{what} has a space or an unusual character in its path: check it.")
+    place = host if port in (None, _PORTS[scheme]) else f"{host}:{port}"
+    return f"{scheme}://{place}{path or '/v1'}"
+
+
+def _is_near(name: str) -> bool:
+    """Whether a host without a scheme is here or in the local network, where certificates are rare."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(name.strip("[]")).is_private
+    return is_loopback(name) or "." not in name or name.endswith((".local", ".lan"))
+
+
+def endpoint_at(address: str, name: str = "", **more: Any) -> Endpoint:
+    """The endpoint at an address, `#MODEL-ID` behind it if wanted; named after its host if it is given no name.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`.
+    """
+    place, _, model = address.strip().partition("#")
+    url = normal_url(place)
+    return Endpoint(name.strip() or urlsplit(url).netloc[-40:], url, **{"model": unquote(model), **more})
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """A saved endpoint by its name, or one by its address, such as `http://10.0.0.5:8000/v1#model-id`.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, `MODEL_NOT_FOUND`.
+    """
+    name, _, model = text.strip().partition("#")
+    for each in saved_endpoints():
+        if each.name.casefold() == name.strip().casefold():
+            return replace(each, model=unquote(model)) if model else each
+    if re.match(r"https?://|[^/]+:\d+(/|#|$)", text.strip(), re.IGNORECASE):
+        return endpoint_at(text)
+    raise _unknown(name)
+
+
+def is_remote(model: str) -> bool:
+    """Whether a model's name means one of an endpoint."""
+    return model.startswith(REMOTE)
+
+
+def remote_name(endpoint: Endpoint, model: str) -> str:
+    """How a model of an endpoint is named by one string."""
+    return f"{REMOTE}{endpoint.name}/{model}"
+
+
+def parse_remote(text: str) -> tuple[Endpoint, str]:
+    """The endpoint and the model's id that `endpoint:NAME/MODEL-ID` means, or `endpoint:ADDRESS#MODEL-ID`.
+
+    The id may be empty: the endpoint's own choice, if it has one.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, `MODEL_NOT_FOUND`.
+    """
+    rest = text.strip().removeprefix(REMOTE)
+    if "://" in rest:
+        endpoint = parse_endpoint(rest)
+        return endpoint, endpoint.model
+    name, _, model = rest.partition("/")
+    endpoint = parse_endpoint(name)
+    return endpoint, model or endpoint.model
+
+
+# The list
+
+
+def endpoints_file() -> Path:
+    """Where they are kept."""
+    return config_dir() / "endpoints.json"
+
+
+def saved_endpoints() -> tuple[Endpoint, ...]:
+    """Those that people added, in the order of their names; entries that make no sense here are left out.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: the file cannot be read.
+    """
+    found: list[Endpoint] = []
+    for raw in _read():
+        with suppress(EngineError, LookupError, TypeError, ValueError, AttributeError):
+            found.append(from_fields(Endpoint, raw))
+    return tuple(sorted(found, key=lambda each: each.name.casefold()))
+
+
+def save_endpoint(endpoint: Endpoint, *, instead_of: str = "") -> None:
+    """Keeps an endpoint, in the place of the one of this name, or of `instead_of`.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: another one has a name that cannot be told from this one's.
+    """
+    mine = {plain_name(instead_of or endpoint.name)}
+
+    def change(entries: list[Any]) -> list[Any]:
+        if plain_name(endpoint.name) not in mine and any(_name_of(raw) == plain_name(endpoint.name) for raw in entries):
+            raise _wrong(f"There is an endpoint called {endpoint.name} already, or nearly so: choose another name.")
+        return [*(raw for raw in entries if _name_of(raw) not in mine), asdict(endpoint)]
+
+    _change(change)
+
+
+def remove_endpoint(name: str) -> None:
+    """Forgets the endpoint of this name; its key stays until `engine.remote.keys.forget_key`.
+
+    Raises:
+        EngineError: `MODEL_NOT_FOUND`.
+    """
+
+    def change(entries: list[Any]) -> list[Any]:
+        left = [raw for raw in entries if _name_of(raw) != plain_name(name)]
+        if len(left) == len(entries):
+            raise _unknown(name)
+        return left
+
+    _change(change)
+
+
+def plain_name(name: str) -> str:
+    """The name in capital letters, digits and underscores: what stands in the environment for its key."""
+    return re.sub(r"[^0-9A-Z]", "_", name.strip().upper())
+
+
+def _name_of(raw: Any) -> str:
+    name = raw.get("name") if isinstance(raw, dict) else None
+    return plain_name(name) if isinstance(name, str) else ""
+
+
+def _change(change: Any) -> None:
+    file = endpoints_file()
+    with disk_errors_explained(file.parent):
+        private_folder(file.parent)
+        busy = "Another Switchyard is changing the list of endpoints: try again."
+        with holding(file.with_name(".endpoints.lock"), _PATIENCE_S, busy):
+            entries = change(_read())
+            write_private(file, json.dumps({"version": 1, "endpoints": entries}, indent=2, ensure_ascii=False) + "\n")
+
+
+def _read() -> list[Any]:
+    file = endpoints_file()
+    try:
+        entries = parse_json(read_foreign(file, _MOST_BYTES))["endpoints"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        why = getattr(error, "strerror", None) or "it is damaged"
+        raise _wrong(f"The list of endpoints in {file} cannot be read ({why}): mend or remove that file.") from None
+    return entries if isinstance(entries, list) else []
+
+
+def _unknown(name: str) -> EngineError:
+    there = ", ".join(each.name for each in saved_endpoints()) or "none yet"
+    return EngineError(
+        ErrorCode.MODEL_NOT_FOUND,
+        f"There is no endpoint called {quoted(name.strip())}: there is {there}. Give one of these, an address such as "
+        "http://10.0.0.5:8000/v1, or add it with `switchyard endpoints add`.",
+    )
+
+
+def _wrong(message: str) -> EngineError:
+    return EngineError(ErrorCode.INVALID_REQUEST, message)
