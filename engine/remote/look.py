@@ -95,13 +95,14 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
     if answer.generated_tokens is None:
         lacks.add("usage")
     few = SamplingParams(max_tokens=1)
-    for lack, request in (
+    trials: tuple[tuple[Lack, RemoteRequest], ...] = (
         ("tools", RemoteRequest(_QUESTION, few, model, tools=(_TOOL,))),
         ("schema", RemoteRequest(_QUESTION, SamplingParams(max_tokens=12), model, constraint=_SCHEMA)),
         ("sampling", RemoteRequest(_QUESTION, SamplingParams(top_k=20, min_p=0.01, max_tokens=1), model)),
-    ):
+    )
+    for lack, request in trials:
         if not _can(client, request, cancelled):
-            lacks.add(lack)  # type: ignore[arg-type]
+            lacks.add(lack)
     found = lacking(found, lacks)
     client.has_found(found)
     return About(found, model, latency_s, answer.first_token_s, "")
@@ -118,7 +119,7 @@ def _first_answer(
         except RemoteError as error:
             if error.kind is not Trouble.REFUSED or lack is None:
                 raise
-            lacks.add(lack)  # type: ignore[arg-type]
+            lacks.add(lack)
             client.has_found(lacking(client.found, lacks))
     raise AssertionError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +18,7 @@ from engine.remote.endpoint import endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 from engine.remote.look import about
 from engine.serving.server import Address
-from tests.engine.test_serving import serving
+from tests.engine.test_serving import TOOL, serving
 
 KEY = "0123456789abcdef"
 HELLO = (ChatMessage("user", "Hello"),)
@@ -26,6 +27,7 @@ HELLO = (ChatMessage("user", "Hello"),)
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
     with serving(Address(port=0, key=KEY)) as running, Client(endpoint_at(running.url, model="mixtral"), KEY) as found:
+        found.models()  # its thread is there before the first test
         yield found
 
 
@@ -53,9 +55,9 @@ def test_schemas_choices_and_tools(client: Client) -> None:
     limits = SamplingParams(max_tokens=60)
     choices = Constraint(choices=("red", "blue"))
     assert client.ask(RemoteRequest(HELLO, limits, constraint=choices)).text in ("red", "blue")
-    tool = Tool("colour", "A colour.", '{"type": "object", "properties": {"c": {"enum": ["red"]}}, "required": ["c"]}')
-    (call,) = client.ask(RemoteRequest(HELLO, limits, tools=(tool,), must_call=True)).tool_calls
-    assert call.name == "colour"
+    tool = Tool("weather", "Of a city.", json.dumps(TOOL["function"]["parameters"]))  # type: ignore[index]
+    answer = client.ask(RemoteRequest(HELLO, limits, tools=(tool,), must_call=True))
+    assert [call.name for call in answer.tool_calls] == ["weather"], answer
 
 
 def test_its_refusals_are_understood(client: Client) -> None:
