@@ -54,6 +54,7 @@ class Fault:
         "wrong_range"   206, but Content-Range begins `value` bytes later
         "no_range"      206 without Content-Range
         "gzip"          Content-Encoding: gzip
+        "page"          200 and a page for people, as from a network that wants a login
         "refuse"        the line is closed without an answer
         "slow"          wait `value` seconds before the answer
 
@@ -443,6 +444,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _content(self, repo: Repo, file: str, etag: str, headers: Mapping[str, str], fault: Fault | None) -> None:
         kind = fault.kind if fault is not None else ""
+        if kind == "page":
+            self._send(200, b"<html>Log in to the network of this hotel.</html>", {"Content-Type": "text/html"})
+            return
         size = repo.size(file)
         if kind == "etag":
             etag = f'"another-{etag[1:20]}"'

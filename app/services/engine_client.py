@@ -15,6 +15,8 @@ from typing import TypeVar
 
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
+from app.services.background import LatestTask
+from app.services.engine_death import engine_damage, is_packaged
 from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
 from app.services.loading_pace import LoadingPace
 from app.services.worker_process import WorkerProcess
@@ -116,6 +118,7 @@ class EngineClient(QObject):
         self._last_error = self._why_none = ""
         self._watched = WatchTelemetry(on=False)
         self._others = ServeOthers("")
+        self._doubts = LatestTask(self)
         application = QCoreApplication.instance()
         if application is not None:
             application.aboutToQuit.connect(self.close_now)
@@ -196,6 +199,7 @@ class EngineClient(QObject):
     def close_now(self) -> None:
         """A blocking `shutdown`, for when the event loop is about to end."""
         self.shutdown()
+        self._doubts.close()
         for worker in self.findChildren(WorkerProcess):  # including replaced ones that were killed
             worker.wait_until_gone()
 
@@ -349,7 +353,14 @@ class EngineClient(QObject):
     # --- the end of a worker ----------------------------------------------------------------------
 
     def _on_ended(self, sentence: str) -> None:
+        if sentence and not self._ready and is_packaged():
+            self._doubts.ask(engine_damage, self._tell_damage)
         self._forget_worker(sentence, sentence or self.tr("The engine was stopped before this request was done."))
+
+    def _tell_damage(self, sentence: str) -> None:
+        if sentence and self._worker is None:
+            self._last_error = sentence
+            self.state_changed.emit(self._state)
 
     def _drop_worker(self, error: str, reason: str) -> None:
         """Kill the worker, whatever it is doing."""

@@ -8,7 +8,10 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication
 
+from engine.common import installed
+from engine.common.errors import EngineError
 from engine.common.files import private_file, private_folder
+from engine.common.intact import give_up_damaged
 
 translate = QCoreApplication.translate
 
@@ -38,6 +41,21 @@ def death_sentence(code: int, *, crashed: bool) -> str:
     except ValueError:
         name = "?"
     return translate("EngineClient", "The engine crashed (signal {0}: {1}).").format(code, name)
+
+
+def is_packaged() -> bool:
+    """Whether the engine is a part of its own, which may lose files."""
+    try:
+        return installed.bundle() is not None
+    except EngineError:
+        return False
+
+
+def engine_damage() -> str:
+    """What to say if the engine has lost files, which keeps it from starting; it is not used any more then."""
+    part = installed.current_engine()
+    damage = give_up_damaged(part.folder) if part is not None else None
+    return damage.message if damage is not None else ""
 
 
 def keep_log_small(log: Path) -> bool:

@@ -400,10 +400,20 @@ def before_start(arguments: Sequence[str]) -> None:
         return
     has_verb = any(not argument.startswith("-") for argument in arguments) and not files_to_open(arguments)
     engine = current_engine(next_version()) if has_verb else None
-    folder = engine.folder if engine is not None else window_folder()
+    folder = engine.folder if engine is not None else _sound_window()
     if folder.resolve() != Path(__file__).resolve().parents[2]:
         command, variables = packed_module(packed, folder, "engine.cli")
         sys.exit(go_on_as([sys.executable, *command[1:], *arguments], variables))
+
+
+def _sound_window() -> Path:
+    """The window's folder; an updated one that has lost files since would not open, and is not used any more."""
+    from engine.common.intact import give_up_damaged  # which knows this module
+
+    newer = newer_window()
+    if newer is not None:
+        give_up_damaged(newer.folder)
+    return window_folder()
 
 
 def files_to_open(arguments: Sequence[str]) -> list[str]:

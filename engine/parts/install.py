@@ -43,6 +43,7 @@ from engine.common.installed import (
     use_parts,
     write_whole_record,
 )
+from engine.common.intact import note_files
 from engine.parts.wheels import EngineChoice, Wheel, choose_engine, downloads_folder, fetched_folder, need_bundle
 
 CHECKING, UNPACKING, TESTING, FINISHING = "checking", "unpacking", "testing", "finishing"
@@ -139,6 +140,7 @@ def _make(packed: Bundle, choice: EngineChoice, given: Path | None, on_step: OnS
 
 def finish(partial: Path, whole: Whole) -> None:
     """Declares a part whole, and gives it its name."""
+    note_files(partial)
     if hasattr(os, "sync"):
         os.sync()  # whole.json must not outlive a power cut that the rest did not
     write_whole_record(partial, whole)
@@ -239,7 +241,7 @@ def _unpack(packed: Bundle, target: Path, wheels: Sequence[Path], ours: Path) ->
         *(str(packed.uv), "pip", "install", "--target", str(target), "--python", str(packed.python), *options),
         *("--cache-dir", str(cache)),
         # Beside each other, so short names keep the command within what Windows takes.
-        *(f"./{each.name}" if each.parent == folder else str(each) for each in (*wheels, *own)),
+        *(f"./{each.name}" if each.parent == folder else _by_address(each) for each in (*wheels, *own)),
     ]
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("UV_", "PYTHON"))}
     try:
@@ -249,10 +251,16 @@ def _unpack(packed: Bundle, target: Path, wheels: Sequence[Path], ours: Path) ->
     if code != 0:
         if "No space left" in said or "os error 112" in said:
             raise EngineError(ErrorCode.DISK_FULL, f"The disk of {target.parent} is full: make room and try again.")
-        last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "no reason given")
+        lines = [line.strip() for line in said.splitlines() if any(letter.isalpha() for letter in line)]
+        last = lines[-1] if lines else "no reason given"
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"The engine could not be unpacked ({last[:200]}): check the disk and try again."
         )
+
+
+def _by_address(wheel: Path) -> str:
+    """A requirement in whose path "#", ";" and "$" mean nothing but themselves."""
+    return f"{wheel.name.partition('-')[0]} @ {wheel.resolve().as_uri()}"
 
 
 def _linked(old: Path, new: Path) -> None:

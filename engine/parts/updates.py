@@ -142,12 +142,14 @@ def look_for_update() -> Update | None:
 
 
 def _fetched_small(url: str) -> bytes:
-    from engine.checkpoint.downloads.source import Client, Trouble
+    from engine.checkpoint.downloads.source import Client, NeedsPeople, Trouble, proxy_login
 
     host, until, got = urlsplit(url).hostname, time.monotonic() + _WITHIN_S, bytearray()
     client = Client()
     try:
         with client.get(url, {"Accept-Encoding": "identity"}) as response:
+            if response.status_code == 407:
+                raise NeedsPeople(proxy_login())
             if response.status_code != 200:
                 raise EngineError(
                     ErrorCode.DOWNLOAD_FAILED,
@@ -159,6 +161,8 @@ def _fetched_small(url: str) -> bytes:
                     raise _untrue("has no end")
     except EngineError:
         raise
+    except NeedsPeople as trouble:
+        raise EngineError(ErrorCode.DOWNLOAD_FAILED, trouble.message) from None
     except Trouble as trouble:
         raise EngineError(
             ErrorCode.DOWNLOAD_FAILED, f"{trouble.message.partition(': ')[0]}: check the network."
@@ -299,15 +303,17 @@ def _unpack(file: Path, target: Path) -> None:
             is_safe = all(
                 ".." not in name.split("/") and not name.startswith("/") and "\\" not in name for name in names
             )
-            if not is_safe or len(members) > _MOST_FILES or WHOLE in names:
-                raise _untrue("has files where none belong")
-            packed.extractall(target)
+            if is_safe and len(members) <= _MOST_FILES and WHOLE not in names:
+                packed.extractall(target)
+                return
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError):
         shutil.rmtree(file.parent, ignore_errors=True)  # a disk that lost something: only a new download helps
         raise EngineError(
             ErrorCode.DOWNLOAD_FAILED,
             "The new version was damaged on the disk, and nothing has changed: fetch it again.",
         ) from None
+    shutil.rmtree(file.parent, ignore_errors=True)  # its makers may replace it
+    raise _untrue("has files where none belong")
 
 
 def _read(content: bytes, platform: str) -> Update | None:

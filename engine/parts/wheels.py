@@ -17,6 +17,7 @@ from engine.checkpoint.downloads.records import PARTS, PlannedFile
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, new_folder, require_space
 from engine.common.installed import Bundle, Part, bundle, part, part_name, parts_dir, this_python, version, whole_parts
+from engine.common.intact import lost_files
 from engine.hardware import torch_builds
 from engine.hardware.torch_builds import BUILDS, Choice
 
@@ -215,7 +216,8 @@ def _is_for_here(listed: dict[str, Any], packed: Bundle) -> bool:
 
 def _same_wheels(files: Sequence[Wheel]) -> Part | None:
     wanted = {wheel.file: wheel.sha256 for wheel in files}
-    return next((one for one in whole_parts("engine") if one.whole.wheels == wanted), None)
+    same = (one for one in whole_parts("engine") if one.whole.wheels == wanted)
+    return next((one for one in same if not lost_files(one.folder)), None)
 
 
 def _called(build: str) -> str:

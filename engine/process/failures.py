@@ -8,6 +8,7 @@ import traceback
 from pathlib import Path
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.intact import give_up_own_part
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ def as_engine_error(error: BaseException, doing: str) -> EngineError:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return EngineError(ErrorCode.DISK_FULL, f"The disk became full while {doing}: free some space and try again.")
+    if isinstance(error, ImportError | OSError) and (damage := give_up_own_part()) is not None:
+        return damage
     if isinstance(error, ImportError):
         return EngineError(
             ErrorCode.INTERNAL,

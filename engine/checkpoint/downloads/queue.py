@@ -173,6 +173,8 @@ def add_part(name: str, title: str, files: Sequence[PlannedFile], folder: Path) 
             records.write_wanted(key, Wanted())
             (records.folder_of(key) / "progress.json").unlink(missing_ok=True)
             records.write_order([key, *(each for each in records.all_keys() if each != key)])
+        elif plan.files != tuple(files):  # the same content, from another place
+            records.write_plan(replace(plan, files=tuple(files)))
     return _download(key)
 
 

@@ -15,6 +15,7 @@ import socket
 import ssl
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,9 +39,6 @@ _MOST_STALE = 3
 _LONGEST_ASKED_S = 3600.0
 _SHA256, _GIT = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 _AGENT = "switchyard"
-_PROXY_LOGIN = (
-    "The proxy asks for a name and a password: give its address in the settings as http://NAME:PASSWORD@HOST:PORT."
-)
 _ERRORS = (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, OSError)
 
 
@@ -58,6 +56,10 @@ class Trouble(Exception):  # noqa: N818 - not an error: it is tried again
 
 class NetworkAway(Trouble):
     """Nobody can be reached."""
+
+
+class NeedsPeople(NetworkAway):
+    """Waiting does not help: something about this computer or its network has to be put right first."""
 
 
 class LineBroken(Trouble):
@@ -149,13 +151,21 @@ class Client:
             client.close()
 
 
+def proxy_login() -> str:
+    """What to do about a proxy that wants another name and password than it was given."""
+    how = "http://NAME:PASSWORD@HOST:PORT"
+    if any("@" in address for address in urllib.request.getproxies().values()):
+        return f"The proxy refuses this name and password: correct them in its address in the settings ({how})."
+    return f"The proxy asks for a name and a password: give its address in the settings as {how}."
+
+
 def _trouble(error: Exception, url: str) -> Exception:
     host = urlsplit(url).hostname or "the hub"
     if isinstance(error, httpx2.ProxyError) and "407" in str(error):
-        return NetworkAway(_PROXY_LOGIN)
+        return NeedsPeople(proxy_login())
     if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.ProxyError):
         if "CERTIFICATE" in str(error).upper():
-            return NetworkAway(
+            return NeedsPeople(
                 f"The certificate of {host} is not trusted: check this computer's date and whether the network wants a "
                 "login; if a company's proxy reads along, add its certificate to the system's."
             )
@@ -360,7 +370,7 @@ class Source:
             return
         wait_s = _retry_after(response.headers.get("Retry-After", ""))
         if status == 407:
-            raise NetworkAway(_PROXY_LOGIN)
+            raise NeedsPeople(proxy_login())
         if status == 429 or (status == 503 and wait_s):
             raise ServerBusy(self._words("asks for fewer requests; waiting"), wait_s, too_many=True)
         if status in (408, 425) or status >= 500:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,8 +14,10 @@ from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import Request
+from engine.common import installed
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
+from engine.common.intact import note_files
 from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
 from engine.protocol import (
@@ -26,6 +29,7 @@ from engine.protocol import (
     encode,
 )
 from tests.app.engine_client.watching import HERE, POSIX, READY, SCRIPTED, WAIT_MS, Make, Watch, worker_saying
+from tests.bundles import make_bundle, make_part
 
 
 @POSIX
@@ -266,3 +270,20 @@ def test_the_worker_ends_with_an_application_that_quits() -> None:
     assert left == "left"
     assert not psutil.pid_exists(int(pid))
     assert "Destroyed while process" not in done.stderr
+
+
+def test_an_engine_that_lost_files_and_does_not_start_says_so(
+    make: Make, qtbot: QtBot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
+    part = make_part("engine-0.2.0-cpu")
+    (part / "torch.so").write_text("here")
+    note_files(part)
+    client, _ = make([sys.executable, "-c", "raise SystemExit(3)"])
+    client.start()
+    qtbot.waitUntil(lambda: "exited unexpectedly (code 3)" in client.last_error, timeout=WAIT_MS)
+    (part / "torch.so").unlink()
+    client.start()
+    qtbot.waitUntil(lambda: "has lost files since it was installed (torch.so)" in client.last_error, timeout=WAIT_MS)
+    assert client.state is EngineState.DIED
+    assert installed.needs_engine()
