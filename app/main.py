@@ -29,7 +29,9 @@ from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.mirror import begin_with_proxy
+from engine.common.consoles import fill_streams
 from engine.common.files import make_private
+from engine.common.installed import version
 from engine.common.paths import data_dir, log_dir, own_dirs
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     A second start on one data folder raises the first window, which opens the files, and returns 0.
     """
     reached("process and imports")
+    fill_streams()
     make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
@@ -101,6 +104,7 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
         window.offer_crash_report(report, reports.dismiss)
     instance.raise_requested.connect(window.come_forward)
     instance.raise_requested.connect(window.open_files)
+    instance.other_version.connect(lambda other: window.notice_banner.show_text(_two_versions(other)))
     _report_if_asked(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
@@ -120,6 +124,11 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     instance.release()
     window.deleteLater()
     return code
+
+
+def _two_versions(other: str) -> str:
+    text = translate("Versions", "You started Switchyard {0}, and this window is {1}: close it, then start the other.")
+    return text.format(other, version())
 
 
 class Application(QApplication):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from engine.checkpoint.mirror import begin_with_proxy
+from engine.common.consoles import fill_streams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
 from engine.common.installed import bundle, engine_module, files_to_open, go_on_as, version
@@ -59,6 +60,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of `switchyard`; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    fill_streams()
     _heed_interrupts()
     make_private(own_dirs())
     begin_with_proxy()

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packages import linux, macos, windows
-from packages.bundle import Bundle, lay_out
+from packages.bundle import Bundle, has_kernels, lay_out
 from packages.kernels import PLATFORMS, build_kernels_wheel
 from packages.offline import write_offline_file
 from packages.project import CHECKOUT, PackagingError
@@ -61,12 +61,15 @@ class Making:
     @property
     def glibc(self) -> str:
         """The oldest C library on which a package for Linux runs."""
-        return linux.OLDEST_GLIBC["debian" if self.debian_python else "standalone"]
+        return linux.oldest_glibc(self.platform, debian_python=self.debian_python)
 
     def lay_out(self, platform: str, packaged_as: str, folder: str) -> Bundle:
-        """A program's folder, in a new folder."""
+        """A program's folder, in a new folder; kernels for it are compiled if there are none of the checkout's."""
+        target = PLATFORMS[platform]
+        if not has_kernels(target, self.out):
+            build_kernels_wheel(target, self.out)
         return lay_out(
-            PLATFORMS[platform],
+            target,
             Path(folder) / "root",
             self.out,
             packaged_as,
@@ -189,14 +192,14 @@ def main(arguments: list[str]) -> int:
             said.key,
             said.notes,
         )
+        wanted = list(MAKERS) if "all" in said.what else list(dict.fromkeys(said.what))
+        if "wheels" not in wanted and not {"offline", "list", "key"}.issuperset(wanted):
+            build_wheels(out)  # quickly done, and a package never has an older window than the checkout
     except PackagingError as problem:
         print(problem, file=sys.stderr)
         return 2
     problems = 0
-    wanted = list(MAKERS) if "all" in said.what else list(dict.fromkeys(said.what))
-    if "all" not in said.what and not {"offline", "wheels", "list", "key"}.issuperset(wanted):
-        build_wheels(out)  # quickly done, and a package never has an older window than the checkout
-    for what in wanted:
+    for what in sorted(wanted, key=lambda each: each != "wheels"):  # which the others hold
         try:
             made = {**MAKERS, **ASKED_FOR}[what](making)
         except PackagingError as problem:

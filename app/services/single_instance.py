@@ -16,6 +16,7 @@ from PySide6.QtCore import QElapsedTimer, QLockFile, QObject, QSysInfo, QThread,
 from PySide6.QtNetwork import QLocalServer, QLocalSocket
 
 from engine.common.files import private_folder, restrict_files
+from engine.common.installed import version
 
 if sys.platform != "win32":
     import fcntl
@@ -44,9 +45,11 @@ class SingleInstance(QObject):
     Signals:
         raise_requested: another start on the same folder asks this window to come to the front, and to open these
             files (a list of paths).
+        other_version: what asked was of this version, and not of ours.
     """
 
     raise_requested = Signal(list)
+    other_version = Signal(str)
 
     def __init__(self, folder: Path, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -126,10 +129,14 @@ class SingleInstance(QObject):
         if not socket.canReadLine():
             return  # the rest is on its way
         wish, _, files = bytes(socket.readAll().data()).partition(b" ")
-        if wish.strip() == _RAISE:
+        word, _, theirs = wish.strip().partition(b"@")
+        if word == _RAISE:
             socket.write(_RAISED)
             socket.flush()
             self.raise_requested.emit(_paths(files))
+            asked = theirs.decode("utf-8", errors="replace")
+            if asked and asked != version():
+                self.other_version.emit(asked)
 
     def _raise_other(self, files: Sequence[str]) -> bool:
         socket = QLocalSocket()
@@ -137,7 +144,8 @@ class SingleInstance(QObject):
         try:
             if not socket.waitForConnected(500):
                 return False
-            socket.write(_RAISE + (b" " + json.dumps(list(files)).encode() if files else b"") + b"\n")
+            wish = _RAISE + b"@" + version().encode()
+            socket.write(wish + (b" " + json.dumps(list(files)).encode() if files else b"") + b"\n")
             socket.waitForBytesWritten(500)
             return socket.waitForReadyRead(1000) and bytes(socket.readAll().data()) == _RAISED
         finally:

@@ -42,7 +42,13 @@ def output_of(*command: str, timeout_s: float = 5.0) -> str | None:
     """A program's output; None if it fails, hangs or is missing."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # none flashes up beside the window
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -170,7 +170,13 @@ def _listed(program: str | None, fields: str) -> list[NvidiaCard]:
     command = [program, f"--query-gpu={fields}", "--format=csv,noheader"]
     try:
         said = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_WITHIN_S, check=True
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_WITHIN_S,
+            check=True,
+            creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []

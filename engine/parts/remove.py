@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from engine.common.consoles import fill_streams
 from engine.common.installed import parts_dir
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir, standard_data_dir
 from engine.common.sizes import about
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     for name, what in (("models", "downloaded models"), ("chats", "chats, jobs and settings")):
         parser.add_argument(f"--{name}", action="store_true", default=None, help=f"remove {what}, too")
         parser.add_argument(f"--keep-{name}", dest=name, action="store_false", help=f"keep {what}")
+    fill_streams()
     said = parser.parse_args(arguments)
     models = _asked(said.models, f"Remove your downloaded models, too ({about(_nbytes(models_dir()))})?")
     chats = _asked(said.chats, "Remove your chats, jobs and settings, too?")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.common.consoles import tell
 from engine.common.errors import EngineError
 from engine.common.plain_text import plain, plain_line
 
@@ -30,8 +31,8 @@ def emit(document: Any, *, as_json: bool, human: str | Callable[[], str]) -> Non
 
 
 def report_error(error: EngineError, *, as_json: bool) -> None:
-    """One line on stderr; with `--json` also `{"error": {"code", "message"}}` on stdout."""
-    print(f"switchyard: {plain_line(error.message)}", file=sys.stderr, flush=True)  # noqa: T201
+    """One line on stderr, or a dialog without one; with `--json` also `{"error": {"code", "message"}}` on stdout."""
+    tell(f"switchyard: {plain_line(error.message)}")
     if as_json:
         emit({"error": {"code": str(error.code), "message": error.message}}, as_json=True, human="")
 

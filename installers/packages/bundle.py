@@ -159,15 +159,25 @@ def our_wheels(platform: Platform, wheels: Path) -> list[Path]:
     """
     version = read_project().version
     names = [f"switchyard_{part}-{version}-py3-none-any.whl" for part in ("app", "engine")]
-    names.append(f"switchyard_kernels-{version}-py3-none-{platform.wheel}.whl")
-    missing = [name for name in names if not (wheels / name).exists()]
+    found = [*(wheels / name for name in names), wheels / _kernels_wheel(platform)]
+    missing = [each.name for each in found if not each.exists()]
     if missing:
         raise PackagingError(f"{wheels} has no {missing[0]}: run `release.py wheels` first.")
+    return found
+
+
+def has_kernels(platform: Platform, wheels: Path) -> bool:
+    """Whether a folder has the wheel with a platform's kernels, of the very sources of the checkout."""
     library = library_name(platform.machine, platform.suffix)
-    with zipfile.ZipFile(wheels / names[-1]) as kernels:
-        if not any(name.endswith(f"/{library}") for name in kernels.namelist()):
-            raise PackagingError(f"{names[-1]} is of older kernels than the checkout's: run `release.py wheels` first.")
-    return [wheels / name for name in names]
+    try:
+        with zipfile.ZipFile(wheels / _kernels_wheel(platform)) as kernels:
+            return any(name.endswith(f"/{library}") for name in kernels.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+def _kernels_wheel(platform: Platform) -> str:
+    return f"switchyard_kernels-{read_project().version}-py3-none-{platform.wheel}.whl"
 
 
 def locked(names: Iterable[str], text: str) -> str:

@@ -13,11 +13,16 @@ from steps_machine import WINDOW_LIBRARIES
 
 from packages.bundle import Bundle
 from packages.project import CHECKOUT, FILES, PackagingError, run
+from packages.pythons import DEBIAN_ARCHITECTURES
 
-OLDEST_GLIBC = {"debian": "2.36", "standalone": "2.34"}
-"""Needed by the bundled Python: Debian 12's own, or a build for all systems, where the libraries' wheels decide."""
-_ARCHITECTURES = {"linux-x86_64": ("amd64", "x86_64"), "linux-aarch64": ("arm64", "aarch64")}
 _INSTALLED_IN = Path("opt/switchyard")
+
+
+def oldest_glibc(platform: str, *, debian_python: bool) -> str:
+    """The oldest C library that a package runs on: Debian 12's own Python decides, or the libraries' wheels."""
+    if platform == "linux-aarch64":
+        return "2.39"  # Qt's wheels for Arm
+    return "2.36" if debian_python else "2.34"
 
 
 def finish(bundle: Bundle) -> None:
@@ -43,7 +48,7 @@ def build_deb(bundle: Bundle, target: Path, glibc: str) -> Path:
     Raises:
         PackagingError: dpkg-deb failed.
     """
-    architecture, _ = _ARCHITECTURES[bundle.platform.name]
+    architecture = DEBIAN_ARCHITECTURES[bundle.platform.name]
     file = target / f"switchyard_{bundle.project.version}_{architecture}.deb"
     with tempfile.TemporaryDirectory(prefix="switchyard-deb-", dir=target) as name:
         tree = Path(name) / "tree"
@@ -89,7 +94,7 @@ def build_run(bundle: Bundle, target: Path, glibc: str) -> Path:
     """
     if shutil.which("makeself") is None:
         raise PackagingError("makeself is missing: run `apt-get install makeself`, then the same command again.")
-    _, machine = _ARCHITECTURES[bundle.platform.name]
+    machine = bundle.platform.machine
     file = target / f"switchyard-{bundle.project.version}-{bundle.platform.name}.run"
     with tempfile.TemporaryDirectory(prefix="switchyard-run-", dir=target) as name:
         tree = Path(name) / "tree"
@@ -137,7 +142,7 @@ def build_appimage(bundle: Bundle, target: Path) -> Path:
     tool = shutil.which("appimagetool")
     if tool is None:
         return folder
-    _, machine = _ARCHITECTURES[bundle.platform.name]
+    machine = bundle.platform.machine
     file = target / f"Switchyard-{bundle.project.version}-{machine}.AppImage"
     run([tool, folder, file], "The AppImage could not be built", env={"ARCH": machine})
     shutil.rmtree(folder)

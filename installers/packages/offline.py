@@ -35,26 +35,44 @@ def write_offline_file(
     Raises:
         PackagingError: no such list, a wheel that cannot be fetched, or one with another hash.
     """
-    document = json.loads(lock.read_text(encoding="utf-8"))
-    lists = [each for each in document["lists"] if each["platform"] == platform and each["python"] == python]
-    wanted = next((each for each in lists if each["build"] == build), None)
-    if wanted is None:
-        builds = ", ".join(each["build"] for each in lists) or "none"
-        raise PackagingError(f"{lock.name} has no {build} build for {platform} and Python {python}; it has {builds}.")
+    wanted = wheels_of(platform, python, build, lock)
     version = read_project().version
     file = target / f"switchyard-{version}-engine-{platform}-{build}-py{python}.zip"
     with tempfile.TemporaryDirectory(prefix="switchyard-offline-", dir=target) as name:
         unfinished = Path(name) / file.name
         # Wheels are compressed already.
         with zipfile.ZipFile(unfinished, "w", zipfile.ZIP_STORED) as zipped:
-            for wheel in wanted["files"]:
-                fetched = _fetch(wheel, document["wheels"][wheel], Path(name), near)
+            for wheel, said in wanted.items():
+                fetched = fetch_wheel(wheel, said, Path(name), near)
                 zipped.write(fetched, wheel)
                 fetched.unlink()
         return unfinished.replace(file)
 
 
-def _fetch(name: str, said: dict[str, Any], folder: Path, near: Sequence[Path]) -> Path:
+def wheels_of(platform: str, python: str, build: str, lock: Path = ENGINE_LOCK) -> dict[str, dict[str, Any]]:
+    """What the list says of each wheel of an engine's part, by file name.
+
+    Raises:
+        PackagingError: it has no such part.
+    """
+    document = json.loads(lock.read_text(encoding="utf-8"))
+    lists = [each for each in document["lists"] if each["platform"] == platform and each["python"] == python]
+    wanted = next((each for each in lists if each["build"] == build), None)
+    if wanted is None:
+        builds = ", ".join(each["build"] for each in lists) or "none"
+        raise PackagingError(f"{lock.name} has no {build} build for {platform} and Python {python}; it has {builds}.")
+    return {file: document["wheels"][file] for file in wanted["files"]}
+
+
+def fetch_wheel(name: str, said: dict[str, Any], folder: Path, near: Sequence[Path] = ()) -> Path:
+    """A wheel of the list, in a folder.
+
+    Args:
+        near: folders that may have it.
+
+    Raises:
+        PackagingError: it cannot be fetched, or has another hash.
+    """
     copy = folder / name
     source = next((each / name for each in near if (each / name).exists()), None)
     try:

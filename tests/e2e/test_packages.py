@@ -1,22 +1,32 @@
-"""Real packages of this checkout: made, installed, used and removed.  Minutes, and the package index."""
+"""Real packages of this checkout, in two versions: made, installed, used, upgraded and removed.
+
+Half an hour on two cores, and the package index.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+TRY = CHECKOUT / "installers" / "try_package.py"
 WINE = Path("/usr/lib/wine/wine64")
-_TOOLS = ("makeself", "makensis", "patchelf", "dpkg-deb", "Xvfb", "xdotool")
+NEWER = "9.0.0"
+_TOOLS = ("makeself", "makensis", "patchelf", "dpkg-deb", "Xvfb", "xdotool", "git")
 _MISSING = [name for name in _TOOLS if shutil.which(name) is None]
 _MISSING += [name for name in ("uv", "ziglang", "pefile") if find_spec(name) is None]
 
@@ -42,21 +52,134 @@ def run(*command: str | Path, **variables: str) -> str:
     return done.stdout
 
 
+@dataclass(frozen=True)
+class Made:
+    """Packages of two versions.
+
+    Attributes:
+        older: folder of the checkout's version, with all wheels, and with the engine's part where it can be had.
+        newer: folder of the next one.
+    """
+
+    older: Path
+    newer: Path
+    version: str
+
+
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("dist")
-    release = CHECKOUT / "installers" / "release.py"
-    run(sys.executable, release, "wheels", "run", "deb", "setup", "--out", folder, "--debian-python")
-    return folder
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    folder = tmp_path_factory.mktemp("packages")
+    tree, near = folder / "tree", folder / "near"
+    near.mkdir()
+    for name in run("git", "-C", CHECKOUT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
+        if name and (CHECKOUT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, tree / name)
+    project = tree / "pyproject.toml"
+    text = project.read_text(encoding="utf-8")
+    found = re.search(r'^version = "(.*)"$', text, re.MULTILINE)
+    assert found
+    older, newer = folder / "older", folder / "newer"
+    release: list[str | Path] = [sys.executable, tree / "installers" / "release.py", "run", "deb", "setup"]
+    options: list[str | Path] = ["--debian-python", "--near", near, "--out"]
+    offline = ["offline"] if offer_processors(tree / "installers" / "engine-lock.json", near) else []
+    run(*release, "wheels", *offline, *options, older, PYTHONPATH=str(tree))
+    project.write_text(text.replace(found[0], f'version = "{NEWER}"'), encoding="utf-8")
+    run(*release, *options, newer, PYTHONPATH=str(tree))
+    yield Made(older, newer, found[1])
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_packages_of_this_system_install_and_leave_nothing(dist: Path) -> None:
-    said = run(sys.executable, CHECKOUT / "installers" / "try_package.py", dist)
-    assert "installed, used" in said
+def offer_processors(lock: Path, near: Path) -> bool:
+    """Adds PyTorch's build for processors to the list, if this machine's indices have it and the list does not."""
+    document = json.loads(lock.read_text(encoding="utf-8"))
+    here, python = f"linux-{platform.machine()}", f"{sys.version_info.major}.{sys.version_info.minor}"
+    lists = {each["build"]: each for each in document["lists"] if (each["platform"], each["python"]) == (here, python)}
+    if "cpu" in lists:
+        return True
+    wanted = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", near, f"torch=={document['torch']}+cpu"]
+    if subprocess.run([sys.executable, "-m", "pip", "download", *wanted], check=False).returncode != 0:
+        return False
+    (wheel,) = near.glob("torch-*.whl")
+    document["wheels"][wheel.name] = {
+        "name": "torch",
+        "version": f"{document['torch']}+cpu",
+        "url": f"https://download.pytorch.org/whl/cpu/{wheel.name.replace('+', '%2B')}",
+        "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        "bytes": wheel.stat().st_size,
+    }
+    cards = ("nvidia_cu", "nvidia_n", "cuda_", "triton-", "torch-")
+    files = [file for file in lists["cu130"]["files"] if not file.startswith(cards) or file.startswith("nvidia_ml_py")]
+    document["lists"].append({"platform": here, "python": python, "build": "cpu", "files": [*files, wheel.name]})
+    lock.write_text(json.dumps(document), encoding="utf-8")
+    return True
 
 
-def test_the_sums_are_those_of_the_files(dist: Path) -> None:
-    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=dist, check=True)
+@pytest.fixture(scope="module")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The least Debian that apt runs on, which trusts whom this machine trusts."""
+    if shutil.which("debootstrap") is None or os.geteuid() != 0:
+        pytest.skip("needs debootstrap, and its rights")
+    root = tmp_path_factory.mktemp("debian") / "root"
+    apart = ("unshare", "--mount")  # what is mounted in it ends with the command, so the folder can be removed
+    run(*apart, "debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", root)
+    for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
+        shutil.copy2(certificate, root / "usr" / "local" / "share" / "ca-certificates")
+    run("chroot", root, "/usr/sbin/update-ca-certificates")
+    yield root
+    mounted = Path("/proc/self/mounts").read_text(encoding="utf-8")
+    assert str(root) not in mounted
+    shutil.rmtree(root)
+
+
+def test_packages_install_answer_upgrade_and_leave_nothing(made: Made, debian: Path) -> None:
+    said = run(sys.executable, TRY, made.older, "--newer", made.newer, "--root", debian)
+    assert said.count(f"installed, used, upgraded to {NEWER} and removed") == 2
+    if list(made.older.glob("*-engine-*.zip")):
+        assert said.count("the starter answered") == 4
+    print(said)
+
+
+def test_the_sums_are_those_of_the_files(made: Made) -> None:
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=made.older, check=True)
+
+
+@pytest.mark.parametrize("installer", ["uv", "pipx"])
+def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, installer: str) -> None:
+    program = shutil.which(installer, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip(f"needs {installer}")
+    spec = importlib.util.spec_from_file_location("try_package", TRY)
+    assert spec is not None and spec.loader is not None
+    trying = importlib.util.module_from_spec(spec)
+    sys.modules["try_package"] = trying
+    spec.loader.exec_module(trying)
+    home, tools = tmp_path / "home", tmp_path / "tools"
+    home.mkdir()
+    near = [made.older, made.older.parent / "near"]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))} | {
+        "HOME": str(home),
+        "UV_TOOL_DIR": str(tools / "uv"),
+        "UV_TOOL_BIN_DIR": str(tools / "bin"),
+        "UV_FIND_LINKS": ",".join(map(str, near)),
+        "UV_PYTHON": sys.executable,
+        "PIPX_HOME": str(tools / "pipx"),
+        "PIPX_BIN_DIR": str(tools / "bin"),
+        "PIPX_MAN_DIR": str(tools / "man"),
+        "PIP_FIND_LINKS": " ".join(map(str, near)),
+    }
+    if list(made.older.parent.glob("near/torch-*.whl")):  # else the newest one, which may be for cards
+        constraint = tmp_path / "constraint.txt"
+        constraint.write_text("torch==" + next(made.older.parent.glob("near/torch-*.whl")).name.split("-")[1])
+        variables |= {"UV_CONSTRAINT": str(constraint), "PIP_CONSTRAINT": str(constraint)}
+    user = trying.User(variables)
+    install = [program, "tool", "install"] if installer == "uv" else [program, "install", "--python", sys.executable]
+    user.step("install", [*install, "switchyard"])
+    command = tools / "bin" / "switchyard"
+    trying.use([command], user, made.version)
+    trying.ask(command, None, user)
+    user.step("remove", [program, *(["tool"] if installer == "uv" else []), "uninstall", "switchyard"])
+    assert not [path for path in tools.rglob("*switchyard*") if "logs" not in path.parts]
 
 
 @pytest.mark.skipif(not WINE.exists(), reason="needs wine64")
@@ -64,31 +187,72 @@ class TestSetup:
     """Windows' package under Wine: everything but the window, for which Wine's Windows is not enough."""
 
     @pytest.fixture(scope="class")
-    def wine(self, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    def wine(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
         prefix = tmp_path_factory.mktemp("wine")
 
         def wine(*command: str | Path) -> str:
             return run(WINE, *command, WINEPREFIX=str(prefix), WINEDEBUG="-all", DISPLAY="")
 
         wine("winecfg", "-v", "win10")
-        return wine
+        yield wine
+        wine("wineboot", "--kill")
+        shutil.rmtree(prefix, ignore_errors=True)
 
-    def test_install_use_and_remove(self, dist: Path, wine: Callable[..., str], tmp_path: Path) -> None:
-        (setup,) = dist.glob("*-Setup.exe")
+    @pytest.fixture
+    def local(self, wine: Callable[..., str]) -> str:
+        return wine("cmd", "/c", "echo %LOCALAPPDATA%").strip().splitlines()[-1]
+
+    def test_install_use_upgrade_and_remove(self, made: Made, wine: Callable[..., str], local: str) -> None:
+        program = f"{local}\\Programs\\Switchyard"
+        uninstalling = r"HKCU\Software\Microsoft\Windows\CurrentVersion\Uninstall\Switchyard"
+        for folder, version in ((made.older, made.version), (made.newer, NEWER)):
+            (setup,) = folder.glob("*-Setup.exe")
+            wine(setup, "/S")
+            assert wine(f"{program}\\switchyard-cli.exe", "--version").strip() == f"switchyard {version}"
+            assert re.search(rf"DisplayVersion\s+REG_SZ\s+{version}\s", wine("reg", "query", uninstalling))
+            assert "kernels work: 0" in wine(f"{program}\\python\\python.exe", "-I", "-c", _SELF_TEST)
+            registered = wine("reg", "query", r"HKCU\Software\Classes\Switchyard.gguf\shell\open\command")
+            assert f'"{program}\\Switchyard.exe" "%1"' in registered
+            beside = wine("cmd", "/c", f"dir /b {local}\\Programs").split()
+            assert beside == ["Switchyard"]  # neither a part nor the version before is left
+        self._write_data(wine, local)
+        self._remove(wine, program)
+        assert self._data(wine, local) == {"models", "chats.sqlite3"}
+        assert "Switchyard" not in wine("cmd", "/c", r"reg query HKCU\Software\Classes /s 2>nul & exit 0")
+        assert "Switchyard" not in wine("cmd", "/c", f"reg query {uninstalling} 2>nul & exit 0")
+
+    @pytest.mark.parametrize(
+        ("options", "left"),
+        [(["/MODELS"], {"chats.sqlite3"}), (["/CHATS"], {"models"}), (["/MODELS", "/CHATS"], set())],
+        ids=["models", "chats", "both"],
+    )
+    def test_removing_takes_models_and_chats_if_asked(
+        self, made: Made, wine: Callable[..., str], local: str, options: list[str], left: set[str]
+    ) -> None:
+        (setup,) = made.older.glob("*-Setup.exe")
         wine(setup, "/S")
-        folder = wine("cmd", "/c", "echo %LOCALAPPDATA%").strip().splitlines()[-1]
-        program = f"{folder}\\Programs\\Switchyard"
-        assert wine(f"{program}\\switchyard-cli.exe", "--version").strip().endswith("0.1.0")
-        kernels = wine(f"{program}\\python\\python.exe", "-I", "-c", _SELF_TEST)
-        assert "kernels work: 0" in kernels
-        registered = wine("reg", "query", r"HKCU\Software\Classes\Switchyard.gguf\shell\open\command")
-        assert "Switchyard.exe" in registered
-        wine(setup, "/S")  # over itself
-        wine(f"{program}\\uninstall.exe", "/S")
-        until = time.monotonic() + 120
-        while "bundle.json" in wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0") and time.monotonic() < until:
+        self._write_data(wine, local)
+        self._remove(wine, f"{local}\\Programs\\Switchyard", *options)
+        assert self._data(wine, local) == left
+
+    @staticmethod
+    def _remove(wine: Callable[..., str], program: str, *options: str) -> None:
+        wine(f"{program}\\uninstall.exe", "/S", *options)
+        until = time.monotonic() + 120  # the copy of itself that removes the rest is waited for by nobody
+        while wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip() and time.monotonic() < until:
             time.sleep(1)
-        assert "bundle.json" not in wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0")
+        assert not wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip()
+
+    @staticmethod
+    def _write_data(wine: Callable[..., str], local: str) -> None:
+        data = f"{local}\\Switchyard"
+        wine("cmd", "/c", f"mkdir {data}\\models\\one {data}\\parts\\engine-1-cpu 2>nul & exit 0")
+        for name in ("chats.sqlite3", "models\\one\\weights", "parts\\engine-1-cpu\\torch"):
+            wine("cmd", "/c", f"echo . > {data}\\{name}")
+
+    @staticmethod
+    def _data(wine: Callable[..., str], local: str) -> set[str]:
+        return set(wine("cmd", "/c", f"dir /b {local}\\Switchyard 2>nul & exit 0").split())
 
 
 _SELF_TEST = """

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent
 
 def start(arguments: list[str]) -> int:
     """Where an update or the engine's part has other libraries, this goes on in a process of its own."""
+    from engine.common.consoles import tell
     from engine.common.errors import EngineError
     from engine.common.installed import before_start
 
@@ -20,16 +21,6 @@ def start(arguments: list[str]) -> int:
     from engine.cli import main
 
     return main(arguments)
-
-
-def tell(sentence: str) -> None:
-    """In a dialog where there is no console."""
-    if sys.stderr is not None:
-        sys.stderr.write(f"{sentence}\n")
-    elif sys.platform == "win32":
-        import ctypes
-
-        ctypes.windll.user32.MessageBoxW(None, sentence, "Switchyard", 0x10)
 
 
 if __name__ == "__main__":
