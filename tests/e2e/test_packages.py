@@ -6,7 +6,6 @@ Half an hour on two cores, and the package index.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -23,6 +22,10 @@ from pathlib import Path
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(CHECKOUT / "installers"))
+
+import try_package  # noqa: E402
+
 TRY = CHECKOUT / "installers" / "try_package.py"
 WINE = Path("/usr/lib/wine/wine64")
 NEWER = "9.0.0"
@@ -137,7 +140,6 @@ def test_packages_install_answer_upgrade_and_leave_nothing(made: Made, debian: P
     assert said.count(f"installed, used, upgraded to {NEWER} and removed") == 2
     if list(made.older.glob("*-engine-*.zip")):
         assert said.count("the starter answered") == 4
-    print(said)
 
 
 def test_the_sums_are_those_of_the_files(made: Made) -> None:
@@ -149,11 +151,6 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
     program = shutil.which(installer, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if program is None:
         pytest.skip(f"needs {installer}")
-    spec = importlib.util.spec_from_file_location("try_package", TRY)
-    assert spec is not None and spec.loader is not None
-    trying = importlib.util.module_from_spec(spec)
-    sys.modules["try_package"] = trying
-    spec.loader.exec_module(trying)
     home, tools = tmp_path / "home", tmp_path / "tools"
     home.mkdir()
     near = [made.older, made.older.parent / "near"]
@@ -172,12 +169,12 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
         constraint = tmp_path / "constraint.txt"
         constraint.write_text("torch==" + next(made.older.parent.glob("near/torch-*.whl")).name.split("-")[1])
         variables |= {"UV_CONSTRAINT": str(constraint), "PIP_CONSTRAINT": str(constraint)}
-    user = trying.User(variables)
+    user = try_package.User(variables)
     install = [program, "tool", "install"] if installer == "uv" else [program, "install", "--python", sys.executable]
     user.step("install", [*install, "switchyard"])
     command = tools / "bin" / "switchyard"
-    trying.use([command], user, made.version)
-    trying.ask(command, None, user)
+    try_package.use([command], user, made.version)
+    try_package.ask(command, None, user)
     user.step("remove", [program, *(["tool"] if installer == "uv" else []), "uninstall", "switchyard"])
     assert not [path for path in tools.rglob("*switchyard*") if "logs" not in path.parts]
 

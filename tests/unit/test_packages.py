@@ -14,7 +14,7 @@ import pytest
 INSTALLERS = Path(__file__).resolve().parents[2] / "installers"
 sys.path.insert(0, str(INSTALLERS))
 
-from packages import bundle, wheels, windows  # noqa: E402
+from packages import bundle, dlls, wheels, windows  # noqa: E402
 from packages.kernels import PLATFORMS  # noqa: E402
 from packages.offline import write_offline_file  # noqa: E402
 from packages.project import CHECKOUT, FILES, PackagingError, name_of, read_project  # noqa: E402
@@ -86,6 +86,45 @@ def test_the_icon_has_all_sizes() -> None:
         assert content[at : at + 8] == b"\x89PNG\r\n\x1a\n"
         assert struct.unpack_from(">I", content, at + 16)[0] == (width or 256)
         assert at + nbytes <= len(content)
+
+
+def test_pytorch_finds_microsofts_runtime_beside_python(tmp_path: Path) -> None:
+    (tmp_path / "window" / "shiboken6").mkdir(parents=True)
+    (tmp_path / "python").mkdir()
+    for name in ("msvcp140.dll", "msvcp140_1.dll", "vcruntime140.dll", "vcamp140.dll", "shiboken6.abi3.dll"):
+        (tmp_path / "window" / "shiboken6" / name).write_text(name)
+    (tmp_path / "python" / "vcruntime140.dll").write_text("an older one")
+    windows.bring_runtime(tmp_path)
+    found = {path.name: path.read_text() for path in (tmp_path / "python").iterdir()}
+    assert found == {name: name for name in ("msvcp140.dll", "msvcp140_1.dll", "vcruntime140.dll")}
+
+
+def test_libraries_count_only_where_their_process_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = {"torch_cpu.dll": {"msvcp140.dll", "c10.dll", "kernel32.dll"}, "c10.dll": {"api-ms-win-crt-1.dll"}}
+    monkeypatch.setattr(dlls, "imports", lambda file: imported.get(file.name, set()))
+    engine, python, window = (tmp_path / name for name in ("engine", "python", "window"))
+    for file in (engine / "torch" / "lib" / "torch_cpu.dll", engine / "c10.dll", window / "msvcp140.dll"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    python.mkdir()
+    assert dlls.missing_libraries(engine, python) == {"msvcp140.dll": {"torch/lib/torch_cpu.dll"}}
+    (python / "MSVCP140.dll").touch()
+    assert dlls.missing_libraries(engine, python) == {}
+
+
+def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import zipfile
+
+    platform, version = PLATFORMS["windows-x86_64"], read_project().version
+    assert not bundle.has_kernels(platform, tmp_path)
+    for content, has in (("switchyard_kernels/old.dll", False), (f"switchyard_kernels/{NAMED}", True)):
+        with zipfile.ZipFile(tmp_path / f"switchyard_kernels-{version}-py3-none-win_amd64.whl", "w") as zipped:
+            zipped.writestr(content, b"")
+        monkeypatch.setattr(bundle, "library_name", lambda machine, suffix: NAMED)
+        assert bundle.has_kernels(platform, tmp_path) is has
+
+
+NAMED = "kernels-amd64-0123.dll"
 
 
 def test_uninstalling_on_windows_removes_only_what_was_installed(tmp_path: Path) -> None:
