@@ -46,6 +46,7 @@ class Making:
         build: of PyTorch, in the offline file.
         near: folders with wheels for the offline file that need not be fetched.
         address, key, notes: of the list of newer versions.
+        level: of compression.
     """
 
     out: Path
@@ -57,6 +58,7 @@ class Making:
     address: str
     key: Path
     notes: str
+    level: int
 
     @property
     def glibc(self) -> str:
@@ -88,12 +90,12 @@ def make_wheels(making: Making) -> list[Path]:
 
 def make_deb(making: Making) -> list[Path]:
     """For Debian and its relatives."""
-    return _for_linux(making, "deb", lambda bundle: linux.build_deb(bundle, making.out, making.glibc))
+    return _for_linux(making, "deb", lambda bundle: linux.build_deb(bundle, making.out, making.glibc, making.level))
 
 
 def make_run(making: Making) -> list[Path]:
     """For any Linux, without rights."""
-    return _for_linux(making, "run", lambda bundle: linux.build_run(bundle, making.out, making.glibc))
+    return _for_linux(making, "run", lambda bundle: linux.build_run(bundle, making.out, making.glibc, making.level))
 
 
 def make_appimage(making: Making) -> list[Path]:
@@ -113,7 +115,7 @@ def make_setup(making: Making) -> list[Path]:
     with tempfile.TemporaryDirectory(prefix="switchyard-windows-", dir=making.out) as folder:
         bundle = making.lay_out("windows-x86_64", "nsis", folder)
         windows.finish(bundle)
-        return [windows.build_setup(bundle, making.out)]
+        return [windows.build_setup(bundle, making.out, making.level)]
 
 
 def make_app(making: Making) -> list[Path]:
@@ -174,6 +176,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--debian-python", action="store_true")
     parser.add_argument("--build", default="cpu", help="of PyTorch, in the offline file")
     parser.add_argument("--near", type=Path, nargs="*", default=[], help="folders with wheels for the offline file")
+    parser.add_argument("--quick", action="store_true", help="larger packages, sooner: to try them")
     parser.add_argument("--address", default="", help="where installed packages find the list and the windows")
     parser.add_argument("--key", type=Path, default=Path("switchyard-updates.pem"), help="file with the private key")
     parser.add_argument("--notes", default="", help="a line on what is new")
@@ -191,6 +194,7 @@ def main(arguments: list[str]) -> int:
             said.address,
             said.key,
             said.notes,
+            0 if said.quick else 4,
         )
         wanted = list(MAKERS) if "all" in said.what else list(dict.fromkeys(said.what))
         if "wheels" not in wanted and not {"offline", "list", "key"}.issuperset(wanted):

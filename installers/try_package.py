@@ -124,8 +124,8 @@ def try_run(package: Path, newer: Path, _root: Path | None) -> None:
             if engine is not None:
                 answer(command, engine if number == 0 else None, starter, user)
         user.step("remove", [home / ".local" / "bin" / "switchyard-uninstall", "--models", "--chats"])
-        for each in {*given, engine, starter} - {None}:
-            each.unlink()
+        for ours in filter(None, {*given, engine, starter}):
+            ours.unlink()
         left = [path for path in home.rglob("*") if path.is_file() or path.is_symlink()]
         if left:
             raise StepError(f"{package.name} leaves {left[0]}")

@@ -42,8 +42,11 @@ def finish(bundle: Bundle) -> None:
     shutil.copy2(CHECKOUT / "resources" / "icons" / "logo.svg", desktop / "switchyard.svg")
 
 
-def build_deb(bundle: Bundle, target: Path, glibc: str) -> Path:
+def build_deb(bundle: Bundle, target: Path, glibc: str, level: int) -> Path:
     """`switchyard_VERSION_ARCH.deb`, in `target`.
+
+    Args:
+        level: of compression, from 0 to 9.
 
     Raises:
         PackagingError: dpkg-deb failed.
@@ -81,13 +84,16 @@ def build_deb(bundle: Bundle, target: Path, glibc: str) -> Path:
         for script in ("preinst", "postrm"):
             _program(FILES / f"deb-{script}", control / script)
         _readable(tree)
-        options = ["--root-owner-group", "-Zxz", "-z4", "--threads-max=2"]
+        options = ["--root-owner-group", "-Zxz", f"-z{level}", "--threads-max=2"]
         run(["dpkg-deb", *options, "--build", tree, file], "The .deb could not be built")
     return file
 
 
-def build_run(bundle: Bundle, target: Path, glibc: str) -> Path:
+def build_run(bundle: Bundle, target: Path, glibc: str, level: int) -> Path:
     """`switchyard-VERSION-linux-ARCH.run`, in `target`: needs neither rights nor a package manager.
+
+    Args:
+        level: of compression, from 0 to 9.
 
     Raises:
         PackagingError: makeself is missing or failed.
@@ -109,7 +115,7 @@ def build_run(bundle: Bundle, target: Path, glibc: str) -> Path:
             "--quiet",
             "--xz",
             "--complevel",
-            "4",
+            str(level),
             "--threads",
             "2",
             "--sha256",

@@ -76,8 +76,11 @@ def check_engine(bundle: Bundle) -> None:
             raise PackagingError(f"{library}, which {min(users)} of the engine's part needs, is nowhere on Windows.")
 
 
-def build_setup(bundle: Bundle, target: Path) -> Path:
+def build_setup(bundle: Bundle, target: Path, level: int) -> Path:
     """`Switchyard-VERSION-Setup.exe`, in `target`.
+
+    Args:
+        level: of compression; 0 for little and soon.
 
     Raises:
         PackagingError: NSIS is missing or failed.
@@ -96,6 +99,7 @@ def build_setup(bundle: Bundle, target: Path) -> Path:
             ("ICON", bundle.root / "switchyard.ico"),
             ("LICENCE", licence),
             ("ROOT", bundle.root),
+            ("COMPRESSOR", "/SOLID lzma" if level else "zlib"),
             ("REMOVALS", "\n".join(removals(bundle.root))),
         ):
             script = script.replace(f"@{mark}@", str(value))

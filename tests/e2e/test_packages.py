@@ -84,7 +84,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     assert found
     older, newer = folder / "older", folder / "newer"
     release: list[str | Path] = [sys.executable, tree / "installers" / "release.py", "run", "deb", "setup"]
-    options: list[str | Path] = ["--debian-python", "--near", near, "--out"]
+    options: list[str | Path] = ["--debian-python", "--quick", "--near", near, "--out"]
     offline = ["offline"] if offer_processors(tree / "installers" / "engine-lock.json", near) else []
     run(*release, "wheels", *offline, *options, older, PYTHONPATH=str(tree))
     project.write_text(text.replace(found[0], f'version = "{NEWER}"'), encoding="utf-8")

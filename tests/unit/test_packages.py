@@ -140,7 +140,19 @@ def test_uninstalling_on_windows_removes_only_what_was_installed(tmp_path: Path)
 def test_templates_have_only_marks_that_are_filled_in(name: str) -> None:
     import re
 
-    known = {"VERSION", "OUTPUT", "ICON", "LICENCE", "ROOT", "REMOVALS", "MACHINE", "GLIBC", "EXEC", "DATE"}
+    known = {
+        "VERSION",
+        "OUTPUT",
+        "ICON",
+        "LICENCE",
+        "ROOT",
+        "REMOVALS",
+        "COMPRESSOR",
+        "MACHINE",
+        "GLIBC",
+        "EXEC",
+        "DATE",
+    }
     assert set(re.findall(r"@([A-Z]+)@", (FILES / name).read_text(encoding="utf-8"))) <= known
 
 

@@ -17,7 +17,7 @@ OutFile "@OUTPUT@"
 RequestExecutionLevel user
 InstallDir "$LOCALAPPDATA\Programs\${NAME}"
 InstallDirRegKey HKCU "${UNINSTALL}" "InstallLocation"
-SetCompressor /SOLID lzma
+SetCompressor @COMPRESSOR@
 ManifestDPIAware true
 BrandingText "${NAME} ${VERSION}"
 VIProductVersion "@VERSION@.0"
