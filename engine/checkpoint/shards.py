@@ -260,3 +260,12 @@ def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, An
             ) from error
         described.append([file.name, status.st_size, status.st_mtime_ns])
     return {"files": described, "headers": digest.hexdigest()}
+
+
+def headers_digest(directory: Path) -> str:
+    """What tells a checkpoint from others, on any machine: the digest of its tensors' headers and of config.json.
+
+    Raises:
+        EngineError: as `fingerprint` and `read_tensors`.
+    """
+    return str(fingerprint(directory, read_tensors(directory).values())["headers"])

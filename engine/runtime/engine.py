@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -39,6 +39,10 @@ from engine.tuning.keeping import apply_tuning
 from engine.tuning.result import DecodeRate
 
 if TYPE_CHECKING:
+    from engine.batch_files.rows import Answer, RowRequest
+    from engine.common.config import BatchJob
+    from engine.runtime.batch.job_plan import JobPlan
+    from engine.runtime.batch.model_rows import ModelRows
     from engine.runtime.schedule.live import LiveRows
 
 
@@ -429,6 +433,19 @@ class Engine:
         from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
         return run_whole_job(prepared, OwnHost(self._ready()), watcher)
+
+    def open_rows(self, job: BatchJob, asked: Iterable[tuple[float, RowRequest | Answer]]) -> tuple[JobPlan, ModelRows]:
+        """Answers rows of a job that others keep, on this thread, until it is closed; nothing else is answered then.
+
+        Args:
+            asked: its first rows, each with the share of the input read so far.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model.
+        """
+        from engine.runtime.batch.whole_job import open_rows
+
+        return open_rows(job, asked, self._ready())
 
     def job_runner(self) -> Callable[[PreparedJob, JobWatcher], JobEnding]:
         """Runs a job, on a thread of its own, whose rows are answered in `serve` together with other jobs' rows.

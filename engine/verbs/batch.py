@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,11 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
 from engine.verbs.chat import add_sampling_options, given_sampling, load_engine
-from engine.verbs.options import add_engine_options, positive_int
+from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
-    from engine.batch_files.job_watcher import JobEnding, Pace
+    from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
     from engine.batch_files.prepared_job import PreparedJob
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
@@ -87,6 +88,12 @@ def add_parser(subparsers: Any) -> None:
     form.add_argument("--encoding", metavar="E", help="such as cp1252, if not UTF-8")
     form.add_argument("--separator", metavar="C", help="of a csv (default: detected)")
     form.add_argument("--whole-files", action="store_true", help="a txt file is a single row, not one row per line")
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="answer the rows on the nodes of a Ray cluster (auto: the one that this computer belongs to); --device, "
+        "--ram, --vram and --threads then hold for each node",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 
@@ -102,13 +109,24 @@ def run(args: argparse.Namespace) -> int:
     if not args.sample:
         prepared.require_own_files()  # report obstacles before loading a model
         _go_on_as_begun(args, prepared)
+    if args.ray:
+        return _on_a_cluster(args, prepared)
     engine, _info = load_engine(args)
     try:
         if args.sample:
             return _sample(args, prepared, engine)
-        return _whole(args, prepared, engine)
+        return _whole(args, prepared, lambda watcher: engine.run_batch(prepared, watcher))
     finally:
         engine.unload()
+
+
+def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
+    from engine.remote.ray_job import run_cluster_job
+
+    if args.sample:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "A sample is answered on this computer: leave out --ray.")
+    config = engine_config(args, args.model)
+    return _whole(args, prepared, lambda watcher: run_cluster_job(prepared, args.ray, config, watcher))
 
 
 def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
@@ -183,7 +201,7 @@ def _sampled(row: dict[str, Any]) -> str:
     return f"Row {row['row']}: {row['prompt']}\n{answer}"
 
 
-def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
+def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable[[JobWatcher], JobEnding]) -> int:
     from engine.batch_files.job_watcher import JobWatcher
 
     begun = time.monotonic()
@@ -200,7 +218,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> i
             patience_s=patience_s,
         )
         try:
-            ending = engine.run_batch(prepared, watcher)
+            ending = answer_all(watcher)
         except EngineError as error:
             if error.code != ErrorCode.DISK_FULL:
                 raise

@@ -5,14 +5,15 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
+from engine.common.config import BatchJob
 from engine.common.errors import EngineError
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
@@ -131,12 +132,25 @@ def plan_job(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float
     Args:
         generated_tokens: per row, if known from answers; else the limit is assumed.
     """
-    rows = job_rows(prepared, loaded, generated_tokens)
+    return plan_asked(prepared.job, prepared.asked(), loaded, generated_tokens)
+
+
+def plan_asked(
+    job: BatchJob,
+    asked: Iterable[tuple[float, RowRequest | Answer]],
+    loaded: LoadedModel,
+    generated_tokens: float | None = None,
+) -> JobPlan:
+    """As `plan_job`, for a job whose rows are read by somebody else.
+
+    Args:
+        asked: its first rows, as `PreparedJob.asked` gives them.
+    """
+    rows = job_rows(asked, loaded, generated_tokens)
     try:
         plan = plan_rows(rows, loaded, find_shape(loaded.info.path))
     except EngineError:  # the job runs without a prediction
         plan = JobPlan(policy_for(loaded), rows, None)
-    job = prepared.job
     kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
     kept = _SINKS if job.attention_window else 0
     return replace(plan, policy=replace(plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept))
@@ -203,10 +217,12 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
 
 
-def job_rows(prepared: PreparedJob, loaded: LoadedModel, generated_tokens: float | None = None) -> JobRows:
+def job_rows(
+    asked_rows: Iterable[tuple[float, RowRequest | Answer]], loaded: LoadedModel, generated_tokens: float | None = None
+) -> JobRows:
     """Estimates all rows from the first ones; their number from the share of the input they take."""
     lengths, limits, count, reached = list[int](), list[float](), 0, 0.0
-    for share, asked in islice(prepared.asked(), _READ_ROWS):
+    for share, asked in islice(asked_rows, _READ_ROWS):
         count, reached = count + 1, share
         if isinstance(asked, Answer) or not asked.messages:
             continue

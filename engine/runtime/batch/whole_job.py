@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from time import monotonic
@@ -10,9 +10,11 @@ from typing import Protocol, TypeVar
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
-from engine.checkpoint.shards import fingerprint, read_tensors
+from engine.batch_files.rows import Answer, RowRequest
+from engine.checkpoint.shards import headers_digest
+from engine.common.config import BatchJob
 from engine.jobs.whole_job import Answerer, run_first_rows, run_job
-from engine.runtime.batch.job_plan import SweepClock, plan_job, predicted_after
+from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
 from engine.runtime.batch.model_rows import ModelExecutor, ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
@@ -83,8 +85,7 @@ def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> 
         EngineError: the job cannot start or continue; its answers so far are kept.
     """
     loaded = host.loaded
-    directory = Path(loaded.info.path)
-    digest = str(fingerprint(directory, read_tensors(directory).values())["headers"])
+    digest = headers_digest(Path(loaded.info.path))
 
     def open_executor(watcher: JobWatcher) -> ModelRows:
         plan = host.call(lambda: plan_job(prepared, loaded))
@@ -94,6 +95,14 @@ def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> 
 
     answerer = Answerer(loaded.info.path, digest, loaded.info.precision)
     return run_job(prepared, answerer, open_executor, watcher, host.seconds)
+
+
+def open_rows(
+    job: BatchJob, asked: Iterable[tuple[float, RowRequest | Answer]], loaded: LoadedModel
+) -> tuple[JobPlan, ModelRows]:
+    """How a loaded model should answer a job that others read and keep, and what answers it; see `plan_asked`."""
+    plan = plan_asked(job, asked, loaded)
+    return plan, rows_of(BatchExecutor(loaded, plan.policy), loaded)
 
 
 def rows_of(executor: ModelExecutor, loaded: LoadedModel) -> ModelRows:

@@ -1,0 +1,270 @@
+"""Speaks to a Ray cluster for a job: `python -m engine.process.ray_driver ADDRESS`, JSON lines in and out.
+
+Ray is a program in the program: it has signals, threads and an end of its own (a driver whose cluster is gone is ended
+by it after a minute).  So it runs in this process, which decides nothing: `engine.remote.ray_rows` does.
+
+Commands, one JSON object per line, `do` being the kind:
+`start` (node, life, cpus, gpus, spec): an actor on this node; `give` (node, life, rows), `drop` (node, life, tickets):
+see `RayNode`; `stop` (node, life).  When they end, so does this process, and Ray ends the actors with it.
+
+Events, `said` being the kind:
+`refused` (why): the cluster cannot be used; `nodes` (nodes: id, name, host, cpus, gpus, memory): every two seconds, as
+a sign of life too; `opened` (node, life, about); `answers` (node, life, answers, under_way); `gone` (node, life, why).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.common.foreign import parse_json
+
+RAY = "2.60"
+"""The series of versions that works with ours; a cluster has one version on all its nodes."""
+INSTALL = "pip install 'switchyard[ray]'"
+_NODES_S = 2.0
+_TAKE_S = 1.0
+_WAIT_S = 0.1
+_PROXY = "ray://"
+
+Emit = Callable[[dict[str, Any]], None]
+
+
+@dataclass(eq=False)
+class _Actor:
+    """The engine on a node.
+
+    Attributes:
+        refs: what is under way there, by its kind.
+    """
+
+    node: str
+    life: int
+    handle: Any
+    refs: dict[Any, str] = field(default_factory=dict)
+
+
+class RayDriver:
+    """One cluster, as long as there are commands.
+
+    Args:
+        ray: the module.
+        emit: takes events.
+    """
+
+    def __init__(self, ray: Any, emit: Emit) -> None:
+        self._ray, self._emit = ray, emit
+        self._actors: dict[str, _Actor] = {}
+        self._by_ref: dict[Any, _Actor] = {}
+        self._told_s = 0.0
+
+    def connect(self, address: str) -> str:
+        """Why the cluster at this address cannot be used, as a sentence; empty if it can."""
+        installed = str(self._ray.__version__)
+        if not installed.startswith(f"{RAY}."):
+            return f"Ray {installed} is installed here, and Switchyard works with Ray {RAY}: run {INSTALL}."
+        try:
+            self._ray.init(
+                address=address,
+                namespace=f"switchyard-{uuid.uuid4().hex}",
+                log_to_driver=False,
+                configure_logging=False,
+            )
+        except Exception as error:
+            return _refusal(address, error)
+        return ""
+
+    def run(self, commands: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+        """Until the commands end."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                while (command := commands.get(timeout=0 if self._by_ref else _WAIT_S)) is not None:
+                    self._do(command)
+                return
+            if time.monotonic() - self._told_s >= _NODES_S:
+                self._told_s = time.monotonic()
+                self._emit({"said": "nodes", "nodes": self._nodes()})
+            self._look()
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        found = []
+        for node in self._ray.nodes():
+            if not node["Alive"]:
+                continue
+            has = node["Resources"]
+            found.append(
+                {
+                    "id": node["NodeID"],
+                    "name": node["NodeName"] or node["NodeManagerAddress"],
+                    "host": node["NodeManagerHostname"],
+                    "cpus": has.get("CPU", 0.0),
+                    "gpus": has.get("GPU", 0.0),
+                    "memory": int(has.get("memory", 0)),
+                }
+            )
+        return found
+
+    def _do(self, command: dict[str, Any]) -> None:
+        if command["do"] == "start":
+            self._start(command)
+            return
+        actor = self._actors.get(command["node"])
+        if actor is None or actor.life != command["life"]:
+            return
+        if command["do"] == "give":
+            self._call(actor, "give", command["rows"])
+        elif command["do"] == "drop":
+            self._call(actor, "drop", command["tickets"])
+        else:
+            self._end(actor)
+
+    def _start(self, command: dict[str, Any]) -> None:
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from engine.process.ray_node import RayNode
+
+        there = NodeAffinitySchedulingStrategy(command["node"], soft=False)
+        options: dict[str, Any] = {"num_cpus": command["cpus"], "num_gpus": command["gpus"]}
+        maker = self._ray.remote(RayNode).options(
+            scheduling_strategy=there, max_concurrency=4, max_restarts=0, max_task_retries=0, **options
+        )
+        actor = _Actor(command["node"], command["life"], maker.remote())
+        self._actors[actor.node] = actor
+        self._call(actor, "open", command["spec"])
+
+    def _call(self, actor: _Actor, kind: str, *values: Any) -> None:
+        ref = getattr(actor.handle, kind).remote(*values)
+        actor.refs[ref] = kind
+        self._by_ref[ref] = actor
+
+    def _look(self) -> None:
+        """Takes what has come."""
+        if not self._by_ref:
+            return
+        ready, rest = self._ray.wait(list(self._by_ref), num_returns=1, timeout=_WAIT_S)
+        if ready and rest:
+            more, _rest = self._ray.wait(rest, num_returns=len(rest), timeout=0)
+            ready = [*ready, *more]
+        for ref in ready:
+            actor = self._by_ref.pop(ref, None)
+            if actor is None:
+                continue
+            kind = actor.refs.pop(ref)
+            try:
+                self._came(actor, kind, self._ray.get(ref))
+            except Exception as error:
+                self._end(actor)
+                self._emit({"said": "gone", "node": actor.node, "life": actor.life, "why": _end_of(error)})
+
+    def _came(self, actor: _Actor, kind: str, value: Any) -> None:
+        about = {"node": actor.node, "life": actor.life}
+        if kind == "open":
+            self._emit({"said": "opened", **about, "about": value})
+            if "refused" in value:
+                self._end(actor)
+                return
+        elif kind == "take":
+            self._emit({"said": "answers", **about, "answers": value["answers"], "under_way": value["under_way"]})
+            if value["broken"]:
+                self._end(actor)
+                self._emit({"said": "gone", **about, "why": value["broken"]})
+                return
+        if kind in ("open", "take"):
+            self._call(actor, "take", _TAKE_S)
+
+    def _end(self, actor: _Actor) -> None:
+        for ref in actor.refs:
+            self._by_ref.pop(ref, None)
+        actor.refs.clear()
+        if self._actors.get(actor.node) is actor:
+            del self._actors[actor.node]
+        with contextlib.suppress(Exception):  # it has ended by itself
+            self._ray.kill(actor.handle)
+
+
+def _refusal(address: str, error: Exception) -> str:
+    """Why there is no connection, as a sentence for the user."""
+    text = " ".join(str(error).split())
+    if "ersion mismatch" in text:
+        return (
+            f"The Ray cluster at {address} has another version of Ray or of Python than this computer: {text[:300]} "
+            f"Install the same on all of them (Ray {RAY})."
+        )
+    if address.startswith(_PROXY) and "grpc" in text:
+        return f"An address with {_PROXY} needs Ray's client: run pip install 'ray[client]', or use HOST:PORT."
+    return (
+        f"No Ray cluster answers at {address} ({type(error).__name__}: {text[:200]}): check the address, and run "
+        f"`ray start --address={address}` on this computer, which has to be one of the cluster's nodes."
+    )
+
+
+def _end_of(error: Exception) -> str:
+    """Why an actor is gone, as the end of a sentence."""
+    text = " ".join(str(error).split())
+    if "No module named 'engine" in text:
+        return f"Switchyard is not installed there for Ray's Python: run {INSTALL}"
+    kind = type(error).__name__
+    if kind == "ActorUnschedulableError":
+        return "the node left the cluster"
+    if kind in ("ActorDiedError", "ActorUnavailableError", "NodeDiedError", "WorkerCrashedError"):
+        return "its process ended"
+    return f"{kind}: {text[:200]}"
+
+
+def main() -> int:
+    """Runs the process."""
+    from engine.process.streams import claim_pipes
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    inlet, outlet = claim_pipes()
+    writing = threading.Lock()
+
+    def emit(event: dict[str, Any]) -> None:
+        with writing:
+            data = json.dumps(event).encode() + b"\n"
+            while data:
+                data = data[os.write(outlet, data) :]
+
+    try:
+        import ray
+    except ImportError:
+        emit({"said": "refused", "why": f"Jobs on a cluster need Ray, which is not installed: run {INSTALL}."})
+        return 1
+    commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        with open(inlet, "rb") as lines:
+            for line in lines:
+                commands.put(parse_json(line.decode(), deepest=64))
+        commands.put(None)
+        time.sleep(_END_S)
+        os._exit(1)  # Ray waits for something
+
+    threading.Thread(target=read, name="commands", daemon=True).start()
+    driver = RayDriver(ray, emit)
+    why = driver.connect(sys.argv[1])
+    if why:
+        emit({"said": "refused", "why": why})
+        return 1
+    try:
+        driver.run(commands)
+    except BrokenPipeError:
+        return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+_END_S = 5.0
+
+if __name__ == "__main__":
+    sys.exit(main())

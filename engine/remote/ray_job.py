@@ -1,0 +1,59 @@
+"""A whole job on a Ray cluster, from its settings to its result; the answers are kept here, as those of any job."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from itertools import islice
+
+from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
+from engine.batch_files.prepared_job import PreparedJob
+from engine.batch_files.rows import RowRequest
+from engine.checkpoint.names import name_of, resolve
+from engine.checkpoint.shards import headers_digest
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.jobs.whole_job import Answerer, run_job
+from engine.remote.ray_rows import SAMPLE_ROWS, ClusterJob, RayRows
+
+
+def run_cluster_job(prepared: PreparedJob, address: str, config: EngineConfig, watcher: JobWatcher) -> JobEnding:
+    """Answers the rows of a job on the nodes of a cluster and writes its result.
+
+    The job is the same as with this model on this machine: either can go on with what the other began.
+
+    Args:
+        address: of the cluster, as `ray.init` takes it.
+        config: of the engine on each node; its model is a name or a path, here and there.
+
+    Raises:
+        EngineError: the job cannot start or continue; its answers so far are kept.
+    """
+    models, digest = _where(config.model)
+    sample = [(share, row) for share, row in islice(prepared.asked(), SAMPLE_ROWS) if isinstance(row, RowRequest)]
+    asked = ClusterJob(models, digest, config, prepared.job, tuple(sample))
+    known = Pace(0, 0, None, 0.0, None, None)
+    with closing(RayRows(address, asked)) as rows:
+
+        def cancelled() -> bool:
+            watcher.on_pace(known, rows.waits)
+            return watcher.cancelled()
+
+        if not rows.open(cancelled):
+            return JobEnding(False, known, 0)
+        digest, precision = rows.model
+        return run_job(prepared, Answerer(models[-1], digest, precision), lambda _watcher: rows, watcher)
+
+
+def _where(model: str) -> tuple[tuple[str, ...], str]:
+    """What nodes may find a model by, and its digest; a name will do if it is not on this machine.
+
+    Raises:
+        EngineError: it is damaged, or there is nothing at its path.
+    """
+    try:
+        path = resolve(model)
+    except EngineError as error:
+        if error.code is not ErrorCode.MODEL_NOT_FOUND or "/" in model or "\\" in model:
+            raise
+        return (model,), ""
+    return tuple(dict.fromkeys((model, name_of(path), str(path)))), headers_digest(path)

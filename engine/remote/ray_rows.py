@@ -1,0 +1,372 @@
+"""A job's rows on a Ray cluster: an engine on each node, rows in blocks by each node's measured rate.
+
+The journal stays with the caller; this decides which rows are where.  Nodes join and leave as they like; what a node
+held that died is handed out again, and its engine is started again after a pause.  Only our own clock is read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.rows import RowRequest
+from engine.common.config import BatchJob, EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.installed import version
+from engine.common.json_fields import from_fields
+from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
+from engine.remote.ray_blocks import Blocks
+from engine.remote.ray_link import Link, Message, RayLink
+from engine.remote.ray_nodes import RayNodeState, settings_for
+
+_WAIT_S = 0.1
+_ROUND_S = 1.0
+"""How often all nodes are looked at, besides those that say something."""
+_SILENT_S = 45.0
+"""A link that says nothing for so long is made anew."""
+_CONNECTS_S = 90.0
+"""The first connection may take so long."""
+_PATIENCE_S = 300.0
+"""How long a job waits while no node answers."""
+_READS = 512
+"""Rows read before messages are looked at again."""
+SAMPLE_ROWS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterJob:
+    """What a cluster is to run.
+
+    Attributes:
+        models: names and paths under which nodes may have the model, the likeliest first.
+        digest: of the model, see `headers_digest`; empty for that of the first node.
+        config: settings of the engine; the precision may be `auto`: the first node decides for all.
+        job: its settings; paths are of no use to nodes.
+        sample: its first rows, each with the share of the input read so far.
+    """
+
+    models: tuple[str, ...]
+    digest: str
+    config: EngineConfig
+    job: BatchJob
+    sample: tuple[tuple[float, RowRequest], ...]
+
+
+class RayRows:
+    """A `ClosingExecutor` over a cluster.  For one thread.
+
+    Args:
+        address: as `ray.init` takes it.
+        open_link: connects to the cluster.
+        clock: monotonic seconds.
+
+    Attributes:
+        note: a remark for the user.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        asked: ClusterJob,
+        open_link: Callable[[str], Link] = RayLink,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.address, self._asked = address, asked
+        self._open_link, self._clock = open_link, clock
+        self._link: Link | None = open_link(address)
+        self._heard_s = self._worked_s = clock()
+        self._has_heard = False
+        self._lost = 0
+        self._links_at_s = 0.0
+        self._why_lost = ""
+        self._blocks = Blocks[RowRequest]()
+        self._row_of: dict[int, int] = {}
+        self._nodes: dict[str, RayNodeState] = {}
+        self._leader = ""
+        self._round_s = 0.0
+        self._to_give: set[str] = set()
+        self._given_up: list[RowRequest] = []
+        self._on_row: RowCallback = _nobody
+
+    # --- what a job asks --------------------------------------------------------------------------
+
+    @property
+    def note(self) -> str:
+        """See `ClosingExecutor`."""
+        unused = [node for node in self._nodes.values() if node.stage == "refused"]
+        return " ".join(f"{node.name} was not used: {node.why}." for node in unused)
+
+    @property
+    def under_way(self) -> tuple[int, int]:
+        """See `RowExecutor`."""
+        working = [node for node in self._nodes.values() if node.stage == "working"]
+        return sum(node.under_way for node in working), sum(node.under_way_tokens for node in working)
+
+    @property
+    def waits(self) -> str:
+        """See `RowExecutor`."""
+        if self._link is None:
+            return f"The Ray cluster at {self.address} was lost ({self._why_lost}): it is tried again."
+        if any(node.stage == "working" for node in self._nodes.values()):
+            return ""
+        if not self._nodes:
+            return f"Connecting to the Ray cluster at {self.address}."
+        waiting = [node for node in self._nodes.values() if node.stage in ("opening", "resting")]
+        if not waiting:
+            return f"The Ray cluster at {self.address} has no node that can answer: it waits for one to join."
+        return f"No node answers yet; {waiting[0].name}: {waiting[0].why}."
+
+    @property
+    def places(self) -> tuple[PlacePace, ...]:
+        """See `RowExecutor`."""
+        return tuple(node.pace(self._blocks.held(node.ident)) for node in self._nodes.values())
+
+    @property
+    def model(self) -> tuple[str, str]:
+        """(digest, precision) of what all nodes run; the precision is `auto` until a node has answered `open`."""
+        return self._asked.digest, self._asked.config.precision
+
+    def open(self, cancelled: Check) -> bool:
+        """Waits until one node can answer; False if cancelled.
+
+        Raises:
+            EngineError: there is no such cluster, or no node of it can.
+        """
+        while not self._leader or self._asked.config.precision == "auto":
+            if cancelled():
+                return False
+            self._step()
+        return True
+
+    def run(
+        self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
+    ) -> BatchOutcome:
+        """See `RowExecutor`."""
+        self._on_row = on_row
+        self._blocks.is_read = False
+        self._worked_s = self._heard_s = self._clock()  # nobody listened meanwhile
+        try:
+            while True:
+                if cancelled():
+                    return BatchOutcome.CANCELLED
+                if should_yield():
+                    return BatchOutcome.YIELDED
+                self._read(rows)
+                if self._blocks.is_read and not self._blocks.open_rows:
+                    return BatchOutcome.FINISHED
+                self._step()
+        finally:
+            self._on_row = _nobody
+
+    def close(self) -> None:
+        """See `ClosingExecutor`."""
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _read(self, rows: Iterator[RowRequest]) -> None:
+        for _ in range(min(_READS, self._blocks.lacks)):
+            row = next(rows, None)
+            if row is None:
+                self._blocks.is_read = True
+                return
+            self._row_of[self._blocks.add(row)] = row.row
+
+    def _step(self) -> None:
+        """Hears what nodes say, and hands out rows."""
+        for event in self._link.events(_WAIT_S) if self._link is not None else self._rest():
+            self._heard(event, self._clock())
+        now = self._clock()
+        self._keep_link(now)
+        if now - self._round_s >= _ROUND_S:
+            self._round_s = now
+            self._start_nodes(now)
+            self._to_give.update(self._nodes)
+        for ident in self._to_give:
+            self._give(self._nodes[ident], now)
+        self._to_give.clear()
+        self._give_up()
+        self._require_hope(now)
+
+    def _rest(self) -> list[Message]:
+        time.sleep(_WAIT_S)
+        return []
+
+    def _give(self, node: RayNodeState, now: float) -> None:
+        if node.stage != "working" or self._link is None:
+            return
+        about = {"node": node.ident, "life": node.life}
+        if tickets := self._blocks.in_vain(node.ident):
+            self._link.send({"do": "drop", **about, "tickets": tickets})
+        if block := self._blocks.hand_out(node.ident, now):
+            rows = [[ticket, asdict(row)] for ticket, row in block]
+            self._link.send({"do": "give", **about, "rows": rows})
+
+    def _answers(self, event: Message, now: float) -> None:
+        node = self._nodes.get(event["node"])
+        if node is None:
+            return
+        if node.life == event["life"]:
+            node.under_way, node.under_way_tokens = event["under_way"]
+            self._to_give.add(node.ident)
+        answers = {int(ticket): answer for ticket, answer in event["answers"]}
+        for ticket in self._blocks.answered(node.ident, answers, now):
+            node.answered(answers[ticket], now)
+            answer: RowAnswer = from_fields(RowAnswer, answers[ticket])
+            self._on_row(replace(answer, row=self._row_of.pop(ticket), by=""))  # our own engine: as if it were here
+
+    def _give_up(self) -> None:
+        rows, self._given_up = self._given_up, []
+        for row in rows:
+            why = "several nodes of the cluster ended while they answered it, and nothing else"
+            self._on_row(RowAnswer(row.row, "", "failed", error=f"{why}."))
+
+    # --- nodes ------------------------------------------------------------------------------------
+
+    def _heard(self, event: Message, now: float) -> None:
+        self._heard_s = now
+        said = event["said"]
+        if said == "nodes":
+            self._lost, self._has_heard = 0, True
+            self._see(event["nodes"])
+        elif said == "answers":
+            self._answers(event, now)
+        elif said in ("refused", "ended"):
+            self._lose_link(event.get("why", ""), now)
+        else:
+            node = self._nodes.get(event["node"])
+            if node is None or node.life != event["life"] or node.stage not in ("opening", "working"):
+                return
+            if said == "opened":
+                self._opened(node, event["about"], now)
+            elif said == "gone":
+                self._given_up += self._blocks.leave(node.ident, died=True)
+                node.fails(event["why"], now)
+                self._lead_no_more(node)
+        self._blocks.coming = sum(node.stage == "opening" for node in self._nodes.values())
+
+    def _see(self, found: list[dict[str, Any]]) -> None:
+        """The nodes that are in the cluster now."""
+        there = {each["id"]: each for each in found}
+        for ident, each in there.items():
+            if ident not in self._nodes:
+                values = (each["name"], each["host"], each["cpus"], each["gpus"], each["memory"])
+                self._nodes[ident] = RayNodeState(ident, *values)
+        names = [node.name for node in self._nodes.values()]
+        for node in self._nodes.values():
+            if names.count(node.name) > 1:  # several on one machine
+                node.name = f"{node.name} ({node.ident[:6]})"
+            if node.ident not in there and node.stage != "gone":
+                self._given_up += self._blocks.leave(node.ident, died=False)
+                node.leaves()
+                self._lead_no_more(node)
+            elif node.ident in there and node.stage == "gone":
+                node.stage, node.why = "new", ""
+        self._round_s = 0.0
+
+    def _start_nodes(self, now: float) -> None:
+        """Starts engines where none is: on one node alone first, as long as it is to decide the precision."""
+        ready = [
+            node
+            for node in self._nodes.values()
+            if node.stage == "new" or (node.stage == "resting" and now >= node.rests_until_s)
+        ]
+        if self._asked.config.precision == "auto" or not self._asked.digest:
+            if self._leader or not ready:
+                return
+            ready = [max(ready, key=lambda node: node.memory)]
+            self._leader = ready[0].ident
+        for node in ready:
+            node.begin(now)
+            self._start(node)
+
+    def _start(self, node: RayNodeState) -> None:
+        if self._link is None:
+            return
+        config = settings_for(node, self._nodes.values(), self._asked.config)
+        spec = {
+            "version": version(),
+            "models": list(self._asked.models),
+            "digest": self._asked.digest,
+            "config": asdict(config),
+            "job": asdict(self._asked.job),
+            "sample": [[share, asdict(row)] for share, row in self._asked.sample],
+        }
+        spec = json.loads(json.dumps(spec))
+        cpus = min(node.cpus, config.threads or node.cpus)
+        gpus = 0.0 if config.device == "cpu" else node.gpus
+        self._link.send(
+            {"do": "start", "node": node.ident, "life": node.life, "cpus": cpus, "gpus": gpus, "spec": spec}
+        )
+
+    def _opened(self, node: RayNodeState, about: dict[str, Any], now: float) -> None:
+        if "refused" in about:
+            node.refuses(str(about["refused"]).removesuffix("."))
+            self._lead_no_more(node)
+            return
+        self._leader = self._leader or node.ident
+        config = replace(self._asked.config, precision=about["precision"])
+        self._asked = replace(self._asked, digest=about["digest"], config=config)
+        node.works(about, now)
+        self._blocks.join(node.ident, node.at_once, now)
+        self._to_give.add(node.ident)
+
+    def _lead_no_more(self, node: RayNodeState) -> None:
+        if self._leader == node.ident:
+            self._leader = ""
+
+    # --- the link ---------------------------------------------------------------------------------
+
+    def _keep_link(self, now: float) -> None:
+        """Makes it anew where it was lost."""
+        if self._link is None and now >= self._links_at_s:
+            self._link = self._open_link(self.address)
+            self._heard_s = now
+        elif self._link is not None and now - self._heard_s > (_SILENT_S if self._has_heard else _CONNECTS_S):
+            self._lose_link("it has been silent", now)
+
+    def _lose_link(self, why: str, now: float) -> None:
+        """With it all engines on nodes end.
+
+        Raises:
+            EngineError: `DEVICE_UNAVAILABLE`: there never was a connection.
+        """
+        self.close()
+        if not self._has_heard:
+            raise EngineError(
+                ErrorCode.DEVICE_UNAVAILABLE,
+                why or f"The Ray cluster at {self.address} does not answer: check the address.",
+            )
+        self._why_lost = why.removesuffix(".") or "the connection ended"
+        self._lost += 1
+        self._links_at_s = now + min(60.0, 2.0**self._lost)
+        for node in self._nodes.values():
+            self._given_up += self._blocks.leave(node.ident, died=False)
+            node.leaves()
+        self._leader = ""
+
+    def _require_hope(self, now: float) -> None:
+        """
+        Raises:
+            EngineError: `DEVICE_UNAVAILABLE`: no node will answer.
+        """
+        stages = {node.stage for node in self._nodes.values()}
+        if stages & {"new", "opening", "working"}:
+            self._worked_s = now
+        never = self._link is not None and stages == {"refused"}
+        if never or now - self._worked_s > _PATIENCE_S:
+            whys = "; ".join(f"{node.name}: {node.why}" for node in list(self._nodes.values())[:5]) or self._why_lost
+            raise EngineError(
+                ErrorCode.DEVICE_UNAVAILABLE,
+                f"No node of the Ray cluster at {self.address} can answer ({whys}): see to that, and resume the job.",
+            )
+
+
+def _nobody(_answer: RowAnswer) -> None:
+    """While no job runs nothing is kept: rows are answered for `run` alone."""
