@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from typing import Any
 
 import torch
 
 from engine.common import clock
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.kernels.native.paged_attention import KvType, PagedLayer, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
 from engine.planner.schedules import HYBRID, Schedule
 from engine.runtime.batch.few_rows import FewRows
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
@@ -25,6 +27,8 @@ from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ class PackedModel:
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
+        self._micro_batch_tokens = policy.micro_batch_tokens
+        """As many as there has been memory for."""
         if beside is None:
             self._probe_attention()
         if not self._states.shapes:
@@ -104,6 +110,38 @@ class PackedModel:
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
         self._states.discard(pages)
+
+    def heed(self) -> None:
+        """Between sweeps: follows what other programs leave of a device's memory."""
+        devices = self._loaded.devices
+        if devices is not None and devices.have_news(monotonic()):
+            devices.heed()
+            self._micro_batch_tokens = self._policy.micro_batch_tokens
+            while any(device.memory.excess for device in devices.devices) and self.lighten():
+                pass
+
+    def lighten(self) -> bool:
+        """After a sweep for which a device had no memory: the next one computes fewer tokens at once, beside fewer
+        experts, and at last without whole layers of them.  Whether there was anything of that to be done."""
+        devices = self._loaded.devices
+        if devices is None:
+            return False
+        for device in devices.devices:
+            device.recover()
+        freed = sum(each.shrink() for each in devices.experts.activations)
+        tokens = max(PAGE_TOKENS, self._micro_batch_tokens // 2)
+        is_less = devices.shrink() or tokens < self._micro_batch_tokens
+        self._micro_batch_tokens = tokens
+        if not is_less and self._pipeline is not None:
+            self.close()
+            is_less = True
+        _log.info("a sweep found no memory: %d tokens at once, %d bytes of buffers freed", tokens, freed)
+        return is_less
+
+    def are_others_in_the_way(self) -> bool:
+        """Whether a device refuses memory because other programs hold it."""
+        devices = self._loaded.devices
+        return devices is not None and devices.are_short(monotonic())
 
     def threads(self) -> AbstractContextManager[None]:
         """For the duration of sweeps: torch uses one thread where native kernels do the large operations."""
@@ -215,7 +253,7 @@ class PackedModel:
 
     def _parts(self, work: list[Work], schedule: Schedule) -> list[list[Work]]:
         lengths = [each.tokens for each in work]
-        count = -(-sum(lengths) // self._policy.micro_batch_tokens)
+        count = -(-sum(lengths) // self._micro_batch_tokens)
         if self._policy.micro_batch_rows and schedule is not HYBRID:
             count = max(count, -(-len(work) // self._policy.micro_batch_rows))
         parts, _ = balanced(lengths, max(count, 1), most_rows=len(work))

@@ -13,6 +13,7 @@ from engine.common import clock
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import ProgressCallback, Reading, ReusedCallback, ignore_reused
 from engine.runtime.decode.graphs import GraphedSteps
@@ -330,7 +331,7 @@ class KvSession:
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise
-            if self._devices is None or not self._devices.shrink():
+            if self._devices is None or not (self._devices.shrink() or self._reads_less(len(ids))):
                 raise
         else:
             self._room.count(self._cache)
@@ -338,6 +339,13 @@ class KvSession:
             return logits
         # Not in the handler, which keeps the tensors of the forward alive.
         return self._compute_again([*self._ids, *ids])
+
+    def _reads_less(self, tokens: int) -> bool:
+        """After a piece of a prompt for which there was no memory: from now on they are shorter, if they can be."""
+        if not self._in_chunks or tokens <= PAGE_TOKENS:
+            return False
+        self._chunk_tokens = max(PAGE_TOKENS, tokens // 2)
+        return True
 
     def _leave_graphs(self) -> None:
         if self.graphs is not None:

@@ -169,17 +169,17 @@ class ModelDevices:
             return False
         return any(watch.note for watch in watches)
 
-    def heed(self) -> str:
-        """Between steps: caches grow where there is memory again.  They shrink by themselves, before their next step.
+    @property
+    def note(self) -> str:
+        """A sentence for the user while there is less memory than was planned with; else nothing."""
+        notes = [device.watch.note for device in self.devices if device.watch is not None]
+        return next(filter(None, notes), "")
 
-        Returns:
-            A sentence for the user while there is less than was planned with; else nothing.
-        """
+    def heed(self) -> None:
+        """Between steps: caches grow where there is memory again; by themselves they shrink, before their next step."""
         before, self._heeded = self._heeded, self._budgets()
         if any(now > then for now, then in zip(self._heeded, before, strict=True)):
             self.experts.take_back()
-        notes = [device.watch.note for device in self.devices if device.watch is not None]
-        return next(filter(None, notes), "")
 
     def _budgets(self) -> list[int]:
         return [device.memory.total for device in self.devices]

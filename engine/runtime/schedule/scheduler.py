@@ -76,7 +76,7 @@ class Scheduler:
         on_note: Callable[[str], None] = lambda _note: None,
     ) -> None:
         self._on_news, self._places, self._on_note = on_news, places, on_note
-        self._note, self._is_lost = "", False
+        self._is_lost = False
         self._waiting: deque[Asked] = deque()
         self._first: tuple[Asked, AloneAnswer] | None = None
         self._joined: deque[Asked] = deque()
@@ -91,7 +91,7 @@ class Scheduler:
 
     def _use(self, loaded: LoadedModel) -> None:
         """Answers with this model from now on."""
-        self.loaded = loaded
+        self.loaded, self._note = loaded, ""
         self.background = Background(loaded, self._job_lane, self._on_news)
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
@@ -255,16 +255,18 @@ class Scheduler:
         return self.loaded.devices is not None and self.loaded.devices.have_news(monotonic())
 
     def _heed(self) -> None:
-        assert self.loaded.devices is not None
-        note = self.loaded.devices.heed()
+        devices = self.loaded.devices
+        if self._has_news():
+            assert devices is not None
+            devices.heed()
+        note = devices.note if devices is not None else ""
         if note != self._note:
             self._note = note
             self._on_note(note)
 
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _advance(self, until: Check) -> None:
-        if self._has_news():
-            self._heed()
+        self._heed()
         self._count_alone()
         self._bring_back()
         self._admit()

@@ -30,6 +30,10 @@ from engine.telemetry.recorder import RECORDER
 
 _LONGEST_WITH_GUESTS_S = 0.3
 """A sweep that takes longer has no guests: they get no other token meanwhile."""
+_TAKEN = (
+    "Other programs use so much of the graphics card's memory that not even one row has room beside them: close them, "
+    "and go on."
+)
 _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
@@ -76,8 +80,9 @@ class ContinuousBatch(Lane):
         """Called when there is none left: gives up other memory for context, if there is any."""
         self.on_free: Callable[[], None] = _nothing
         """Called once when its pages are freed."""
-        self.is_short: Check = never
-        """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere."""
+        self.is_short: Check = model.are_others_in_the_way
+        """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
+        a job ends and can be resumed."""
         self.hands_on = False
         """Whether somebody looks after those that `outgrown` lists; others end in a sentence."""
         self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
@@ -149,6 +154,7 @@ class ContinuousBatch(Lane):
         """Whether a sweep is under way; begins one if there are rows."""
         if self._sweep is None:
             self._sweep_s = 0.0
+            self._model.heed()
             self._drop_cancelled()
             aside = -1
             while not (work := self._next()):
@@ -264,8 +270,10 @@ class ContinuousBatch(Lane):
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
             self._sweep = None
-            if not _is_memory(error) or not self._lighten():
+            if not _is_memory(error):
                 raise
+            if not self._lighten():
+                raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
             return False
         self._sweep_s += clock.now() - begun_s
         return True
@@ -275,15 +283,18 @@ class ContinuousBatch(Lane):
         self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
 
     def _lighten(self) -> bool:
-        """After a sweep for which there was not enough memory: makes the next one smaller, with fewer rows or less of a
-        prompt; one that is too much by itself ends, if not others hold the memory.  Whether there was anything to be
-        done."""
+        """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
+        experts, with fewer rows or less of a prompt; one that is too much by itself ends, unless others hold the
+        memory.  Whether there was anything to be done."""
         work, self._work = self._work, []
         if any(each.is_guest for each in work):
             self.guests = _nobody
+        elif work and self._model.lighten():
+            pass
         elif len(work) > 1:
-            self._most_rows = max(1, len(self.rows) - 1)
-            self.give_way()
+            self._most_rows = max(1, len(self.rows) // 2)
+            while len(self.rows) > self._most_rows:
+                self.give_way()
         elif work and work[0].tokens > PAGE_TOKENS:
             self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
         elif work and self.is_short():
