@@ -32,6 +32,7 @@ VERBS = {
     "jobs": "batch jobs: list, show, stop, remove",
     "models": "the model library",
     "kept": "computed context of chats that is kept on disk: show, clear, on, off",
+    "endpoints": "servers elsewhere that may answer: list, add, test, remove",
     "serve": "let other programs use the model",
     "bench": "measure this machine, with peers in the same run",
     "cache": "replay recorded routing: hit rates of expert caches, by policy and size",

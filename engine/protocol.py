@@ -29,9 +29,11 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.message_lines import MessageLines
 from engine.common.model_info import ModelInfo
+from engine.remote.endpoint import RemoteModel
 from engine.telemetry.messages import (
     CacheReport,
     ExpertMap,
+    RequestPlace,
     ResizeCache,
     Telemetry,
     TelemetryCounters,
@@ -41,7 +43,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 HEARTBEAT_S = 1.0
 """Interval of `Heartbeat`, also while the worker computes; several missing ones mean that it hangs."""
 
@@ -71,11 +73,15 @@ class UnloadModel:
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """Answer the last message.  Ends in `Finished` (also when cancelled midway) or `Failed`."""
+    """Answer the last message.  Ends in `Finished` (also when cancelled midway) or `Failed`.
+
+    With `remote`, an endpoint's model answers, whatever is loaded or going on here; nobody else does in its place.
+    """
 
     request_id: str
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
+    remote: RemoteModel | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +250,7 @@ Event = (
     | Cancelled
     | Failed
     | TelemetryRequest
+    | RequestPlace
     | Sample
     | Droppable
 )

@@ -1,7 +1,8 @@
 """The engine process: `python -m engine.worker`, started by the window, commands on stdin, events on stdout.
 
-Three threads, and one for each job.  The reader takes commands and handles `Cancel` itself; the engine (main) thread
-answers chats, other programs and the rows of jobs together, and does all else one at a time; the writer sends events.
+Three threads, and one for each job, and for each chat that another server answers.  The reader takes commands and
+handles `Cancel` itself; the engine (main) thread answers chats, other programs and the rows of jobs together, and does
+all else one at a time; the writer sends events.
 `Ready` is sent before torch is imported.
 When stdin ends, the window is gone, and this process exits a moment later, whatever it is computing.
 """
@@ -33,6 +34,7 @@ from engine.process.chats import PROGRESS_S, ChatEngine, ChatService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
+from engine.process.remote import RemoteChats
 from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource
@@ -307,6 +309,7 @@ def read_commands(
     writer: EventWriter,
     telemetry: TelemetryService,
     others: OtherPrograms | None = None,
+    remote: RemoteChats | None = None,
 ) -> bool:
     """Handles commands until the stream ends; returns whether it ended with a `Shutdown`."""
     lines = LineReader()
@@ -330,6 +333,9 @@ def read_commands(
                 return True
             if isinstance(command, Cancel):
                 requests.cancel(command.request_id)
+            elif isinstance(command, Generate) and command.remote is not None:
+                if remote is not None:
+                    remote.begin(command)
             elif isinstance(command, Request):
                 if isinstance(command, LoadModel):
                     begin_reading(command.config)
@@ -351,9 +357,10 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
     requests = RequestQueue(writer.send)
     telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
     others = OtherPrograms(requests)
+    remote = RemoteChats(requests, writer.send, telemetry.is_elsewhere)
 
     def read() -> None:
-        asked = read_commands(commands_fd, requests, writer, telemetry, others)
+        asked = read_commands(commands_fd, requests, writer, telemetry, others, remote)
         requests.close()
         # The engine thread may end the process sooner; if it is computing, its result is no longer wanted.
         time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)

@@ -70,6 +70,20 @@ class RequestQueue:
                 self._drop_waiting()
             self._changed.notify_all()
 
+    def accept_elsewhere(self, request: Request) -> bool:
+        """Takes a request that another thread answers; returns whether that may begin.
+
+        It ends with `end`; one whose id is still open is dropped, and one that comes too late has ended.
+        """
+        with self._changed:
+            if request.request_id in self._open:
+                _log.warning("Dropped a request whose id is still open.")
+                return False
+            self._open.add(request.request_id)
+            if self._closed and (event := cancelled_event(request)) is not None:
+                self._end(event)
+            return not self._closed
+
     def look_after_others(self) -> None:
         """Queues `AnswerOthers`, unless it is queued already."""
         with self._changed:

@@ -15,6 +15,7 @@ from engine.telemetry.messages import (
     CacheReport,
     CacheTier,
     ExpertMap,
+    RequestPlace,
     ResizeCache,
     TelemetryCounters,
     TelemetryRequest,
@@ -59,7 +60,7 @@ class TelemetryService:
         self,
         offer: Callable[[Droppable], bool],
         publish: Callable[[Sample], None],
-        send: Callable[[TelemetryRequest], None],
+        send: Callable[[TelemetryRequest | RequestPlace], None],
         recorder: Recorder = RECORDER,
     ) -> None:
         self._offer, self._publish, self._send = offer, publish, send
@@ -109,6 +110,11 @@ class TelemetryService:
         """Called by the engine thread before a request that records."""
         if self._recorder.on:
             self._send(TelemetryRequest(self._recorder.next_request, request_id, time.perf_counter_ns()))
+
+    def is_elsewhere(self, number: int, place: str) -> None:
+        """Called before a request that another server answers."""
+        if self._recorder.on:
+            self._send(RequestPlace(number, place))
 
     def close(self) -> None:
         """Ends the thread and the recording."""

@@ -26,6 +26,7 @@ class RemoteRequest:
     """One answer that is wanted.
 
     Attributes:
+        chosen: the fields of `sampling` that somebody chose; the others are left to the server. None: all are meant.
         model: its id; empty for the endpoint's own choice.
         must_call: the answer is a call of a tool.
         constraint: what the whole answer must satisfy.
@@ -37,6 +38,7 @@ class RemoteRequest:
     tools: tuple[Tool, ...] = ()
     must_call: bool = False
     constraint: Constraint | None = None
+    chosen: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def request_body(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """(the request's body, the settings left out of it)."""
     body: dict[str, Any] = {"model": model, "messages": [_message(each) for each in request.messages]}
-    sampling, left_out = _sampling(request.sampling, server, lacks)
+    sampling, left_out = _sampling(request.sampling, request.chosen, server, lacks)
     body |= sampling
     if "stream" not in lacks:
         body["stream"] = True
@@ -144,10 +146,15 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _sampling(
-    sampling: SamplingParams, server: Server, lacks: tuple[Lack, ...]
+    sampling: SamplingParams, chosen: tuple[str, ...] | None, server: Server, lacks: tuple[Lack, ...]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     limit = "max_completion_tokens" if server == "openai" else "max_tokens"
-    found: dict[str, Any] = {"temperature": sampling.temperature, limit: sampling.max_tokens}
+    found: dict[str, Any] = {limit: sampling.max_tokens}
+    if chosen is not None:
+        wanted = {name: getattr(sampling, name) for name in chosen if name != "max_tokens"}
+        sampling = SamplingParams(**wanted)
+    if chosen is None or "temperature" in chosen:
+        found["temperature"] = sampling.temperature
     left_out: list[str] = []
     if sampling.top_p < 1:
         found["top_p"] = sampling.top_p
@@ -172,7 +179,7 @@ def _sampling(
             found[theirs] = getattr(sampling, name)
         elif is_on:
             left_out.append(name)
-    if takes_more and is_llama:
+    if takes_more and is_llama and chosen is None:
         # Its own standard is another: 0 is off here.
         found |= {"top_k": sampling.top_k or 0, "min_p": sampling.min_p, "top_p": sampling.top_p}
     if sampling.uses_dry and server == "llama.cpp" and takes_more:

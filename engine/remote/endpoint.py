@@ -11,7 +11,7 @@ import json
 import math
 import re
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -123,6 +123,22 @@ class Endpoint:
     def is_plain(self) -> bool:
         """Whether what is sent can be read on the way."""
         return self.url.startswith("http:") and not self.is_here
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteModel:
+    """Who is to answer: one of an endpoint's models.
+
+    Attributes:
+        model: its id; empty for the endpoint's own choice.
+        key: one that was given to this process and is kept nowhere; empty: the one that is kept, if any.
+        chosen: see `RemoteRequest`.
+    """
+
+    endpoint: Endpoint
+    model: str = ""
+    key: str = field(default="", repr=False)
+    chosen: tuple[str, ...] | None = None
 
 
 def is_loopback(host: str) -> bool:

@@ -44,6 +44,8 @@ NAMES = (
     "job",  # a job's rows get `count` tokens of answers; in a sweep, so many tokens of rows, prompts included
     "kept in RAM",  # `count` tokens of a request's prompt that were read before, brought from where they are kept
     "kept on disk",
+    "waiting elsewhere",  # a request to another server, until the first piece of its answer
+    "written elsewhere",  # `count` tokens of its answer, or pieces where the server does not count
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 
@@ -76,6 +78,8 @@ NAMES = (
     JOB,
     KEPT_RAM,
     KEPT_DISK,
+    ELSEWHERE,
+    WRITTEN_ELSEWHERE,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))

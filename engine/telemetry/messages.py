@@ -98,6 +98,14 @@ class TelemetryRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestPlace:
+    """Which endpoint answers the request of this number in the requests' lane."""
+
+    number: int
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertMap:
     """Use and location of all experts, [layers, experts] in row-major order.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from engine.common import clock
-from engine.telemetry.lanes import JOB, KEPT_DISK, KEPT_RAM, QUEUED, READING, WRITING
+from engine.telemetry.lanes import ELSEWHERE, JOB, KEPT_DISK, KEPT_RAM, QUEUED, READING, WRITING, WRITTEN_ELSEWHERE
 from engine.telemetry.recorder import RECORDER, Recorder
 
 PIECE_NS = 500_000_000
@@ -16,10 +16,17 @@ _numbers = itertools.count(1)
 class RequestLog:
     """Follows a request from now on; costs next to nothing while nothing is recorded."""
 
-    def __init__(self, recorder: Recorder = RECORDER) -> None:
+    def __init__(self, recorder: Recorder = RECORDER, *, is_elsewhere: bool = False) -> None:
+        """`is_elsewhere`: another server answers it, of whose doings only what comes from there is known."""
         self._recorder = recorder
         self._number = next(_numbers)
-        self._name, self._since_ns, self._tokens, self._told = QUEUED, clock.now_ns(), 0, 0
+        self._waits, self._writes = (ELSEWHERE, WRITTEN_ELSEWHERE) if is_elsewhere else (QUEUED, WRITING)
+        self._name, self._since_ns, self._tokens, self._told = self._waits, clock.now_ns(), 0, 0
+
+    @property
+    def number(self) -> int:
+        """Which request its spans are of."""
+        return self._number
 
     def reads(self, tokens: int) -> None:
         """It is its turn: a prompt of so many tokens is read."""
@@ -42,9 +49,9 @@ class RequestLog:
 
     def has_written(self, tokens: int) -> None:
         """So many tokens of the answer are there."""
-        if self._name != WRITING:
+        if self._name != self._writes:
             self._end()
-            self._name, self._tokens, self._told = WRITING, 0, 0
+            self._name, self._tokens, self._told = self._writes, 0, 0
         self._tokens = tokens
         if clock.now_ns() - self._since_ns >= PIECE_NS:
             self._end()
@@ -65,6 +72,6 @@ class RequestLog:
     def _end(self, at_ns: int | None = None) -> None:
         now_ns = clock.now_ns() if at_ns is None else at_ns
         if self._recorder.on:
-            tokens = self._tokens - self._told if self._name in (WRITING, JOB) else self._tokens
+            tokens = self._tokens - self._told if self._name in (self._writes, JOB) else self._tokens
             self._recorder.request_did(self._name, self._since_ns, now_ns, self._number, tokens)
         self._since_ns, self._told = now_ns, self._tokens

@@ -6,16 +6,17 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engine.common.chat import ChatMessage
 from engine.common.config import THINKINGS, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
+from engine.remote.endpoint import is_remote
 from engine.verbs.models.progress import ProgressLine
 from engine.verbs.options import add_engine_options, breaker, engine_config, positive_int, seed, stop_string
 from engine.verbs.output import emit, note, write_aside, write_text
@@ -28,12 +29,45 @@ if TYPE_CHECKING:
 _HELP = "/reset starts over, /quit or Ctrl-D quits, Ctrl-C stops an answer."
 
 
-def converse(engine: Engine, info: ModelInfo, sampling: SamplingParams, system: str | None) -> int:
+class Answer(Protocol):
+    """What is told of an answer."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def reasoning(self) -> str: ...
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def ttft_s(self) -> float: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+
+
+_Answer = TypeVar("_Answer", bound=Answer, covariant=True)
+
+
+class Talker(Protocol[_Answer]):
+    """Who answers: the engine, or a server elsewhere."""
+
+    def generate(
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        *,
+        on_progress: Callable[[int, int], None],
+        on_text: Callable[[str, int], None],
+        on_reasoning: Callable[[str, int], None],
+        cancelled: Callable[[], bool],
+    ) -> _Answer: ...
+
+
+def converse(talker: Talker[Answer], heading: str, sampling: SamplingParams, system: str | None) -> int:
     """Converses until the user quits; returns the exit code."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - importing it gives `input` line editing and a history
 
-    note(f"{info.name} on {info.device}, {info.precision}, {info.threads} threads. {_HELP}")
+    note(f"{heading}. {_HELP}")
     opening = [ChatMessage("system", system)] if system else []
     messages = list(opening)
     while (line := _next_line()) is not None:
@@ -45,7 +79,7 @@ def converse(engine: Engine, info: ModelInfo, sampling: SamplingParams, system: 
         elif line in ("/help", "/?"):
             note(_HELP)
         elif line:
-            messages = _turn(engine, sampling, [*messages, ChatMessage("user", line)])
+            messages = _turn(talker, sampling, [*messages, ChatMessage("user", line)])
     return 0
 
 
@@ -87,12 +121,12 @@ class _Shown:
             write_aside("\n\n")
 
 
-def _turn(engine: Engine, sampling: SamplingParams, messages: list[ChatMessage]) -> list[ChatMessage]:
+def _turn(talker: Talker[Answer], sampling: SamplingParams, messages: list[ChatMessage]) -> list[ChatMessage]:
     """Answers the last message; returns the new conversation, without the message if answering failed."""
     shown = _Shown()
     try:
         with _stopped_by_ctrl_c() as stopped:
-            result = engine.generate(
+            result = talker.generate(
                 messages,
                 sampling,
                 on_progress=lambda _done, _total: None,
@@ -179,7 +213,9 @@ def add_parser(subparsers: Any) -> None:
         description="Answers --prompt, or piped input, once; without either it converses in the terminal. "
         "Sampling options default to the model's own.",
     )
-    parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
+    parser.add_argument(
+        "--model", default="starter", metavar="M", help="starter, a library name, a folder, or endpoint:NAME/MODEL"
+    )
     parser.add_argument("--prompt", metavar="T", help="the prompt; piped input is then ignored")
     parser.add_argument("--system", metavar="S", help="system prompt")
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
@@ -198,17 +234,38 @@ def run(args: argparse.Namespace) -> int:
     """Answers or converses; returns the exit code."""
     given = given_sampling(args)
     replace(SamplingParams(), **given)  # validate before loading a model
-    if args.prompt is None and sys.stdin is not None and sys.stdin.isatty():
-        if args.json:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a prompt: give --prompt or pipe text in.")
-
+    converses = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
+    if converses and args.json:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a prompt: give --prompt or pipe text in.")
+    if is_remote(args.model):
+        return _elsewhere(args, given, None if converses else _question(args))
+    if converses:
         engine, info = load_engine(args)
         try:
             with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
-                return converse(engine, info, replace(engine.default_sampling(), **given), args.system)
+                return converse(engine, _heading(info), replace(engine.default_sampling(), **given), args.system)
         finally:
             engine.unload()
     return _answer_once(args, given, _question(args))
+
+
+def _heading(info: ModelInfo) -> str:
+    return f"{info.name} on {info.device}, {info.precision}, {info.threads} threads"
+
+
+def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None) -> int:
+    """Has a server elsewhere answer the question, or converses with it."""
+    from engine.verbs import remote_chat
+
+    def use(talk: remote_chat.RemoteTalk, heading: str, sampling: SamplingParams) -> int:
+        if question is None:
+            return converse(talk, heading, sampling, args.system)
+        note(f"switchyard: {heading}")
+        told = _whole_answer(talk, args, sampling, question)
+        emit(remote_chat.document(told, args), as_json=args.json, human="")
+        return 0
+
+    return remote_chat.run(args, given, use)
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -289,23 +346,31 @@ def _question(args: argparse.Namespace) -> str:
     return text
 
 
-def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str) -> int:
+def _whole_answer(
+    talker: Talker[_Answer], args: argparse.Namespace, sampling: SamplingParams, question: str
+) -> _Answer:
+    """The answer, which is shown as it comes unless a document is wanted."""
     system = [ChatMessage("system", args.system)] if args.system else []
-    engine, info = load_engine(args)
     shown = _Shown(quiet=args.json)
+    result = talker.generate(
+        [*system, ChatMessage("user", question)],
+        sampling,
+        on_progress=lambda _done, _total: None,
+        on_text=shown.on_text,
+        on_reasoning=shown.on_reasoning,
+        cancelled=lambda: False,
+    )
+    shown.end_thought()
+    return result
+
+
+def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str) -> int:
+    engine, info = load_engine(args)
     try:
         with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
-            result = engine.generate(
-                [*system, ChatMessage("user", question)],
-                replace(engine.default_sampling(), **given),
-                on_progress=lambda _done, _total: None,
-                on_text=shown.on_text,
-                on_reasoning=shown.on_reasoning,
-                cancelled=lambda: False,
-            )
+            result = _whole_answer(engine, args, replace(engine.default_sampling(), **given), question)
     finally:
         engine.unload()
-    shown.end_thought()
     document = {
         "text": result.text,
         "reasoning": result.reasoning,

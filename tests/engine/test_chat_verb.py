@@ -137,7 +137,7 @@ def converse(echo: Echo, monkeypatch: pytest.MonkeyPatch, *lines: str | type[Bas
         raise line
 
     monkeypatch.setattr("builtins.input", type_line)
-    return chat_verb.converse(echo, INFO, SamplingParams(), "Be brief.")  # type: ignore[arg-type]
+    return chat_verb.converse(echo, "tiny on cpu", SamplingParams(), "Be brief.")  # type: ignore[arg-type]
 
 
 def test_a_conversation(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,6 +32,7 @@ from engine.protocol import (
     encode,
     request_id_of,
 )
+from engine.remote.endpoint import Endpoint
 
 TYPES: tuple[type, ...] = (*get_args(Command), *get_args(Event))
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -66,6 +67,21 @@ JOB = st.builds(
     whole_files=st.booleans(),
     start=st.sampled_from(get_args(BatchStart)),
 )
+PRICES = st.none() | st.floats(0, 1000)
+LIMITS = st.none() | st.integers(1, 10**6)
+ENDPOINT = st.builds(
+    Endpoint,
+    name=st.sampled_from(("rack", "big one", "10.0.0.5:8000")),
+    url=st.sampled_from(("http://10.0.0.5:8000/v1", "https://example.org/v2")),
+    model=TEXT,
+    at_once=LIMITS,
+    requests_per_minute=LIMITS,
+    tokens_per_minute=LIMITS,
+    price_in=PRICES,
+    price_out=PRICES,
+    currency=TEXT,
+    ca_file=TEXT,
+)
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
@@ -74,6 +90,8 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return SAMPLING
     if hint is BatchJob:
         return JOB
+    if hint is Endpoint:
+        return ENDPOINT
     if dataclasses.is_dataclass(hint):
         return st.builds(hint, **{name: values(t) for name, t in field_types(hint).items()})
     if get_origin(hint) is typing.Literal:

@@ -1,0 +1,175 @@
+"""Chats that another server answers, in the engine process: each ends once, and the engine has no part in them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from engine.common.config import SamplingParams
+from engine.common.errors import ErrorCode
+from engine.process.remote import RemoteChats
+from engine.process.requests import RequestQueue
+from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, Token, decode, encode
+from engine.remote.endpoint import Found, RemoteModel, endpoint_at
+from engine.telemetry.lanes import ELSEWHERE, WRITTEN_ELSEWHERE
+from engine.telemetry.recorder import RECORDER
+from engine.worker import read_commands
+from tests.bad_endpoint import MODEL, Asked, BadEndpoint
+
+SECRET = "sk-very-secret-1234567890"
+
+
+@dataclass
+class Process:
+    """The part of the engine process that takes chats, without an engine."""
+
+    events: list[Event] = field(default_factory=list)
+    places: list[tuple[int, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._news = threading.Condition()
+        self.requests = RequestQueue(self._take)
+        self.chats = RemoteChats(self.requests, self._take, lambda number, place: self.places.append((number, place)))
+
+    def _take(self, event: Event) -> None:
+        with self._news:
+            self.events.append(event)
+            self._news.notify_all()
+
+    def ask(self, server: BadEndpoint, name: str = "r", key: str = "", **more: object) -> None:
+        remote = RemoteModel(endpoint_at(server.url, "rack"), key=key, **more)  # type: ignore[arg-type]
+        self.chats.begin(Generate(name, (ChatMessage("user", "Hello"),), SamplingParams(), remote))
+
+    def wait_for(self, kind: type, name: str = "r") -> Event:
+        def found() -> list[Event]:
+            return [each for each in self.events if isinstance(each, kind) and each.request_id == name]  # type: ignore[union-attr]
+
+        with self._news:
+            assert self._news.wait_for(found, 30), self.events
+        return found()[0]
+
+
+@pytest.fixture
+def server() -> Iterator[BadEndpoint]:
+    with BadEndpoint() as found:
+        yield found
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    found = Process()
+    yield found
+    found.requests.close()
+    found.chats.close()
+
+
+def test_a_chat_is_answered(process: Process, server: BadEndpoint) -> None:
+    process.ask(server)
+    finished = process.wait_for(Finished)
+    assert isinstance(finished, Finished)
+    assert (finished.finish_reason, finished.prompt_tokens, finished.generated_tokens) == ("stop", 7, 3)
+    tokens = [event for event in process.events if isinstance(event, Token)]
+    assert "".join(token.text for token in tokens) == "Hello"
+    assert process.events[-1] == finished
+    assert process.requests.waiting() is None  # nothing for the engine to do
+
+
+def test_only_what_was_chosen_is_sent(process: Process, server: BadEndpoint) -> None:
+    process.ask(server, chosen=("max_tokens",))
+    process.wait_for(Finished)
+    assert server.posted[0].body.keys() == {"model", "messages", "max_tokens", "stream", "stream_options"}
+
+
+def test_several_at_once_and_one_is_cancelled(process: Process, server: BadEndpoint) -> None:
+    may_end = threading.Event()
+
+    def answer(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.chunk({"content": "Hel"})
+        may_end.wait(30)
+        asked.chunk({"content": "lo"}, "stop")
+
+    server.answer = answer
+    for name in ("a", "b"):
+        process.ask(server, name)
+    for name in ("a", "b"):
+        process.wait_for(Token, name)
+    process.requests.cancel("a")
+    cancelled = process.wait_for(Finished, "a")
+    assert isinstance(cancelled, Finished)
+    assert (cancelled.finish_reason, cancelled.generated_tokens) == ("cancelled", 1)
+    may_end.set()
+    finished = process.wait_for(Finished, "b")
+    assert isinstance(finished, Finished)
+    assert finished.finish_reason == "stop"
+
+
+def test_a_failure_is_the_chats_own(process: Process, server: BadEndpoint) -> None:
+    server.answer = lambda asked: asked.error(500, "oops")
+    process.ask(server)
+    failed = process.wait_for(Failed)
+    assert isinstance(failed, Failed)
+    assert failed.code is ErrorCode.ENDPOINT_FAILED
+    assert "rack" in failed.message
+    server.answer = lambda asked: asked.stream("Hello")
+    process.ask(server, "again")
+    process.wait_for(Finished, "again")
+
+
+def test_an_id_ends_once(process: Process, server: BadEndpoint) -> None:
+    server.answer = lambda asked: asked.hang()
+    process.ask(server)
+    process.ask(server)
+    process.requests.close()
+    process.ask(server, "late")
+    process.chats.close()
+    ended = [event.request_id for event in process.events if isinstance(event, Finished | Failed)]
+    assert sorted(ended) == ["late", "r"]
+    assert len(server.posted) <= 1
+
+
+def test_the_lane_of_requests_shows_waiting_and_writing(process: Process, server: BadEndpoint) -> None:
+    RECORDER.start()
+    try:
+        process.ask(server)
+        process.wait_for(Finished)
+        process.chats.close()
+        spans = RECORDER.take_spans()
+    finally:
+        RECORDER.stop()
+    assert spans["name"].tolist() == [ELSEWHERE, WRITTEN_ELSEWHERE]
+    assert spans["count"].tolist() == [0, 2]
+    assert process.places == [(int(spans["request"][0]), "rack")]
+
+
+def test_a_command_travels_without_showing_its_key(server: BadEndpoint) -> None:
+    found = Found("vllm", "1", (MODEL,), (100,), ("tools",))
+    remote = RemoteModel(endpoint_at(server.url, "rack", price_in=0.5, found=found), MODEL, SECRET, ("seed",))
+    message = Generate("r", (ChatMessage("user", "Hello"),), SamplingParams(), remote)
+    assert decode(encode(message)) == message
+    assert SECRET not in repr(message)
+
+
+def test_commands_reach_it_whatever_the_engine_does(process: Process, server: BadEndpoint) -> None:
+    theirs, ours = os.pipe()
+    remote = RemoteModel(endpoint_at(server.url, "rack"))
+    os.write(ours, encode(Generate("r", (ChatMessage("user", "Hello"),), SamplingParams(), remote)))
+    os.close(ours)
+    assert not read_commands(theirs, process.requests, None, None, None, process.chats)  # type: ignore[arg-type]
+    os.close(theirs)
+    process.wait_for(Finished)
+
+
+def test_it_needs_no_torch() -> None:
+    script = "import sys, engine.process.remote, engine.remote.client; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
