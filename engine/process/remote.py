@@ -100,9 +100,12 @@ class RemoteChats:
 
 
 def _finished(name: str, answer: RemoteAnswer) -> Finished:
-    """What is said at the end: the server's counts where it gives them, else the pieces that came."""
-    written = answer.pieces if answer.generated_tokens is None else answer.generated_tokens
-    first_s = answer.first_token_s or 0.0
-    writing_s = answer.total_s - first_s
-    rate = (written - 1) / writing_s if written > 1 and first_s and writing_s > 0 else 0.0
-    return Finished(name, answer.finish_reason, answer.prompt_tokens or 0, answer.reused_tokens, written, first_s, rate)
+    return Finished(
+        name,
+        answer.finish_reason,
+        answer.prompt_tokens or 0,
+        answer.reused_tokens,
+        answer.written,
+        answer.first_token_s or 0.0,
+        answer.tokens_per_s,
+    )

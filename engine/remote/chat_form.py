@@ -76,6 +76,17 @@ class RemoteAnswer:
     model: str = ""
     left_out: tuple[str, ...] = ()
 
+    @property
+    def written(self) -> int:
+        """Tokens of the answer, or the pieces that came where the server does not count."""
+        return self.pieces if self.generated_tokens is None else self.generated_tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Since the first token; 0 if fewer than two came."""
+        writing_s = self.total_s - (self.first_token_s or 0.0)
+        return (self.written - 1) / writing_s if self.written > 1 and self.first_token_s and writing_s > 0 else 0.0
+
 
 def request_body(
     request: RemoteRequest, model: str, server: Server, lacks: tuple[Lack, ...]

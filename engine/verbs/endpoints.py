@@ -116,12 +116,11 @@ def _add(args: argparse.Namespace) -> None:
     if not args.untested:
         seen = _look(endpoint, key)
         endpoint = replace(endpoint, found=seen.found)
-    if key:
-        if not save_key(endpoint, key):
-            note(
-                "switchyard: there is no keyring here, so the key was not kept: put it into the environment as "
-                f"{variable_of(endpoint)}"
-            )
+    if key and not save_key(endpoint, key):
+        variable = variable_of(endpoint)
+        note(
+            f"switchyard: there is no keyring here, so the key was not kept: put it into the environment as {variable}"
+        )
     save_endpoint(endpoint)
     document = _document(endpoint) if seen is None else _seen(endpoint, seen)
     emit(document, as_json=args.json, human=lambda: _line(endpoint) if seen is None else _words(endpoint, seen))

@@ -121,19 +121,14 @@ def document(told: Told, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _told(answer: RemoteAnswer) -> Told:
-    written, first_s = (
-        answer.pieces if answer.generated_tokens is None else answer.generated_tokens,
-        answer.first_token_s,
-    )
-    writing_s = answer.total_s - (first_s or 0.0)
     return Told(
         answer.text,
         answer.reasoning,
         answer.finish_reason,
         answer.prompt_tokens or 0,
-        written,
-        first_s or 0.0,
-        (written - 1) / writing_s if written > 1 and first_s and writing_s > 0 else 0.0,
+        answer.written,
+        answer.first_token_s or 0.0,
+        answer.tokens_per_s,
         answer.model,
         answer.left_out,
     )

@@ -15,7 +15,6 @@ import pytest
 
 from engine import cli
 from engine.common.config import SamplingParams
-from engine.common.model_info import ModelInfo
 from engine.runtime.decode.generation import GenerationResult
 from engine.verbs import chat as chat_verb
 from tests.engine.tiny_families import tiny_checkpoint
@@ -103,8 +102,6 @@ def test_ctrl_c_while_answering_is_quiet(tiny: Path) -> None:
 
 
 # --- conversing -----------------------------------------------------------------------------------
-
-INFO = ModelInfo("tiny", "/", "mixtral", "cpu", "fp32", 1, 1, 1, 1, 1, 100, 1, 1, 1)
 
 
 class Echo:
