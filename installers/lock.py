@@ -3,6 +3,7 @@
 
     python3 installers/lock.py          resolve pyproject.toml again, with the newest versions that it allows
     python3 installers/lock.py engine   leave those lists as they are, and write the engine's anew
+    python3 installers/lock.py check    whether the engine's has all that a release needs
 
 `locked-runtime.txt` has Switchyard's dependencies, `locked-tests.txt` those of the tests. Both hold for every supported
 system and Python version, and pip installs from them unchanged. uv resolves them, in a temporary environment; set-up
@@ -22,7 +23,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lock_engine import engine_requirements, write_engine_lock
+from lock_engine import LOCKED_ENGINE, engine_requirements, missing_builds, write_engine_lock
 from steps_environment import LOCKED_RUNTIME, LOCKED_TESTS, TORCH
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -48,8 +49,16 @@ HEADER = """\
 
 def main(arguments: list[str]) -> int:
     """Writes the lists; returns the exit code."""
-    if arguments not in ([], ["engine"]):
-        sys.exit("lock.py knows no such arguments: `python3 installers/lock.py [engine]`.")
+    if arguments not in ([], ["engine"], ["check"]):
+        sys.exit("lock.py knows no such arguments: `python3 installers/lock.py [engine | check]`.")
+    if arguments == ["check"]:
+        missing = missing_builds(CHECKOUT / "installers")
+        if missing:
+            sys.exit(
+                f"{LOCKED_ENGINE} lacks {', '.join(missing)}: run `lock.py engine` where download.pytorch.org can be "
+                "reached, and release nothing before."
+            )
+        return 0
     with tempfile.TemporaryDirectory(prefix="switchyard-lock-") as name:
         folder = Path(name)
         uv = _uv(folder)

@@ -123,6 +123,17 @@ def write_engine_lock(installers: Path, resolve: Resolve) -> None:
     print(f"{LOCKED_ENGINE}: {len(lists)} lists of {len(wheels)} wheels")
 
 
+def missing_builds(installers: Path) -> list[str]:
+    """What the list beside this file should have and does not, such as `linux-x86_64 3.13 cpu`: no release without.
+
+    People whose build is missing would be given another, with gigabytes for cards that they do not have.
+    """
+    lists = json.loads((installers / LOCKED_ENGINE).read_text(encoding="utf-8"))["lists"]
+    there = {(each["platform"], each["python"], each["build"]) for each in lists}
+    wanted = [(system.name, python, build) for system in SYSTEMS for python in PYTHONS for build in system.builds]
+    return [" ".join(each) for each in wanted if each not in there]
+
+
 def engine_requirements(project: str) -> list[str]:
     """What the engine's process needs of the checkout's requirements, without PyTorch."""
     all_of_it = [str(each) for each in tomllib.loads(project)["project"]["dependencies"]]
@@ -229,7 +240,8 @@ def _read_page(url: str) -> list[dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise Unreachable(f"{url} cannot be reached ({error})") from None
     if kind.endswith("json"):
-        return [dict(each) for each in json.loads(body)["files"]]
+        files = json.loads(body)["files"]
+        return [{**each, "url": urllib.parse.urljoin(url, str(each["url"]))} for each in files]
     found = []
     for href, name in re.findall(r'<a\s[^>]*href="([^"]+)"[^>]*>([^<]+)</a>', body):
         place, _, fragment = urllib.parse.urljoin(url, href.replace("&amp;", "&")).partition("#")

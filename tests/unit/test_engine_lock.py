@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +117,89 @@ def test_a_build_whose_index_is_away_keeps_what_it_had(tmp_path: Path, monkeypat
     monkeypatch.setattr(lock_engine, "_read_page", away)
     lock_engine.write_engine_lock(tmp_path, lambda *_: f"torch=={TORCH}\n")
     assert json.loads((tmp_path / lock_engine.LOCKED_ENGINE).read_text()) == text
+
+
+def test_what_a_release_needs_and_is_not_listed_is_named(tmp_path: Path) -> None:
+    whole = [
+        {"platform": system.name, "python": python, "build": build}
+        for system in lock_engine.SYSTEMS
+        for python in lock_engine.PYTHONS
+        for build in system.builds
+    ]
+    (tmp_path / lock_engine.LOCKED_ENGINE).write_text(json.dumps({"lists": whole}))
+    assert lock_engine.missing_builds(tmp_path) == []
+    (tmp_path / lock_engine.LOCKED_ENGINE).write_text(json.dumps({"lists": whole[1:]}))
+    assert lock_engine.missing_builds(tmp_path) == ["linux-x86_64 3.11 cpu"]
+
+
+@pytest.fixture
+def indices(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, tuple[int, str, bytes]]]:
+    """Package indices on this machine: what they answer, by path."""
+    pages: dict[str, tuple[int, str, bytes]] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, kind, body = pages.get(self.path, (404, "text/plain", b""))
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    there = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(lock_engine, "PYPI", f"{there}/simple/")
+    monkeypatch.setattr(lock_engine, "INDEX", f"{there}/whl/")
+    monkeypatch.setattr(lock_engine, "PYTHONS", ("3.13",))
+    monkeypatch.setattr(lock_engine, "SYSTEMS", (LINUX,))
+    yield pages
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+JSON, HTML = "application/vnd.pypi.simple.v1+json", "text/html"
+ON_PYPI = f"torch-{TORCH}-cp313-cp313-manylinux_2_28_x86_64.whl"
+FOR_CPUS = f"torch-{TORCH}+cpu-cp313-cp313-manylinux_2_28_x86_64.whl"
+
+
+def resolve(torch: str, *_: str) -> str:
+    return f"{torch}\njinja2==3.1.6 ; python_version >= '3'\n"
+
+
+def test_builds_come_from_indices_of_both_kinds(indices: dict[str, tuple[int, str, bytes]], tmp_path: Path) -> None:
+    """PyTorch's own answers in HTML (PEP 503) without sizes, PyPI in JSON (PEP 691)."""
+    jinja = file_of("jinja2-3.1.6-py3-none-any.whl", url="../../files/jinja2-3.1.6-py3-none-any.whl")
+    indices["/simple/jinja2/"] = 200, JSON, json.dumps({"files": [jinja]}).encode()
+    indices["/simple/torch/"] = 200, JSON, json.dumps({"files": [file_of(ON_PYPI)]}).encode()
+    wheel = f"/whl/cpu/{FOR_CPUS.replace('+', '%2B')}"
+    links = f'<a href="{wheel}#sha256={SHA}">{FOR_CPUS}</a><br/><a href="/x.whl">x-1-py3-none-any.whl</a>'
+    indices["/whl/cpu/torch/"] = 200, HTML, links.encode()
+    indices["/whl/cpu/jinja2/"] = 404, HTML, b""
+    indices[wheel] = 200, "application/zip", b"seven b"
+    for away in ("cu126", "rocm7.2", "xpu"):
+        indices[f"/whl/{away}/torch/"] = 503, HTML, b""
+    lock_engine.write_engine_lock(tmp_path, resolve)
+    found = json.loads((tmp_path / lock_engine.LOCKED_ENGINE).read_text())
+    lists = {each["build"]: each["files"] for each in found["lists"]}
+    assert lists["cpu"] == ["jinja2-3.1.6-py3-none-any.whl", FOR_CPUS]
+    assert lists["cu130"] == ["jinja2-3.1.6-py3-none-any.whl", ON_PYPI]
+    assert found["wheels"][FOR_CPUS]["bytes"] == 7
+    assert found["wheels"]["jinja2-3.1.6-py3-none-any.whl"]["url"].endswith("/files/jinja2-3.1.6-py3-none-any.whl")
+    assert found["wheels"][FOR_CPUS]["url"].endswith(wheel)
+    assert "linux-x86_64 3.13 cu126" in lock_engine.missing_builds(tmp_path)  # its index has a fault today
+
+
+def test_an_index_that_gives_no_checksum_stops_it(indices: dict[str, tuple[int, str, bytes]], tmp_path: Path) -> None:
+    indices["/whl/cpu/torch/"] = 200, HTML, f'<a href="/whl/cpu/{FOR_CPUS}">{FOR_CPUS}</a>'.encode()
+    with pytest.raises(SystemExit, match="no checksum"):
+        lock_engine.write_engine_lock(tmp_path, resolve)
+    assert not list(tmp_path.iterdir())
