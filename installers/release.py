@@ -3,7 +3,7 @@
 
     .venv/bin/python installers/release.py wheels            switchyard, -app, -engine, and -kernels for each platform
     .venv/bin/python installers/release.py deb run setup     packages for this kind of machine, and for Windows
-    .venv/bin/python installers/release.py appimage app      folders, or packages where their tools are
+    .venv/bin/python installers/release.py appimage app      their folders; with --runtime, or on a Mac, packages
     .venv/bin/python installers/release.py offline           the engine's part of this machine's kind, as one file
     .venv/bin/python installers/release.py window list       a newer version for installed packages, and the signed list
     .venv/bin/python installers/release.py all               all that can be made here; the rest is said
@@ -47,6 +47,7 @@ class Making:
         near: folders with wheels for the offline file that need not be fetched.
         address, key, notes: of the list of newer versions.
         level: of compression.
+        runtime: of AppImages; None for their folder alone.
     """
 
     out: Path
@@ -59,6 +60,7 @@ class Making:
     key: Path
     notes: str
     level: int
+    runtime: Path | None
 
     @property
     def glibc(self) -> str:
@@ -100,13 +102,13 @@ def make_run(making: Making) -> list[Path]:
 
 def make_appimage(making: Making) -> list[Path]:
     """For any Linux, without installing."""
-    return _for_linux(making, "appimage", lambda bundle: linux.build_appimage(bundle, making.out))
+    return _for_linux(making, "appimage", lambda bundle: linux.build_appimage(bundle, making.out, making.runtime))
 
 
 def _for_linux(making: Making, packaged_as: str, build: Callable[[Bundle], Path]) -> list[Path]:
     with tempfile.TemporaryDirectory(prefix="switchyard-linux-", dir=making.out) as folder:
         bundle = making.lay_out(making.platform, packaged_as, folder)
-        linux.finish(bundle)
+        linux.finish(bundle, making.glibc)
         return [build(bundle)]
 
 
@@ -179,6 +181,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="larger packages, sooner: to try them")
     parser.add_argument("--address", default="", help="where installed packages find the list and the windows")
     parser.add_argument("--key", type=Path, default=Path("switchyard-updates.pem"), help="file with the private key")
+    parser.add_argument("--runtime", type=Path, help="of AppImages (type 2); without one their folder is made")
     parser.add_argument("--notes", default="", help="a line on what is new")
     said = parser.parse_args(arguments)
     out = said.out.resolve()
@@ -195,6 +198,7 @@ def main(arguments: list[str]) -> int:
             said.key,
             said.notes,
             0 if said.quick else 4,
+            said.runtime,
         )
         wanted = list(MAKERS) if "all" in said.what else list(dict.fromkeys(said.what))
         if "wheels" not in wanted and not {"offline", "list", "key"}.issuperset(wanted):

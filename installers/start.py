@@ -12,12 +12,15 @@ goes into your Switchyard data folder.  (This file must parse on Python 3.8, to 
 
 from __future__ import annotations
 
+import platform
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 OLDEST_PYTHON = (3, 11)
+_GLIBC, _MACOS, _WINDOWS = "2.34", "14", "10"
+"""The oldest systems for which all that is installed is built."""
 CHECKOUT = Path(__file__).resolve().parent.parent
 USAGE = "Usage: python3 installers/start.py [test [arguments for pytest] | gpu [arguments for switchyard bench card]]"
 
@@ -26,6 +29,10 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns 0, the exit code of the window or the tests, or 2 if set-up failed."""
     if sys.version_info[:2] < OLDEST_PYTHON:
         print(too_old(sys.version_info[:3], sys.executable), file=sys.stderr)
+        return 2
+    unsuitable = why_unsuitable()
+    if unsuitable:
+        print(unsuitable, file=sys.stderr)
         return 2
     if arguments and arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
@@ -54,6 +61,36 @@ def too_old(version: tuple[int, ...], executable: str) -> str:
         "Switchyard needs Python {} or newer, and this is Python {} ({}): install a newer one "
         "(python.org, Homebrew, or your distribution's packages) and start this script with it."
     ).format(".".join(map(str, OLDEST_PYTHON)), ".".join(map(str, version)), executable)
+
+
+def why_unsuitable() -> str:
+    """Why nothing would run on this system, in a sentence; empty if it would."""
+    if sys.maxsize < 2**32:
+        return "Switchyard needs a 64-bit Python, and {} is a 32-bit one: install the other.".format(sys.executable)
+    system = platform.system()
+    if system == "Linux":
+        library, version = platform.libc_ver()
+        if library != "glibc":
+            return "Switchyard needs a Linux with glibc {} or newer; this one has another C library.".format(_GLIBC)
+        if _is_older(version, _GLIBC):
+            return "Switchyard needs glibc {} or newer, and this system has {}: use a newer version of it.".format(
+                _GLIBC, version
+            )
+    if system == "Darwin":
+        if platform.machine() != "arm64":
+            return "Switchyard needs a Mac with an Apple processor (M1 or newer), and a Python that is made for it."
+        if _is_older(platform.mac_ver()[0], _MACOS):
+            return "Switchyard needs macOS {} or newer, and this Mac has {}: update it first.".format(
+                _MACOS, platform.mac_ver()[0]
+            )
+    if system == "Windows" and _is_older(platform.version(), _WINDOWS):
+        return "Switchyard needs Windows {} or newer: PyTorch runs on no older one.".format(_WINDOWS)
+    return ""
+
+
+def _is_older(version: str, wanted: str) -> bool:
+    numbers = [[int(part) for part in text.split(".") if part.isdigit()] for text in (version, wanted)]
+    return bool(numbers[0]) and numbers[0] < numbers[1]
 
 
 def start() -> int:

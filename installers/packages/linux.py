@@ -25,10 +25,15 @@ def oldest_glibc(platform: str, *, debian_python: bool) -> str:
     return "2.36" if debian_python else "2.34"
 
 
-def finish(bundle: Bundle) -> None:
-    """Adds what all packages for Linux have: the launcher, and what desktops read."""
+def finish(bundle: Bundle, glibc: str) -> None:
+    """Adds what all packages for Linux have: the launcher, and what desktops read.
+
+    Args:
+        glibc: the oldest C library that all in it runs with.
+    """
     root = bundle.root
     _program(FILES / "switchyard.sh", root / "switchyard")
+    _fill_in(root / "switchyard", MACHINE=bundle.platform.machine, GLIBC=glibc)
     _program(FILES / "uninstall.sh", root / "uninstall")
     shutil.copy2(FILES / "uninstall.py", root / "uninstall.py")
     desktop = root / "desktop"
@@ -106,11 +111,8 @@ def build_run(bundle: Bundle, target: Path, glibc: str, level: int) -> Path:
         tree = Path(name) / "tree"
         tree.mkdir()
         shutil.copytree(bundle.root, tree / "program", symlinks=True, copy_function=os.link)
-        script = (FILES / "install.sh").read_text(encoding="utf-8")
-        for mark, value in (("VERSION", bundle.project.version), ("MACHINE", machine), ("GLIBC", glibc)):
-            script = script.replace(f"@{mark}@", value)
-        (tree / "install.sh").write_text(script, encoding="utf-8")
-        (tree / "install.sh").chmod(0o755)
+        _program(FILES / "install.sh", tree / "install.sh")
+        _fill_in(tree / "install.sh", VERSION=bundle.project.version, MACHINE=machine, GLIBC=glibc)
         options = [
             "--quiet",
             "--xz",
@@ -128,11 +130,16 @@ def build_run(bundle: Bundle, target: Path, glibc: str, level: int) -> Path:
     return file
 
 
-def build_appimage(bundle: Bundle, target: Path) -> Path:
-    """An AppImage, if its tool is here; else its folder `Switchyard.AppDir`, from which the tool makes one.
+def build_appimage(bundle: Bundle, target: Path, runtime: Path | None) -> Path:
+    """`Switchyard-VERSION-ARCH.AppImage`, in `target`: a runtime, and behind it a file system with the program.
+
+    Without a runtime, the folder `Switchyard.AppDir` that would be in it.
+
+    Args:
+        runtime: the type-2 runtime of this architecture, an ELF program of the AppImage project.
 
     Raises:
-        PackagingError: the tool failed.
+        PackagingError: squashfs-tools are missing or failed, or the runtime is none.
     """
     folder = target / "Switchyard.AppDir"
     shutil.rmtree(folder, ignore_errors=True)
@@ -141,16 +148,31 @@ def build_appimage(bundle: Bundle, target: Path) -> Path:
     entry = (bundle.root / "desktop" / "switchyard.desktop").read_text(encoding="utf-8")
     (folder / "switchyard.desktop").write_text(entry.replace("@EXEC@", "switchyard"), encoding="utf-8")
     shutil.copy2(bundle.root / "desktop" / "switchyard.svg", folder / "switchyard.svg")
+    (folder / ".DirIcon").symlink_to("switchyard.svg")
     (folder / "usr" / "share" / "metainfo").mkdir(parents=True)
     shutil.copy2(
         bundle.root / "desktop" / "io.switchyard.Switchyard.metainfo.xml", folder / "usr" / "share" / "metainfo"
     )
-    tool = shutil.which("appimagetool")
-    if tool is None:
+    if runtime is None:
         return folder
-    machine = bundle.platform.machine
-    file = target / f"Switchyard-{bundle.project.version}-{machine}.AppImage"
-    run([tool, folder, file], "The AppImage could not be built", env={"ARCH": machine})
+    if runtime.read_bytes()[:4] != b"\x7fELF":
+        raise PackagingError(f"{runtime} is no AppImage runtime: get `runtime-{bundle.platform.machine}` (type 2).")
+    if shutil.which("mksquashfs") is None:
+        raise PackagingError("mksquashfs is missing: run `apt-get install squashfs-tools`, then the same again.")
+    file = target / f"Switchyard-{bundle.project.version}-{bundle.platform.machine}.AppImage"
+    with tempfile.TemporaryDirectory(prefix="switchyard-appimage-", dir=target) as name:
+        packed = Path(name) / "packed"
+        options = ["-root-owned", "-noappend", "-no-progress", "-quiet", "-comp", "zstd", "-b", "1M", "-no-xattrs"]
+        run(["mksquashfs", folder, packed, *options], "The AppImage's file system could not be built")
+        unfinished = Path(name) / file.name
+        with unfinished.open("wb") as whole:
+            for part in (runtime, packed):
+                with part.open("rb") as opened:
+                    shutil.copyfileobj(opened, whole, 1 << 20)
+            whole.seek(8)
+            whole.write(b"AI\x02")  # by which systems know an AppImage
+        unfinished.chmod(0o755)
+        unfinished.replace(file)
     shutil.rmtree(folder)
     return file
 
@@ -171,6 +193,13 @@ def _control(bundle: Bundle, architecture: str, glibc: str) -> str:
 def _program(source: Path, target: Path) -> None:
     shutil.copy2(source, target)
     target.chmod(0o755)
+
+
+def _fill_in(script: Path, **marks: str) -> None:
+    text = script.read_text(encoding="utf-8")
+    for mark, value in marks.items():
+        text = text.replace(f"@{mark}@", value)
+    script.write_text(text, encoding="utf-8")
 
 
 def _readable(tree: Path) -> None:

@@ -27,12 +27,7 @@ def build_app(bundle: Bundle, target: Path) -> Path:
     (contents / "MacOS").mkdir(parents=True)
     shutil.copytree(bundle.root, contents / "Resources", symlinks=True)
     launcher = contents / "MacOS" / "Switchyard"
-    launcher.write_text(
-        "#!/bin/sh\n"
-        'root=$(cd "$(dirname "$0")/../Resources" && pwd -P)\n'
-        'exec "$root/python/bin/python3" -I -X utf8 "$root/start.py" "$@"\n',
-        encoding="utf-8",
-    )
+    shutil.copy2(FILES / "switchyard-macos.sh", launcher)
     launcher.chmod(0o755)
     (contents / "Info.plist").write_bytes(plistlib.dumps(information(bundle.project.version)))
     shutil.copy2(FILES / "uninstall.py", contents / "Resources" / "uninstall.py")

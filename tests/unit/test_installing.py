@@ -45,10 +45,13 @@ class Machine:
         (program / "desktop" / "switchyard.svg").write_text("<svg/>")
         for path in (program / "python" / "bin" / "python3", program / "switchyard", program / "uninstall"):
             path.chmod(0o755)
-        script = (FILES / "install.sh").read_text()
-        for mark, value in (("VERSION", version), ("MACHINE", machine), ("GLIBC", glibc)):
-            script = script.replace(f"@{mark}@", value)
-        (tree / "install.sh").write_text(script)
+        (program / "start.py").write_text("")
+        shutil.copy(FILES / "install.sh", tree / "install.sh")
+        for script in (tree / "install.sh", program / "switchyard"):
+            text = script.read_text()
+            for mark, value in (("VERSION", version), ("MACHINE", machine), ("GLIBC", glibc)):
+                text = text.replace(f"@{mark}@", value)
+            script.write_text(text)
         return tree
 
     def command(self, *words: str | Path) -> subprocess.Popen[str]:
@@ -120,6 +123,7 @@ def test_the_same_version_again_repairs_it(machine: Machine) -> None:
     ("tool", "says", "sentence"),
     [
         ("uname", "echo i686", "this is i686"),
+        ("getconf", '[ "$1" = LONG_BIT ] && echo 32 || echo glibc 2.36', "of 32 bits"),
         ("getconf", "echo glibc 2.12", "this system has 2.12"),
         ("getconf", "exit 1", "another C library"),
         ("df", "echo Head; echo disk 100 90 10 90% /", "free some space"),
@@ -169,7 +173,73 @@ def test_a_kill_at_any_moment_leaves_a_version_that_works_and_the_next_run_repai
             os.killpg(begun.pid, signal.SIGKILL)
             begun.communicate()
             assert machine.current in ("1.0", "1.1")
-            assert len(list((machine.program / "current").iterdir())) == 45
+            assert len(list((machine.program / "current").iterdir())) == 46
     assert machine.run(new / "install.sh")[0] == 0
     assert machine.current == "1.1"
     assert not list(machine.program.glob("*.partial"))
+
+
+def test_the_launcher_needs_nothing_of_the_path(machine: Machine) -> None:
+    """No Python, and nothing else: a link to it is enough, too."""
+    program = machine.archive("1.0") / "program"
+    link = machine.folder / "a link"
+    link.symlink_to(program / "switchyard")
+    for command in (program / "switchyard", link):
+        done = subprocess.run([command, "doctor"], env={"HOME": str(machine.home), "PATH": ""}, capture_output=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+        assert (machine.home / "python-ran").read_text() == f"-I -X utf8 {program}/start.py doctor\n"
+        (machine.home / "python-ran").unlink()
+
+
+@pytest.mark.parametrize(
+    ("made_for", "glibc", "lost", "sentence"),
+    [
+        ("vax", "2.17", "", "for 64-bit vax systems"),
+        (os.uname().machine, "2.999", "", "needs glibc 2.999 or newer, and this system has"),
+        (os.uname().machine, "2.17", "start.py", "install it again"),
+        (os.uname().machine, "2.17", "python/bin/python3", "install it again"),
+    ],
+)
+def test_a_program_that_cannot_run_here_says_why(
+    machine: Machine, made_for: str, glibc: str, lost: str, sentence: str
+) -> None:
+    program = machine.archive("1.0", made_for, glibc) / "program"
+    if lost:
+        (program / lost).unlink()
+    code, said, errors = machine.run(program / "switchyard")
+    assert (code, said) == (2, "")
+    assert sentence in errors
+    assert len(errors.splitlines()) == 1
+
+
+def test_from_a_desktop_it_is_said_in_a_dialog(machine: Machine) -> None:
+    program = machine.archive("1.0", "vax") / "program"
+    machine.tool("zenity", 'echo "$*" >"$HOME/dialog"')
+    environment = {"HOME": str(machine.home), "PATH": f"{machine.tools}:/usr/bin:/bin", "DISPLAY": ":7"}
+    done = subprocess.run([program / "switchyard"], env=environment, stderr=subprocess.DEVNULL, check=False)
+    assert done.returncode == 2
+    assert "--text This Switchyard is for 64-bit vax systems" in (machine.home / "dialog").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "system", "sentence"),
+    [("arm64", "14.0", ""), ("arm64", "26.1", ""), ("arm64", "13.7", "this Mac has 13.7"), ("x86_64", "15.1", "M1")],
+)
+def test_the_launcher_for_macs(machine: Machine, kind: str, system: str, sentence: str) -> None:
+    contents = machine.folder / "Switch yard.app" / "Contents"
+    for path, text in (("Resources/python/bin/python3", PYTHON), ("Resources/start.py", ""), ("MacOS/Switchyard", "")):
+        (contents / path).parent.mkdir(parents=True, exist_ok=True)
+        (contents / path).write_text(text)
+        (contents / path).chmod(0o755)
+    shutil.copyfile(FILES / "switchyard-macos.sh", contents / "MacOS" / "Switchyard")
+    machine.tool("uname", f"echo {kind}")
+    machine.tool("sw_vers", f"echo {system}")
+    machine.tool("osascript", 'for last; do :; done; echo "$last" >"$HOME/dialog"')
+    code, _, errors = machine.run(contents / "MacOS" / "Switchyard", "models")
+    if not sentence:
+        assert (code, errors) == (0, "")
+        assert (machine.home / "python-ran").read_text().endswith("Resources/start.py models\n")
+    else:
+        assert code == 2
+        assert sentence in errors
+        assert (machine.home / "dialog").read_text() == errors

@@ -49,6 +49,43 @@ def test_an_old_python_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatc
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("system", "said", "words"),
+    [
+        ("Linux", {"libc_ver": ("glibc", "2.34")}, ""),
+        ("Linux", {"libc_ver": ("glibc", "2.100")}, ""),
+        ("Linux", {"libc_ver": ("glibc", "2.28")}, "this system has 2.28"),
+        ("Linux", {"libc_ver": ("", "")}, "another C library"),
+        ("Darwin", {"machine": "arm64", "mac_ver": ("26.1", ("", "", ""), "arm64")}, ""),
+        ("Darwin", {"machine": "arm64", "mac_ver": ("13.7.1", ("", "", ""), "arm64")}, "this Mac has 13.7.1"),
+        ("Darwin", {"machine": "x86_64"}, "Apple processor"),
+        ("Windows", {"version": "10.0.19045"}, ""),
+        ("Windows", {"version": "6.3.9600"}, "Windows 10"),
+    ],
+)
+def test_a_system_that_does_not_fit_is_told_in_a_sentence(
+    system: str,
+    said: dict[str, object],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("platform.system", lambda: system)
+    for name, value in said.items():
+        monkeypatch.setattr(f"platform.{name}", lambda value=value: value)
+    assert bool(start.why_unsuitable()) is bool(words)
+    if words:
+        assert start.main([]) == 2
+        told = capsys.readouterr().err
+        assert words in told
+        assert told.count("\n") == 1
+
+
+def test_a_python_of_32_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "maxsize", 2**31 - 1)
+    assert "64-bit Python" in start.why_unsuitable()
+
+
 def test_an_unknown_word_is_refused_and_help_is_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert start.main(["tset"]) == 2
     assert "'tset'" in capsys.readouterr().err

@@ -12,6 +12,8 @@ case $(uname -m) in
 @MACHINE@) ;;
 *) stop "This package is for 64-bit @MACHINE@ systems, and this is $(uname -m): get the one for it." ;;
 esac
+[ "$(getconf LONG_BIT 2>/dev/null)" != 32 ] ||
+    stop "This package is for 64-bit systems, and this one's programs are of 32 bits: install a 64-bit system."
 glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null | cut -d' ' -f2)
 [ -n "$glibc" ] || stop "Switchyard needs a Linux with glibc @GLIBC@ or newer; this one has another C library."
 [ "$(printf '%s\n' @GLIBC@ "$glibc" | sort -V | head -n 1)" = @GLIBC@ ] ||

@@ -9,10 +9,12 @@ ROOT = Path(__file__).resolve().parent
 
 def start(arguments: list[str]) -> int:
     """Where an update or the engine's part has other libraries, this goes on in a process of its own."""
-    from engine.common.consoles import tell
-    from engine.common.errors import EngineError
-    from engine.common.installed import before_start
-
+    try:
+        from engine.common.consoles import tell
+        from engine.common.errors import EngineError
+        from engine.common.installed import before_start
+    except ImportError:
+        return damaged()
     try:
         before_start(arguments)
     except EngineError as problem:
@@ -21,6 +23,18 @@ def start(arguments: list[str]) -> int:
     from engine.cli import main
 
     return main(arguments)
+
+
+def damaged() -> int:
+    """Says that files are missing, with nothing but Python itself."""
+    sentence = f"Files of Switchyard are missing in {ROOT}: install it again; models and chats stay."
+    if sys.stderr is not None:
+        sys.stderr.write(f"{sentence}\n")
+    elif sys.platform == "win32":
+        import ctypes
+
+        ctypes.windll.user32.MessageBoxW(None, sentence, "Switchyard", 0x10)
+    return 2
 
 
 if __name__ == "__main__":
