@@ -67,6 +67,7 @@ def job_of(values: Any) -> BatchJob | None:
         sampling = dict(values.get("sampling") or {})
         sampling["stop"] = tuple(sampling.get("stop") or ())
         fields = {**values, "sampling": SamplingParams(**sampling), "choices": tuple(values.get("choices") or ())}
+        fields["endpoints"] = tuple(values.get("endpoints") or ())
         return BatchJob(**fields)
     except (TypeError, ValueError, EngineError):
         return None

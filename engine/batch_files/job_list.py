@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.journal import parse_manifest, written_files
+from engine.batch_files.journal import LATER_COLUMNS, parse_manifest, written_files
 from engine.batch_files.own_files import WrittenFile
 from engine.batch_files.rows import Answer
 from engine.common.files import try_lock, unlock
@@ -65,7 +65,8 @@ class KnownJob:
         begun_s, finished_s: seconds since 1970; None while rows are missing.
         done, failed, generated_tokens: rows completed, those of them that failed, and all generated tokens.
         running: whether a process is working on it.
-        precision: of the weights that it started with.
+        digest, precision: of the model that it started with, and of its weights; see `JobManifest`.
+        endpoints: rows and generated tokens of each endpoint that answered any; empty for this machine.
         output, errors: files of its result and of failed OpenAI requests; empty while nothing is written.
     """
 
@@ -80,6 +81,8 @@ class KnownJob:
     precision: str = ""
     output: str = ""
     errors: str = ""
+    digest: str = ""
+    endpoints: tuple[tuple[str, int, int], ...] = ()
 
 
 def known_jobs() -> list[KnownJob]:
@@ -99,6 +102,9 @@ def read_job(journal: Path) -> KnownJob | None:
             done, failed, tokens = connection.execute(counts).fetchone()
             content = json.loads(settings)
             began_as = parse_manifest(manifest)
+            by = _there(connection)[LATER_COLUMNS.index("answered_by")]
+            each = f"SELECT {by} AS name, COUNT(*), SUM(generated_tokens) FROM answers GROUP BY name ORDER BY name"
+            endpoints = tuple((str(name), int(rows), int(sum_)) for name, rows, sum_ in connection.execute(each))
             files = {file.kind: file.path for file in written_files(connection)}
     except (sqlite3.Error, ValueError, TypeError):
         return None
@@ -116,6 +122,8 @@ def read_job(journal: Path) -> KnownJob | None:
         precision=began_as.precision if began_as is not None else "",
         output=files.get("result", ""),
         errors=files.get("errors", ""),
+        digest=began_as.model if began_as is not None else "",
+        endpoints=endpoints if any(name for name, *_ in endpoints) else (),
     )
 
 
@@ -133,14 +141,18 @@ def read_answers(journal: Path, *, after: int = -1, limit: int = 200, failed_onl
     chosen = "AND problem != ''" if failed_only else ""
     try:
         with _read_only(journal) as connection:
-            # Jobs that were begun before there was this column have none.
-            known = {name for _, name, *_ in connection.execute("PRAGMA table_info(answers)")}
-            reasoning = "reasoning" if "reasoning" in known else "''"
-            query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem, {reasoning}
+            later = ", ".join(_there(connection))
+            query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem, {later}
                 FROM answers WHERE row > ? {chosen} ORDER BY row LIMIT ?"""
             return [Answer(*values) for values in connection.execute(query, (after, limit))]
     except sqlite3.Error:
         return []
+
+
+def _there(connection: sqlite3.Connection) -> list[str]:
+    """The columns of answers that jobs of earlier versions lack, or nothing in their place."""
+    known = {name for _, name, *_ in connection.execute("PRAGMA table_info(answers)")}
+    return [name if name in known else "''" for name in LATER_COLUMNS]
 
 
 def _is_running(journal: Path) -> bool:

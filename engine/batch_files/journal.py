@@ -109,15 +109,17 @@ CREATE TABLE IF NOT EXISTS manifest (
 CREATE TABLE IF NOT EXISTS answers (
     row INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
     prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL,
-    reasoning TEXT NOT NULL DEFAULT ''
+    reasoning TEXT NOT NULL DEFAULT '', answered_by TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS written (
     path TEXT NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL, time_ns INTEGER NOT NULL, digest TEXT NOT NULL
 );
 """
+LATER_COLUMNS = ("reasoning", "answered_by")
+"""Those of answers that jobs of earlier versions lack."""
 _LOCK_S = 1.0
 """Lock timeout: listing jobs takes a lock briefly, and a killed worker may outlive its window a little."""
-_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem, reasoning"
+_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem, reasoning, answered_by"
 
 
 def journal_path(output: Path) -> Path:
@@ -151,11 +153,10 @@ class Journal:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
                 self._connection.executescript(_SCHEMA)
-                if not self._connection.execute(
-                    "SELECT 1 FROM pragma_table_info('answers') WHERE name = 'reasoning'"
-                ).fetchone():
-                    # A job that was begun before there was this column.
-                    self._connection.execute("ALTER TABLE answers ADD COLUMN reasoning TEXT NOT NULL DEFAULT ''")
+                known = {name for _, name, *_ in self._connection.execute("PRAGMA table_info(answers)")}
+                for name in LATER_COLUMNS:
+                    if name not in known:  # the job was begun before there was this column
+                        self._connection.execute(f"ALTER TABLE answers ADD COLUMN {name} TEXT NOT NULL DEFAULT ''")
                 self._take_over(manifest, settings)
         except BaseException:
             self._unlock()
@@ -195,14 +196,14 @@ class Journal:
         values = [
             (
                 *(a.row, _sound(a.text), a.finish_reason, a.prompt_tokens, a.generated_tokens),
-                *(_sound(a.problem), _sound(a.reasoning)),
+                *(_sound(a.problem), _sound(a.reasoning), _sound(a.by)),
             )
             for a in answers
         ]
         if not values:
             return
         with self._explained(), self._transaction():
-            self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+            self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
         """Whether this row is complete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,11 +86,12 @@ class PreparedJob:
             form=json.dumps([job.encoding, job.separator, job.whole_files]),
         )
 
-    def open_journal(self, manifest: JobManifest, model: str) -> Journal:
+    def open_journal(self, manifest: JobManifest, model: str, servers: Sequence[Mapping[str, str]] = ()) -> Journal:
         """Opens the journal of this job according to its `start`.
 
         Args:
             model: its name, for lists of jobs.
+            servers: name, address, model and version of each that answers now or did earlier, if not this machine alone.
 
         Raises:
             EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: the existing one belongs to another job or is damaged.
@@ -103,7 +104,7 @@ class PreparedJob:
             if is_there(self.output) and not is_own(self.output, given):
                 given.append(WrittenFile.as_it_is(self.output))
             discard(path)
-        settings = json.dumps({"model": model, "job": asdict(self.job)})
+        settings = json.dumps({"model": model, "job": asdict(self.job), "servers": list(servers)})
         journal = Journal(path, manifest, settings)
         for file in given:
             journal.remember(file)

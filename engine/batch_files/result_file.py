@@ -26,6 +26,7 @@ from engine.batch_files.own_files import Ledger, NothingWritten, WrittenFile, ab
 from engine.batch_files.prompts import as_text, json_value
 from engine.batch_files.rows import Answer, ResultColumns, Row, RowSource, result_columns
 from engine.batch_files.tables import ParquetRows
+from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile, disk_errors_explained
 
@@ -44,14 +45,15 @@ _NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 def _values(answer: Answer, columns: ResultColumns) -> tuple[Any, ...]:
     """Those of the columns that are added."""
     tokens = answer.prompt_tokens, answer.generated_tokens
-    return (answer.text, answer.finish_reason, *tokens, answer.problem, answer.reasoning)[: len(columns.added)]
+    extras = {"reasoning": answer.reasoning, "endpoint": answer.by or HERE}
+    return (answer.text, answer.finish_reason, *tokens, answer.problem, *(extras[name] for name in columns.extras))
 
 
-def _columns(source: RowSource, *, reasoning: bool) -> ResultColumns:
+def _columns(source: RowSource, extras: Sequence[str]) -> ResultColumns:
     first = source.columns
     known = set(first)
     later = [name for name in source.all_columns() if name not in known]
-    return result_columns(first, later, reasoning=reasoning)
+    return result_columns(first, later, extras)
 
 
 class JsonLinesResult:
@@ -93,8 +95,8 @@ class ParquetResult:
             if isinstance(source, ParquetRows)
             else [pa.field(name, pa.string()) for name in columns.named]
         )
-        kinds = (pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string(), pa.string())
-        added = pa.schema(list(zip(columns.added, kinds[: len(columns.added)], strict=True)))
+        kinds = [pa.string(), pa.string(), pa.int64(), pa.int64(), pa.string(), *(pa.string() for _ in columns.extras)]
+        added = pa.schema(list(zip(columns.added, kinds, strict=True)))
         schema = pa.schema([*fields, *added])
         with pa.parquet.ParquetWriter(path, schema) as writer:
             batches = _same_rows(source, answered) if isinstance(source, ParquetRows) else _as_text(columns, answered)
@@ -295,7 +297,7 @@ def write_result(
     ledger: Ledger | None = None,
     openai: bool = False,
     created_s: int = 0,
-    reasoning: bool = False,
+    extras: Sequence[str] = (),
     between: Between = noop,
 ) -> Written:
     """Writes all answered rows in input order, replacing an earlier result of the job.
@@ -306,7 +308,7 @@ def write_result(
         ledger: records what the job wrote; other files are left alone.
         openai: write OpenAI's batch output, with failures in the file of `errors_path`.
         created_s: when the job started, for OpenAI's output; seconds since 1970.
-        reasoning: whether any answer has some, which then has a column of its own.
+        extras: more columns: see `ResultColumns`.
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
@@ -315,7 +317,7 @@ def write_result(
     ledger = ledger or NothingWritten()
     counted = _Counted(_answered(source, iter(answers), between))
     failures = 0
-    columns = None if openai else _columns(source, reasoning=reasoning)
+    columns = None if openai else _columns(source, extras)
     if path.suffix.lower() == ".xlsx" and columns is not None and not fits_a_sheet(columns, rows):
         path = path.with_suffix(".csv")
     with disk_errors_explained(path.parent), ExitStack() as undo:

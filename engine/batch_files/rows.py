@@ -99,7 +99,7 @@ def unique_names(names: list[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem", "reasoning")
+_ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
 
 
 class SeenColumns:
@@ -137,30 +137,31 @@ class ResultColumns:
     Attributes:
         own: the input's columns, in order.
         named: their names in the result: columns of later rows are renamed if they clash with added ones.
-        added: names for the answer, its finish reason, its tokens, the row's problem and, if any row has it, what was
-            thought before the answer.
+        added: names for the answer, its finish reason, its tokens, the row's problem, and the extras.
+        extras: `reasoning`, if any row has what was thought before the answer; `endpoint`, if it says who answered.
     """
 
     own: tuple[str, ...]
     named: tuple[str, ...]
     added: tuple[str, ...]
+    extras: tuple[str, ...] = ()
 
 
-def result_columns(first: Sequence[str], later: Sequence[str], *, reasoning: bool = False) -> ResultColumns:
+def result_columns(first: Sequence[str], later: Sequence[str], extras: Sequence[str] = ()) -> ResultColumns:
     """Chooses the column names of a result.
 
     Args:
         first: columns at the beginning of the input; added ones are renamed if they clash with these.
         later: further columns of later rows.
-        reasoning: whether any row has some.
+        extras: see `ResultColumns`.
     """
-    added = tuple(_free(name, first) for name in (_ADDED if reasoning else _ADDED[:-1]))
+    added = tuple(_free(name, first) for name in (*_ADDED, *extras))
     taken = {*first, *later, *added}
     named = list(first)
     for name in later:
         named.append(name if name not in added else _free(f"{name}_input", taken))
         taken.add(named[-1])
-    return ResultColumns((*first, *later), tuple(named), added)
+    return ResultColumns((*first, *later), tuple(named), added, tuple(extras))
 
 
 def _free(name: str, taken: Iterable[str]) -> str:
@@ -213,6 +214,7 @@ class Answer:
         prompt_tokens, generated_tokens: 0 if the model never saw it.
         problem: why it failed, completing a sentence about the row; empty on success.
         reasoning: what the model thought before its answer.
+        by: the name of the endpoint that answered; empty for this machine.
     """
 
     row: int
@@ -222,6 +224,7 @@ class Answer:
     generated_tokens: int = 0
     problem: str = ""
     reasoning: str = ""
+    by: str = ""
 
     @property
     def failed(self) -> bool:
@@ -237,8 +240,11 @@ _MOST_CHARACTERS, _MOST_ENTRIES = 2**18, 3_000
 """Limits of a schema: much bigger ones compile for minutes, uninterruptibly."""
 
 
-def grammar_of(constraint: Constraint) -> str:
+def grammar_of(constraint: Constraint, *, any_space: bool = False) -> str:
     """The constraint as a llguidance grammar.
+
+    Args:
+        any_space: JSON may have spaces and line breaks between its parts.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if the schema is unsupported.
@@ -253,7 +259,7 @@ def grammar_of(constraint: Constraint) -> str:
     try:
         schema = parse_json(constraint.schema, deepest=DEEPEST)
         # Compact JSON only: models that start to indent or pad may never end.
-        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": False}))
+        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": any_space}))
     except (ValueError, TypeError) as error:
         raise unfit(str(error)) from None
     refusal = LLMatcher.validate_grammar(grammar)

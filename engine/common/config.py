@@ -172,6 +172,10 @@ class SamplingParams:
 BatchStart = Literal["new", "resume", "restart", "retry_failed"]
 
 
+HERE = "this-pc"
+"""This machine's own engine, among endpoints."""
+
+
 @dataclass(frozen=True, slots=True)
 class BatchJob:
     """A file of rows, and the file that takes their answers.
@@ -189,6 +193,10 @@ class BatchJob:
         encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
         start: `new` refuses rows that a job has already answered, `resume` continues, `restart` discards,
             `retry_failed` continues and retries failed rows.
+        endpoints: where rows are answered: names of endpoints, or their addresses, and `HERE`; empty: here alone.
+        ask_twice: the last rows may be asked of a second endpoint if the first one is slow, which costs tokens.
+        mix_models: the job may go on with other models than those that gave its answers so far.
+        name_endpoints: the result has a column that says who answered.
     """
 
     input: str
@@ -205,6 +213,15 @@ class BatchJob:
     separator: str | None = None
     whole_files: bool = False
     start: BatchStart = "new"
+    endpoints: tuple[str, ...] = ()
+    ask_twice: bool = False
+    mix_models: bool = False
+    name_endpoints: bool = False
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether text of its rows leaves this program, to be answered elsewhere."""
+        return any(name != HERE for name in self.endpoints)
 
     def __post_init__(self) -> None:
         if self.schema and self.choices:

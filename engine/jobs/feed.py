@@ -79,6 +79,7 @@ class Asking:
             answer.generated_tokens,
             problem,
             answer.reasoning,
+            answer.by,
         )
         return ending, question_of(row.asked)
 

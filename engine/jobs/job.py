@@ -246,6 +246,8 @@ class JobRun:
 
         def write(between: Between) -> Written:
             journal, openai = self._journal, self._prepared.openai
+            asked = ("reasoning", journal.has_reasoning), ("endpoint", self._prepared.job.name_endpoints)
+            extras = [name for name, is_there in asked if is_there]
             return write_result(
                 output,
                 source,
@@ -254,7 +256,7 @@ class JobRun:
                 ledger=journal,
                 openai=openai,
                 created_s=begun_s,
-                reasoning=journal.has_reasoning,
+                extras=extras,
                 between=between,
             )
 

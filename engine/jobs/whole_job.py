@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -25,11 +25,13 @@ class Answerer:
     Attributes:
         name: for lists of jobs.
         digest, precision: see `JobManifest`: a job is continued only by the same.
+        servers: see `PreparedJob.open_journal`.
     """
 
     name: str
     digest: str
     precision: str
+    servers: tuple[Mapping[str, str], ...] = ()
 
 
 def run_job(
@@ -58,7 +60,10 @@ def run_job(
         )
     except StoppedError:
         return JobEnding(False, known, 0)
-    with closing(prepared.open_journal(manifest, answerer.name)) as journal, StopRequest(journal.path) as stop:
+    with (
+        closing(prepared.open_journal(manifest, answerer.name, answerer.servers)) as journal,
+        StopRequest(journal.path) as stop,
+    ):
         here = watcher.cancelled
         watcher = replace(watcher, cancelled=lambda: here() or stop.is_made())
         with closing(open_executor(watcher)) as executor:

@@ -1,0 +1,124 @@
+"""How much may be asked of an endpoint: so much a minute, and as many at once as make it faster.
+
+Bookkeeping alone; `now` is any monotonic clock in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+MINUTE_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Spent:
+    """Something that counts for a minute; its amount may be corrected once it is known."""
+
+    at_s: float
+    amount: float
+
+
+class MinuteLimit:
+    """At most so much within any minute: whoever keeps it keeps a token bucket of the same size and rate as well.
+
+    Args:
+        most: None for no limit.
+    """
+
+    def __init__(self, most: float | None) -> None:
+        self.most = most
+        self._spent: deque[Spent] = deque()
+
+    def free_at(self, now: float, amount: float) -> float:
+        """The first moment at which this amount may be spent; more than the limit may be once nothing else counts."""
+        if self.most is None:
+            return now
+        while self._spent and self._spent[0].at_s + MINUTE_S <= now:
+            self._spent.popleft()
+        left = sum(spent.amount for spent in self._spent)
+        moment = now
+        for spent in self._spent:
+            if left + amount <= self.most:
+                break
+            left -= spent.amount
+            moment = spent.at_s + MINUTE_S
+        return moment
+
+    def spend(self, now: float, amount: float) -> Spent:
+        """Counts it from now on."""
+        spent = Spent(now, amount)
+        if self.most is not None:
+            self._spent.append(spent)
+        return spent
+
+
+_START = 2
+"""Rows at first: with one that is read while the other is written, most small servers are busy already."""
+_WORTH = 1.1
+"""So much faster must twice as many rows be."""
+_LEAST_S = 2.0
+_TELLING_TOKENS = 24
+"""Of each row: enough to know the rate where answers are long."""
+_HOLD = 16
+"""Windows after which a place is tried with more rows again: others may have left it."""
+
+
+class Width:
+    """How many rows a place has at once.
+
+    It doubles while that makes the place faster, and goes back where it does not; it halves where the place says that
+    it is too many.
+
+    Args:
+        most: never more than these.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = max(1, most)
+        self.rows = min(_START, self.most)
+        self._tokens_per_s: dict[int, float] = {}
+        self._before: int | None = None
+        self._holds = 0
+        self._begun: tuple[float, float] | None = None
+        self._answers = 0
+
+    def starve(self) -> None:
+        """It does not have as many rows as it may have: its rate says nothing at present."""
+        self._begun = None
+
+    def look(self, now: float, tokens: float, *, has_answered: bool = False) -> None:
+        """Called whenever something has come from the place.
+
+        Args:
+            tokens: all that came from it so far.
+            has_answered: whether this was the end of a row.
+        """
+        if self._begun is None:
+            self._begun, self._answers = (now, tokens), 0
+            return
+        self._answers += has_answered
+        begun_s, before = self._begun
+        seconds = now - begun_s
+        if seconds < _LEAST_S or (self._answers < self.rows and tokens - before < _TELLING_TOKENS * self.rows):
+            return
+        self._begun = None
+        self._decide((tokens - before) / seconds)
+
+    def halve(self) -> None:
+        """The place says that it has too many."""
+        if self.rows > 1:
+            self.rows = max(1, self.rows // 2)
+        self._before, self._begun = None, None
+        self._holds = _HOLD
+
+    def _decide(self, rate: float) -> None:
+        self._tokens_per_s[self.rows] = rate
+        if self._before is not None and rate < self._tokens_per_s[self._before] * _WORTH:
+            self.rows, self._before, self._holds = self._before, None, _HOLD
+        elif self._holds > 0:
+            self._before, self._holds = None, self._holds - 1
+        elif self.rows < self.most:
+            self._before, self.rows = self.rows, min(self.most, self.rows * 2)
+        else:
+            self._before = None
