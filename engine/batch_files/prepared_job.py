@@ -91,7 +91,7 @@ class PreparedJob:
 
         Args:
             model: its name, for lists of jobs.
-            servers: name, address, model and version of each that answers now or did earlier, if not this machine alone.
+            servers: name, address, model and version of each that answers now or did earlier; none: this machine alone.
 
         Raises:
             EngineError: `BUSY`, `DISK_FULL`, `INVALID_REQUEST`: the existing one belongs to another job or is damaged.

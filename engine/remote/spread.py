@@ -31,7 +31,7 @@ _SLOW = 1.5
 """A row that takes so much longer than another place needs for one is asked there as well."""
 
 
-_OUT = frozenset((Trouble.KEY, Trouble.CERTIFICATE, Trouble.WRONG_MODEL, Trouble.ADDRESS))
+OUT = frozenset((Trouble.KEY, Trouble.CERTIFICATE, Trouble.WRONG_MODEL, Trouble.ADDRESS))
 """The place will answer nothing until somebody does something."""
 
 
@@ -358,7 +358,7 @@ class Spread:
         if trouble is Trouble.BUSY and is_new:
             placed.width.halve()
         placed.faults += is_new
-        is_out = trouble in _OUT
+        is_out = trouble in OUT
         first, longest = (_OUT_PAUSE_S, _LONGEST_OUT_S) if is_out else (_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
         pause = min(longest, first * 2.0 ** min(placed.faults - 1, 30))
         if retry_after_s is not None:

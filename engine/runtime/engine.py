@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from engine.common.config import BatchJob
     from engine.runtime.batch.job_plan import JobPlan
     from engine.runtime.batch.model_rows import ModelRows
+    from engine.runtime.batch.whole_job import HostedModel
     from engine.runtime.schedule.live import LiveRows
 
 
@@ -458,6 +459,16 @@ class Engine:
         self._schedule().return_to_card()
         host = SharedHost(self._schedule().background)
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
+
+    def hosted_model(self, *, beside_others: bool) -> HostedModel:
+        """The loaded model for some of a job's rows, `beside_others` as in `job_runner`, else as in `run_batch`.
+
+        Raises:
+            EngineError: `INVALID_REQUEST` without a model.
+        """
+        from engine.runtime.batch.whole_job import HostedModel, OwnHost, SharedHost
+
+        return HostedModel(SharedHost(self._schedule().background) if beside_others else OwnHost(self._ready()))
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from engine.common.config import BatchJob, BatchStart, SamplingParams
+from engine.common.config import HERE, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
@@ -21,11 +21,10 @@ from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
-    from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
+    from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace
     from engine.batch_files.prepared_job import PreparedJob
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
-    from engine.runtime.engine import Engine
 
 _LIMITS = {
     "arithmetic": "CPU compute",
@@ -76,6 +75,32 @@ def add_parser(subparsers: Any) -> None:
         name = option.removeprefix("--").replace("-", "_")
         start.add_argument(option, dest="start", action="store_const", const=name, default="new", help=text)
     parser.add_argument("--sample", type=positive_int, metavar="N", help="only answer and show the first N rows")
+    elsewhere = parser.add_argument_group("where rows are answered")
+    who = elsewhere.add_mutually_exclusive_group()
+    who.add_argument(
+        "--endpoint",
+        action="append",
+        metavar="E",
+        help="a server that answers rows: the name of an endpoint of Settings, or an address such as "
+        f"http://10.0.0.5:8000/v1#model-id; repeat for several, {HERE} for this one's --model among them",
+    )
+    who.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="answer the rows on the nodes of a Ray cluster (auto: the one that this computer belongs to); --device, "
+        "--ram, --vram and --threads then hold for each node",
+    )
+    elsewhere.add_argument(
+        "--ask-twice",
+        action="store_true",
+        help="near the end, ask a second endpoint for rows that the first one is slow with (costs tokens)",
+    )
+    elsewhere.add_argument(
+        "--mix-models", action="store_true", help="go on although the answers so far are of another model"
+    )
+    elsewhere.add_argument(
+        "--name-endpoints", action="store_true", help="add a column that says which endpoint answered"
+    )
     long = parser.add_argument_group("long rows")
     long.add_argument(
         "--attention-window",
@@ -88,12 +113,6 @@ def add_parser(subparsers: Any) -> None:
     form.add_argument("--encoding", metavar="E", help="such as cp1252, if not UTF-8")
     form.add_argument("--separator", metavar="C", help="of a csv (default: detected)")
     form.add_argument("--whole-files", action="store_true", help="a txt file is a single row, not one row per line")
-    parser.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="answer the rows on the nodes of a Ray cluster (auto: the one that this computer belongs to); --device, "
-        "--ram, --vram and --threads then hold for each node",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 
@@ -111,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         _go_on_as_begun(args, prepared)
     if args.ray:
         return _on_a_cluster(args, prepared)
+    if job.endpoints:
+        return _at_endpoints(args, prepared)
     engine, _info = load_engine(args)
     try:
         if args.sample:
@@ -118,6 +139,15 @@ def run(args: argparse.Namespace) -> int:
         return _whole(args, prepared, lambda watcher: engine.run_batch(prepared, watcher))
     finally:
         engine.unload()
+
+
+def _at_endpoints(args: argparse.Namespace, prepared: PreparedJob) -> int:
+    from engine.verbs.batch_elsewhere import Elsewhere
+
+    with Elsewhere(args, prepared) as elsewhere:
+        if args.sample:
+            return _sample(args, prepared, elsewhere)
+        return _whole(args, prepared, lambda watcher: elsewhere.run_batch(prepared, watcher))
 
 
 def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
@@ -159,6 +189,10 @@ def _job(args: argparse.Namespace) -> BatchJob:
         separator=args.separator,
         whole_files=args.whole_files,
         start=start,
+        endpoints=tuple(args.endpoint or ()),
+        ask_twice=args.ask_twice,
+        mix_models=args.mix_models,
+        name_endpoints=args.name_endpoints,
     )
 
 
@@ -174,7 +208,13 @@ def _schema(file: str | None) -> str:
     raise EngineError(ErrorCode.INVALID_REQUEST, f"Cannot read the schema {file} ({why}): check the file.")
 
 
-def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Engine) -> int:
+class Sampled(Protocol):
+    """Who answers a sample's rows: the engine, or endpoints."""
+
+    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
+
+
+def _sample(args: argparse.Namespace, prepared: PreparedJob, engine: Sampled) -> int:
     from engine.batch_files.job_watcher import JobWatcher
 
     answers: list[tuple[Answer, str]] = []
@@ -220,7 +260,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
         try:
             ending = answer_all(watcher)
         except EngineError as error:
-            if error.code != ErrorCode.DISK_FULL:
+            if error.code not in (ErrorCode.DISK_FULL, ErrorCode.ENDPOINT_FAILED):
                 raise
             how = "(the same command with --resume continues)"
             raise EngineError(error.code, f"{error.message.removesuffix('.')} {how}.") from None
@@ -249,8 +289,26 @@ def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[
         "computing_seconds": round(ending.computing_s, 3),
         "tokens_per_s": round(ending.tokens / ending.computing_s, 2) if ending.computing_s > 0 else 0.0,
         "unkept": ending.unkept,
+        "endpoints": [_place_document(place) for place in pace.places],
         "note": ending.note,
         "errors": str(ending.errors) if ending.errors is not None else None,
+    }
+
+
+def _place_document(place: PlacePace) -> dict[str, Any]:
+    cost = None if place.cost is None else round(place.cost, 6)
+    return {
+        "name": place.name or HERE,
+        "host": place.host or None,
+        "state": place.state,
+        "why": place.why,
+        "rows": place.rows,
+        "failed": place.failed,
+        "prompt_tokens": place.prompt_tokens,
+        "generated_tokens": place.generated_tokens,
+        "tokens_per_s": round(place.tokens_per_s, 2),
+        "cost": cost,
+        "currency": place.currency,
     }
 
 
@@ -262,7 +320,15 @@ def _summary(document: dict[str, Any]) -> str:
         f"{rows} in {document['output']}{failed}; "
         f"{document['tokens_per_s']:,} tokens/s, in {_span(document['seconds'])}."
         f"{'  ' + document['note'] if document['note'] else ''}"
+        f"{''.join(map(_place_line, document['endpoints']))}"
     )
+
+
+def _place_line(place: dict[str, Any]) -> str:
+    cost = f", {place['cost']:,.4g} {place['currency']}".rstrip() if place["cost"] is not None else ""
+    tokens = place["prompt_tokens"] + place["generated_tokens"]
+    why = f"; {place['why']}" if place["why"] else ""
+    return f"\n  {place['name']}: {place['rows']:,} rows, {tokens:,} tokens{cost}{why}"
 
 
 class _Interrupts:
@@ -324,7 +390,16 @@ def pace_text(pace: Pace) -> str:
         left = f", done in {_between(pace.remaining_low_s, pace.remaining_high_s)}"
     elif pace.remaining_high_s is not None:
         left = f", done in {_span(pace.remaining_high_s)} at most"
-    return f"{pace.done:,}{total} rows{failed}{rate}{left}"
+    places = "; ".join(map(_place_text, pace.places))
+    return f"{pace.done:,}{total} rows{failed}{rate}{left}{f' ({places})' if places else ''}"
+
+
+def _place_text(place: PlacePace) -> str:
+    """A place in a few words."""
+    name = place.name or "this PC"
+    if place.state != "working":
+        return f"{name} rests"
+    return f"{name} {place.tokens_per_s:,.0f} tokens/s"
 
 
 def prediction_text(prediction: JobPrediction) -> str:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode
 from engine.verbs.output import emit
 
@@ -115,6 +116,9 @@ def _document(job: KnownJob) -> dict[str, Any]:
         "done": job.done,
         "failed": job.failed,
         "generated_tokens": job.generated_tokens,
+        "endpoints": [
+            {"name": name or HERE, "rows": rows, "generated_tokens": tokens} for name, rows, tokens in job.endpoints
+        ],
         "begun_s": job.begun_s,
         "finished_s": job.finished_s,
     }
@@ -123,4 +127,6 @@ def _document(job: KnownJob) -> dict[str, Any]:
 def _line(job: dict[str, Any]) -> str:
     begun = datetime.fromtimestamp(job["begun_s"]).strftime("%Y-%m-%d %H:%M")
     failed = f", {job['failed']:,} of them failed" if job["failed"] else ""
-    return f"{begun}  {job['state']:<8}  {job['done']:,} rows answered{failed}  {job['output']}"
+    by = ", ".join(f"{place['rows']:,} by {place['name']}" for place in job["endpoints"])
+    by = f"  ({by})" if by else ""
+    return f"{begun}  {job['state']:<8}  {job['done']:,} rows answered{failed}  {job['output']}{by}"

@@ -58,6 +58,8 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
         "engine.jobs.whole_job",
         "engine.parts.install",
         "engine.remote.client",
+        "engine.remote.job",
+        "engine.verbs.batch_elsewhere",
         "engine.hardware.probe",
         "engine.hardware.measured",
         "engine.cli",

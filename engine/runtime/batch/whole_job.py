@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
 from typing import Protocol, TypeVar
@@ -78,23 +79,34 @@ class SharedHost:
         return self._background.seconds
 
 
+class HostedModel:
+    """A loaded model that answers a job's rows, all of them or some."""
+
+    def __init__(self, host: JobHost) -> None:
+        self._host, self.loaded = host, host.loaded
+
+    @cached_property
+    def answerer(self) -> Answerer:
+        """The model, as the job's journal knows it."""
+        return Answerer(self.loaded.info.path, headers_digest(Path(self.loaded.info.path)), self.loaded.info.precision)
+
+    def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
+        """Plans for the job; who answers its rows, and how many at once at most."""
+        plan = self._host.call(lambda: plan_job(prepared, self.loaded))
+        if plan.prediction is not None and not prepared.job.is_remote:
+            watcher.on_plan(plan.prediction)
+        rows = rows_of(self._host.call(lambda: self._host.executor(plan.policy)), self.loaded)
+        return rows, plan.policy.rows
+
+
 def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> JobEnding:
     """Answers the rows of a job and writes its result.
 
     Raises:
         EngineError: the job cannot start or continue; its answers so far are kept.
     """
-    loaded = host.loaded
-    digest = headers_digest(Path(loaded.info.path))
-
-    def open_executor(watcher: JobWatcher) -> ModelRows:
-        plan = host.call(lambda: plan_job(prepared, loaded))
-        if plan.prediction is not None:
-            watcher.on_plan(plan.prediction)
-        return rows_of(host.call(lambda: host.executor(plan.policy)), loaded)
-
-    answerer = Answerer(loaded.info.path, digest, loaded.info.precision)
-    return run_job(prepared, answerer, open_executor, watcher, host.seconds)
+    model = HostedModel(host)
+    return run_job(prepared, model.answerer, lambda watcher: model.open(prepared, watcher)[0], watcher, host.seconds)
 
 
 def open_rows(
