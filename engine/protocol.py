@@ -19,6 +19,7 @@ from engine.batch_files.messages import (
     BatchPlanned,
     BatchProgress,
     BatchRows,
+    BatchSampled,
     SampleBatch,
     StartBatch,
 )
@@ -241,6 +242,7 @@ Event = (
     | BatchPlanned
     | BatchProgress
     | BatchRows
+    | BatchSampled
     | BatchFinished
     | TuningProgress
     | TuningMeasured

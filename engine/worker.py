@@ -35,6 +35,7 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
 from engine.process.remote import RemoteChats
+from engine.process.remote_jobs import RemoteJobs, needs_no_model
 from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource
@@ -65,6 +66,7 @@ from engine.tuning.messages import StartTuning
 from engine.tuning.result import DecodeRate
 
 if TYPE_CHECKING:
+    from engine.remote.job import OwnModel
     from engine.runtime.schedule.live import LiveRows
 
 WINDOW_GONE_GRACE_S = 0.5
@@ -116,6 +118,8 @@ class WorkerEngine(ChatEngine, Protocol):
     ) -> DecodeRate: ...
 
     def job_runner(self) -> JobRunner: ...
+
+    def hosted_model(self, *, beside_others: bool) -> OwnModel: ...
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
@@ -310,6 +314,7 @@ def read_commands(
     telemetry: TelemetryService,
     others: OtherPrograms | None = None,
     remote: RemoteChats | None = None,
+    remote_jobs: RemoteJobs | None = None,
 ) -> bool:
     """Handles commands until the stream ends; returns whether it ended with a `Shutdown`."""
     lines = LineReader()
@@ -336,6 +341,9 @@ def read_commands(
             elif isinstance(command, Generate) and command.remote is not None:
                 if remote is not None:
                     remote.begin(command)
+            elif isinstance(command, StartBatch | SampleBatch) and needs_no_model(command):
+                if remote_jobs is not None:
+                    remote_jobs.begin(command)
             elif isinstance(command, Request):
                 if isinstance(command, LoadModel):
                     begin_reading(command.config)
@@ -357,10 +365,11 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
     requests = RequestQueue(writer.send)
     telemetry = TelemetryService(writer.offer, writer.publish, writer.send)
     others = OtherPrograms(requests)
+    remote_jobs = RemoteJobs(requests, writer.send)
     remote = RemoteChats(requests, writer.send, telemetry.is_elsewhere)
 
     def read() -> None:
-        asked = read_commands(commands_fd, requests, writer, telemetry, others, remote)
+        asked = read_commands(commands_fd, requests, writer, telemetry, others, remote, remote_jobs)
         requests.close()
         # The engine thread may end the process sooner; if it is computing, its result is no longer wanted.
         time.sleep(SHUTDOWN_GRACE_S if asked else WINDOW_GONE_GRACE_S)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from engine.batch_files.job_watcher import PlacePace
 from engine.common.config import BatchJob
 from engine.planner.batch_prediction import JobPrediction
 
@@ -11,23 +12,40 @@ from engine.planner.batch_prediction import JobPrediction
 
 
 @dataclass(frozen=True, slots=True)
+class EndpointKey:
+    """The key of the endpoint of this name."""
+
+    name: str
+    key: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class StartBatch:
     """Answer a file of rows with the loaded model.  Ends in `BatchFinished` (even if stopped) or `Failed`.
 
-    Chats take priority; loading another model stops the job, which can be resumed.
+    Chats take priority; loading another model stops the job, which can be resumed.  A job that names endpoints is
+    answered by them; the loaded model matters only if it is one of them.
+
+    Attributes:
+        keys: of endpoints, where nothing else keeps them.
     """
 
     request_id: str
     job: BatchJob
+    keys: tuple[EndpointKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`."""
+    """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`.
+
+    A job that names endpoints is tried at those, and `BatchSampled` says what that took.
+    """
 
     request_id: str
     job: BatchJob
     rows: int
+    keys: tuple[EndpointKey, ...] = ()
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -42,6 +60,7 @@ class BatchProgress:
         remaining_low_s, remaining_high_s: seconds until the end; -1 while unknown.
         blocked: why the job is blocked, as a sentence; empty if it is not.
         under_way: rows that currently share each sweep over the weights.
+        places: where rows are answered, if not on this machine alone.
     """
 
     request_id: str
@@ -53,6 +72,20 @@ class BatchProgress:
     remaining_high_s: float
     blocked: str
     under_way: int = 0
+    places: tuple[PlacePace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSampled:
+    """What a sample at endpoints says of the whole job; see `engine.remote.job.RemoteSample`."""
+
+    request_id: str
+    rows: int
+    prompt_tokens: float
+    generated_tokens: float
+    row_s: float
+    cost: float | None
+    currency: str
 
 
 @dataclass(frozen=True, slots=True)

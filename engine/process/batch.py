@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from engine.batch_files.job_watcher import ComputingClock, JobEnding, JobWatcher, Pace, StoppedError, run_in_background
 from engine.batch_files.messages import (
@@ -27,6 +27,9 @@ from engine.protocol import Event, Failed, LoadModel, TerminalEvent, UnloadModel
 from engine.telemetry.request_log import RequestLog
 from engine.tuning.messages import StartTuning
 
+if TYPE_CHECKING:
+    from engine.remote.job import OwnModel
+
 _SETTLING_S = 0.01
 _ROWS_S = 0.25
 _MOST_ROWS = 24
@@ -40,6 +43,8 @@ class BatchEngine(Protocol):
     """What batches need of an engine."""
 
     def job_runner(self) -> JobRunner: ...
+
+    def hosted_model(self, *, beside_others: bool) -> OwnModel: ...
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None: ...
 
@@ -72,7 +77,12 @@ class BatchService:
         Raises:
             EngineError: no model is loaded.
         """
-        runner = engine.job_runner()
+        if request.job.endpoints:  # with this machine as one of them
+            from engine.process.remote_jobs import runner_at
+
+            runner = runner_at(request, engine.hosted_model(beside_others=True))
+        else:
+            runner = engine.job_runner()
         thread = threading.Thread(target=self._run, args=(runner, request), name="batch-job", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -97,49 +107,18 @@ class BatchService:
     def _run(self, runner: JobRunner, request: StartBatch) -> None:
         ending: TerminalEvent
         try:
-            ending = self._answered(runner, request)
+            ending = answered_job(request, runner, self._send, lambda: self._must_stop(request))
         except BaseException as error:  # whatever happened, end this job; the others go on
             log_failure(error, "answering")
             failure = as_engine_error(error, "answering")
             ending = Failed(request.request_id, failure.code, failure.message)
         self._requests.end(ending)
 
-    def _answered(self, runner: JobRunner, request: StartBatch) -> BatchFinished:
-        """Runs one job until it is done or stopped.
-
-        Raises:
-            EngineError: see `run_whole_job`.
-        """
-        events = _JobEvents(request.request_id, self._send)
-
-        def cancelled() -> bool:
-            if self._is_settling or self._requests.is_cancelled(request.request_id):
-                return True
-            # The job can be resumed later, so let these go first.
-            return self._requests.waits(LoadModel, UnloadModel, StartTuning, SampleBatch)
-
-        watcher = JobWatcher(events.pace, events.answer, _never, _nothing, cancelled, events.plan)
-        try:
-            # Opening a huge pdf or ten thousand files takes long.
-            prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
-            ending = runner(prepared, watcher)
-        except StoppedError:
-            return BatchFinished(request.request_id, False, 0, 0, 0, 0, 0.0, "")
-        finally:
-            events.ends()
-        pace = ending.pace
-        return BatchFinished(
-            request_id=request.request_id,
-            finished=ending.finished,
-            done=pace.done,
-            failed=pace.failed,
-            written=ending.written,
-            tokens=ending.tokens,
-            seconds=ending.computing_s,
-            note=ending.note,
-            output=str(ending.output or ""),
-            errors=str(ending.errors or ""),
-        )
+    def _must_stop(self, request: StartBatch) -> bool:
+        if self._is_settling or self._requests.is_cancelled(request.request_id):
+            return True
+        # The job can be resumed later, so let these go first.
+        return self._requests.waits(LoadModel, UnloadModel, StartTuning, SampleBatch)
 
     def sample(self, engine: BatchEngine, request: SampleBatch) -> BatchFinished:
         """Answers the first rows of a job; shares the engine with chats like a job.
@@ -148,7 +127,7 @@ class BatchService:
             EngineError: see `Engine.sample_batch`.
         """
         clock = ComputingClock()
-        events = _JobEvents(request.request_id, self._send)
+        events = JobEvents(request.request_id, self._send)
         counts = [0, 0, 0]
 
         def answered(answer: Answer, question: str) -> None:
@@ -184,7 +163,47 @@ class BatchService:
             engine.sample_batch(prepared, request.rows, watcher)
         done, failed, tokens = counts
         finished = not cancelled()
-        return BatchFinished(request.request_id, finished, done, failed, 0, tokens, clock.now(), "")
+        return finished_event(request.request_id, finished, done, failed, tokens, clock.now())
+
+
+def answered_job(
+    request: StartBatch, runner: JobRunner, send: Callable[[Event], None], cancelled: Callable[[], bool]
+) -> BatchFinished:
+    """Runs one job until it is done or stopped.
+
+    Raises:
+        EngineError: see `run_job`.
+    """
+    events = JobEvents(request.request_id, send)
+    watcher = JobWatcher(events.pace, events.answer, _never, _nothing, cancelled, events.plan)
+    try:
+        # Opening a huge pdf or ten thousand files takes long.
+        prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
+        ending = runner(prepared, watcher)
+    except StoppedError:
+        return finished_event(request.request_id, False, 0, 0, 0, 0.0)
+    finally:
+        events.ends()
+    pace = ending.pace
+    return BatchFinished(
+        request_id=request.request_id,
+        finished=ending.finished,
+        done=pace.done,
+        failed=pace.failed,
+        written=ending.written,
+        tokens=ending.tokens,
+        seconds=ending.computing_s,
+        note=ending.note,
+        output=str(ending.output or ""),
+        errors=str(ending.errors or ""),
+    )
+
+
+def finished_event(
+    request_id: str, finished: bool, done: int, failed: int, tokens: int, seconds: float
+) -> BatchFinished:
+    """The end of what writes no file."""
+    return BatchFinished(request_id, finished, done, failed, 0, tokens, seconds, "")
 
 
 def _never() -> bool:
@@ -196,7 +215,7 @@ def _nothing() -> None:
     """There is nobody to give way to."""
 
 
-class _JobEvents:
+class JobEvents:
     """Sends one job's events to the window, no more often than it can show them."""
 
     def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
@@ -218,6 +237,7 @@ class _JobEvents:
                 remaining_high_s=-1.0 if pace.remaining_high_s is None else pace.remaining_high_s,
                 blocked=blocked,
                 under_way=pace.under_way,
+                places=pace.places,
             )
         )
 

@@ -27,6 +27,7 @@ from engine.planner.batch_prediction import Bottleneck, JobPrediction, JobRows
 from engine.process.batch import BatchService
 from engine.process.requests import Request, RequestQueue, cancelled_event
 from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, LoadModel
+from engine.remote.job import OwnModel
 
 _PACE = Pace(done=2, failed=1, total=None, tokens_per_s=3.0, remaining_low_s=None, remaining_high_s=None)
 
@@ -42,6 +43,9 @@ class Engine:
 
     def job_runner(self) -> Callable[[PreparedJob, JobWatcher], JobEnding]:
         return self._run
+
+    def hosted_model(self, *, beside_others: bool) -> OwnModel:
+        raise AssertionError("no job here names this machine among endpoints")
 
     def _run(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
         watcher.on_plan(_PREDICTION)
