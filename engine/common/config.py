@@ -197,6 +197,7 @@ class BatchJob:
         ask_twice: the last rows may be asked of a second endpoint if the first one is slow, which costs tokens.
         mix_models: the job may go on with other models than those that gave its answers so far.
         name_endpoints: the result has a column that says who answered.
+        ray: address of a Ray cluster whose nodes answer the rows, as `ray.init` takes it; empty for none.
     """
 
     input: str
@@ -217,17 +218,20 @@ class BatchJob:
     ask_twice: bool = False
     mix_models: bool = False
     name_endpoints: bool = False
+    ray: str = ""
 
     @property
     def is_remote(self) -> bool:
         """Whether text of its rows leaves this program, to be answered elsewhere."""
-        return any(name != HERE for name in self.endpoints)
+        return bool(self.ray) or any(name != HERE for name in self.endpoints)
 
     def __post_init__(self) -> None:
         if self.schema and self.choices:
             raise EngineError(ErrorCode.INVALID_REQUEST, "Give either a schema or choices, not both.")
         if not 1 <= self.tries <= 100:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"tries is {self.tries}, but must be between 1 and 100.")
+        if self.ray and self.endpoints:
+            raise EngineError(ErrorCode.INVALID_REQUEST, "Give either endpoints or a Ray cluster, not both.")
         if self.attention_window < 0:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"attention_window is {self.attention_window}, but must be 0 (off) or more."

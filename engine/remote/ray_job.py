@@ -16,13 +16,12 @@ from engine.jobs.whole_job import Answerer, run_job
 from engine.remote.ray_rows import SAMPLE_ROWS, ClusterJob, RayRows
 
 
-def run_cluster_job(prepared: PreparedJob, address: str, config: EngineConfig, watcher: JobWatcher) -> JobEnding:
-    """Answers the rows of a job on the nodes of a cluster and writes its result.
+def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWatcher) -> JobEnding:
+    """Answers the rows of a job on the nodes of its cluster and writes its result.
 
     The job is the same as with this model on this machine: either can go on with what the other began.
 
     Args:
-        address: of the cluster, as `ray.init` takes it.
         config: of the engine on each node; its model is a name or a path, here and there.
 
     Raises:
@@ -32,7 +31,7 @@ def run_cluster_job(prepared: PreparedJob, address: str, config: EngineConfig, w
     sample = [(share, row) for share, row in islice(prepared.asked(), SAMPLE_ROWS) if isinstance(row, RowRequest)]
     asked = ClusterJob(models, digest, config, prepared.job, tuple(sample))
     known = Pace(0, 0, None, 0.0, None, None)
-    with closing(RayRows(address, asked)) as rows:
+    with closing(RayRows(prepared.job.ray, asked)) as rows:
 
         def cancelled() -> bool:
             watcher.on_pace(known, rows.waits)

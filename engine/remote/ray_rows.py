@@ -78,7 +78,8 @@ class RayRows:
         self.address, self._asked = address, asked
         self._open_link, self._clock = open_link, clock
         self._link: Link | None = open_link(address)
-        self._heard_s = self._worked_s = clock()
+        self._looked_s = self._worked_s = clock()
+        self._silent_s = 0.0
         self._has_heard = False
         self._lost = 0
         self._links_at_s = 0.0
@@ -148,7 +149,7 @@ class RayRows:
         """See `RowExecutor`."""
         self._on_row = on_row
         self._blocks.is_read = False
-        self._worked_s = self._heard_s = self._clock()  # nobody listened meanwhile
+        self._worked_s = self._looked_s = self._clock()
         try:
             while True:
                 if cancelled():
@@ -180,9 +181,13 @@ class RayRows:
 
     def _step(self) -> None:
         """Hears what nodes say, and hands out rows."""
-        for event in self._link.events(_WAIT_S) if self._link is not None else self._rest():
+        events = self._link.events(_WAIT_S) if self._link is not None else self._rest()
+        for event in events:
             self._heard(event, self._clock())
         now = self._clock()
+        # Only what was waited here counts: this computer may have slept.
+        self._silent_s = 0.0 if events else self._silent_s + min(_ROUND_S, now - self._looked_s)
+        self._looked_s = now
         self._keep_link(now)
         if now - self._round_s >= _ROUND_S:
             self._round_s = now
@@ -230,7 +235,6 @@ class RayRows:
     # --- nodes ------------------------------------------------------------------------------------
 
     def _heard(self, event: Message, now: float) -> None:
-        self._heard_s = now
         said = event["said"]
         if said == "nodes":
             self._lost, self._has_heard = 0, True
@@ -253,7 +257,7 @@ class RayRows:
 
     def _see(self, found: list[dict[str, Any]]) -> None:
         """The nodes that are in the cluster now."""
-        there = {each["id"]: each for each in found}
+        there = {each["id"]: each for each in found if each["cpus"] > 0}  # a head often has none, to be left alone
         for ident, each in there.items():
             if ident not in self._nodes:
                 values = (each["name"], each["host"], each["cpus"], each["gpus"], each["memory"])
@@ -326,9 +330,8 @@ class RayRows:
     def _keep_link(self, now: float) -> None:
         """Makes it anew where it was lost."""
         if self._link is None and now >= self._links_at_s:
-            self._link = self._open_link(self.address)
-            self._heard_s = now
-        elif self._link is not None and now - self._heard_s > (_SILENT_S if self._has_heard else _CONNECTS_S):
+            self._link, self._silent_s = self._open_link(self.address), 0.0
+        elif self._link is not None and self._silent_s > (_SILENT_S if self._has_heard else _CONNECTS_S):
             self._lose_link("it has been silent", now)
 
     def _lose_link(self, why: str, now: float) -> None:

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.sample:
         prepared.require_own_files()  # report obstacles before loading a model
         _go_on_as_begun(args, prepared)
-    if args.ray:
+    if job.ray:
         return _on_a_cluster(args, prepared)
     if job.endpoints:
         return _at_endpoints(args, prepared)
@@ -156,7 +156,7 @@ def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
     if args.sample:
         raise EngineError(ErrorCode.INVALID_REQUEST, "A sample is answered on this computer: leave out --ray.")
     config = engine_config(args, args.model)
-    return _whole(args, prepared, lambda watcher: run_cluster_job(prepared, args.ray, config, watcher))
+    return _whole(args, prepared, lambda watcher: run_cluster_job(prepared, config, watcher))
 
 
 def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
@@ -190,6 +190,7 @@ def _job(args: argparse.Namespace) -> BatchJob:
         whole_files=args.whole_files,
         start=start,
         endpoints=tuple(args.endpoint or ()),
+        ray=args.ray or "",
         ask_twice=args.ask_twice,
         mix_models=args.mix_models,
         name_endpoints=args.name_endpoints,

@@ -50,6 +50,34 @@ def count(text: str) -> int:
     return int(text)
 
 
+def amount(text: str) -> float:
+    """A number above 0, such as a price."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def two_prices(text: str) -> tuple[float, float]:
+    """Prices of a million tokens read, and written."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} are not two prices; write, for example, 0.10,0.40")
+    return amount(parts[0]), amount(parts[1])
+
+
+def time_span(text: str) -> float:
+    """Seconds of a time such as `90m`, `12h` or `3d`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text, re.ASCII)
+    seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match else 0.0
+    if not 0 < seconds < 1e10:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write, for example, 90m, 12h or 3d")
+    return seconds
+
+
 def seed(text: str) -> int:
     """A random seed: an integer from 0 to 2^63 - 1."""
     if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):

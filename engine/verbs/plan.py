@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO, LADDER, STORED
-from engine.verbs.options import add_kv_precision, parse_size, positive_int
+from engine.verbs.options import add_kv_precision, amount, parse_size, positive_int, time_span, two_prices
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
     from engine.checkpoint.model_shape import ModelShape
+    from engine.planner.beyond_one_pc import BeyondOnePc
     from engine.planner.plan import Limits, Plan
     from engine.planner.plan_parts import Speed, TierBytes
     from engine.planner.workload import Workload
@@ -222,6 +223,14 @@ def add_parser(subparsers: Any) -> None:
         help="starter, a library name, a folder, a profile in resources/models, or a hub id such as Qwen/Qwen3-30B-A3B",
     )
     add_plan_options(parser)
+    job = parser.add_argument_group("whether one PC is the place for a job")
+    job.add_argument("--rows", type=positive_int, metavar="N", help="rows of the job (the workload is then batch)")
+    job.add_argument("--deadline", type=time_span, metavar="T", help="when it has to be done, such as 90m, 12h or 3d")
+    job.add_argument("--watts", type=amount, metavar="W", help="of this PC at work, at the socket")
+    job.add_argument("--per-kwh", type=amount, metavar="P", help="price of electricity")
+    job.add_argument("--endpoint-price", type=two_prices, metavar="R,W", help="of a million tokens read, and written")
+    job.add_argument("--endpoint-speed", type=amount, metavar="T", help="tokens/s that it was measured to write")
+    job.add_argument("--currency", default="", metavar="C", help="of the prices, such as EUR")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run)
 
@@ -230,7 +239,27 @@ def run(args: argparse.Namespace) -> int:
     """Plans and prints; see `add_parser`."""
     from engine.checkpoint.find_shape import find_shape
 
+    prices = (args.deadline, args.watts, args.per_kwh, args.endpoint_price, args.endpoint_speed)
+    if args.rows is None and any(price is not None for price in prices):
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, "A deadline and prices belong to a job: say how long it is, --rows."
+        )
+    if args.rows is not None and args.workload == "chat":
+        args.workload = "batch"
     workload = workload_of(args)
     plan = plan_of(args, find_shape(args.model), workload)
-    emit(plan_document(plan), as_json=args.json, human=lambda: plan_text(plan))
+    told = _beyond(args, plan) if args.rows is not None else None
+    document = plan_document(plan) | ({"beyond_one_pc": asdict(told)} if told is not None else {})
+    words = f"\n\n{told.sentence}" if told is not None else ""
+    emit(document, as_json=args.json, human=lambda: plan_text(plan) + words)
     return 0
+
+
+def _beyond(args: argparse.Namespace, plan: Plan) -> BeyondOnePc:
+    from engine.planner.beyond_one_pc import JobNeeds, Prices, beyond_one_pc
+
+    work = plan.workload
+    read, written = args.endpoint_price or (None, None)
+    needs = JobNeeds(args.rows, work.prompt_tokens, work.generated_tokens, args.deadline)
+    prices = Prices(args.watts, args.per_kwh, read, written, args.endpoint_speed, args.currency)
+    return beyond_one_pc(needs, plan.speed.tokens_per_s, prices)

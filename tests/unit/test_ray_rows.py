@@ -203,7 +203,7 @@ def run_job(
     monkeypatch.setattr(
         ray_job, "RayRows", lambda address, asked: RayRows(address, asked, cluster.open, lambda: _passing(cluster))
     )
-    job = BatchJob(str(folder / "in.jsonl"), str(folder / "out.jsonl"), start="resume")
+    job = BatchJob(str(folder / "in.jsonl"), str(folder / "out.jsonl"), start="resume", ray="auto")
     done, paces = 0, list[Pace]()
 
     def on_answer(*_: object) -> None:
@@ -211,7 +211,7 @@ def run_job(
         done += 1
 
     watcher = JobWatcher(lambda pace, _why: paces.append(pace), on_answer, never, lambda: None, lambda: stop(done))
-    return ray_job.run_cluster_job(prepare(job), "auto", EngineConfig("m"), watcher)
+    return ray_job.run_cluster_job(prepare(job), EngineConfig("m"), watcher)
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""`python -m tests.ray_nodes_process`: a Ray cluster on the loopback, for `tests.loopback_ray`.
+
+Commands on stdin: `add CPUS MEMORY`; each is answered by a JSON line with the node's id and its raylet's process.
+When they end, the cluster does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from ray._private.ray_constants import PROCESS_TYPE_RAYLET
+from ray.cluster_utils import Cluster
+
+_HERE = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
+_LOOKS = 600
+
+
+def main() -> None:
+    said, sys.stdout = sys.stdout, sys.stderr
+
+    def say(**about: Any) -> None:
+        print(json.dumps(about), file=said, flush=True)
+
+    # The head has no processors: no engine is started there.
+    cluster = Cluster(True, False, head_node_args={**_HERE, "num_cpus": 0, "memory": 10**9, "include_dashboard": False})
+    say(address=cluster.address)
+    for line in sys.stdin:
+        _add, cpus, memory = line.split()
+        node = cluster.add_node(wait=False, **_HERE, num_cpus=int(cpus), memory=int(memory))
+        for _ in range(_LOOKS):  # Ray's own wait counts the time in which all of this is stopped
+            if any(each["NodeID"] == node.node_id and each["Alive"] for each in cluster.global_state.node_table()):
+                break
+            time.sleep(0.1)
+        (raylet,) = node.all_processes[PROCESS_TYPE_RAYLET]
+        say(node=node.node_id, raylet=raylet.process.pid)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
