@@ -44,7 +44,7 @@ from tests.hub_server import HubServer
 UV = shutil.which("uv", path=sysconfig.get_path("scripts")) or shutil.which("uv")
 OLD, NEW = "0.2.0", "0.3.0"
 KEY = Ed25519PrivateKey.generate()
-_WINDOW_TEST = (
+WINDOW_TEST = (
     f"import os, json; print(json.dumps({{'problem': os.environ.get('WINDOW_PROBLEM', ''), 'version': '{NEW}'}}))\n"
 )
 
@@ -233,7 +233,7 @@ class Updating(Fresh):
         make_lock(made / "switchyard-update", self.wheels, self.address)
         (made / "app").mkdir()
         (made / "app" / "__init__.py").write_text("")
-        (made / "app" / "self_test.py").write_text(_WINDOW_TEST)
+        (made / "app" / "self_test.py").write_text(WINDOW_TEST)
         file = self.folder / f"window-{NEW}.zip"
         with zipfile.ZipFile(file, "w") as packed:
             for path in sorted(made.rglob("*")):

@@ -55,6 +55,12 @@ class Probe:
     pinned_limit_bytes: int | None = None
 
     @property
+    def lacks_avx2(self) -> bool:
+        """Whether the processor is known to be too old for the fast kernels: it runs portable ones."""
+        is_x86 = self.architecture.lower() in ("x86_64", "amd64")
+        return is_x86 and bool(self.instructions) and "avx2" not in self.instructions
+
+    @property
     def compute_gpu(self) -> GpuInfo | None:
         """The card to run models on: the first discrete one."""
         return next((gpu for gpu in self.gpus if not gpu.is_integrated), None)

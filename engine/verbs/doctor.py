@@ -140,6 +140,9 @@ def kernel_findings(hardware: Probe) -> list[Finding]:
     threads = max(1, min(hardware.physical_cores or 1, hardware.usable_cpus))
     on = f"{threads} threads" if threads > 1 else "1 thread"
     detail = f"{_CALLED.get(isa, isa)}, on {on}; tested on this CPU.{_measured(faster)}"
+    if isa == "PORTABLE" and hardware.lacks_avx2:
+        slow = f"{detail} This processor has no AVX2: everything works, but answers take several times as long."
+        return [Finding(_NAME, Status.ADVICE, slow, "Choose small models, or use a computer of 2014 or newer.")]
     return [Finding(_NAME, Status.OK, detail)]
 
 

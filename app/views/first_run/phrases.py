@@ -41,6 +41,9 @@ def meaning_words(look: MachineLook) -> str:
         "Models of up to about {0} run from memory; parts of larger ones are read from the disk as they answer, which "
         "takes longer.",
     ).format(memory(room))
+    if probe.lacks_avx2:
+        old = translate("FirstRun", "This processor has no AVX2: everything works, but takes several times as long.")
+        fits = f"{fits} {old}"
     if gpu is not None and look.device:
         return translate("FirstRun", "Graphics card and processor share the work.") + " " + fits
     if gpu is not None:
