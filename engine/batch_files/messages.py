@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.batch_files.job_watcher import PlacePace
-from engine.common.config import BatchJob
+from engine.common.config import BatchJob, EngineConfig
 from engine.planner.batch_prediction import JobPrediction
 
 # --- commands -------------------------------------------------------------------------------------
@@ -28,18 +28,21 @@ class StartBatch:
 
     Attributes:
         keys: of endpoints, where nothing else keeps them.
+        config: of the engine on each node, if a Ray cluster answers.
     """
 
     request_id: str
     job: BatchJob
     keys: tuple[EndpointKey, ...] = ()
+    config: EngineConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
     """Answer the first `rows` rows of a job and save nothing.  Each comes as a `BatchRows`; ends in `BatchFinished`.
 
-    A job that names endpoints is tried at those, and `BatchSampled` says what that took.
+    A job that names endpoints is tried at those, and `BatchSampled` says what that took.  That of a Ray cluster is
+    tried with the loaded model: it is the same one.
     """
 
     request_id: str

@@ -12,6 +12,7 @@ from engine.batch_files.messages import BatchFinished, BatchSampled, SampleBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer
 from engine.common.config import HERE
+from engine.common.errors import EngineError, ErrorCode
 from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 def needs_no_model(request: StartBatch | SampleBatch) -> bool:
     """Whether only others answer; a sample of endpoints and this machine is of the endpoints alone."""
     job = request.job
+    if job.ray:
+        return isinstance(request, StartBatch)
     return job.is_remote and (isinstance(request, SampleBatch) or HERE not in job.endpoints)
 
 
@@ -107,14 +110,26 @@ class RemoteJobs:
 
 
 def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:
-    """Runs the request's job at its endpoints, `own` among them if this machine is one."""
+    """Runs the request's job at its endpoints, `own` among them if this machine is one, or on its cluster."""
 
     def run(prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        if prepared.job.ray:
+            return _on_a_cluster(prepared, request, watcher)
         from engine.remote.job import run_remote_job
 
         return run_remote_job(prepared, watcher, own, _make_client(request))
 
     return run
+
+
+def _on_a_cluster(prepared: PreparedJob, request: StartBatch, watcher: JobWatcher) -> JobEnding:
+    from engine.remote.ray_job import run_cluster_job
+
+    if request.config is None:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, "The cluster was not told which model to run: load it here, and start the job."
+        )
+    return run_cluster_job(prepared, request.config, watcher)
 
 
 def _make_client(request: StartBatch | SampleBatch) -> Callable[[Endpoint], Client]:

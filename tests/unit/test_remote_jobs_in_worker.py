@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,16 @@ from engine.batch_files.messages import (
     SampleBatch,
     StartBatch,
 )
-from engine.common.config import HERE, BatchJob
+from engine.common.config import HERE, BatchJob, EngineConfig
 from engine.common.errors import ErrorCode
 from engine.process.remote_jobs import RemoteJobs, needs_no_model
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Failed, decode, encode
 from engine.remote import spread
 from engine.remote.endpoint import Endpoint, save_endpoint
+from engine.remote.ray_rows import RayRows
 from tests.bad_endpoint import Asked, BadEndpoint
+from tests.made_up_ray import MadeUpRay
 
 SECRET = "sk-very-secret-1234567890"
 
@@ -135,3 +138,25 @@ def test_only_jobs_for_others_alone_need_no_model(endpoints: tuple[str, ...], is
     job = BatchJob("in.csv", "out.csv", endpoints=endpoints)
     request = SampleBatch("r", job, 3) if is_sample else StartBatch("r", job)
     assert needs_no_model(request) is expected
+
+
+def test_a_job_of_a_cluster_needs_no_model_here_and_runs_there(
+    tmp_path: Path, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = MadeUpRay(["a", "b"])
+    monkeypatch.setattr(
+        "engine.remote.ray_job.RayRows", lambda address, asked: RayRows(address, asked, cluster.open, cluster.clock)
+    )
+    job = replace(a_job(tmp_path), ray="10.0.0.5:6379")
+    assert not needs_no_model(SampleBatch("s", job, 3))
+    assert needs_no_model(StartBatch("q", job))
+    process.jobs.begin(StartBatch("q", job))
+    assert "load it here" in process.wait_for(Failed).message
+    request = StartBatch("r", job, config=EngineConfig("m", precision="bf16"))
+    assert decode(encode(request).rstrip(b"\n")) == request
+    process.jobs.begin(request)
+    ending = process.wait_for(BatchFinished)
+    assert (ending.finished, ending.done, ending.failed) == (True, 12, 0)
+    places = [event.places for event in process.events if isinstance(event, BatchProgress)][-1]
+    assert [(place.name, place.host) for place in places] == [("a", "a"), ("b", "b")]
+    assert cluster.closed
