@@ -154,10 +154,10 @@ class RayNode:
     def _answer_rows(self, model: ModelRows) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._rows or self._is_closing)
+        self._is_dry = False  # before the rows are read: that waits for the end of a sweep, which must go on
         model.run(self._waiting_rows(), self._answered, self._has_more, lambda: self._is_closing)
 
     def _waiting_rows(self) -> Iterator[RowRequest]:
-        self._is_dry = False
         while True:
             with self._changed:
                 if not self._rows:

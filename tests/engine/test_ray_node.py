@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,24 @@ def test_rows_that_others_have_answered_are_left_out(model: Path) -> None:
     node.give([[ticket, asked(ticket)] for ticket in range(9)])
     node.drop([0, 3, 8])
     assert [row.row for row in node._waiting_rows()] == [1, 2, 4, 5, 6, 7]
+
+
+def test_rows_that_come_in_the_middle_of_a_sweep_do_not_stop_it() -> None:
+    """A run reads rows when a sweep has ended, and was told to give way until it had read them."""
+    node, asked_to_yield = RayNode(), list[bool]()
+
+    class InTheMiddle:
+        def run(self, rows: Iterator[RowRequest], _on_row: Any, should_yield: Callable[[], bool], _stop: Any) -> None:
+            asked_to_yield.append(should_yield())
+            assert next(rows, None) is not None
+            assert next(rows, None) is None
+            node.give([[9, asked(9)]])
+            asked_to_yield.append(should_yield())
+
+    node.give([[1, asked(1)]])
+    for _ in range(2):
+        node._answer_rows(InTheMiddle())  # type: ignore[arg-type]
+    assert asked_to_yield == [False, True, False, True]
 
 
 def test_a_node_with_other_files_or_another_version_says_so(model: Path, tmp_path: Path) -> None:
