@@ -29,7 +29,6 @@ from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.mirror import begin_with_proxy
-from engine.common.consoles import fill_streams
 from engine.common.files import make_private
 from engine.common.installed import version
 from engine.common.paths import data_dir, log_dir, own_dirs
@@ -54,7 +53,6 @@ def main(argv: list[str] | None = None) -> int:
     A second start on one data folder raises the first window, which opens the files, and returns 0.
     """
     reached("process and imports")
-    fill_streams()
     make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
@@ -313,7 +311,3 @@ def _claim_data_folder(files: Sequence[str] = ()) -> SingleInstance | int:
             return instance
         dialogs.carry_out_change(change)
         instance.release()  # claim the folder that is now in use instead
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -160,7 +160,7 @@ def _open_window(files: list[str]) -> int:
             command, variables = engine_module("engine.cli")
             return go_on_as([*command, "chat"], variables)
         return _run(["chat"])
-    command, variables = python_module("app.main")
+    command, variables = python_module("app")
     return go_on_as([*command, *files], variables)
 
 

@@ -105,7 +105,7 @@ def start() -> int:
     environment.get_starter_model()
     if has_display:
         print("Opening the window.", flush=True)
-        return subprocess.call([environment.python, "-m", "app.main"], cwd=CHECKOUT, env=environment.variables)
+        return subprocess.call([environment.python, "-m", "app"], cwd=CHECKOUT, env=environment.variables)
     print("No display (neither DISPLAY nor WAYLAND_DISPLAY is set); chatting in the terminal.", flush=True)
     return subprocess.call([environment.python, "-m", "engine.cli", "chat"], cwd=CHECKOUT, env=environment.variables)
 

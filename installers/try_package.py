@@ -86,7 +86,9 @@ def main(arguments: list[str]) -> int:
         for pattern, attempt in (("*.run", try_run), ("*.deb", try_deb), ("*-Setup.exe", try_setup)):
             for package in sorted(dist.glob(pattern)):
                 if fits(package):
-                    (over,) = (each for each in newer.glob(pattern) if fits(each))
+                    over = next((each for each in sorted(newer.glob(pattern)) if fits(each)), None)
+                    if over is None:
+                        raise StepError(f"{newer} has no package to install over {package.name}")
                     attempt(package, over, said.root)
                     tried += 1
     except StepError as failure:

@@ -62,3 +62,13 @@ def imports(file: Path) -> set[str]:
             return {entry.dll.decode("ascii").lower() for entry in getattr(binary, "DIRECTORY_ENTRY_IMPORT", ())}
     except pefile.PEFormatError:
         return set()
+
+
+def exports(file: Path) -> set[str]:
+    """Names of the functions that a library offers."""
+    import pefile
+
+    with pefile.PE(str(file), fast_load=True) as binary:
+        binary.parse_data_directories(directories=[pefile.DIRECTORY_ENTRY["IMAGE_DIRECTORY_ENTRY_EXPORT"]])
+        table = getattr(binary, "DIRECTORY_ENTRY_EXPORT", None)
+        return {symbol.name.decode("ascii") for symbol in table.symbols if symbol.name} if table else set()

@@ -112,7 +112,14 @@ def build_run(bundle: Bundle, target: Path, glibc: str, level: int) -> Path:
         tree.mkdir()
         shutil.copytree(bundle.root, tree / "program", symlinks=True, copy_function=os.link)
         _program(FILES / "install.sh", tree / "install.sh")
-        _fill_in(tree / "install.sh", VERSION=bundle.project.version, MACHINE=machine, GLIBC=glibc)
+        libraries = " ".join(f"{file}:{package}" for file, package in WINDOW_LIBRARIES.items())
+        _fill_in(
+            tree / "install.sh",
+            VERSION=bundle.project.version,
+            MACHINE=machine,
+            GLIBC=glibc,
+            LIBRARIES=libraries,
+        )
         options = [
             "--quiet",
             "--xz",

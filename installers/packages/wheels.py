@@ -49,7 +49,7 @@ def distributions(project: Project) -> tuple[Distribution, ...]:
             (),
             (f"switchyard-app{same}", f"switchyard-engine{same}", f"switchyard-kernels{same}"),
             scripts=(("switchyard", "engine.cli:main"),),
-            windows=(("switchyard-window", "app.main:main"),),
+            windows=(("switchyard-window", "app.__main__:main"),),
         ),
         Distribution(
             "switchyard-app",

@@ -33,7 +33,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 def _environment(**more: str) -> dict[str, str]:
-    _, variables = python_module("app.main")
+    _, variables = python_module("app")
     return {**os.environ, **variables, **more}
 
 
@@ -43,7 +43,7 @@ def start(switchyard_home: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
     def run(**variables: str) -> subprocess.Popen[bytes]:
-        command, _ = python_module("app.main")
+        command, _ = python_module("app")
         process = subprocess.Popen(command, env=_environment(**variables), stderr=subprocess.PIPE)
         started.append(process)
         return process

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import app.__main__
 from app.startup_report import QUIT_VARIABLE, REPORT_VARIABLE
 from engine.common import consoles
 from engine.common.paths import python_module
@@ -64,3 +66,27 @@ def test_a_sentence_is_told_where_somebody_reads_it(capsys: pytest.CaptureFixtur
     assert consoles.has_console()
     consoles.tell("That is so.")
     assert capsys.readouterr().err == "That is so.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError("libxcb-cursor.so.0: cannot open shared object file: No such file"), "without libxcb-cursor.so.0:"),
+        (ImportError("libEGL.so.1: cannot open shared object file: No such file"), "without libEGL.so.1:"),
+        (ModuleNotFoundError("No module named 'PySide6'", name="PySide6"), "without PySide6:"),
+    ],
+)
+def test_what_the_window_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, named: str
+) -> None:
+    def lacking(name: str) -> None:
+        raise error
+
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setenv("QT_QPA_PLATFORM", "xcb")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(ctypes, "CDLL", lacking)
+    assert app.__main__.main([]) == 2
+    said = capsys.readouterr().err
+    assert named in said
+    assert said.count("\n") == 1

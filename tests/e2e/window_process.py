@@ -1,4 +1,4 @@
-"""The real window as its own process: `python -m app.main`, driven by keys and clicks, watched from outside.
+"""The real window as its own process: `python -m app`, driven by keys and clicks, watched from outside.
 
 What it shows is seen over the accessibility bus, what it keeps in its chat database, what runs in the process table.
 """
@@ -172,7 +172,7 @@ def real_window(
         accessible = stack.enter_context(AccessibleWindow(screen.bus_address))
         errors = stack.enter_context(log.open("wb"))
         process = subprocess.Popen(
-            [sys.executable, "-m", "app.main"], cwd=CHECKOUT, env=variables, stdin=subprocess.DEVNULL, stderr=errors
+            [sys.executable, "-m", "app"], cwd=CHECKOUT, env=variables, stdin=subprocess.DEVNULL, stderr=errors
         )
         window = RealWindow(screen, accessible, home, process)
         try:

@@ -154,7 +154,7 @@ def test_without_a_verb_the_window_takes_the_place_of_the_command(monkeypatch: p
     assert cli.main([]) == 0
     (command,) = started
     assert command[0] == sys.executable
-    assert command[-2:] == ["-m", "app.main"]
+    assert command[-2:] == ["-m", "app"]
     assert str(CHECKOUT) in os.environ["PYTHONPATH"]
 
 

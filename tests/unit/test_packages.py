@@ -152,6 +152,7 @@ def test_templates_have_only_marks_that_are_filled_in(name: str) -> None:
         "GLIBC",
         "EXEC",
         "DATE",
+        "LIBRARIES",
     }
     assert set(re.findall(r"@([A-Z]+)@", (FILES / name).read_text(encoding="utf-8"))) <= known
 

@@ -66,6 +66,20 @@ cp "$program/current/desktop/switchyard-mime.xml" "$data/mime/packages/switchyar
 for update in "update-desktop-database $data/applications" "update-mime-database $data/mime"; do
     command -v "${update%% *}" >/dev/null && "${update%% *}" "${update#* }" >/dev/null 2>&1 || true
 done
+# Of the system, whose package manager brings them: a .run cannot.
+missing=$("$program/current/python/bin/python3" -I -c '
+import ctypes, sys
+files, packages = [], []
+for file, _, package in (pair.partition(":") for pair in sys.argv[1:]):
+    try:
+        ctypes.CDLL(file)
+    except OSError:
+        files.append(file), packages.append(package)
+if files:
+    print(f"The window needs libraries that this system lacks: {chr(44).join(files)}")
+    print(f"On Debian and Ubuntu: sudo apt install {chr(32).join(packages)}")
+' @LIBRARIES@) || true
 printf '%s\n' "Switchyard $version is installed: it is among your programs, and the command is $bin/switchyard." \
     "To remove it: $bin/switchyard-uninstall"
 case ":$PATH:" in *":$bin:"*) ;; *) printf '%s\n' "($bin is not on your PATH; a new login may change that.)" ;; esac
+[ -z "$missing" ] || printf '%s\n' "$missing" >&2
