@@ -258,8 +258,10 @@ def _install_uv(platform: Platform, folder: Path, uv: Path) -> None:
 
 
 def _slim(window: Path) -> None:
-    """Removes what our window does not use of its two biggest libraries."""
+    """Removes what our window does not use of its biggest libraries."""
     _slim_qt(window / "PySide6")
+    for tests in [each for each in (window / "numpy").rglob("tests") if each.is_dir()]:
+        shutil.rmtree(tests)
     arrow = window / "pyarrow"
     for needless in ("tests", "include", "src"):
         shutil.rmtree(arrow / needless, ignore_errors=True)

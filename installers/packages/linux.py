@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import os
 import shutil
 import stat
@@ -83,6 +84,7 @@ def build_deb(bundle: Bundle, target: Path, glibc: str, level: int) -> Path:
         document = share / "doc" / "switchyard"
         document.mkdir(parents=True)
         shutil.copy2(FILES / "copyright", document / "copyright")
+        (document / "changelog.gz").write_bytes(gzip.compress(_changelog(bundle).encode(), mtime=0))
         control = tree / "DEBIAN"
         control.mkdir()
         (control / "control").write_text(_control(bundle, architecture, glibc), encoding="utf-8")
@@ -191,9 +193,18 @@ def _control(bundle: Bundle, architecture: str, glibc: str) -> str:
         f"Maintainer: The Switchyard developers <developers@switchyard.invalid>\nSection: science\nPriority: optional\n"
         f"Installed-Size: {bundle.nbytes // 1024}\nDepends: libc6 (>= {glibc}), {libraries}\n"
         f"Recommends: ca-certificates\n"
-        f"Description: {bundle.project.description.partition(',')[0]}\n"
-        " A window to chat with language models that are bigger than the graphics card, to push files through\n"
-        " them, and to watch what graphics card, processor and disk are doing.\n"
+        "Description: chat with language models that are bigger than the graphics card\n"
+        " Runs Mixture-of-Experts models on an ordinary PC: a window to chat with them,\n"
+        " to push files through them, and to watch what graphics card, processor and\n"
+        " disk are doing, and why.\n"
+    )
+
+
+def _changelog(bundle: Bundle) -> str:
+    now = datetime.datetime.now(datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S +0000")
+    return (
+        f"switchyard ({bundle.project.version}) unstable; urgency=medium\n\n  * See CHANGELOG.md of this version.\n\n"
+        f" -- The Switchyard developers <developers@switchyard.invalid>  {now}\n"
     )
 
 

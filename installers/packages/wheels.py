@@ -1,7 +1,7 @@
 """The wheels: `switchyard` with the command, and what it consists of: `-app`, `-engine` and `-kernels`.
 
 The import names are `app` and `engine`, which other programs may use too: install them into an environment of their
-own, as `uv tool install switchyard` and `pipx install switchyard` do.
+own, as `uv tool install` and `pipx install` do. Name the file, not `switchyard`: on PyPI that is another project.
 """
 
 from __future__ import annotations

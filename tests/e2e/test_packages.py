@@ -171,7 +171,8 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
         variables |= {"UV_CONSTRAINT": str(constraint), "PIP_CONSTRAINT": str(constraint)}
     user = try_package.User(variables)
     install = [program, "tool", "install"] if installer == "uv" else [program, "install", "--python", sys.executable]
-    user.step("install", [*install, "switchyard"])
+    (wheel,) = made.older.glob("switchyard-*-py3-none-any.whl")  # by its path: the name is another project's on PyPI
+    user.step("install", [*install, wheel])
     command = tools / "bin" / "switchyard"
     try_package.use([command], user, made.version)
     try_package.ask(command, None, user)
