@@ -142,9 +142,8 @@ def _was_interrupted(error: BaseException) -> bool:
 
 
 def _without_engine(error: BaseException) -> EngineError | None:
-    """What to say where an installed package has not fetched PyTorch yet; None if that is not it."""
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is None or missing.partition(".")[0] not in ("torch", "transformers"):
+    """What to say where a module lies in the engine's part, which is not there yet; None if that is not it."""
+    if not isinstance(error, ModuleNotFoundError):
         return None
     try:
         engine_module("engine.cli")

@@ -94,15 +94,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 
 def offer_processors(lock: Path, near: Path) -> bool:
-    """Adds PyTorch's build for processors to the list, if this machine's indices have it and the list does not."""
+    """Fetches PyTorch's build for processors from this machine's indices, and adds it to a list that lacks it.
+
+    Returns:
+        Whether it can be had.
+    """
     document = json.loads(lock.read_text(encoding="utf-8"))
     here, python = f"linux-{platform.machine()}", f"{sys.version_info.major}.{sys.version_info.minor}"
     lists = {each["build"]: each for each in document["lists"] if (each["platform"], each["python"]) == (here, python)}
-    if "cpu" in lists:
-        return True
     wanted = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", near, f"torch=={document['torch']}+cpu"]
     if subprocess.run([sys.executable, "-m", "pip", "download", *wanted], check=False).returncode != 0:
         return False
+    if "cpu" in lists:
+        return True
     (wheel,) = near.glob("torch-*.whl")
     document["wheels"][wheel.name] = {
         "name": "torch",
