@@ -23,8 +23,10 @@ from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.copy_pace import CopyPace
 from engine.experts.dispatcher import HybridExperts
+from engine.experts.misses import MIXED
 from engine.experts.record import RecordLayout
 from engine.experts.recording import record_uses
+from engine.experts.token_choice import TokenChoice
 from engine.experts.vram_cache import VramCache
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
 from engine.kernels.cuda.launcher import SharingLauncher
@@ -104,6 +106,7 @@ class CardTokens:
     Attributes:
         is_open: whether a token is under way.
         pace: of copies.
+        choice: which tokens are the device's own; `None`: all.
         observer: is told of each token.
         slots_known: the same object as long as captured kernels find the slots.
         can_run_more: whether tokens can still be run.
@@ -155,6 +158,7 @@ class CardTokens:
         latency = layers[0].latency
         hit_s = latency.hits_s([1, 1]) - latency.hits_s([1])
         self.pace = CopyPace(max(latency.cpu_s(1) - hit_s, 0.0), latency.cpu_s(1))
+        self.choice = choice_for(layers, per_token) if any(layer.mode == MIXED for layer in layers) else None
 
     @staticmethod
     def can_run(layers: Sequence[HybridExperts], per_token: int, card: SharingLauncher | None = None) -> bool:
@@ -195,6 +199,20 @@ class CardTokens:
         begun_s = clock.now()
         self._post_fetch(missed)
         self._copying_s = clock.now() - begun_s  # what these copies cost comes with the next token
+
+    @property
+    def takes_next(self) -> bool:
+        """Whether the next token had better be one of these than the dispatcher's."""
+        return self.choice is None or self.choice.by_itself
+
+    @contextmanager
+    def dispatched(self) -> Iterator[None]:
+        """Within, the dispatcher computes a token: what it takes is compared with what one of these takes."""
+        caches = [of_tokens.cache.counters for of_tokens in self._caches.values()]
+        begun_s, missed = clock.now(), sum(counters.misses for counters in caches)
+        yield
+        if self.choice is not None:
+            self.choice.observe(clock.now() - begun_s, sum(counters.misses for counters in caches) - missed)
 
     @contextmanager
     def trial(self) -> Iterator[None]:
@@ -335,6 +353,8 @@ class CardTokens:
         misses = int(missed.sum())
         self._hits = missed.size - misses
         self.pace.observe(token_s, misses, self._started)
+        if self.choice is not None:
+            self.choice.observe(token_s, misses)
         return [mine[absent] for mine, absent in zip(experts, missed, strict=True)]
 
     def _post_fetch(self, missed: Sequence[NDArray[np.int64]]) -> None:
@@ -355,6 +375,13 @@ class CardTokens:
                 held.release()
         self.pace.started(started)
         self._started = started
+
+
+def choice_for(layers: Sequence[HybridExperts], per_token: int) -> TokenChoice:
+    """Between tokens of a device's own and the dispatcher's; as many experts miss at first as have no slots."""
+    caches = {id(layer.cache): layer.cache for layer in layers}.values()
+    slots, experts = sum(cache.slots for cache in caches), sum(layer.source.num_experts for layer in layers)
+    return TokenChoice(layers[0].latency, len(layers), per_token, max(0.0, 1 - slots / experts))
 
 
 def _card_kernel(layer: HybridExperts) -> CardExperts | None:

@@ -31,13 +31,31 @@ def costs_of_step(
     launched = replace(costs, launches=steps.launches, steps=None)
     if rows > 1 or not steps.graph_operator_s:
         return launched
-    graphed = replace(launched, efficiency=replace(costs.efficiency, operator_s=steps.graph_operator_s))
     if has_all:
-        return graphed
-    if steps.exchange is None or disk_share or not prefers_cpu(launched, misses):
+        return replace(launched, efficiency=replace(costs.efficiency, operator_s=steps.graph_operator_s))
+    if disk_share or not prefers_cpu(launched, misses):
         return launched
+    return _asking(costs) or launched
+
+
+def ways_of_step(costs: Costs, misses: str, *, rows: float = 1, disk_share: float = 0.0) -> list[Costs]:
+    """The same of all ways that the engine chooses from while it runs, by what a whole token takes."""
+    first = costs_of_step(costs, misses, rows=rows, disk_share=disk_share)
+    steps = costs.steps
+    if misses != "mixed" or rows > 1 or disk_share or steps is None or not steps.graph_operator_s:
+        return [first]
+    asking = _asking(costs)
+    return [replace(costs, launches=steps.launches, steps=None), *([asking] if asking is not None else [])]
+
+
+def _asking(costs: Costs) -> Costs | None:
+    """Costs of a step that is one graph and asks by flags for what it misses; `None` if the card has none."""
+    steps = costs.steps
+    if steps is None or steps.exchange is None:
+        return None
     more = replace(steps.launches, token=steps.launches.token + steps.exchange_token)
-    return replace(graphed, launches=more, dispatch=steps.exchange)
+    efficiency = replace(costs.efficiency, operator_s=steps.graph_operator_s)
+    return replace(costs, launches=more, steps=None, efficiency=efficiency, dispatch=steps.exchange)
 
 
 def prefers_cpu(costs: Costs, misses: str) -> bool:

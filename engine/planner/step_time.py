@@ -13,7 +13,7 @@ from functools import cached_property
 from math import comb
 
 from engine.planner.costs import Costs
-from engine.planner.decode_steps import costs_of_step, prefers_cpu
+from engine.planner.decode_steps import costs_of_step, prefers_cpu, ways_of_step
 
 TOKEN_LAYER_S = 40e-6
 """A layer's part of what a token takes on an emulated card that computes it by itself, beside the computing: flags, and
@@ -65,8 +65,8 @@ class StepTime:
         if not 0 <= miss_ratio <= 1:
             raise ValueError(f"a miss ratio is between 0 and 1, not {miss_ratio}")
         if self.on_card and self.costs.steps is not None:
-            as_run = self._with_all if whole_layers == self.costs.model.moe_layers else self._with_misses
-            return as_run.seconds(miss_ratio, whole_layers=whole_layers)
+            as_run = [self._with_all] if whole_layers == self.costs.model.moe_layers else self._with_misses
+            return min(way.seconds(miss_ratio, whole_layers=whole_layers) for way in as_run)
         layer_s = sum(share * time for share, time in zip(self._draw(miss_ratio), self._layers_s, strict=True))
         rest = self.costs.model.moe_layers - whole_layers
         whole_s = whole_layers * self.whole_layer_s if whole_layers else 0.0
@@ -78,8 +78,9 @@ class StepTime:
         return replace(self, costs=costs_of_step(self.costs, self.way, rows=self.rows, has_all=True))
 
     @cached_property
-    def _with_misses(self) -> StepTime:
-        return replace(self, costs=costs_of_step(self.costs, self.way, rows=self.rows, disk_share=self.disk_share))
+    def _with_misses(self) -> list[StepTime]:
+        ways = ways_of_step(self.costs, self.way, rows=self.rows, disk_share=self.disk_share)
+        return [replace(self, costs=costs) for costs in ways]
 
     @cached_property
     def without_experts_s(self) -> float:

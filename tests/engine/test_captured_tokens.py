@@ -12,6 +12,8 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.card_tokens import CardTokens
+from engine.experts.latency import LatencyModel
+from engine.experts.token_choice import TokenChoice
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native.build import library_path
@@ -41,6 +43,11 @@ _LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_he
 _PROMPT = torch.arange(5, 12)[None]
 _SHORT = [7, 9, 11, 13]
 TOKENS = 6
+
+
+def model_latency() -> LatencyModel:
+    """Of experts that both ways are as good for."""
+    return LatencyModel("bf16", 10**4, 1e-4, 0.0, 1e-5, 1, 0.0, 0.0, 10**8)
 
 
 def _on_card(module: Any, *_: object) -> Any:
@@ -146,6 +153,27 @@ def test_whatever_is_in_the_slots(slots: int, ways: int | None, card: EmulatedCu
         steps = Steps(model, tokens)
         steps.go_on(TOKENS)
         assert steps.graphs.counters.replays == TOKENS - 2
+        steps.graphs.forget()
+
+
+@torch.inference_mode()
+def test_tokens_go_the_way_that_is_chosen(card: EmulatedCudaCard, tmp_path: Path) -> None:
+    """Steps of both ways come out alike, and none is repeated in the other way."""
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    with captured(folder) as (model, tokens):
+        choice = tokens.choice = TokenChoice(model_latency(), len(tokens._layers), model.info.experts_per_token, 0.5)
+        steps, counters = Steps(model, tokens), model.caches[0].counters
+        steps.go_on(3)
+        for turn, by_itself in enumerate((False, True, False), 1):
+            choice.by_itself, choice._tokens, before = by_itself, 0, counters.misses
+            number = int(tokens.records()["token"].max())
+            steps.go_on(3)
+            assert steps.graphs.counters.captures == 1 + turn
+            assert steps.graphs._step is not None
+            assert (steps.graphs._step.pieces == 1) == by_itself
+            assert (int(tokens.records()["token"].max()) > number) == by_itself
+            assert choice._tokens == 3
+            assert counters.misses > before
         steps.graphs.forget()
 
 

@@ -19,6 +19,8 @@ from engine.common import clock
 from engine.common.errors import EngineError
 from engine.devices.device import CopyRecord
 from engine.experts.card_tokens import CardTokens
+from engine.experts.latency import LatencyModel
+from engine.experts.token_choice import TokenChoice
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
@@ -98,6 +100,28 @@ def test_tokens_are_those_of_the_cpu_bit_by_bit(family: str, precision: str, tmp
         assert counters.post_fetched_bytes == counters.post_fetches * model.caches[0].layout.nbytes
         assert counters.fetched_bytes == 0
         assert min(counters.hits, counters.misses, counters.post_fetches, counters.evictions) > 0
+
+
+def test_tokens_go_the_way_that_is_chosen(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path)
+    cpu = OnCpu.of(folder)
+    with on_card(folder) as (model, tokens):
+        latency = LatencyModel("bf16", 10**4, 1e-4, 0.0, 1e-5, 1, 0.0, 0.0, 10**8)
+        choice = tokens.choice = TokenChoice(latency, len(tokens._layers), model.info.experts_per_token, 0.5)
+        counters = model.caches[0].counters
+        for by_itself in (True, False, True):
+            choice._first_s = choice._beyond_s = {by_itself: 0.0, not by_itself: 9.0}
+            choice.by_itself, choice._tokens = by_itself, 0
+            number, lookups = tokens._exchange.records()["token"].max(), counters.lookups
+            logits = cpu.logits_of(model)
+            assert choice.by_itself == by_itself
+            assert choice._tokens == TOKENS
+            assert counters.lookups - lookups == TOKENS * len(tokens._layers) * model.info.experts_per_token
+            assert (tokens._exchange.records()["token"].max() > number) == by_itself
+            if by_itself:
+                assert torch.equal(logits, cpu.logits)
+            else:
+                assert torch.cosine_similarity(logits.float(), cpu.logits.float()).min().item() > 0.995
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "auto"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
-from engine.planner.decode_steps import costs_of_step
+from engine.planner.decode_steps import costs_of_step, ways_of_step
 from engine.planner.engine_costs import GRAPH_OPERATOR_S, STEP_LAUNCHES, engine_costs
 from engine.planner.step_table import lines
 from engine.planner.step_time import StepTime
@@ -62,6 +62,7 @@ def test_a_hand_over_is_paid_in_each_layer_that_has_one() -> None:
     assert steps is not None
     assert steps.exchange is not None
     later = replace(steps, exchange=replace(steps.exchange, layer_s=steps.exchange.layer_s + 1e-3))
+    step = replace(step, way="cpu")  # else the engine would take the dispatcher
     slow = replace(step, costs=replace(step.costs, steps=later))
     assert slow.seconds(0.5) - step.seconds(0.5) == pytest.approx(layers * 1e-3)
     assert slow.seconds(0.5, whole_layers=8) - step.seconds(0.5, whole_layers=8) == pytest.approx((layers - 8) * 1e-3)
@@ -93,6 +94,15 @@ def test_a_step_that_misses_is_one_graph_where_the_card_can_ask(
     assert (step.launches.layer, step.launches.experts) == (STEP_LAUNCHES.layer, STEP_LAUNCHES.experts)
     without = engine_costs(costs.machine, costs.model, "int4", captures=False)
     assert not costs_of_step(without, "mixed").dispatch.by_flags
+
+
+@given(machine=st.sampled_from(_CARDS), model=st.sampled_from(model_names()), misses=st.floats(0, 1))
+def test_the_engine_takes_the_sooner_of_both_ways(machine: str, model: str, misses: float) -> None:
+    step = a_step(machine, model)
+    ways = ways_of_step(step.costs, "mixed")
+    assert [way.dispatch.by_flags for way in ways] in ([False], [False, True])
+    each = [replace(step, costs=way).seconds(misses) for way in ways]
+    assert step.seconds(misses) == min(each)
 
 
 @pytest.mark.parametrize("machine", [_ONE_CARD, _TWO, _AMD])

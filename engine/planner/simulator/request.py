@@ -8,11 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
-from engine.planner.decode_steps import costs_of_step
+from engine.planner.decode_steps import costs_of_step, ways_of_step
 from engine.planner.fiddler import runs_on_cpu
 from engine.planner.simulator.residents import SimulatedResidents
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, Strategy
 from engine.planner.simulator.timeline import Timeline
+from engine.planner.step_time import StepTime
+
+_NEWEST = 0.1
+"""Weight of the newest step in an average."""
 
 Load = Sequence[tuple[int, int]]
 """(expert, rows) of one layer in one pass, most rows first."""
@@ -47,6 +51,8 @@ class RequestSimulation:
         self._layer_begun = 0.0
         self.uses = 0
         self.hits = 0
+        held = sum(residents.capacity) / max(1, len(residents.capacity) * costs.model.experts)
+        self._miss_ratio = 1 - held  # of steps lately
         self.moe_s = 0.0
         """Seconds of the last pass from its first MoE layer to its last."""
 
@@ -71,10 +77,10 @@ class RequestSimulation:
             prompts: number of prompts that the rows belong to; 0 in a decode step.
         """
         prefill = prompts > 0
-        self._costs = self._of_prompts if prefill else self._of_step(rows)
+        self._costs = self._of_prompts if prefill else self._of_step(rows, context)
         costs, model = self._costs, self._costs.model
         seen = context / 2 if prefill else context
-        at = after
+        at, uses, hits = after, self.uses, self.hits
         for _ in range(model.dense_layers):
             at = self._dense_layer(rows, seen, prompts, at, step)
         begun = at
@@ -89,20 +95,29 @@ class RequestSimulation:
             at = self._experts(layer, load, attended, step, prefill, coming, len(loads))
             self._end_of_layer = [self._end_of_layer[1], at]
         self.moe_s = at - begun
+        if not prefill and self.uses > uses:
+            missed = 1 - (self.hits - hits) / (self.uses - uses)
+            self._miss_ratio += _NEWEST * (missed - self._miss_ratio)
         wanted = prompts or rows
         if self._strategy.host_only:
             return self._timeline.run("cpu_experts", costs.cpu_head(wanted), "head", at, step=step)
         return self._timeline.run("gpu", costs.gpu_head(wanted), "head", at, step=step)
 
-    def _of_step(self, rows: int) -> Costs:
-        """Costs of a decode step: published schedules launch what published programs do."""
+    def _of_step(self, rows: int, context: float) -> Costs:
+        """Costs of a decode step: published schedules launch what published programs do, and the engine chooses the way
+        that is sooner at the share of misses lately."""
         strategy, costs = self._strategy, self._of_prompts
         if not strategy.grouped:
             return costs
         is_guessing = strategy.prefetch is not Prefetch.NONE or strategy.residency is Residency.NONE
         misses = "" if is_guessing else strategy.miss.value
         has_all = all(held >= costs.model.experts for held in self._residents.capacity)
-        return costs_of_step(costs, misses, rows=rows, disk_share=self._disk_share, has_all=has_all)
+        if has_all:
+            return costs_of_step(costs, misses, rows=rows, has_all=True)
+        ways = ways_of_step(costs, misses, rows=rows, disk_share=self._disk_share)
+        return (
+            min(ways, key=lambda way: StepTime(way, context=context).seconds(self._miss_ratio)) if ways[1:] else ways[0]
+        )
 
     def _dense_layer(self, rows: int, context: float, prompts: int, at: float, step: int) -> float:
         on_host, costs = self._strategy.host_only, self._costs

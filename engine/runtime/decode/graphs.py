@@ -217,6 +217,7 @@ class GraphedSteps:
         self._of: Cache | None = None
         self._cache: FixedCache | None = None
         self._step: GraphStep | None = None
+        self._is_by_itself = False
         # To a mask a ring of the last tokens is not a chunk that begins again from time to time.
         self._chunked = "attention in chunks" if model.attends_in_chunks else model.why_not_repeated
         self.counters = GraphCounters()
@@ -241,7 +242,7 @@ class GraphedSteps:
             assert cache is not None
             logits = self._warm_up(fixed, cache, held)
         else:
-            repeated = self._by_itself(fixed) if self._runs_tokens else self._repeat(fixed)
+            repeated = self._by_itself(fixed) if self._runs_tokens else self._dispatched(fixed)
             if repeated is None:
                 self.leave()
                 return None
@@ -251,7 +252,15 @@ class GraphedSteps:
 
     @property
     def _runs_tokens(self) -> bool:
-        return self._tokens is not None and self._tokens.is_captured and self._tokens.can_run_more
+        tokens = self._tokens
+        return tokens is not None and tokens.is_captured and tokens.can_run_more and tokens.takes_next
+
+    def _dispatched(self, cache: FixedCache) -> torch.Tensor | None:
+        """The step with the experts between its pieces."""
+        tokens = self._tokens
+        is_chosen = tokens is not None and tokens.is_captured and tokens.can_run_more
+        with tokens.dispatched() if tokens is not None and is_chosen else nullcontext():
+            return self._repeat(cache)
 
     def _by_itself(self, cache: FixedCache) -> torch.Tensor | None:
         """The step as a token of the device's own.  One that came to nothing has changed nothing that its repetition
@@ -268,8 +277,10 @@ class GraphedSteps:
 
     def _repeat(self, cache: FixedCache) -> torch.Tensor | None:
         """The step once more, captured before if it is the first or something has changed."""
-        if self._step is not None and not self._step.is_current:
+        by_itself = self._tokens is not None and self._tokens.is_open
+        if self._step is not None and not (self._step.is_current and self._is_by_itself == by_itself):
             self._forget_step()
+        self._is_by_itself = by_itself
         if self._step is None:
             return self._capture(cache)
         self.counters.replays += 1

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.footprint import SHORT_TOKENS
+from engine.experts.card_tokens import CardTokens
 from engine.families import fast_path_of
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.runtime.decode.generation import ProgressCallback
@@ -148,6 +149,10 @@ class StepModel:
             self._positions = self._lay_out(2 * end)
         positions = self._positions[:, start:end]
         if self._single is not None and cache is not None and tokens.numel() == 1:
+            card = self._single.card
+            if card is not None and not card.takes_next:
+                with card.dispatched():
+                    return self.at(positions, tokens, cache)
             logits = self._single.step(tokens, positions, start, cache)
             if logits is not None:
                 return logits, cache
@@ -206,6 +211,11 @@ class TokenStep:
             return None
         return cls(model)
 
+    @property
+    def card(self) -> CardTokens | None:
+        """The tokens of a card that has experts of the model, if it computes any by itself."""
+        return next((layer.sparse.tokens for layer in self._layers if layer.sparse is not None), None)
+
     def takes(self, tokens: int, cache: Cache) -> bool:
         """Whether so many tokens at once, at most `MOST_ROWS`, come out as one by one, bit by bit."""
         return (
@@ -232,7 +242,7 @@ class TokenStep:
                 return None
         hidden = self._embed(tokens)
         angles = self._angles.at(start, hidden, position_ids)
-        card = next((layer.sparse.tokens for layer in self._layers if layer.sparse is not None), None)
+        card = self.card
         if card is None:
             return self._through_layers(hidden, angles, position_ids, cache)
         with card.token():

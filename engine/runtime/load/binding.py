@@ -16,7 +16,7 @@ from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.cache.policies import Key
-from engine.experts.card_tokens import CardTokens
+from engine.experts.card_tokens import CardTokens, choice_for
 from engine.experts.card_trial import tried_tokens
 from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
@@ -274,7 +274,9 @@ def _open_tokens(
 ) -> CardTokens | None:
     """Single tokens that the device computes by itself, where it can: misses then are the CPU's, and none is foreseen.
 
-    Unless that was asked for, a miss has to be sooner done by the CPU than fetched, by what was measured here.
+    Unless that was asked for, such tokens have to be worth it by what was measured here, at the share of experts that
+    have no slots, or at half of it, as those that are used most come to have them; and while they run it is asked again
+    (`TokenChoice`).
     """
     device = layers[0].device
     card = nvidia_card(device.torch_device)
@@ -282,7 +284,7 @@ def _open_tokens(
         config.misses in (MIXED, OnCpu.name)
         and config.prefetch in ("auto", "off")
         and len({layer.device.name for layer in layers}) == 1
-        and (config.misses == OnCpu.name or all(layer.latency.prefers_cpu(1) for layer in layers))
+        and (config.misses == OnCpu.name or _tokens_are_worth_it(layers, per_token))
     )
     if not wanted or parts.kernels is None:
         return None
@@ -296,6 +298,13 @@ def _open_tokens(
     if tokens is None:
         parts.devices.experts.shortages.append(f"{device.name} cannot run tokens by itself: {refused}.")
     return tokens
+
+
+def _tokens_are_worth_it(layers: Sequence[HybridExperts], per_token: int) -> bool:
+    if all(layer.latency.prefers_cpu(1) for layer in layers):
+        return True  # nothing that the dispatcher could bring is missed
+    choice = choice_for(layers, per_token)
+    return choice.is_worth_it(choice.miss_ratio) or choice.is_worth_it(choice.miss_ratio / 2)
 
 
 def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
