@@ -18,6 +18,8 @@ from tests.engine.native_programs import HEADERS, run_program, sanitizing
 pytestmark = needs_compiler
 
 
+_COMPILING_S = 1200
+"""All kernels with checks in them, beside whatever else the machine does."""
 _NATIVE = (f"-I{HEADERS}", f"-I{NATIVE_FOLDER}", str(HEADERS / "thread_pool.cpp"))
 
 
@@ -27,7 +29,7 @@ def sanitized(folder: Path, sanitizer: str, *more: str, name: str = "driver") ->
     options = sanitizing(folder, sanitizer, *more)
     sources = (str(FOLDER / f"{name}.cpp"), str(FOLDER / "emulated_card.cpp"))
     native = _NATIVE if name == "exchange_driver" else ()
-    find_compiler().run(*OPTIONS, *options, *sources, *native, "-o", str(program))
+    find_compiler().run(*OPTIONS, *options, *sources, *native, "-o", str(program), timeout_s=_COMPILING_S)
     return program
 
 
@@ -44,13 +46,13 @@ def test_the_driver_knows_the_kernels() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_no_wrong_access_and_nothing_undefined(tmp_path: Path) -> None:
     assert_clean(sanitized(tmp_path, "address,undefined,float-cast-overflow"), 300)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 def test_no_data_race(tmp_path: Path) -> None:
     """A block's threads are threads of this machine."""
     assert_clean(sanitized(tmp_path, "thread", "-DEMULATED_THREADS"), 25)

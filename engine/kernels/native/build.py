@@ -75,8 +75,8 @@ class Compiler:
             alone = ("-static",) if self.for_windows else ()
             self.run("-shared", "-pthread", *alone, *map(str, objects), "-o", str(target))
 
-    def run(self, *arguments: str) -> None:
-        """Runs the compiler; raises `BuildError` with its first error."""
+    def run(self, *arguments: str, timeout_s: float = _TIMEOUT_S) -> None:
+        """Runs the compiler; raises `BuildError` with its first error, or if it takes longer than `timeout_s`."""
         command = [self.command, *self.first, *(self.instead.get(each, each) for each in arguments)]
         environment = {**os.environ, **self.environment} if self.environment else None
         try:
@@ -85,7 +85,7 @@ class Compiler:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=_TIMEOUT_S,
+                timeout=timeout_s,
                 check=False,
                 env=environment,
             )

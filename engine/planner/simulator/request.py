@@ -115,9 +115,9 @@ class RequestSimulation:
         if has_all:
             return costs_of_step(costs, misses, rows=rows, has_all=True)
         ways = ways_of_step(costs, misses, rows=rows, disk_share=self._disk_share)
-        return (
-            min(ways, key=lambda way: StepTime(way, context=context).seconds(self._miss_ratio)) if ways[1:] else ways[0]
-        )
+        if len(ways) == 1:
+            return ways[0]
+        return min(ways, key=lambda way: StepTime(way, context=int(context)).seconds(self._miss_ratio))
 
     def _dense_layer(self, rows: int, context: float, prompts: int, at: float, step: int) -> float:
         on_host, costs = self._strategy.host_only, self._costs
