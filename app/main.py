@@ -182,7 +182,16 @@ def _chat(services: Services) -> Page:
     from app.views.chat.chat_view import ChatView
 
     the = services
-    page = ChatView(the.client, the.store, the.settings, the.answers, the.token_counter, the.library, the.speeds)
+    page = ChatView(
+        the.client,
+        the.store,
+        the.settings,
+        the.answers,
+        the.token_counter,
+        the.library,
+        the.speeds,
+        the.endpoints,
+    )
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)
     _connect_picker(page.picker, page, services)
@@ -250,7 +259,7 @@ def _settings(services: Services) -> Page:
     from app.widgets.asking import before_loading
 
     updates = services.updates if can_update() else None
-    page = SettingsPage(services.settings, services.theme, services.api_server, updates)
+    page = SettingsPage(services.settings, services.theme, services.api_server, services.endpoints, updates)
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))

@@ -32,12 +32,22 @@ class ModelRow:
 
     Attributes:
         predicted: decode tokens/s as the planner sees it; None if that is unknown yet.
+        remote: `endpoint:NAME/MODEL` for a model of a server elsewhere; `place` is then where text goes.
+        heading: of the section that begins with it; empty for all others.
     """
 
     entry: LibraryEntry
     is_loaded: bool = False
     is_default: bool = False
     predicted: float | None = None
+    remote: str = ""
+    place: str = ""
+    heading: str = ""
+
+    @property
+    def key(self) -> str:
+        """What tells it from all others."""
+        return self.remote or str(self.entry.path)
 
 
 class LibraryTable(HeadedTable):
@@ -63,7 +73,13 @@ class LibraryTable(HeadedTable):
         return self._rows
 
     def show(
-        self, entries: tuple[LibraryEntry, ...], *, loaded: str, default: str, predicted: Mapping[str, float]
+        self,
+        entries: tuple[LibraryEntry, ...],
+        *,
+        loaded: str,
+        default: str,
+        predicted: Mapping[str, float],
+        elsewhere: tuple[ModelRow, ...] = (),
     ) -> None:
         """Shows these models.
 
@@ -71,8 +87,9 @@ class LibraryTable(HeadedTable):
             loaded: path of the loaded model; empty if there is none.
             default: name or path of the default model.
             predicted: path -> decode tokens/s.
+            elsewhere: rows of servers elsewhere, behind them.
         """
-        rows = tuple(
+        here = tuple(
             ModelRow(
                 entry,
                 is_loaded=bool(loaded) and loaded in _places(entry),
@@ -81,7 +98,8 @@ class LibraryTable(HeadedTable):
             )
             for entry in entries
         )
-        if [row.entry.path for row in rows] != [row.entry.path for row in self._rows]:
+        rows = (*here, *elsewhere)
+        if [row.key for row in rows] != [row.key for row in self._rows]:
             self.beginResetModel()
             self._rows = rows
             self.endResetModel()
@@ -89,9 +107,10 @@ class LibraryTable(HeadedTable):
             self._rows = rows
             self.dataChanged.emit(self.index(0, 0), self.index(len(rows) - 1, len(Column) - 1))
 
-    def row_of(self, path: str) -> int:
-        """The row of the model at a path; -1 if it is not there."""
-        return next((at for at, row in enumerate(self._rows) if path in _places(row.entry)), -1)
+    def row_of(self, key: str) -> int:
+        """The row of the model at a path, or of a server's; -1 if it is not there."""
+        rows = enumerate(self._rows)
+        return next((at for at, row in rows if key == row.key or (not row.remote and key in _places(row.entry))), -1)
 
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
         if not index.isValid():

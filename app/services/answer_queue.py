@@ -13,10 +13,11 @@ from PySide6.QtCore import QObject, QTimer, Signal
 from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
-from app.services.sampling_presets import own_sampling
+from app.services.sampling_presets import THINKING_TOKENS, own_sampling
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
+from engine.remote.endpoint import RemoteModel
 
 SHOW_MS = 40
 """Interval of text updates to the window: faster than people read, and far fewer events than tokens."""
@@ -35,6 +36,7 @@ class Stage(Enum):
     LOADING = "loading"
     QUEUED = "queued"
     READING = "reading"
+    ASKING = "asking another server"
     THINKING = "thinking"
     WRITING = "writing"
 
@@ -53,6 +55,7 @@ class _Turn:
     answer: Message
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams | None
+    remote: RemoteModel | None = None
     request: ChatAnswer | None = None
     unshown: bool = False
     unsaved: bool = False
@@ -114,14 +117,25 @@ class AnswerQueue(QObject):
         client.model_loaded.connect(self._start_waiting)
         client.loading_changed.connect(self._report_waiting)
 
-    def ask(self, answer: Message, messages: tuple[ChatMessage, ...], sampling: SamplingParams | None) -> None:
+    def ask(
+        self,
+        answer: Message,
+        messages: tuple[ChatMessage, ...],
+        sampling: SamplingParams | None,
+        remote: RemoteModel | None = None,
+    ) -> None:
         """Answer `messages`.  `answer` is the empty message to fill; it is already in the store.
 
         Args:
             sampling: None is the own sampling of the model that answers.
+            remote: another server's model answers, and no other.
         """
-        self._waiting.append(_Turn(answer, messages, sampling))
+        self._waiting.append(_Turn(answer, messages, sampling, remote))
         self._start_waiting()
+
+    def refuse(self, answer: Message, reason: str) -> None:
+        """Ends an answer that nobody can be asked for."""
+        self._end(_Turn(answer, (), None), MessageState.FAILED, reason, ErrorCode.ENDPOINT_FAILED.value, None)
 
     def stop(self, message_id: str) -> None:
         """Stop an answer now, running or waiting; the text so far is kept."""
@@ -154,17 +168,38 @@ class AnswerQueue(QObject):
     # --- starting ---
 
     def _start_waiting(self) -> None:
+        if self._client.state not in (EngineState.DIED, EngineState.STOPPED):
+            for there in [turn for turn in self._waiting if turn.remote is not None]:
+                self._waiting.remove(there)
+                self._start_elsewhere(there)
         # Its other work (loading, tuning) comes first; answers are written together.
-        while self._waiting and self._client.takes_chats and (model := self._client.model) is not None:
-            turn = self._waiting.popleft()
+        while (turn := self._first_here()) and self._client.takes_chats and (model := self._client.model) is not None:
+            self._waiting.remove(turn)
             turn.answer = replace(turn.answer, model=model.name)
-            turn.request = request = self._client.generate(turn.messages, turn.sampling or own_sampling(model))
-            self._running[request.id] = turn
-            request.progress.connect(self._on_reading)
-            request.token.connect(self._on_token)
-            request.finished.connect(self._on_finished)
+            self._follow(turn, self._client.generate(turn.messages, turn.sampling or own_sampling(model)))
             self._set_phase(turn, Phase(Stage.READING))
         self._report_waiting()
+
+    def _first_here(self) -> _Turn | None:
+        return next((turn for turn in self._waiting if turn.remote is None), None)
+
+    def _start_elsewhere(self, turn: _Turn) -> None:
+        assert turn.remote is not None
+        remote = turn.remote
+        turn.answer = replace(turn.answer, model=f"{remote.model} ({remote.endpoint.name})".strip())
+        sampling = turn.sampling
+        if sampling is None:  # the server knows its model's own
+            remote = replace(remote, chosen=("max_tokens",))
+            sampling = SamplingParams(max_tokens=THINKING_TOKENS)
+        self._follow(turn, self._client.generate(turn.messages, sampling, remote))
+        self._set_phase(turn, Phase(Stage.ASKING))
+
+    def _follow(self, turn: _Turn, request: ChatAnswer) -> None:
+        turn.request = request
+        self._running[request.id] = turn
+        request.progress.connect(self._on_reading)
+        request.token.connect(self._on_token)
+        request.finished.connect(self._on_finished)
 
     def _report_waiting(self) -> None:
         phase = self._waiting_phase()

@@ -44,10 +44,12 @@ from engine.protocol import (
     TerminalEvent,
     UnloadModel,
 )
+from engine.remote.endpoint import RemoteModel
 from engine.telemetry.messages import (
     CacheReport,
     CacheTier,
     ExpertMap,
+    RequestPlace,
     ResizeCache,
     Telemetry,
     TelemetryCounters,
@@ -59,6 +61,7 @@ from engine.tuning.messages import StartTuning, TuningFinished, Until
 from engine.tuning.result import TuningKind
 
 NOT_RESPONDING_S = 10.0
+RECORDED = (TelemetrySpans, TelemetryCounters, TelemetryRequest, RequestPlace, ExpertMap, CacheReport)
 
 _R = TypeVar("_R", bound=Request)
 
@@ -83,7 +86,7 @@ class EngineClient(QObject):
         model_loaded(ModelInfo): by any request, or in another place because a card no longer responds or does again.
         answered(Finished): an answer is complete, for any requester.
         batch_began(BatchRun): a job or a sample was requested.
-        recorded(TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport): while watched.
+        recorded(one of `RECORDED`): while watched.
     """
 
     state_changed = Signal(object)
@@ -220,9 +223,11 @@ class EngineClient(QObject):
         self._last_config = None
         return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
-    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> ChatAnswer:
-        """Answer the last of `messages`."""
-        return self._accept(ChatAnswer(Generate(_new_id(), tuple(messages), sampling), self._cancel, self))
+    def generate(
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams, remote: RemoteModel | None = None
+    ) -> ChatAnswer:
+        """Answer the last of `messages`; with `remote`, another server does."""
+        return self._accept(ChatAnswer(Generate(_new_id(), tuple(messages), sampling, remote), self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:
         """Answer a file of rows with the loaded model.  Chats have priority."""
@@ -301,7 +306,7 @@ class EngineClient(QObject):
                 request.deliver(message)
         elif isinstance(message, Telemetry):
             self.telemetry.emit(message)
-        elif isinstance(message, TelemetrySpans | TelemetryCounters | TelemetryRequest | ExpertMap | CacheReport):
+        elif isinstance(message, RECORDED):
             self.recorded.emit(message)
         elif isinstance(message, ModelMoved):
             self._model = message.info
@@ -420,8 +425,14 @@ class EngineClient(QObject):
         if any(isinstance(request.command, LoadModel) for request in self._open.values()):
             return EngineState.LOADING
         # A job leaves the engine available: chats are answered beside it.
-        waited_for = any(not isinstance(request.command, StartBatch) for request in self._open.values())
+        waited_for = any(_keeps_busy(request) for request in self._open.values())
         return EngineState.BUSY if waited_for else EngineState.READY
+
+
+def _keeps_busy(request: Request) -> bool:
+    """Whether the engine itself works on it, and others wait for that."""
+    command = request.command
+    return not (isinstance(command, StartBatch) or (isinstance(command, Generate) and command.remote is not None))
 
 
 def _new_id() -> str:

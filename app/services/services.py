@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs
     from app.services.batch_sample import BatchSample
     from app.services.downloads import Downloads
+    from app.services.endpoints import Endpoints
     from app.services.engine_part import EnginePart
     from app.services.hub import Hub
     from app.services.library import Library
@@ -141,6 +142,13 @@ class Services:
         return ModelSpeeds(self.settings)
 
     @cached_property
+    def endpoints(self) -> Endpoints:
+        """Servers elsewhere."""
+        from app.services.endpoints import Endpoints
+
+        return Endpoints(self.settings)
+
+    @cached_property
     def api_server(self) -> ApiServer:
         """Other programs' way to the model."""
         from app.services.api_server import ApiServer
@@ -154,7 +162,7 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        for name in ("engine_part", "updates", "downloads", "library", "hub", "speeds", "api_server"):
+        for name in ("engine_part", "updates", "downloads", "library", "hub", "speeds", "api_server", "endpoints"):
             if name in made:
                 made[name].close()
         self.telemetry.close()

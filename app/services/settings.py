@@ -19,7 +19,7 @@ translate = QCoreApplication.translate
 ThemeChoice = Literal["system", "light", "dark"]
 ServedTo = Literal["pc", "key", "network"]
 
-T = TypeVar("T", bool, int, float, str)
+T = TypeVar("T", bool, int, float, str, list[Any])
 
 STARTER = "starter"
 DEFAULT_FONT_PX = 14
@@ -83,6 +83,15 @@ class Settings(QObject):
     @default_model.setter
     def default_model(self, value: str) -> None:
         self.set("default_model", value)
+
+    @property
+    def chat_model(self) -> str:
+        """What answers new chats, where that is a server elsewhere (`endpoint:NAME/MODEL`); empty: the model here."""
+        return self.get("chat_model", "")
+
+    @chat_model.setter
+    def chat_model(self, value: str) -> None:
+        self.set("chat_model", value)
 
     @property
     def threads(self) -> int | None:

@@ -24,11 +24,10 @@ from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.foreign import parse_json
 from engine.common.plain_text import plain_line
 from engine.remote.chat_form import Gathered, RemoteAnswer, RemoteDelta, RemoteRequest, chosen, request_body
-from engine.remote.endpoint import Endpoint, Found, Lack, Server
+from engine.remote.endpoint import Endpoint, Found, Lack, Server, called
 from engine.remote.failures import (
     RemoteError,
     Trouble,
-    called,
     connection_error,
     no_such_server,
     refusal,

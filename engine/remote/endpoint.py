@@ -141,6 +141,11 @@ class RemoteModel:
     chosen: tuple[str, ...] | None = None
 
 
+def called(endpoint: Endpoint) -> str:
+    """An endpoint for people: its name, and its host if that is another."""
+    return endpoint.name if endpoint.name == endpoint.host else f"{endpoint.name} ({endpoint.host})"
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host's name or number can only be this machine."""
     with suppress(ValueError):

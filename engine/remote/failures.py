@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import plain_line
-from engine.remote.endpoint import Endpoint
+from engine.remote.endpoint import Endpoint, called
 
 _LONGEST_SAID = 240
 _MOST_WAIT_S = 24 * 3600.0
@@ -68,11 +68,6 @@ class RemoteError(EngineError):
     ) -> None:
         super().__init__(code or _CODES.get(kind, ErrorCode.ENDPOINT_FAILED), message)
         self.kind, self.retry_after_s, self.status = kind, retry_after_s, status
-
-
-def called(endpoint: Endpoint) -> str:
-    """An endpoint for the beginning of a sentence: its name, and its host if that is another."""
-    return endpoint.name if endpoint.name == endpoint.host else f"{endpoint.name} ({endpoint.host})"
 
 
 def refusal(

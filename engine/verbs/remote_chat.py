@@ -12,8 +12,7 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
 from engine.remote.client import Client
-from engine.remote.endpoint import parse_remote
-from engine.remote.failures import called
+from engine.remote.endpoint import called, parse_remote
 from engine.verbs.output import note
 
 _LEFT_OUT = {"dry": "DRY", "beams": "beam search", "thinking": "--thinking"}

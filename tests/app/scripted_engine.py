@@ -23,6 +23,7 @@ from engine.protocol import (
     Token,
     UnloadModel,
 )
+from engine.remote.endpoint import RemoteModel
 from engine.tuning.messages import StartTuning, Until
 from engine.tuning.result import TuningKind
 
@@ -79,8 +80,11 @@ class ScriptedEngine(QObject):
     def serve_others(self, address: str, _secret: str) -> None:
         self.served_at = address
 
-    def generate(self, messages: Sequence[ChatMessage], sampling: SamplingParams) -> ChatAnswer:
-        answer = ChatAnswer(Generate(f"r{len(self.requests)}", tuple(messages), sampling), self._cancel, self)
+    def generate(
+        self, messages: Sequence[ChatMessage], sampling: SamplingParams, remote: RemoteModel | None = None
+    ) -> ChatAnswer:
+        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote)
+        answer = ChatAnswer(command, self._cancel, self)
         self.requests.append(answer)
         self._open.append(answer)
         self._now = answer

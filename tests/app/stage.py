@@ -54,6 +54,8 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.parts.updates import Update
+from engine.remote.endpoint import Found, endpoint_at, remote_name, save_endpoint
+from engine.remote.look import About
 from engine.serving.front_messages import Outcome, Served
 from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
@@ -722,6 +724,74 @@ def _chat_no_model(stage: Stage) -> None:
     stage.engine.unload()
 
 
+ELSEWHERE = endpoint_at(
+    "http://10.0.0.5:8000/v1",
+    "Rack in the cellar",
+    at_once=8,
+    price_in=0.5,
+    price_out=1.5,
+    currency="€",
+    found=Found("vllm", "0.12.1", ("Qwen/Qwen3-235B-A22B", "zai-org/GLM-5-Air"), (131072, 65536), ("sampling",)),
+)
+
+
+def _add_servers(stage: Stage) -> None:
+    save_endpoint(ELSEWHERE)
+    found = Found("llama.cpp", "b7120", ("gpt-oss-20b",), (8192,), ())
+    save_endpoint(endpoint_at("http://127.0.0.1:8080/v1", "Beside", found=found))
+    stage.services.endpoints.look_again()
+
+
+def _chat_elsewhere(stage: Stage) -> None:
+    """A chat that another server answers."""
+    _add_servers(stage)
+    stage.open_conversation()
+    stage.chat.presenter.choose_model(remote_name(ELSEWHERE, "Qwen/Qwen3-235B-A22B"))
+
+
+def _chat_elsewhere_empty(stage: Stage) -> None:
+    _add_servers(stage)
+    stage.chat.presenter.choose_model(remote_name(ELSEWHERE, "Qwen/Qwen3-235B-A22B"))
+
+
+def _chat_elsewhere_models(stage: Stage) -> None:
+    """The models on this PC, and those of other servers."""
+    _add_servers(stage)
+    _chat_models(stage)
+
+
+def _chat_elsewhere_question(stage: Stage) -> None:
+    """Whether a chat may go there."""
+    _chat_elsewhere_empty(stage)
+    stage.chat.composer.box.setPlainText(QUESTION)
+    stage.chat.composer.send_button.click()
+    stage.dialog = stage.chat.question
+
+
+def _settings_servers(stage: Stage) -> None:
+    """Servers elsewhere, in view."""
+    _add_servers(stage)
+    stage.window.show_page(SETTINGS)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    stage.breathe(50)
+    scroll = page.findChild(QScrollArea)
+    assert scroll is not None
+    scroll.verticalScrollBar().setValue(page.servers.y() - 20)
+
+
+def _settings_server(stage: Stage) -> None:
+    """One of them, tested."""
+    _settings_servers(stage)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    page.servers.edit(ELSEWHERE)
+    dialog = page.servers.dialog
+    assert dialog is not None
+    dialog.show_seen(About(ELSEWHERE.found, "Qwen/Qwen3-235B-A22B", 0.012, 0.34))
+    stage.dialog = dialog
+
+
 SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-empty": lambda stage: None,
     "chat-conversation": lambda stage: stage.open_conversation(),
@@ -737,6 +807,10 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-thinking": _chat_thinking,
     "chat-thinking-setting": _chat_thinking_setting,
     "chat-models": _chat_models,
+    "chat-elsewhere": _chat_elsewhere,
+    "chat-elsewhere-empty": _chat_elsewhere_empty,
+    "chat-elsewhere-models": _chat_elsewhere_models,
+    "chat-elsewhere-question": _chat_elsewhere_question,
     "chat-loading": _chat_loading,
     "chat-no-model": _chat_no_model,
     "chat-banners": _banners,
@@ -772,6 +846,8 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "settings": _settings,
     "settings-hub": _settings_hub,
     "settings-others": _settings_others,
+    "settings-servers": _settings_servers,
+    "settings-server": _settings_server,
     "settings-updates": _settings_updates,
     "licences": _licences,
     "shortcuts": _shortcuts,

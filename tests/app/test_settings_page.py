@@ -14,6 +14,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.api_server import ApiServer
 from app.services.data_folder import planned_change
+from app.services.endpoints import Endpoints
 from app.services.model_start import wanted_config
 from app.services.settings import Settings
 from app.theme import DARK, ThemeController
@@ -36,7 +37,7 @@ def server(settings: Settings) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiServer) -> Iterator[SettingsPage]:
-    result = SettingsPage(settings, theme, server)
+    result = SettingsPage(settings, theme, server, Endpoints(settings))
     qtbot.addWidget(result)
     result.resize(1000, 800)
     result.show()
@@ -84,7 +85,7 @@ def test_a_default_model_that_is_gone_is_still_shown(
     settings: Settings, theme: ThemeController, server: ApiServer, qtbot: QtBot
 ) -> None:
     settings.default_model = "gone"
-    page = SettingsPage(settings, theme, server)
+    page = SettingsPage(settings, theme, server, Endpoints(settings))
     qtbot.addWidget(page)
     combo = page.findChild(QComboBox)
     assert combo is not None
@@ -189,7 +190,7 @@ def test_a_long_folder_is_shortened_in_its_middle_and_the_tooltip_says_it(
     folder = tmp_path / ("a-" + "very" * 30 + "-long-name")
     monkeypatch.setenv("SWITCHYARD_HOME", str(folder))
     theme.set_font_px(20)
-    page = SettingsPage(settings, theme, server)
+    page = SettingsPage(settings, theme, server, Endpoints(settings))
     qtbot.addWidget(page)
     page.resize(640, 450)
     page.show()
@@ -256,7 +257,7 @@ def test_a_mirror_is_asked_unless_the_environment_names_another(
     assert page.hub.address.text() == endpoint_of(HUGGINGFACE) == "https://mirror.example/hf"
     monkeypatch.setenv("HF_ENDPOINT", "https://other.example")
     assert endpoint_of(HUGGINGFACE) == "https://other.example"
-    again = SettingsPage(settings, theme, server)
+    again = SettingsPage(settings, theme, server, Endpoints(settings))
     qtbot.addWidget(again)
     assert not again.hub.address.isEnabled()
     monkeypatch.delenv("HF_ENDPOINT")

@@ -18,6 +18,7 @@ from PySide6.QtWidgets import QApplication, QPushButton
 from pytestqt.qtbot import QtBot
 
 from app.services.api_server import ApiServer
+from app.services.endpoints import Endpoints
 from app.services.loading_pace import LoadingPace
 from app.services.settings import Settings
 from app.theme import ThemeController
@@ -138,7 +139,7 @@ def test_a_translation_is_shown(
     subprocess.run([_tool("lrelease"), str(source)], check=True, capture_output=True)
     installed = install_translations(qapp, QLocale("de_CH"), source.parent)
     try:
-        page = SettingsPage(settings, theme, ApiServer(ScriptedEngine(), settings))  # type: ignore[arg-type]
+        page = SettingsPage(settings, theme, ApiServer(ScriptedEngine(), settings), Endpoints(settings))  # type: ignore[arg-type]
         qtbot.addWidget(page)
         texts = {button.text() for button in page.findChildren(QPushButton)}
         assert {"«System»", "«Light»", "«Dark»", "«Licences»"} <= texts

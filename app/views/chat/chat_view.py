@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QKeySequence, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
 from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
+from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
@@ -25,10 +26,11 @@ from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import translate
+from app.views.chat.phrases import gone_text, leaves_text, translate
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
+from app.widgets.asking import ask
 from app.widgets.banner import Banner
 from app.widgets.markdown_view import import_parser
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
@@ -36,6 +38,7 @@ from app.widgets.quantities import percent
 from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.toast import Toast
 from engine.common.model_info import ModelInfo
+from engine.remote.endpoint import RemoteModel, called
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
@@ -60,19 +63,21 @@ class ChatView(Page):
         counter: TokenCounter,
         library: Library,
         speeds: ModelSpeeds,
+        endpoints: Endpoints,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
         self._client = client
         self._store = store
         self._library = library
+        self._endpoints = endpoints
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
-        self.presenter = ChatPresenter(client, store, settings, answers, list_model, self)
+        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, list_model, self)
         self._counter = counter
         self._counter.counted.connect(self._on_counted)
         self.title_bar = TitleBar(client, library, self)
-        self.picker = ModelPicker(client, settings, library, speeds, self)
+        self.picker = ModelPicker(client, settings, library, speeds, endpoints, self)
         self.panel = ConversationPanel(list_model, self)
         self.transcript = Transcript(self.presenter.model, self)
         self.empty = EmptyChat(self)
@@ -113,6 +118,12 @@ class ChatView(Page):
         self.model_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
         note_row = QVBoxLayout()
         note_row.setContentsMargins(24, 6, 24, 10)
+        self.sent_note = QLabel(self)
+        self.sent_note.setProperty("role", "secondary")
+        self.sent_note.setTextFormat(Qt.TextFormat.PlainText)
+        self.sent_note.setWordWrap(True)
+        self.sent_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
+        note_row.addWidget(self.sent_note)
         note_row.addWidget(self.model_note)
         self._beside = QWidget(self)
         right = QVBoxLayout(self._beside)
@@ -151,6 +162,8 @@ class ChatView(Page):
         self.title_bar.models_wanted.connect(self.choose_model)
         self.title_bar.cancel_wanted.connect(self.picker.cancel_wanted)
         self.picker.more_wanted.connect(lambda: self.page_wanted.emit(MODELS))
+        self.picker.chosen.connect(do.choose_model)
+        self._endpoints.changed.connect(self._show_place)
         panel.opened.connect(self._open)
         panel.searched.connect(self._search)
         panel.renamed.connect(do.rename)
@@ -290,13 +303,40 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def _resend(self, message_id: str, text: str) -> None:
-        self.presenter.resend(message_id, text)
+        self._once_agreed(lambda: self.presenter.resend(message_id, text))
         self.composer.setFocus()  # the box that had the focus is gone
 
     def _send(self, text: str) -> None:
-        if self.presenter.send(text):
-            self.composer.set_text("")
-            self.transcript.jump_to_end()
+        def send() -> None:
+            if self.presenter.send(text):
+                self.composer.set_text("")
+                self.transcript.jump_to_end()
+
+        self._once_agreed(send)
+
+    def _once_agreed(self, do: Callable[[], object]) -> None:
+        """Does it at once, or, where text would leave this PC for the first time to there, when people agree."""
+        remote = self.presenter.remote
+        if remote is None or self._endpoints.is_agreed(remote.endpoint):
+            do()
+            return
+        endpoint = remote.endpoint
+        details = self.tr(
+            "The whole chat goes there, now and with each further message: your messages, the answers and the system "
+            "prompt. What happens with it is up to who runs that server."
+        )
+        if endpoint.is_plain:
+            details += " " + self.tr("The way there is not encrypted: others in the network can read it.")
+
+        def agree() -> None:
+            self._endpoints.agree(endpoint)
+            do()
+
+        question = self.tr("Send this chat to {0}?").format(called(endpoint))
+        self.question = ask(self.window(), question, details, [(self.tr("Send it there"), "do", agree)])
+
+    question: QMessageBox | None = None
+    """The last that was asked."""
 
     def _open(self, conversation_id: str, message_id: str) -> None:
         self._show_chats(False)
@@ -311,9 +351,20 @@ class ChatView(Page):
         if action == "restart":
             self.restart_wanted.emit()
         else:
-            do = self.presenter
-            {"regenerate": do.regenerate, "continue": do.continue_answer, "branch": do.branch}[action](message_id)
+            self._act_on(message_id, action)
+
+    def _act_on(self, message_id: str, action: str) -> None:
+        do = self.presenter
+        act = {"regenerate": do.regenerate, "continue": do.continue_answer, "branch": do.branch}[action]
+
+        def act_and_show() -> None:
+            act(message_id)
             self.transcript.jump_to_end()
+
+        if action == "branch":  # which asks nobody
+            act_and_show()
+        else:
+            self._once_agreed(act_and_show)
 
     def _escape(self) -> None:
         if self._shows_chats and not self._beside.isVisible():
@@ -362,7 +413,20 @@ class ChatView(Page):
     def _on_changed(self, conversation: Conversation) -> None:
         self.title_bar.set_title(conversation.title or translate("Chat", "New chat"))
         self.composer.show_conversation(conversation, with_draft=False)
+        self._show_place()
         self._count()
+
+    def _show_place(self) -> None:
+        """Who answers in this chat, and so where its text goes."""
+        remote = self.presenter.remote
+        model = self.presenter.conversation.model
+        gone = gone_text(model) if self.presenter.is_elsewhere and remote is None else ""
+        self.title_bar.set_remote(remote, gone)
+        self.picker.set_chosen(model)
+        self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
+        self.sent_note.setText(leaves_text(remote.endpoint) if remote is not None else gone)
+        self.sent_note.setVisible(self.presenter.is_elsewhere)
+        self._show_hint()
 
     def _on_deleted(self, conversation: Conversation) -> None:
         title = conversation.title or translate("Chat", "New chat")
@@ -402,10 +466,15 @@ class ChatView(Page):
             self.notice_banner.show_text(model.template_note)
         self._show_hint()
         self._count()
-        self.composer.set_model(model)
+        if not self.presenter.is_elsewhere:
+            self.composer.set_model(model)
 
     def _show_hint(self) -> None:
         state, model = self._client.state, self._client.model
+        if self.presenter.is_elsewhere:
+            self.empty.set_hint(self.sent_note.text(), offer_models=self.presenter.remote is None)
+            self.model_note.hide()
+            return
         if state in (EngineState.LOADING, EngineState.STARTING):
             part = "" if self._client.loading is None else f" {percent(self._client.loading)}"
             hint = self.tr("The model is loading{0}. You can write now; the answer follows.").format(part)
@@ -420,8 +489,9 @@ class ChatView(Page):
 
     def _count(self) -> None:
         """Exact right after an answer; estimated here while there is text that the engine has not counted."""
-        model = self._client.model
-        limit = model.context_tokens if model is not None else None
+        remote = self.presenter.remote
+        model = self._client.model if not self.presenter.is_elsewhere else None
+        limit = model.context_tokens if model is not None else self._context_of(remote)
         path = [row.message for row in self.presenter.model.rows]
         draft = self.composer.text
         last = path[-1] if path else None
@@ -437,11 +507,18 @@ class ChatView(Page):
         self._counting = self.presenter.conversation.id
         self._counter.count(self._counting, model.path, [text for text in texts if text.strip()])
 
+    def _context_of(self, remote: RemoteModel | None) -> int | None:
+        """The longest context of a server's model, if it says so."""
+        if remote is None:
+            return None
+        found = remote.endpoint.found
+        return dict(zip(found.models, found.contexts, strict=False)).get(remote.model) or None
+
     _counting = ""
 
     def _on_counted(self, key: str, tokens: int) -> None:
         model = self._client.model
-        if model is not None and key == self._counting:
+        if model is not None and key == self._counting and not self.presenter.is_elsewhere:
             self.composer.set_context(tokens, model.context_tokens, about=tokens > 0)
 
     def _set_widths(self) -> None:

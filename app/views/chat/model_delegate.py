@@ -20,18 +20,26 @@ DOT_PX = 8
 class ModelDelegate(QStyledItemDelegate):
     """Two lines on the left, elided; the speed on the right."""
 
-    def sizeHint(self, _option: QStyleOptionViewItem, _index: QModelIndex | QPersistentModelIndex) -> QSize:
+    def sizeHint(self, _option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
         lines = QFontMetrics(self._font(BODY_PX)).lineSpacing() + QFontMetrics(self._font(12.5)).lineSpacing()
-        return QSize(0, lines + 2 * ABOVE + 2)
+        return QSize(0, lines + 2 * ABOVE + 2 + self._heading_height(index.data(ROW_ROLE)))
+
+    def _heading_height(self, row: ModelRow) -> int:
+        return QFontMetrics(self._font(12.5)).lineSpacing() + 2 * ABOVE if row.heading else 0
 
     def paint(
         self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
     ) -> None:
         row: ModelRow = index.data(ROW_ROLE)
-        rect: QRect = option.rect
+        whole: QRect = option.rect
+        rect = whole.adjusted(0, self._heading_height(row), 0, 0)
         state: QStyle.StateFlag = option.state
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        if row.heading:
+            above = whole.adjusted(INSET, ABOVE, -INSET, 0)
+            above.setHeight(QFontMetrics(self._font(12.5)).lineSpacing())
+            self._line(painter, above, self._font(12.5, QFont.Weight.DemiBold), row.heading, "", "muted")
         pill = QPainterPath()
         pill.addRoundedRect(QRectF(rect).adjusted(1, 1, -1, -1), RADIUS, RADIUS)
         if state & QStyle.StateFlag.State_Selected:

@@ -1,4 +1,4 @@
-"""The models on this PC, to choose one for the chat: opened by the model's name in the header, or by Ctrl+M."""
+"""The models on this PC and of other servers, to choose one for the chat: opened by the name in the header or Ctrl+M."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ from PySide6.QtWidgets import (
 )
 
 from app.models.library import ROW_ROLE, LibraryTable, ModelRow
+from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
 from app.theme import scaled
 from app.views.chat.model_delegate import ModelDelegate
-from app.views.chat.phrases import choice_text, title_text
+from app.views.chat.phrases import choice_text, sent_text, title_text
 from app.widgets.loading_words import loading_words
 from app.widgets.popover import Popover
 from app.widgets.shortcuts import note_keys
+from engine.remote.endpoint import is_remote, remote_name
 
 WIDTH_PX = 460
 MOST_ROWS = 6
@@ -42,25 +44,35 @@ class ModelPicker(Popover):
 
     Signals:
         load_wanted(str): the path of a model.
+        chosen(str): who answers in this chat: `endpoint:NAME/MODEL`, or empty for the model on this PC.
         cancel_wanted, unload_wanted: stop loading; free the memory of the model.
         file_wanted: open a model that lies elsewhere.
         more_wanted: look for others.
     """
 
     load_wanted = Signal(str)
+    chosen = Signal(str)
     cancel_wanted = Signal()
     unload_wanted = Signal()
     file_wanted = Signal()
     more_wanted = Signal()
 
     def __init__(
-        self, client: EngineClient, settings: Settings, library: Library, speeds: ModelSpeeds, parent: QWidget
+        self,
+        client: EngineClient,
+        settings: Settings,
+        library: Library,
+        speeds: ModelSpeeds,
+        endpoints: Endpoints,
+        parent: QWidget,
     ) -> None:
-        super().__init__(self.tr("Models on this PC"), parent)
+        super().__init__(self.tr("Models"), parent)
         self._client = client
         self._settings = settings
         self._library = library
         self._speeds = speeds
+        self._endpoints = endpoints
+        self._remote = ""
         self._predicted: dict[str, float] = {}
         self._models = LibraryTable(("",), lambda row, _column: title_text(row), choice_text, self)
         self.rows = FoundModels(self)
@@ -147,12 +159,19 @@ class ModelPicker(Popover):
 
     # --- opening ---
 
+    def set_chosen(self, model: str) -> None:
+        """Who answers in the chat: `endpoint:NAME/MODEL`, or anything else for the model on this PC."""
+        self._remote = model if is_remote(model) else ""
+        if self.isVisible():
+            self._show()
+
     def open_for(self, button: QWidget) -> None:
         """Opens at `button`, and lists what is there now."""
         if self.isVisible():
             self.close_and_return()
             return
         self._library.look()
+        self._endpoints.look_again()
         self.filter.clear()
         self._show()
         self._on_engine()
@@ -162,7 +181,8 @@ class ModelPicker(Popover):
     def _on_listed(self) -> None:
         if self.isVisible():
             self._show()
-            unknown = [row for row in self._models.rows if not (row.entry.measured_tokens_per_s or row.entry.problem)]
+            rows = [row for row in self._models.rows if not row.remote]
+            unknown = [row for row in rows if not (row.entry.measured_tokens_per_s or row.entry.problem)]
             self._speeds.ask([str(row.entry.path) for row in unknown])
 
     def _show(self) -> None:
@@ -174,8 +194,29 @@ class ModelPicker(Popover):
 
             given = LibraryEntry(model.name, Path(loaded), precision_words=model.precision, origin="folder")
             entries = (given, *entries)
-        self._models.show(entries, loaded=loaded, default=self._settings.default_model, predicted=self._predicted)
-        self._select(str(current.entry.path) if current is not None else loaded)
+        self._models.show(
+            entries,
+            loaded=loaded,
+            default=self._settings.default_model,
+            predicted=self._predicted,
+            elsewhere=self._elsewhere(),
+        )
+        self._select(current.key if current is not None else self._remote or loaded)
+
+    def _elsewhere(self) -> tuple[ModelRow, ...]:
+        from engine.checkpoint.library import LibraryEntry
+
+        return tuple(
+            ModelRow(
+                LibraryEntry(model, Path(), origin="", context_tokens=context),
+                is_loaded=remote_name(endpoint, model) == self._remote,
+                is_default=remote_name(endpoint, model) == self._settings.chat_model,
+                remote=remote_name(endpoint, model),
+                place=sent_text(endpoint),
+                heading="" if number else self.tr("Other servers"),
+            )
+            for number, (endpoint, model, context) in enumerate(self._endpoints.models())
+        )
 
     # --- the list ---
 
@@ -191,8 +232,8 @@ class ModelPicker(Popover):
 
     def _fit(self) -> None:
         shown, everything = self.rows.rowCount(), len(self._models.rows)
-        height = self.list.sizeHintForRow(0) if shown else 0
-        self.list.setFixedHeight(min(shown, MOST_ROWS) * height + 2)
+        height = sum(self.list.sizeHintForRow(row) for row in range(min(shown, MOST_ROWS)))
+        self.list.setFixedHeight(height + 2)
         self.list.setVisible(shown > 0)
         self.nothing.setVisible(shown == 0)
         looking = self.tr("No model is on this PC yet.") if self._library.was_listed else self.tr("Looking for models…")
@@ -218,7 +259,7 @@ class ModelPicker(Popover):
             self._show()
 
     def _on_setting(self, key: str) -> None:
-        if key == "default_model" and self.isVisible():
+        if key in ("default_model", "chat_model") and self.isVisible():
             self._show()
 
     def eventFilter(self, watched: QObject, event: QEvent) -> bool:
@@ -242,30 +283,45 @@ class ModelPicker(Popover):
         self.loading_bar.setRange(0, 0 if share is None else 100)
         self.loading_bar.setValue(0 if share is None else round(100 * share))
         model = self._client.model
-        loaded = {str(row.entry.path) for row in self._models.rows if row.is_loaded}
+        loaded = {str(row.entry.path) for row in self._models.rows if row.is_loaded and not row.remote}
         if self.isVisible() and loaded != ({model.path} if model is not None else set()):
             self._show()
 
     def _show_actions(self) -> None:
         row = self.current
-        is_loaded = row is not None and row.is_loaded
         is_usable = row is not None and not row.entry.problem
-        self.load_button.setText(self.tr("Unload") if is_loaded else self.tr("Load"))
-        self.load_button.setToolTip(self.tr("Frees the memory that the model takes") if is_loaded else "")
-        self.load_button.setEnabled(is_usable)
-        self.default_button.setEnabled(is_usable and row is not None and not row.is_default)
-        self.default_button.setToolTip(self.tr("Loaded whenever Switchyard starts"))
+        is_elsewhere = row is not None and bool(row.remote)
+        unloads = row is not None and row.is_loaded and not is_elsewhere and not self._remote
+        if is_elsewhere or (row is not None and row.is_loaded and not unloads):
+            words = self.tr("Use in this chat")
+        else:
+            words = self.tr("Unload") if unloads else self.tr("Load")
+        self.load_button.setText(words)
+        self.load_button.setToolTip(self.tr("Frees the memory that the model takes") if unloads else "")
+        self.load_button.setEnabled(is_usable and not (is_elsewhere and row is not None and row.is_loaded))
+        self.default_button.setEnabled(is_usable and row is not None and not self._is_usual(row))
+        self.default_button.setText(self.tr("Use in new chats") if is_elsewhere else self.tr("Set as default"))
+        self.default_button.setToolTip(
+            self.tr("New chats begin with it; chats that are there stay as they are")
+            if is_elsewhere
+            else self.tr("Loaded whenever Switchyard starts")
+        )
+
+    def _is_usual(self, row: ModelRow) -> bool:
+        """Whether new chats are answered by it already."""
+        return row.is_default and (bool(row.remote) or not self._settings.chat_model)
 
     def _load(self) -> None:
         row = self.current
         if row is not None and not row.entry.problem:
             self.hide()
-            if not row.is_loaded:
+            self.chosen.emit(row.remote)
+            if not row.is_loaded and not row.remote:
                 self.load_wanted.emit(str(row.entry.path))
 
     def _load_or_unload(self) -> None:
         row = self.current
-        if row is not None and row.is_loaded:
+        if row is not None and row.is_loaded and not row.remote and not self._remote:
             self.unload_wanted.emit()
         else:
             self._load()
@@ -277,8 +333,10 @@ class ModelPicker(Popover):
     def _set_default(self) -> None:
         row = self.current
         if row is not None:
+            self._settings.chat_model = row.remote
             is_known = row.entry in self._library.entries
-            self._settings.default_model = row.entry.name if is_known else str(row.entry.path)
+            if not row.remote:
+                self._settings.default_model = row.entry.name if is_known else str(row.entry.path)
             self.list.setFocus()  # the button is disabled now
 
     def _open_file(self) -> None:
@@ -298,8 +356,8 @@ class FoundModels(QSortFilterProxyModel):
         self.invalidate()
 
     def filterAcceptsRow(self, row: int, _parent: QModelIndex | QPersistentModelIndex) -> bool:
-        entry = self.sourceModel().index(row, 0).data(ROW_ROLE).entry
-        text = f"{entry.name} {entry.precision_words}".casefold()
+        found: ModelRow = self.sourceModel().index(row, 0).data(ROW_ROLE)
+        text = f"{found.entry.name} {found.entry.precision_words} {found.place}".casefold()
         return all(word in text for word in self._words)
 
     _words: Sequence[str] = ()

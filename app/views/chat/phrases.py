@@ -12,6 +12,7 @@ from app.widgets.quantities import SEPARATOR, count, duration, file_size, number
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
+from engine.remote.endpoint import Endpoint, called
 
 translate = QCoreApplication.translate
 
@@ -27,6 +28,8 @@ def phase_text(phase: Phase) -> str:
         return translate("Chat", "waiting for the model to load") + part
     if phase.stage is Stage.QUEUED:
         return translate("Chat", "waiting for another answer")
+    if phase.stage is Stage.ASKING:
+        return translate("Chat", "waiting for the first token from the other server")
     if phase.stage is Stage.READING:
         return translate("Chat", "reading the prompt") + part
     doing = translate("Chat", "thinking") if phase.stage is Stage.THINKING else translate("Chat", "writing")
@@ -105,6 +108,10 @@ def model_text(model: ModelInfo) -> str:
 def about_text(row: ModelRow) -> str:
     """What there is to know of a model before it is loaded, its speed apart."""
     entry = row.entry
+    if row.remote:
+        context = translate("Chat", "{0} tokens of context").format(count(entry.context_tokens))
+        usual = translate("Chat", "for new chats") if row.is_default else ""
+        return " · ".join(filter(None, (row.place, context if entry.context_tokens else "", usual)))
     parts = [
         file_size(entry.bytes_on_disk) if entry.bytes_on_disk else "",
         entry.precision_words,
@@ -124,6 +131,8 @@ def speed_text(row: ModelRow) -> tuple[str, str]:
 
 def title_text(row: ModelRow) -> str:
     """What a model is called."""
+    if row.remote:
+        return row.entry.name or translate("Chat", "The only model there")
     return translate("Chat", "Starter") if row.entry.name == STARTER else row.entry.name
 
 
@@ -131,6 +140,28 @@ def choice_text(row: ModelRow) -> str:
     """A model that can be chosen, for those who do not see how it is painted."""
     said = (title_text(row), about_text(row), " ".join(speed_text(row)).strip(), row.entry.problem)
     return "\n".join(filter(None, said))
+
+
+def sent_text(endpoint: Endpoint) -> str:
+    """Where what is written goes."""
+    if endpoint.is_here:
+        return translate("Chat", "Sent to {0}, another program on this PC").format(called(endpoint))
+    return translate("Chat", "Sent to {0}").format(called(endpoint))
+
+
+def leaves_text(endpoint: Endpoint) -> str:
+    """What that means, as long as it is so."""
+    if endpoint.is_here:
+        return translate("Chat", "{0}: what you write in this chat stays on this PC.").format(sent_text(endpoint))
+    return translate("Chat", "{0}: what you write in this chat leaves this PC.").format(sent_text(endpoint))
+
+
+def gone_text(model: str) -> str:
+    """That the server which a chat was held with is not in the list any more."""
+    name = model.partition(":")[2].partition("/")[0]
+    return translate(
+        "Chat", "The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat."
+    ).format(name)
 
 
 def device_text(model: ModelInfo) -> str:

@@ -16,10 +16,12 @@ from app.models.conversation_list import ConversationListModel
 from app.services.answer_queue import AnswerQueue, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState, MessageTree, new_id
 from app.services.chat_store.records import new_conversation
+from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from app.views.chat.phrases import translate
+from app.views.chat.phrases import gone_text, translate
 from engine.common.config import SamplingParams
+from engine.remote.endpoint import RemoteModel, is_remote
 
 DRAFT_MS = 400
 LAST_CHAT = "last_chat"
@@ -48,6 +50,7 @@ class ChatPresenter(QObject):
         store: ChatStore,
         settings: Settings,
         answers: AnswerQueue,
+        endpoints: Endpoints,
         list_model: ConversationListModel,
         parent: QObject | None = None,
         *,
@@ -57,6 +60,7 @@ class ChatPresenter(QObject):
         self._client = client
         self._store = store
         self._settings = settings
+        self._endpoints = endpoints
         self._now = now
         self.list_model = list_model
         self.model = ConversationModel(self)
@@ -66,7 +70,7 @@ class ChatPresenter(QObject):
         self._wanted = ""
         self._wanted_message = ""
         self._opens_last = False
-        self._conversation = new_conversation()
+        self._conversation = self._new_conversation()
         self._is_stored = False
         self._draft_timer = QTimer(self, singleShot=True, interval=DRAFT_MS)
         self._draft_timer.timeout.connect(self._save_draft)
@@ -85,14 +89,14 @@ class ChatPresenter(QObject):
 
     def begin(self) -> None:
         """Show an empty chat, then the list and the last chat once they are read."""
-        self._show(new_conversation(), MessageTree(), stored=False)
+        self._show(self._new_conversation(), MessageTree(), stored=False)
         self._store.list_conversations()
 
     def new_chat(self) -> None:
         """Show an empty chat; the current one if it is empty."""
         if self._is_stored:
             self._leave()
-            self._show(new_conversation(), MessageTree(), stored=False)
+            self._show(self._new_conversation(), MessageTree(), stored=False)
         else:
             self.shown.emit(self._conversation)
 
@@ -142,6 +146,27 @@ class ChatPresenter(QObject):
         """How tokens are sampled in this chat; None is as the model's makers suggest."""
         self._store_if_new()
         self._change(self._conversation.id, sampling=sampling)
+
+    def choose_model(self, model: str) -> None:
+        """Who answers in this chat alone: `endpoint:NAME/MODEL`, or empty for the model on this PC."""
+        if self._is_stored:
+            self._change(self._conversation.id, model=model)
+        else:
+            self._conversation = replace(self._conversation, model=model)
+            self.changed.emit(self._conversation)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a server elsewhere was chosen for this chat, be it there or not."""
+        return is_remote(self._conversation.model)
+
+    @property
+    def remote(self) -> RemoteModel | None:
+        """That server's model; None if the model on this PC was chosen, or the server was removed."""
+        return self._endpoints.find(self._conversation.model)
+
+    def _new_conversation(self) -> Conversation:
+        return replace(new_conversation(), model=self._settings.chat_model)
 
     def set_draft(self, text: str) -> None:
         """The composer's text; saved after a short delay."""
@@ -200,7 +225,7 @@ class ChatPresenter(QObject):
         self._draft = ""
         self._store_if_new()
         changes: dict[str, Any] = {"draft": "", "updated_at": self._now()}
-        if self._client.model is not None:
+        if self._client.model is not None and not is_remote(self._conversation.model):
             changes["model"] = self._client.model.name
         if not self._conversation.title:
             changes["title"] = title_from(text)
@@ -281,7 +306,7 @@ class ChatPresenter(QObject):
         """After a deletion: open what is now at its place in the list."""
         rest = [entry.conversation for entry in self.list_model.entries[row or 0 :] if entry.conversation is not None]
         near = rest[0] if rest else self.list_model.first()
-        self._show(new_conversation(), MessageTree(), stored=False)
+        self._show(self._new_conversation(), MessageTree(), stored=False)
         if near is not None:
             self.open(near.id)
 
@@ -334,7 +359,10 @@ class ChatPresenter(QObject):
         messages = prompt_of(self._conversation.system_prompt, self.model.tree.lineage(parent_id))
         self.model.add(answer)
         self._store.add_message(answer)
-        self.queue.ask(answer, messages, self._conversation.sampling)
+        if self.is_elsewhere and self.remote is None:
+            self.queue.refuse(answer, gone_text(self._conversation.model))
+        else:
+            self.queue.ask(answer, messages, self._conversation.sampling, self.remote)
 
     def _choose(self, message_id: str) -> None:
         self.model.choose(message_id)

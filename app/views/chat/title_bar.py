@@ -13,10 +13,11 @@ from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.views.chat.icon_button import IconButton
-from app.views.chat.phrases import device_text, model_text, rate
+from app.views.chat.phrases import device_text, leaves_text, model_text, rate, sent_text
 from app.widgets.chip import Chip, ChipButton, ElidedLabel
 from app.widgets.quantities import percent
 from engine.protocol import Finished
+from engine.remote.endpoint import RemoteModel
 
 HEIGHT = 56
 SPACING_PX = 12
@@ -86,6 +87,14 @@ class TitleBar(QFrame):
         client.model_loaded.connect(self._on_loaded)
         self._refresh()
 
+    def set_remote(self, remote: RemoteModel | None, gone: str = "") -> None:
+        """Who answers in this chat, if that is a server elsewhere; `gone` says that it is no longer there."""
+        self._remote, self._gone = remote, gone
+        self._refresh()
+
+    _remote: RemoteModel | None = None
+    _gone = ""
+
     def set_title(self, title: str) -> None:
         """Show the name of the chat."""
         self._title.set_full_text(title)
@@ -142,6 +151,9 @@ class TitleBar(QFrame):
         state, model = self._client.state, self._client.model
         show = self.model_button.show_text
         self.cancel_button.setVisible(state is EngineState.LOADING)
+        if self._remote is not None or self._gone:
+            self._show_remote()
+            return
         if state is EngineState.DIED:
             show(self.tr("engine stopped"), dot="miss", tip=self._client.last_error)
         elif not self._client.is_responding:
@@ -164,6 +176,18 @@ class TitleBar(QFrame):
             said = self.tr("tuned") if model.is_tuned else note
             text = " · ".join(filter(None, (device_text(model), said)))
             self.device_chip.show_text(text, warns=bool(note) and not model.is_tuned, tip=note)
+        self._fit()
+
+    def _show_remote(self) -> None:
+        remote = self._remote
+        self._knows_device = remote is not None
+        if remote is None:
+            self.model_button.show_text(self.tr("server not in the list"), dot="miss", tip=self._gone)
+        else:
+            sent = sent_text(remote.endpoint)
+            model = remote.model or self.tr("its only model")
+            self.model_button.show_text(model, dot="pcie", tip=f"{model}\n{sent}\n{remote.endpoint.url}")
+            self.device_chip.show_text(sent, warns=not remote.endpoint.is_here, tip=leaves_text(remote.endpoint))
         self._fit()
 
     def _name_at(self, path: str) -> str:

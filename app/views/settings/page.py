@@ -6,6 +6,7 @@ from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.api_server import ApiServer
+from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.services.updates import Updates
 from app.theme import ThemeController
@@ -17,6 +18,7 @@ from app.views.settings.kept import KeptCard
 from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
 from app.views.settings.other_programs import OtherProgramsCard
+from app.views.settings.servers import ServersCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
@@ -36,6 +38,7 @@ class SettingsPage(Page):
         settings: Settings,
         theme: ThemeController,
         server: ApiServer,
+        endpoints: Endpoints,
         updates: Updates | None = None,
         parent: QWidget | None = None,
     ) -> None:
@@ -46,6 +49,7 @@ class SettingsPage(Page):
         self.model = ModelCard(settings, self)
         self.kept = KeptCard(self)
         self.others = OtherProgramsCard(settings, server, self)
+        self.servers = ServersCard(endpoints, self)
         self.hub = HubCard(self)
         self.monitor = MonitorCard(settings, self)
         self.data = DataCard(self)
@@ -65,6 +69,7 @@ class SettingsPage(Page):
             self.model,
             self.kept,
             self.others,
+            self.servers,
             self.hub,
             self.monitor,
             self.data,

@@ -1,0 +1,152 @@
+"""Servers elsewhere that people added: listed, tested and kept, off the GUI thread where that can take a while."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from PySide6.QtCore import QObject, Signal
+
+from app.services.background import LatestTask, TaskQueue
+from app.services.settings import Settings
+from engine.common.errors import EngineError
+from engine.remote.endpoint import (
+    Endpoint,
+    RemoteModel,
+    is_remote,
+    plain_name,
+    remove_endpoint,
+    save_endpoint,
+    saved_endpoints,
+)
+from engine.remote.keys import forget_key, key_of_this_run, save_key
+
+if TYPE_CHECKING:
+    from engine.remote.look import About
+
+AGREED = "endpoints_agreed"
+"""Of the settings: names and addresses to which people agreed to send text."""
+
+Failed = Callable[[Exception], object]
+
+
+class Endpoints(QObject):
+    """One of them for the window.
+
+    Signals: `changed`, when `entries` is another.
+    """
+
+    changed = Signal()
+
+    def __init__(self, settings: Settings, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._settings = settings
+        self._testing, self._doing = LatestTask(self), TaskQueue(self)
+        self._closing = threading.Event()
+        self.problem = ""
+        """Why the list cannot be read, as a sentence; empty if it can."""
+        self._entries: tuple[Endpoint, ...] = ()
+        self._read()
+
+    @property
+    def entries(self) -> tuple[Endpoint, ...]:
+        """In the order of their names."""
+        return self._entries
+
+    def look_again(self) -> None:
+        """Reads the list, which the command line changes too."""
+        before = self._entries, self.problem
+        self._read()
+        if before != (self._entries, self.problem):
+            self.changed.emit()
+
+    def find(self, model: str) -> RemoteModel | None:
+        """Who `endpoint:NAME/MODEL` means; None if there is no such server any more."""
+        name, _, chosen = model.partition(":")[2].partition("/")
+        for each in self._entries:
+            if is_remote(model) and plain_name(each.name) == plain_name(name):
+                return RemoteModel(each, chosen or each.model, key_of_this_run(each))
+        return None
+
+    def models(self) -> tuple[tuple[Endpoint, str, int], ...]:
+        """All models of all servers: each with its server and the length of its context, 0 if unknown."""
+        found: list[tuple[Endpoint, str, int]] = []
+        for each in self._entries:
+            contexts = dict(zip(each.found.models, each.found.contexts, strict=False))
+            names = dict.fromkeys((*filter(None, (each.model,)), *each.found.models))
+            found += [(each, name, contexts.get(name, 0)) for name in names or ("",)]
+        return tuple(found)
+
+    # --- what people agreed to ---
+
+    def is_agreed(self, endpoint: Endpoint) -> bool:
+        """Whether text may go there: it stays on this machine, or somebody agreed to it."""
+        return endpoint.is_here or _agreement(endpoint) in self._agreed()
+
+    def agree(self, endpoint: Endpoint) -> None:
+        """Somebody agreed; another address is another question."""
+        self._settings.set(AGREED, [*self._agreed(), _agreement(endpoint)])
+
+    def _agreed(self) -> list[Any]:
+        nothing: list[Any] = []
+        return self._settings.get(AGREED, nothing)
+
+    # --- changes ---
+
+    def test(self, endpoint: Endpoint, key: str | None, done: Callable[[About], object], failed: Failed) -> None:
+        """Looks at a server with this key, or with the one that is kept for it if it is None."""
+        self._testing.ask(lambda: _look(endpoint, key, self._closing.is_set), done, failed)
+
+    def stop_testing(self) -> None:
+        """Its result is no longer wanted."""
+        self._testing.forget()
+
+    def keep(
+        self, endpoint: Endpoint, key: str | None, instead_of: str, done: Callable[[bool], object], failed: Failed
+    ) -> None:
+        """Keeps it, with its key if there is a new one; `done` is told whether the key stays after this run."""
+
+        def doing() -> bool:
+            stays = not key or save_key(endpoint, key)
+            save_endpoint(endpoint, instead_of=instead_of)
+            return stays
+
+        def on_kept(stays: bool) -> None:
+            self.look_again()
+            done(stays)
+
+        self._doing.add(doing, on_kept, failed)
+
+    def remove(self, endpoint: Endpoint, failed: Failed) -> None:
+        """Forgets it and its key."""
+
+        def doing() -> None:
+            remove_endpoint(endpoint.name)
+            forget_key(endpoint)
+
+        self._doing.add(doing, lambda _nothing: self.look_again(), failed)
+
+    def close(self) -> None:
+        """Waits for what is being done."""
+        self._closing.set()
+        self._testing.close()
+        self._doing.close()
+
+    def _read(self) -> None:
+        try:
+            self._entries, self.problem = saved_endpoints(), ""
+        except EngineError as error:
+            self._entries, self.problem = (), error.message
+
+
+def _agreement(endpoint: Endpoint) -> str:
+    return f"{endpoint.name} {endpoint.url}"
+
+
+def _look(endpoint: Endpoint, key: str | None, cancelled: Callable[[], bool]) -> About:
+    from engine.remote.client import Client  # imported late: it is slow to load
+    from engine.remote.look import about
+
+    with Client(endpoint, key) as client:
+        return about(client, cancelled=cancelled)

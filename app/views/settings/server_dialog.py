@@ -1,0 +1,286 @@
+"""The dialog for a server elsewhere: its address is tested before it is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import QDir, QEvent
+from PySide6.QtWidgets import (
+    QComboBox,
+    QDialog,
+    QDialogButtonBox,
+    QDoubleSpinBox,
+    QFileDialog,
+    QFormLayout,
+    QHBoxLayout,
+    QLabel,
+    QLineEdit,
+    QPushButton,
+    QSpinBox,
+    QVBoxLayout,
+    QWidget,
+)
+
+from app.services.endpoints import Endpoints
+from app.theme import scaled
+from app.views.settings.server_words import found_text
+from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.quantities import number
+from engine.common.errors import EngineError
+from engine.remote.endpoint import Endpoint, Found, endpoint_at
+
+if TYPE_CHECKING:
+    from engine.remote.look import About
+
+WIDTH_PX = 560
+_MOST = 10**7
+
+
+class ServerDialog(QDialog):
+    """Keeps what it was given once a test has gone well; `endpoint` is the one to change, None for a new one."""
+
+    def __init__(self, endpoints: Endpoints, endpoint: Endpoint | None, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._endpoints, self._old = endpoints, endpoint
+        self._found: Found | None = None
+        self._tested: Endpoint | None = None
+        self.setWindowTitle(self.tr("Add a server") if endpoint is None else endpoint.name)
+        self.address = self._line(self.tr("Address"), "http://10.0.0.5:8000/v1")
+        self.name = self._line(self.tr("Name"), self.tr("as its host"))
+        self.key = self._line(self.tr("Key"), self.tr("none") if endpoint is None else self.tr("as it is kept"))
+        self.key.setEchoMode(QLineEdit.EchoMode.Password)
+        self.certificate = self._line(self.tr("Certificate"), self.tr("those that the system trusts"))
+        self.choose = QPushButton(self.tr("Choose…"), self)
+        self.choose.setAccessibleName(self.tr("Choose a certificate's file"))
+        self.choose.clicked.connect(self._choose_certificate)
+        self.model = QComboBox(self)
+        self.model.setEditable(True)
+        self.model.setAccessibleName(self.tr("Model"))
+        self.model.setLineEdit(self._line(self.tr("Model"), self.tr("chosen in each chat")))
+        self.at_once = self._limit(self.tr("Requests at once"), self.tr("as measured"))
+        self.requests = self._limit(self.tr("Requests a minute"), self.tr("no limit"))
+        self.tokens = self._limit(self.tr("Tokens a minute"), self.tr("no limit"))
+        self.price_in = self._price(self.tr("Price of a million tokens read"))
+        self.price_out = self._price(self.tr("Price of a million tokens written"))
+        self.currency = self._line(self.tr("Currency"), "€")
+        self.currency.setFixedWidth(scaled(70))
+        self.said = muted_label(self)
+        self.trouble = warning_label(self)
+        self.buttons = QDialogButtonBox(self)
+        self.test = self.buttons.addButton(self.tr("Test"), QDialogButtonBox.ButtonRole.ActionRole)
+        self.save = self.buttons.addButton(self.tr("Save"), QDialogButtonBox.ButtonRole.AcceptRole)
+        self.save.setProperty("kind", "primary")
+        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
+        self._fill(endpoint)
+        self._lay_out()
+        self.test.clicked.connect(self._test)
+        self.buttons.accepted.connect(self._save)
+        self.buttons.rejected.connect(self.reject)
+        self.finished.connect(self._on_finished)
+        for field in (self.address, self.key, self.certificate):
+            field.textChanged.connect(self._show_state)
+        self._show_state()
+        self.address.setFocus()
+
+    # --- building ---
+
+    def _line(self, name: str, placeholder: str) -> QLineEdit:
+        line = QLineEdit(self)
+        line.setAccessibleName(name)
+        line.setPlaceholderText(placeholder)
+        return line
+
+    def _limit(self, name: str, none: str) -> QSpinBox:
+        box = QSpinBox(self)
+        box.setRange(0, _MOST)
+        box.setGroupSeparatorShown(True)
+        box.setSpecialValueText(none)
+        box.setAccessibleName(name)
+        return box
+
+    def _price(self, name: str) -> QDoubleSpinBox:
+        box = QDoubleSpinBox(self)
+        box.setRange(0, 1e6)
+        box.setDecimals(3)
+        box.setSingleStep(0.1)
+        box.setSpecialValueText(self.tr("not known"))
+        box.setAccessibleName(name)
+        return box
+
+    def _fill(self, endpoint: Endpoint | None) -> None:
+        if endpoint is None:
+            return
+        self.address.setText(endpoint.url)
+        self.name.setText(endpoint.name)
+        self.certificate.setText(endpoint.ca_file)
+        self.model.addItems(list(endpoint.found.models))
+        self.model.setCurrentText(endpoint.model)
+        self.at_once.setValue(endpoint.at_once or 0)
+        self.requests.setValue(endpoint.requests_per_minute or 0)
+        self.tokens.setValue(endpoint.tokens_per_minute or 0)
+        self.price_in.setValue(endpoint.price_in or 0.0)
+        self.price_out.setValue(endpoint.price_out or 0.0)
+        self.currency.setText(endpoint.currency)
+
+    def _lay_out(self) -> None:
+        form = QFormLayout()
+        form.setHorizontalSpacing(16)
+        form.setVerticalSpacing(8)
+        form.setFieldGrowthPolicy(QFormLayout.FieldGrowthPolicy.AllNonFixedFieldsGrow)
+        certificate, prices = QHBoxLayout(), QHBoxLayout()
+        for layout, widgets in (
+            (certificate, (self.certificate, self.choose)),
+            (prices, (self.price_in, QLabel(self.tr("read"), self), self.price_out, QLabel(self.tr("written"), self))),
+        ):
+            layout.setSpacing(8)
+            for widget in widgets:
+                layout.addWidget(widget, 0 if isinstance(widget, QLabel | QPushButton) else 1)
+        prices.addWidget(self.currency)
+        kept = muted_label(
+            self,
+            self.tr("The key is kept in the system's keyring, or for this run only where there is none."),
+        )
+        for name, field in (
+            (self.tr("Address"), self.address),
+            (self.tr("Name"), self.name),
+            (self.tr("Key"), self.key),
+            ("", kept),
+            (self.tr("Certificate"), certificate),
+            (self.tr("Model"), self.model),
+            (self.tr("Requests at once"), self.at_once),
+            (self.tr("Requests a minute"), self.requests),
+            (self.tr("Tokens a minute"), self.tokens),
+            (self.tr("Price of a million"), prices),
+        ):
+            form.addRow(name, field)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(20, 18, 20, 18)
+        column.setSpacing(12)
+        column.addLayout(form)
+        column.addWidget(self.said)
+        column.addWidget(self.trouble)
+        column.addWidget(self.buttons)
+        set_message(self.trouble, "")
+        self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self.layout() is not None:
+            self._fit()
+
+    def _fit(self) -> None:
+        """As high as its words need at its width."""
+        width = scaled(WIDTH_PX)
+        self.resize(width, max(self.heightForWidth(width), self.sizeHint().height()))
+
+    # --- what was entered ---
+
+    def _entered(self) -> Endpoint:
+        """Raises EngineError: it makes no sense."""
+        return endpoint_at(
+            self.address.text(),
+            self.name.text(),
+            model=self.model.currentText().strip(),
+            at_once=self.at_once.value() or None,
+            requests_per_minute=self.requests.value() or None,
+            tokens_per_minute=self.tokens.value() or None,
+            price_in=self.price_in.value() or None,
+            price_out=self.price_out.value() or None,
+            currency=self.currency.text().strip()[:8],
+            ca_file=self.certificate.text().strip(),
+        )
+
+    def _key(self) -> str | None:
+        """A new key; None for the one that is kept."""
+        return self.key.text().strip() or None
+
+    def _place(self) -> tuple[str, str, str]:
+        return self.address.text().strip(), self.key.text().strip(), self.certificate.text().strip()
+
+    def _show_state(self) -> None:
+        """It can be kept if what was tested is still what stands there."""
+        is_tested = self._found is not None and self._place() == self._tested_place
+        self.save.setEnabled(is_tested)
+        self.test.setEnabled(bool(self.address.text().strip()))
+        self.test.setDefault(not is_tested)
+        self.save.setDefault(is_tested)
+        if not is_tested:
+            self.said.setText(self.tr("It is tested before it is kept: that asks its models for a few tokens."))
+
+    _tested_place = ("", "", "")
+
+    # --- testing and keeping ---
+
+    def _test(self) -> None:
+        set_message(self.trouble, "")
+        self._found = None
+        self._show_state()
+        try:
+            endpoint = self._entered()
+        except EngineError as error:
+            self._on_failed(error)
+            return
+        self._tested_place = self._place()
+        self.said.setText(self.tr("Asking {0}…").format(endpoint.host))
+        self.test.setEnabled(False)
+        self._endpoints.test(endpoint, self._key(), self.show_seen, self._on_failed)
+
+    def show_seen(self, seen: About) -> None:
+        """What a test has found, which can be kept now."""
+        self.test.setEnabled(True)
+        self._found, self._tested_place = seen.found, self._place()
+        chosen = self.model.currentText().strip()
+        self.model.clear()
+        self.model.addItems(["", *seen.found.models])
+        self.model.setCurrentText(chosen)
+        self._show_state()
+        times = self.tr("It answers in {0} ms.").format(number(1000 * seen.latency_s, 0))
+        if seen.first_token_s is not None:
+            words = self.tr("It answers in {0} ms; the first token came after {1} s.")
+            times = words.format(number(1000 * seen.latency_s, 0), number(seen.first_token_s, 2))
+        elif not seen.problem:
+            times += " " + self.tr("Choose a model and test again to see what it can do.")
+        self.said.setText(f"{found_text(seen.found)}\n{times}")
+        set_message(self.trouble, seen.problem)
+        self._fit()
+
+    def _on_failed(self, error: Exception) -> None:
+        self.test.setEnabled(True)
+        self._found = None
+        self._show_state()
+        if not isinstance(error, EngineError):
+            raise error
+        self.said.setText("")
+        set_message(self.trouble, error.message)
+        self._fit()
+
+    def _save(self) -> None:
+        try:
+            endpoint = replace(self._entered(), found=self._found or Found())
+        except EngineError as error:
+            set_message(self.trouble, error.message)
+            return
+        old = self._old.name if self._old is not None else ""
+        self.save.setEnabled(False)
+        self._endpoints.keep(endpoint, self._key(), old, lambda _stays: self.accept(), self._on_not_kept)
+
+    def _on_not_kept(self, error: Exception) -> None:
+        self._show_state()
+        if not isinstance(error, EngineError):
+            raise error
+        set_message(self.trouble, error.message)
+        self._fit()
+
+    def _choose_certificate(self) -> None:
+        dialog = QFileDialog(
+            self, self.tr("The server's certificate"), QDir.homePath(), self.tr("Certificates (*.pem *.crt *.cer)")
+        )
+        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
+        dialog.fileSelected.connect(self.certificate.setText)
+        dialog.open()
+
+    def _on_finished(self) -> None:
+        self._endpoints.stop_testing()
+        self.key.clear()
+        self.deleteLater()
