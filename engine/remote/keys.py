@@ -12,7 +12,7 @@ import threading
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.keyring_store import ask_keyring, forget_in_keyring, tell_keyring
-from engine.remote.endpoint import Endpoint, plain_name
+from engine.remote.endpoint import Endpoint, plain_name, saved_endpoints
 
 _KEY = re.compile(r"[\x21-\x7e]{1,4096}")
 _this_run: dict[str, str] = {}
@@ -53,8 +53,10 @@ def save_key(endpoint: Endpoint, key: str) -> bool:
 
 
 def forget_key(endpoint: Endpoint) -> None:
-    """Removes what `save_key` kept."""
+    """Removes what `save_key` kept, unless another saved endpoint has the same address."""
     account = _account(endpoint)
+    if any(_account(each) == account and each.name != endpoint.name for each in saved_endpoints()):
+        return
     _this_run.pop(account, None)
     forget_in_keyring(account)
     with _asking:
@@ -84,7 +86,7 @@ def check_key(endpoint: Endpoint, key: str) -> str:
 
 
 def _account(endpoint: Endpoint) -> str:
-    return f"{endpoint.root} ({plain_name(endpoint.name)})"
+    return endpoint.url
 
 
 def _in_keyring(account: str) -> str:

@@ -182,7 +182,8 @@ def test_a_key_is_for_the_address_that_it_was_given_for(ring: dict[tuple[str, st
     keys.save_key(endpoint, SECRET)
     assert keys.read_key(replace(endpoint, url="https://elsewhere.example.org/v1")) == ""
     assert keys.read_key(replace(endpoint, url="http://api.example.org/v1")) == ""
-    assert keys.read_key(replace(endpoint, url="https://api.example.org/v2")) == SECRET
+    assert keys.read_key(replace(endpoint, url="https://api.example.org/v2")) == ""
+    assert keys.read_key(replace(endpoint, name="renamed")) == SECRET
 
 
 def test_without_a_keyring_a_key_lasts_for_this_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The models on this PC and of other servers, to choose one for the chat: opened by the name in the header or Ctrl+M."""
+"""The models on this PC and of other servers, to choose one for the chat: opened by its name above it, or Ctrl+M."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from PySide6.QtWidgets import (
     QDialogButtonBox,
     QDoubleSpinBox,
     QFileDialog,
-    QFormLayout,
+    QGridLayout,
     QHBoxLayout,
     QLabel,
     QLineEdit,
@@ -23,7 +23,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.endpoints import Endpoints
-from app.theme import scaled
+from app.theme import scaled, set_look
 from app.views.settings.server_words import found_text
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.quantities import number
@@ -55,9 +55,7 @@ class ServerDialog(QDialog):
         self.choose.setAccessibleName(self.tr("Choose a certificate's file"))
         self.choose.clicked.connect(self._choose_certificate)
         self.model = QComboBox(self)
-        self.model.setEditable(True)
         self.model.setAccessibleName(self.tr("Model"))
-        self.model.setLineEdit(self._line(self.tr("Model"), self.tr("chosen in each chat")))
         self.at_once = self._limit(self.tr("Requests at once"), self.tr("as measured"))
         self.requests = self._limit(self.tr("Requests a minute"), self.tr("no limit"))
         self.tokens = self._limit(self.tr("Tokens a minute"), self.tr("no limit"))
@@ -70,7 +68,7 @@ class ServerDialog(QDialog):
         self.buttons = QDialogButtonBox(self)
         self.test = self.buttons.addButton(self.tr("Test"), QDialogButtonBox.ButtonRole.ActionRole)
         self.save = self.buttons.addButton(self.tr("Save"), QDialogButtonBox.ButtonRole.AcceptRole)
-        self.save.setProperty("kind", "primary")
+        set_look(self.save, "kind", "primary")
         self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
         self._fill(endpoint)
         self._lay_out()
@@ -93,6 +91,7 @@ class ServerDialog(QDialog):
 
     def _limit(self, name: str, none: str) -> QSpinBox:
         box = QSpinBox(self)
+        box.lineEdit().setTextMargins(8, 0, 0, 0)
         box.setRange(0, _MOST)
         box.setGroupSeparatorShown(True)
         box.setSpecialValueText(none)
@@ -101,6 +100,7 @@ class ServerDialog(QDialog):
 
     def _price(self, name: str) -> QDoubleSpinBox:
         box = QDoubleSpinBox(self)
+        box.lineEdit().setTextMargins(8, 0, 0, 0)
         box.setRange(0, 1e6)
         box.setDecimals(3)
         box.setSingleStep(0.1)
@@ -109,13 +109,13 @@ class ServerDialog(QDialog):
         return box
 
     def _fill(self, endpoint: Endpoint | None) -> None:
+        self._offer((), "")
         if endpoint is None:
             return
         self.address.setText(endpoint.url)
         self.name.setText(endpoint.name)
         self.certificate.setText(endpoint.ca_file)
-        self.model.addItems(list(endpoint.found.models))
-        self.model.setCurrentText(endpoint.model)
+        self._offer(endpoint.found.models, endpoint.model)
         self.at_once.setValue(endpoint.at_once or 0)
         self.requests.setValue(endpoint.requests_per_minute or 0)
         self.tokens.setValue(endpoint.tokens_per_minute or 0)
@@ -123,11 +123,19 @@ class ServerDialog(QDialog):
         self.price_out.setValue(endpoint.price_out or 0.0)
         self.currency.setText(endpoint.currency)
 
+    def _offer(self, models: tuple[str, ...], chosen: str) -> None:
+        """These models, of which one is chosen, or none."""
+        self.model.clear()
+        self.model.addItem(self.tr("Chosen in each chat"), "")
+        for model in dict.fromkeys((*models, *filter(None, (chosen,)))):
+            self.model.addItem(model, model)
+        self.model.setCurrentIndex(self.model.findData(chosen))
+
     def _lay_out(self) -> None:
-        form = QFormLayout()
+        form = QGridLayout()
         form.setHorizontalSpacing(16)
         form.setVerticalSpacing(8)
-        form.setFieldGrowthPolicy(QFormLayout.FieldGrowthPolicy.AllNonFixedFieldsGrow)
+        form.setColumnStretch(1, 1)
         certificate, prices = QHBoxLayout(), QHBoxLayout()
         for layout, widgets in (
             (certificate, (self.certificate, self.choose)),
@@ -137,23 +145,25 @@ class ServerDialog(QDialog):
             for widget in widgets:
                 layout.addWidget(widget, 0 if isinstance(widget, QLabel | QPushButton) else 1)
         prices.addWidget(self.currency)
-        kept = muted_label(
-            self,
-            self.tr("The key is kept in the system's keyring, or for this run only where there is none."),
+        fields: tuple[tuple[str, QWidget | QHBoxLayout, QWidget], ...] = (
+            (self.tr("Address"), self.address, self.address),
+            (self.tr("Name"), self.name, self.name),
+            (self.tr("Key"), self.key, self.key),
+            (self.tr("Certificate"), certificate, self.certificate),
+            (self.tr("Model"), self.model, self.model),
+            (self.tr("Requests at once"), self.at_once, self.at_once),
+            (self.tr("Requests a minute"), self.requests, self.requests),
+            (self.tr("Tokens a minute"), self.tokens, self.tokens),
+            (self.tr("Price of a million"), prices, self.price_in),
         )
-        for name, field in (
-            (self.tr("Address"), self.address),
-            (self.tr("Name"), self.name),
-            (self.tr("Key"), self.key),
-            ("", kept),
-            (self.tr("Certificate"), certificate),
-            (self.tr("Model"), self.model),
-            (self.tr("Requests at once"), self.at_once),
-            (self.tr("Requests a minute"), self.requests),
-            (self.tr("Tokens a minute"), self.tokens),
-            (self.tr("Price of a million"), prices),
-        ):
-            form.addRow(name, field)
+        for row, (name, field, buddy) in enumerate(fields):
+            label = QLabel(name, self)
+            label.setBuddy(buddy)
+            form.addWidget(label, row, 0)
+            if isinstance(field, QWidget):
+                form.addWidget(field, row, 1)
+            else:
+                form.addLayout(field, row, 1)
         column = QVBoxLayout(self)
         column.setContentsMargins(20, 18, 20, 18)
         column.setSpacing(12)
@@ -181,7 +191,7 @@ class ServerDialog(QDialog):
         return endpoint_at(
             self.address.text(),
             self.name.text(),
-            model=self.model.currentText().strip(),
+            model=self.model.currentData(),
             at_once=self.at_once.value() or None,
             requests_per_minute=self.requests.value() or None,
             tokens_per_minute=self.tokens.value() or None,
@@ -206,7 +216,12 @@ class ServerDialog(QDialog):
         self.test.setDefault(not is_tested)
         self.save.setDefault(is_tested)
         if not is_tested:
-            self.said.setText(self.tr("It is tested before it is kept: that asks its models for a few tokens."))
+            self.said.setText(
+                self.tr(
+                    "It is tested before it is kept: that asks a model for a few tokens. The key is kept in the "
+                    "system's keyring, or for this run only where there is none."
+                )
+            )
 
     _tested_place = ("", "", "")
 
@@ -230,10 +245,7 @@ class ServerDialog(QDialog):
         """What a test has found, which can be kept now."""
         self.test.setEnabled(True)
         self._found, self._tested_place = seen.found, self._place()
-        chosen = self.model.currentText().strip()
-        self.model.clear()
-        self.model.addItems(["", *seen.found.models])
-        self.model.setCurrentText(chosen)
+        self._offer(seen.found.models, self.model.currentData())
         self._show_state()
         times = self.tr("It answers in {0} ms.").format(number(1000 * seen.latency_s, 0))
         if seen.first_token_s is not None:

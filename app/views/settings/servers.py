@@ -34,9 +34,9 @@ class ServersCard(SettingsCard):
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
         self.rows = QWidget(self)
-        self._column = QVBoxLayout(self.rows)
-        self._column.setContentsMargins(0, 0, 0, 0)
-        self._column.setSpacing(12)
+        self._lines = QVBoxLayout(self.rows)
+        self._lines.setContentsMargins(0, 0, 0, 0)
+        self._lines.setSpacing(12)
         self.add_wide(self.rows)
         self.dialog: ServerDialog | None = None
         endpoints.changed.connect(self._show)
@@ -53,12 +53,12 @@ class ServersCard(SettingsCard):
 
     def _show(self) -> None:
         set_message(self.trouble, self._endpoints.problem)
-        while (item := self._column.takeAt(0)) is not None:
+        while (item := self._lines.takeAt(0)) is not None:
             if (row := item.widget()) is not None:
                 row.hide()
                 row.deleteLater()
         for endpoint in self._endpoints.entries:
-            self._column.addWidget(self._row(endpoint))
+            self._lines.addWidget(self._row(endpoint))
         self.rows.setVisible(bool(self._endpoints.entries))
 
     def _row(self, endpoint: Endpoint) -> QWidget:
