@@ -233,7 +233,7 @@ class ModelPicker(Popover):
     def _fit(self) -> None:
         shown, everything = self.rows.rowCount(), len(self._models.rows)
         height = sum(self.list.sizeHintForRow(row) for row in range(min(shown, MOST_ROWS)))
-        self.list.setFixedHeight(height + 2)
+        self.list.setFixedHeight(height)  # to the pixel: the next row begins where it ends
         self.list.setVisible(shown > 0)
         self.nothing.setVisible(shown == 0)
         looking = self.tr("No model is on this PC yet.") if self._library.was_listed else self.tr("Looking for models…")

@@ -13,7 +13,7 @@ from app.icons import icon
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.views.chat.icon_button import IconButton
-from app.views.chat.phrases import device_text, leaves_text, model_text, rate, sent_text
+from app.views.chat.phrases import device_text, model_text, rate, sent_text
 from app.widgets.chip import Chip, ChipButton, ElidedLabel
 from app.widgets.quantities import percent
 from engine.protocol import Finished
@@ -180,14 +180,14 @@ class TitleBar(QFrame):
 
     def _show_remote(self) -> None:
         remote = self._remote
-        self._knows_device = remote is not None
+        self._knows_device = False  # what is known of it stands in the button, and below the chat
         if remote is None:
             self.model_button.show_text(self.tr("server not in the list"), dot="miss", tip=self._gone)
         else:
             sent = sent_text(remote.endpoint)
             model = remote.model or self.tr("its only model")
-            self.model_button.show_text(model, dot="pcie", tip=f"{model}\n{sent}\n{remote.endpoint.url}")
-            self.device_chip.show_text(sent, warns=not remote.endpoint.is_here, tip=leaves_text(remote.endpoint))
+            words = self.tr("{0} · sent to {1}").format(model, remote.endpoint.name)
+            self.model_button.show_text(words, dot="pcie", tip=f"{model}\n{sent}\n{remote.endpoint.url}")
         self._fit()
 
     def _name_at(self, path: str) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QDir, QEvent
+from PySide6.QtCore import QDir, QEvent, Qt
 from PySide6.QtWidgets import (
     QComboBox,
     QDialog,
     QDialogButtonBox,
     QDoubleSpinBox,
     QFileDialog,
+    QFrame,
     QGridLayout,
     QHBoxLayout,
     QLabel,
     QLineEdit,
     QPushButton,
+    QScrollArea,
     QSpinBox,
     QVBoxLayout,
     QWidget,
@@ -132,19 +134,20 @@ class ServerDialog(QDialog):
         self.model.setCurrentIndex(self.model.findData(chosen))
 
     def _lay_out(self) -> None:
-        form = QGridLayout()
+        self._form = inside = QWidget(self)
+        form = QGridLayout(inside)
+        form.setContentsMargins(20, 18, 20, 4)
         form.setHorizontalSpacing(16)
         form.setVerticalSpacing(8)
         form.setColumnStretch(1, 1)
         certificate, prices = QHBoxLayout(), QHBoxLayout()
         for layout, widgets in (
             (certificate, (self.certificate, self.choose)),
-            (prices, (self.price_in, QLabel(self.tr("read"), self), self.price_out, QLabel(self.tr("written"), self))),
+            (prices, (self.price_out, self.currency)),
         ):
             layout.setSpacing(8)
-            for widget in widgets:
-                layout.addWidget(widget, 0 if isinstance(widget, QLabel | QPushButton) else 1)
-        prices.addWidget(self.currency)
+            layout.addWidget(widgets[0], 1)
+            layout.addWidget(widgets[1])
         fields: tuple[tuple[str, QWidget | QHBoxLayout, QWidget], ...] = (
             (self.tr("Address"), self.address, self.address),
             (self.tr("Name"), self.name, self.name),
@@ -154,7 +157,8 @@ class ServerDialog(QDialog):
             (self.tr("Requests at once"), self.at_once, self.at_once),
             (self.tr("Requests a minute"), self.requests, self.requests),
             (self.tr("Tokens a minute"), self.tokens, self.tokens),
-            (self.tr("Price of a million"), prices, self.price_in),
+            (self.tr("Price, a million read"), self.price_in, self.price_in),
+            (self.tr("Price, written"), prices, self.price_out),
         )
         for row, (name, field, buddy) in enumerate(fields):
             label = QLabel(name, self)
@@ -164,13 +168,23 @@ class ServerDialog(QDialog):
                 form.addWidget(field, row, 1)
             else:
                 form.addLayout(field, row, 1)
+        form.setRowStretch(len(fields), 1)
+        self._area = QScrollArea(self)
+        self._area.setWidgetResizable(True)
+        self._area.setFrameShape(QFrame.Shape.NoFrame)
+        self._area.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self._area.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self._area.setWidget(inside)
+        self._below = below = QVBoxLayout()
+        below.setContentsMargins(20, 8, 20, 18)
+        below.setSpacing(12)
+        for widget in (self.said, self.trouble, self.buttons):
+            below.addWidget(widget)
         column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(12)
-        column.addLayout(form)
-        column.addWidget(self.said)
-        column.addWidget(self.trouble)
-        column.addWidget(self.buttons)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(0)
+        column.addWidget(self._area, 1)
+        column.addLayout(below)
         set_message(self.trouble, "")
         self._fit()
 
@@ -182,7 +196,9 @@ class ServerDialog(QDialog):
     def _fit(self) -> None:
         """As high as its words need at its width."""
         width = scaled(WIDTH_PX)
-        self.resize(width, max(self.heightForWidth(width), self.sizeHint().height()))
+        self._area.setMinimumWidth(self._form.minimumSizeHint().width())
+        below = max(self._below.totalHeightForWidth(width), self._below.totalSizeHint().height())
+        self.resize(width, self._form.sizeHint().height() + below + scaled(24))
 
     # --- what was entered ---
 
