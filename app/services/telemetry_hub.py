@@ -19,7 +19,7 @@ from app.services.recorder import HistoryRecorder, Recorded
 from app.services.settings import Settings
 from engine.common.model_info import ModelInfo
 from engine.hardware.sensors import SensorSample
-from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
 
 if TYPE_CHECKING:
     from app.services.history.history import History
@@ -143,6 +143,10 @@ class TelemetryHub(QObject):
             if not self._map_watchers and self.is_recording and now_ns / 1e9 >= self._pulse_due_s:
                 self._pulse_due_s = now_ns / 1e9 + _PULSE_S
                 self._client.watch_telemetry(on=True, expert_map=True)
+        elif isinstance(message, RequestPlace):
+            if self.history is not None:
+                self.history.places[message.number] = message.place
+            return
         self.recorder.take(message, now_ns)
 
     def _on_sample(self, sample: SensorSample) -> None:

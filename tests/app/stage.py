@@ -57,7 +57,8 @@ from engine.parts.updates import Update
 from engine.remote.endpoint import Found, endpoint_at, remote_name, save_endpoint
 from engine.remote.look import About
 from engine.serving.front_messages import Outcome, Served
-from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING
+from engine.telemetry.lanes import ELSEWHERE as ELSEWHERE_WAITS
+from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING, WRITTEN_ELSEWHERE
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
@@ -448,6 +449,9 @@ def _monitor_requests(stage: Stage) -> None:
             recorder.span(SWEEPS, READING, sweeps, sweeps + second // 4, layer=-1, count=9 - number % 9)
         recorder.span(SWEEPS, JOB, sweeps + second // 8, sweeps + second // 4, layer=-1, count=12)
         sweeps += second // 4
+    recorder.request_did(ELSEWHERE_WAITS, history.end_ns - 30 * second, history.end_ns - 24 * second, 11, 0)
+    recorder.request_did(WRITTEN_ELSEWHERE, history.end_ns - 24 * second, history.end_ns - 4 * second, 11, 410)
+    history.places[11] = "Rack in the cellar"
     history.add_spans(recorder.take_spans())
     stage.monitor.findChild(TimelineView).refresh()
 

@@ -8,9 +8,9 @@ from PySide6.QtGui import QFont
 from app.services.history.history import History
 from app.widgets.timeline.lanes import lanes_of, read_lane, reading
 from app.widgets.timeline.picture import lane_areas, read_rows
-from app.widgets.timeline.requests import joined, rows_of
+from app.widgets.timeline.requests import joined, request_label, rows_of
 from app.widgets.timeline.viewport import Viewport
-from engine.telemetry.lanes import QUEUED, READING, WRITING
+from engine.telemetry.lanes import ELSEWHERE, QUEUED, READING, WRITING, WRITTEN_ELSEWHERE
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import Records, no_spans
 
@@ -34,6 +34,18 @@ TWO = spans_of(
     (8, WRITING, 3, 4, 9),
     (9, WRITING, 5, 6, 1),
 )
+
+
+def test_what_another_server_answers_is_named_and_counted_with_the_others() -> None:
+    spans = spans_of((3, ELSEWHERE, 0, 1, 0), (3, WRITTEN_ELSEWHERE, 1, 2, 7), (4, WRITING, 0, 2, 5))
+    places = {3: "Rack"}
+    labels = [request_label(span, places) for span in joined(spans)]
+    assert labels == ["waiting for Rack", "written at Rack ×7", "writing ×5"]
+    assert request_label(spans[0], {}) == "waiting elsewhere"
+    history = History()
+    history.add_spans(spans)
+    written, _read, waiting, _jobs = history.requests(np.array([0.0, 1.0 * S, 2.0 * S])).tolist()
+    assert (written, waiting) == ([1.0, 2.0], [1.0, 0.0])
 
 
 def test_pieces_are_joined_and_each_request_keeps_a_row() -> None:

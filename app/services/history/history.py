@@ -18,6 +18,7 @@ from engine.telemetry.lanes import (
     D2H,
     DECODE,
     DISK,
+    ELSEWHERE,
     GPU,
     H2D,
     JOB,
@@ -27,6 +28,7 @@ from engine.telemetry.lanes import (
     REQUESTS,
     SWEEPS,
     WRITING,
+    WRITTEN_ELSEWHERE,
 )
 from engine.telemetry.records import Records, no_spans, no_steps
 
@@ -74,6 +76,8 @@ class History:
         self._spans = RecordHistory(most_spans, no_spans())
         self._steps = RecordHistory(most_steps, no_steps())
         self._requests = RecordHistory(MOST_REQUESTS, no_spans())
+        self.places: dict[int, str] = {}
+        """Which endpoint answers a request, by its number; for those that another server answers."""
         self._runs = RunHistory()
         self._gauges = GaugeHistory()
         self._busy: dict[tuple[int, int], BusyTime] = {}
@@ -103,7 +107,7 @@ class History:
                 self._busy.setdefault((lane, device), BusyTime()).add(starts, ends)
             if lane == REQUESTS:
                 self._requests.add(mine)
-                for name in (WRITING, READING, QUEUED, JOB):
+                for name in (WRITING, READING, QUEUED, JOB, ELSEWHERE, WRITTEN_ELSEWHERE):
                     part = mine[mine["name"] == name]
                     self._add_sum(f"requests {name}", part, (part["end_ns"] - part["start_ns"]).astype(np.float64))
             if lane == SWEEPS:
@@ -190,9 +194,10 @@ class History:
         return self._requests.between(start_ns, end_ns)
 
     def requests(self, edges_ns: Floats) -> Floats:
-        """How many requests were being written, read, and waiting, and how many jobs went on, on average between
-        neighbouring edges, [4, n]."""
-        spent = [self._read_sum(f"requests {name}", edges_ns) for name in (WRITING, READING, QUEUED, JOB)]
+        """How many requests were being written, read, and waiting, here or at other servers, and how many jobs went on,
+        on average between neighbouring edges, [4, n]."""
+        doings = ((WRITING, WRITTEN_ELSEWHERE), (READING,), (QUEUED, ELSEWHERE), (JOB,))
+        spent = [sum(self._read_sum(f"requests {name}", edges_ns) for name in names) for names in doings]
         return np.asarray(np.stack(spent) / np.diff(edges_ns))
 
     @property

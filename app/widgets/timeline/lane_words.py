@@ -18,8 +18,9 @@ def lane_explanation(key: str) -> str:
         ),
         "requests": translate(
             "Timeline",
-            "A row for each answer that is being worked on, of this window and of other programs: waiting for its turn "
-            "(hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).",
+            "A row for each answer that is being worked on, for this window or other programs, here or at another "
+            "server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, "
+            "too (outlined).",
         ),
         "sweeps": translate(
             "Timeline",

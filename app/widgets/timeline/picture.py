@@ -189,7 +189,7 @@ def draw_rows(
         if row.lane.kind == "phase":
             draw_phases(painter, row.area, history, viewport)
         elif row.lane.kind == "requests" and row.blocks is not None:
-            draw_requests(painter, row.area, row.blocks, viewport, colour)
+            draw_requests(painter, row.area, row.blocks, viewport, colour, history.places)
         elif row.blocks is not None:
             draw_blocks(painter, row.area, row.blocks, viewport, colour, second=CPU_ATTENTION)
         else:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
-from PySide6.QtCore import QRectF, Qt
+from PySide6.QtCore import QCoreApplication, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
 
 from app.theme import themed
 from app.widgets.timeline.blocks import span_label
 from app.widgets.timeline.colours import faded, text_on
 from app.widgets.timeline.viewport import Viewport
-from engine.telemetry.lanes import JOB, QUEUED, READING
+from engine.telemetry.lanes import ELSEWHERE, JOB, QUEUED, READING, WRITTEN_ELSEWHERE
 from engine.telemetry.records import Records
+
+translate = QCoreApplication.translate
 
 MOST_ROWS = 16
 _LABEL_PX = 40
@@ -51,9 +55,21 @@ def rows_of(spans: Records) -> list[int]:
     return [min(rows[int(request)], MOST_ROWS - 1) for request in spans["request"]]
 
 
-def draw_requests(painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor) -> None:
+def request_label(span: np.void, places: Mapping[int, str]) -> str:
+    """`writing ×12`, or `written at Rack ×12` where another server answers."""
+    place = places.get(int(span["request"]))
+    if place is None or int(span["name"]) not in (ELSEWHERE, WRITTEN_ELSEWHERE):
+        return span_label(span)
+    if int(span["name"]) == ELSEWHERE:
+        return translate("Timeline", "waiting for {0}").format(place)
+    return translate("Timeline", "written at {0} ×{1}").format(place, int(span["count"]))
+
+
+def draw_requests(
+    painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor, places: Mapping[int, str]
+) -> None:
     """Joined spans as bars: hatched while a request waits, pale while it is read, full while it is written; a job's are
-    outlined."""
+    outlined.  `places` name the servers that answer some of them."""
     metrics, rows = QFontMetricsF(painter.font()), rows_of(spans)
     height = area.height() / (max(rows, default=0) + 1)
     lefts = np.clip((spans["start_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
@@ -63,7 +79,8 @@ def draw_requests(painter: QPainter, area: QRectF, spans: Records, viewport: Vie
         gap = 1.0 if height > 3 else 0.0
         bar = QRectF(area.left() + float(lefts[index]), area.top() + row * height, width, height - gap)
         name = int(spans["name"][index])
-        if name == QUEUED:
+        waits = name in (QUEUED, ELSEWHERE)
+        if waits:
             painter.fillRect(bar, QBrush(faded(colour, 150), Qt.BrushStyle.BDiagPattern))
         elif name == JOB:
             painter.fillRect(bar, faded(colour, 40))
@@ -71,9 +88,9 @@ def draw_requests(painter: QPainter, area: QRectF, spans: Records, viewport: Vie
             painter.drawRect(bar.adjusted(0.5, 0.5, -0.5, -0.5))
         else:
             painter.fillRect(bar, faded(colour, 90 if name == READING else 205))
-        text = span_label(spans[index])
+        text = request_label(spans[index], places)
         inner = bar.intersected(area).adjusted(4, 0, -3, 0)
         has_room = height >= metrics.height() * 0.8 and inner.width() >= max(_LABEL_PX, metrics.horizontalAdvance(text))
-        if name != QUEUED and has_room:
+        if not waits and has_room:
             painter.setPen(QPen(themed("text") if name in (READING, JOB) else text_on(colour)))
             painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
