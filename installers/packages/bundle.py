@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.kernels.native.build import library_name
-from packages.dlls import missing_libraries
+from packages import dlls, machos
 from packages.kernels import Platform
 from packages.project import CHECKOUT, FILES, PackagingError, Project, name_of, read_project, run
 from packages.pythons import lay_out_python
@@ -43,6 +43,8 @@ _UV_PLATFORMS = {
     "windows-x86_64": "x86_64-pc-windows-msvc",
     "macos-arm64": "aarch64-apple-darwin",
 }
+_OLDEST_MACOS = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
+"""Of the environment: uv would look for wheels for an older one, of which some libraries have none."""
 _QT_MODULES = frozenset({"QtCore", "QtDBus", "QtGui", "QtNetwork", "QtSvg", "QtWidgets"})
 _QT_PLUGINS = frozenset(
     {
@@ -133,9 +135,9 @@ def lay_out(
         (target / "wheels").mkdir()
         for wheel in our_wheels(platform, wheels):
             shutil.copy2(wheel, target / "wheels")
-        if platform.is_windows and (missing := missing_libraries(target)):
+        if missing := _missing_libraries(platform, target):
             name, users = min(missing.items())
-            raise PackagingError(f"{name}, which {min(users)} needs, is not in the package for Windows.")
+            raise PackagingError(f"{name}, which {min(users)} needs, is not in the package for {platform.name}.")
         if ENGINE_LOCK.exists():
             shutil.copy2(ENGINE_LOCK, target / "engine-lock.json")
         shutil.copy2(FILES / "start.py", target / "start.py")
@@ -149,6 +151,13 @@ def lay_out(
         shutil.rmtree(target, ignore_errors=True)
         raise
     return bundle
+
+
+def _missing_libraries(platform: Platform, folder: Path) -> dict[str, set[str]]:
+    """Of systems whose files can be read on any."""
+    if platform.is_windows:
+        return dlls.missing_libraries(folder)
+    return machos.missing_libraries(folder) if platform.name.startswith("macos") else {}
 
 
 def our_wheels(platform: Platform, wheels: Path) -> list[Path]:
@@ -222,6 +231,7 @@ def _install_window(platform: Platform, window: Path, wheels: Path, project: Pro
         said = run(
             [uv, "pip", "compile", *quiet, *target, "--no-header", "--no-annotate", "--constraint", LOCKED, wanted],
             "The window's libraries could not be resolved",
+            env=_OLDEST_MACOS,
         )
         names = [name_of(line) for line in said.splitlines() if re.match(r"[A-Za-z0-9]", line)]
         exact.write_text(locked(names, LOCKED.read_text(encoding="utf-8")), encoding="utf-8")
@@ -238,9 +248,9 @@ def _install_window(platform: Platform, window: Path, wheels: Path, project: Pro
             "copy",
         ]
         why = "The window's libraries could not be installed"
-        run([*install, "--require-hashes", "--requirement", exact], why)
+        run([*install, "--require-hashes", "--requirement", exact], why, env=_OLDEST_MACOS)
         ours = [each for each in our_wheels(platform, wheels) if "_kernels-" not in each.name]
-        run([*install, *ours], why)
+        run([*install, *ours], why, env=_OLDEST_MACOS)
     shutil.rmtree(window / "bin", ignore_errors=True)  # commands with this machine's paths
 
 
@@ -251,6 +261,7 @@ def _install_uv(platform: Platform, folder: Path, uv: Path) -> None:
         run(
             [uv, "pip", "install", "--quiet", "--no-config", "--target", name, *target, f"uv=={same}"],
             "uv could not be fetched",
+            env=_OLDEST_MACOS,
         )
         program = next(each for each in Path(name).rglob("uv.exe" if platform.is_windows else "uv") if each.is_file())
         folder.mkdir()
