@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-_ENGINE = "ray::RayNode"
+_ENGINE = "ray::NodeActor"
 _PATIENCE_S = 60.0
 _LOOK_S = 0.05
 

@@ -130,11 +130,11 @@ class RayDriver:
     def _start(self, command: dict[str, Any]) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from engine.process.ray_node import RayNode
+        from engine.process.ray_node import NodeActor
 
         there = NodeAffinitySchedulingStrategy(command["node"], soft=False)
         options: dict[str, Any] = {"num_cpus": command["cpus"], "num_gpus": command["gpus"]}
-        maker = self._ray.remote(RayNode).options(
+        maker = self._ray.remote(NodeActor).options(
             scheduling_strategy=there, max_concurrency=4, max_restarts=0, max_task_retries=0, **options
         )
         actor = _Actor(command["node"], command["life"], maker.remote())

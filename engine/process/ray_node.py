@@ -11,11 +11,14 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from engine.batch_files.rows import RowRequest
 from engine.common.config import BatchJob, EngineConfig
@@ -31,6 +34,7 @@ _log = logging.getLogger(__name__)
 _GATHER_S = 0.05
 """Answers of so long travel together."""
 _MOST_ANSWERS = 512
+_LOOK_S = 2.0
 
 
 class RayNode:
@@ -174,6 +178,21 @@ class RayNode:
         with self._changed:
             self._answers.append([answer.row, asdict(answer)])
             self._changed.notify_all()
+
+
+class NodeActor(RayNode):
+    """The same as an actor: its process ends with its node, or an engine that Ray lost sight of would keep memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="node-watch", daemon=True).start()
+
+
+def _end_with(raylet: int) -> None:
+    process = psutil.Process(raylet)
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def _found(models: list[str], digest: str) -> Path | str:

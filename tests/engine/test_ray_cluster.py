@@ -30,13 +30,13 @@ _MOST_TOKENS = 60
 class ClusterUnderFire:
     """Jobs of `rows` rows on three nodes, one after the other, and what is known of their answers."""
 
-    def __init__(self, folder: Path, rows: int, nodes: int) -> None:
+    def __init__(self, folder: Path, home: Path, rows: int, nodes: int) -> None:
         self.folder, self.rows, self.chance = folder, rows, random.Random(7)
         self.output = folder / "out.csv"
         tiny_checkpoint("qwen3_moe", folder / "model")
         lines = (json.dumps({"text": f"Row {row}?", "id": row}) + "\n" for row in range(rows))
         (folder / "in.jsonl").write_text("".join(lines))
-        self.ray = LoopbackRay(folder / "home", nodes)
+        self.ray = LoopbackRay(home, nodes)
         self._known: dict[int, str] = {}
         self._asking: subprocess.Popen[bytes] | None = None
 
@@ -131,16 +131,11 @@ class ClusterUnderFire:
         self.ray.close()
 
 
-@pytest.fixture(scope="module")
-def fire(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterUnderFire]:
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("ray")
-        patch.setenv("SWITCHYARD_HOME", str(folder / "home"))
-        made = ClusterUnderFire(folder, ROWS, NODES)
-        try:
-            yield made
-        finally:
-            made.close()
+@pytest.fixture
+def fire(tmp_path: Path, switchyard_home: Path) -> Iterator[ClusterUnderFire]:
+    made = ClusterUnderFire(tmp_path / "job", switchyard_home, ROWS, NODES)
+    yield made
+    made.close()
 
 
 @pytest.mark.exhaustive
