@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.journal import journal_path
 from engine.batch_files.messages import BatchPlanned
-from engine.common.config import BatchJob
+from engine.common.config import HERE, BatchJob
 
 
 class JobState(Enum):
@@ -54,6 +55,7 @@ class JobEntry:
         reason: why it does not run, as a sentence; empty if the user paused it.
         note: a remark about how its rows were run, or where its result is.
         result, errors: paths of the result, and of failed OpenAI requests; empty while unknown.
+        places: where its rows are answered, if not on this PC alone.
         begun_model, begun_precision: path of the model and precision of its existing answers; empty without any.
     """
 
@@ -82,6 +84,12 @@ class JobEntry:
     errors: str = ""
     begun_model: str = ""
     begun_precision: str = ""
+    places: tuple[PlacePace, ...] = ()
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether this PC's model answers its rows, or some of them."""
+        return not self.job.is_remote or HERE in self.job.endpoints
 
     @property
     def input(self) -> Path:

@@ -131,6 +131,8 @@ class BatchJobs(QObject):
         if not entry.done or model is None or config is None or not entry.begun_model:
             return None
         precision = entry.begun_precision if is_precision(entry.begun_precision) else AUTO
+        if entry.job.endpoints:
+            return None  # who may go on with it is decided by who answers
         same_model = entry.begun_model == model.path
         if same_model and entry.begun_precision == model.precision:
             return None
@@ -185,7 +187,7 @@ class BatchJobs(QObject):
         """Pauses the queue until `release`: running jobs wait for their next turn."""
         self._held, self._were_running = True, list(self._runs)
         for entry in self.running:
-            if entry.state is JobState.RUNNING:
+            if entry.state is JobState.RUNNING and entry.needs_model:
                 self._wishes[entry.key] = JobState.QUEUED
                 self._runs[entry.key].cancel()
 
@@ -211,12 +213,23 @@ class BatchJobs(QObject):
 
     def start_more(self, *_: object) -> None:
         """Starts waiting jobs as far as more may run now."""
-        able = self._client.state in (EngineState.READY, EngineState.BUSY) and self._client.model is not None
-        while able and not self._held and self._turns and len(self._runs) < self._at_once():
-            self._start(self._turns.pop(0))
+        for key in list(self._turns):
+            if not self._held and self._can_start(key):
+                self._turns.remove(key)
+                self._start(key)
         for entry in self.running:
-            if entry.beside_jobs != len(self._runs) - 1:
-                self._put(replace(entry, beside_jobs=len(self._runs) - 1), to_file=False)
+            others = sum(other.needs_model for other in self.running) - 1 if entry.needs_model else 0
+            if entry.beside_jobs != others:
+                self._put(replace(entry, beside_jobs=others), to_file=False)
+
+    def _can_start(self, key: str) -> bool:
+        """Whether a waiting job may start now: one that needs this PC's model takes one of the places there."""
+        state, needs_model = self._client.state, self._entries[key].needs_model
+        if not needs_model:
+            return state not in (EngineState.STOPPED, EngineState.DIED)
+        at_work = sum(self._entries[other].needs_model for other in self._runs)
+        able = state in (EngineState.READY, EngineState.BUSY) and self._client.model is not None
+        return able and at_work < self._at_once()
 
     def _start(self, key: str) -> None:
         entry = self._entries[key]
@@ -226,7 +239,9 @@ class BatchJobs(QObject):
         beside_chat = self._client.state is EngineState.BUSY
         resumed = replace(job, start="resume")
         info = self._client.model
-        if info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
+        if not entry.needs_model:
+            model, beside_chat = ", ".join(job.endpoints), False
+        elif info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
             entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
         self._runs[key] = run = self._client.start_batch(job)
         self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, beside_chat=beside_chat))
@@ -253,7 +268,7 @@ class BatchJobs(QObject):
         # Jobs alone leave the engine READY; what makes it BUSY is a chat, with which they share the engine.
         beside_chat = state is EngineState.BUSY
         for entry in self.running:
-            if entry.beside_chat != beside_chat:
+            if entry.needs_model and entry.beside_chat != beside_chat:
                 self._put(replace(entry, beside_chat=beside_chat), to_file=False)
         self.start_more()
 
@@ -276,6 +291,7 @@ class BatchJobs(QObject):
             ends_high_s=now + event.remaining_high_s if event.remaining_high_s >= 0 else None,
             under_way=event.under_way,
             blocked=event.blocked,
+            places=event.places,
         )
         self._put(new, to_file=total != entry.total)
 

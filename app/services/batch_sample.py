@@ -32,12 +32,14 @@ class BatchSample(QObject):
     Signals:
         answered: `BatchRow`s as they finish.
         planned: a `BatchPlanned` for the whole job, based on these rows.
+        sampled: a `BatchSampled`: what they took at endpoints.
         ended: a `SampleRate`, or None if it was stopped.
         failed: one sentence.
     """
 
     answered = Signal(object)
     planned = Signal(object)
+    sampled = Signal(object)
     ended = Signal(object)
     failed = Signal(str)
 
@@ -53,10 +55,12 @@ class BatchSample(QObject):
     def start(self, job: BatchJob) -> None:
         """Answers the first rows of this job; no effect while a sample is running."""
         if self._run is None:
-            self._jobs.hold()
+            if not job.is_remote:  # which takes nothing from jobs on this PC
+                self._jobs.hold()
             self._run = run = self._client.sample_batch(job, SAMPLE_ROWS)
             run.answered.connect(self._on_answered)
             run.planned.connect(self.planned)
+            run.sampled.connect(self.sampled)
             run.finished.connect(self._on_finished)
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from PySide6.QtCore import QObject, Signal
 
-from engine.batch_files.messages import BatchPlanned, BatchProgress, BatchRows, SampleBatch, StartBatch
+from engine.batch_files.messages import BatchPlanned, BatchProgress, BatchRows, BatchSampled, SampleBatch, StartBatch
 from engine.protocol import Generate, LoadModel, Message, Progress, TerminalEvent, Token, UnloadModel
 from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
@@ -16,6 +16,7 @@ _SIGNAL_OF: dict[type, str] = {
     Progress: "progress",
     Token: "token",
     BatchPlanned: "planned",
+    BatchSampled: "sampled",
     BatchProgress: "progressed",
     BatchRows: "answered",
     TuningProgress: "progressed",
@@ -81,10 +82,11 @@ class ChatAnswer(Request):
 class BatchRun(Request):
     """A job, or a sample of one.  Ends in `BatchFinished` or `Failed`.
 
-    Signals: planned(BatchPlanned), progressed(BatchProgress), answered(BatchRows).
+    Signals: planned(BatchPlanned), progressed(BatchProgress), answered(BatchRows), sampled(BatchSampled).
     """
 
     planned = Signal(object)
+    sampled = Signal(object)
     progressed = Signal(object)
     answered = Signal(object)
 

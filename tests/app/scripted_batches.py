@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from app.services.engine_request import BatchRun
+from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import (
     BatchFinished,
     BatchPlanned,
@@ -53,10 +54,12 @@ class ScriptedBatches(ScriptedEngine):
         left: float = -1.0,
         blocked: str = "",
         of: int = -1,
+        places: tuple[PlacePace, ...] = (),
     ) -> None:
         """Progress of a job, the latest one if not told; `left` are seconds, of which the upper end is twice as far."""
         high = left * 2 if left >= 0 else -1.0
-        self.jobs[of].deliver(BatchProgress(self.jobs[of].id, done, failed, total, rate, left, high, blocked))
+        progress = BatchProgress(self.jobs[of].id, done, failed, total, rate, left, high, blocked, places=places)
+        self.jobs[of].deliver(progress)
 
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         run = (self.samples if sample else self.jobs)[-1]

@@ -48,13 +48,14 @@ from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
 from app.widgets.timeline.view import TimelineView
 from app.widgets.token_dialog import TokenDialog
+from engine.batch_files.job_watcher import PlacePace
 from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.library import Listing
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.parts.updates import Update
-from engine.remote.endpoint import Found, endpoint_at, remote_name, save_endpoint
+from engine.remote.endpoint import Endpoint, Found, endpoint_at, remote_name, save_endpoint
 from engine.remote.look import About
 from engine.serving.front_messages import Outcome, Served
 from engine.telemetry.lanes import ELSEWHERE as ELSEWHERE_WAITS
@@ -411,6 +412,43 @@ def _batch_failed(stage: Stage) -> None:
 def _batch_schema(stage: Stage) -> None:
     stage.fill_form()
     stage.batch.form.answers.kinds.button(2).click()
+
+
+_RACK = PlacePace("Rack", "10.0.0.5:8000", "working", "", 16, 16, 210, 1, 41_000, 9_800, 212.4, 0.0312, "EUR")
+_ATTIC = PlacePace(
+    "Attic",
+    "attic.lan:8080",
+    "resting",
+    "Attic gave no answer (the connection was refused).",
+    0,
+    4,
+    31,
+    0,
+    6_100,
+    1_400,
+)
+_PC = PlacePace("", "", "working", "", 4, 8, 64, 0, 12_000, 3_000, 41.0)
+
+
+def _servers(stage: Stage) -> None:
+    save_endpoint(Endpoint("Rack", "http://10.0.0.5:8000/v1", "Qwen/Qwen3-30B-A3B", price_in=0.2, currency="EUR"))
+    save_endpoint(Endpoint("Attic", "http://attic.lan:8080/v1"))
+    stage.fill_form()
+    form = stage.batch.form
+    for name in ("Rack", "Attic"):
+        form.places.box(name).setChecked(True)
+    stage.breathe(50)
+    form._scroll.ensureWidgetVisible(form.places, 0, 40)
+    stage.breathe(50)
+
+
+def _servers_running(stage: Stage) -> None:
+    _servers(stage)
+    stage.batch.form.foot.start.click()
+    stage.until(lambda: stage.batch.pages.currentWidget() is stage.batch.job_view)
+    stage.engine.tell(305, 500, failed=1, rate=253.4, left=95.0, places=(_RACK, _ATTIC, _PC))
+    stage.engine.answer(*(row(number) for number in range(11)), row(11, problem="is empty"))
+    stage.breathe(50)
 
 
 def _batch_tried(stage: Stage) -> None:
@@ -830,6 +868,8 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "batch-new": lambda stage: stage.fill_form(),
     "batch-schema": _batch_schema,
     "batch-tried": _batch_tried,
+    "batch-servers": _servers,
+    "batch-servers-running": _servers_running,
     "batch-running": lambda stage: stage.start_job(),
     "batch-finished": _batch_list,
     "batch-failed": _batch_failed,

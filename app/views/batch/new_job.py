@@ -14,23 +14,26 @@ from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
+from app.services.batch_places import offered_endpoints
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.views.batch.answer_card import AnswerCard
 from app.views.batch.form_foot import FormFoot
 from app.views.batch.input_card import InputCard
 from app.views.batch.output_card import OutputCard
-from app.views.batch.phrases import sample_text
+from app.views.batch.phrases import sample_text, sampled_text
+from app.views.batch.places_card import PlacesCard
 from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.card import Card, set_message
-from engine.batch_files.messages import BatchPlanned, BatchRow
+from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
 from engine.common.config import BatchJob
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
+from engine.remote.endpoint import Endpoint
 from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 
 WIDTH_PX = 860
@@ -58,9 +61,11 @@ class NewJob(QWidget):
         page: QWidget,
         *,
         clock: Callable[[], float] = time.time,
+        offered: Callable[[], Sequence[Endpoint]] = offered_endpoints,
     ) -> None:
         super().__init__(page)
         self._client, self._sampler, self._clock = client, sample, clock
+        self._offered = offered
         self._preview: InputPreview | None = None
         self._path = Path()
         self._shown_input = Path()
@@ -70,12 +75,14 @@ class NewJob(QWidget):
         self._checking = False
         self._opening = False
         self._planned: BatchPlanned | None = None
+        self._sampled: BatchSampled | None = None
         self._forecast: Forecast | None = None
         self._forecasts = BatchForecasts(self)
         self.input = InputCard(self)
         self.template = TemplateCard(self)
         self.answers = AnswerCard(page, self)
         self.output = OutputCard(self)
+        self.places = PlacesCard(self)
         self.sample = SampleCard(self)
         self.foot = FormFoot(self)
         self._lay_out()
@@ -85,6 +92,7 @@ class NewJob(QWidget):
         """Starts the form for a file or folder; text from an earlier one is kept where it fits."""
         self._path = path
         self._opening = True
+        self.places.set_endpoints(self._offered())
         self._scroll.verticalScrollBar().setValue(0)  # the form may still be scrolled down from the last job
         self.input.reset_form()
         self._open(InputForm())
@@ -109,6 +117,9 @@ class NewJob(QWidget):
             encoding=form.encoding,
             separator=form.separator,
             whole_files=form.whole_files,
+            endpoints=self.places.names,
+            ask_twice=self.places.twice.isChecked() and len(self.places.names) > 1,
+            name_endpoints=self.places.column.isChecked() and len(self.places.names) > 1,
         )
 
     def refuse(self, sentence: str) -> None:
@@ -156,7 +167,8 @@ class NewJob(QWidget):
         if another:
             self.output.suggest(preview)
         for card in self._cards:
-            card.setVisible(card is not self.template or not preview.openai)
+            hidden = (card is self.template and preview.openai) or (card is self.places and not self.places.is_offered)
+            card.setVisible(not hidden)
         self._show_state()
         if self._opening:
             self._opening = False
@@ -194,7 +206,7 @@ class NewJob(QWidget):
             self.sample.fail(error.message)
             return
         self.sample.begin()
-        self._planned = None
+        self._planned = self._sampled = None
         self._sampler.start(job)
 
     def _on_row_tried(self, rows: Sequence[BatchRow]) -> None:
@@ -215,6 +227,10 @@ class NewJob(QWidget):
 
     def _on_planned(self, plan: BatchPlanned) -> None:
         self._planned = plan
+        self._show_state()
+
+    def _on_sampled_elsewhere(self, sampled: BatchSampled) -> None:
+        self._sampled = sampled
         self._show_state()
 
     def _on_forecast(self, forecast: Forecast | None) -> None:
@@ -257,17 +273,19 @@ class NewJob(QWidget):
         self._tell("")
         if self.sample.answers and not self._sampler.is_running:
             self.sample.clear()  # the trial no longer matches the settings
-            self._planned = None
+            self._planned = self._sampled = None
         self._show_state()
 
     def _show_state(self) -> None:
         ready = self._preview is not None
         openai = self._preview is not None and self._preview.openai
         wrong = [] if openai else [self.template.problem(), self.answers.problem()]
-        problem = next((text for text in (*wrong, self.output.problem()) if text), "") if ready else ""
-        loaded = self._client.model is not None
+        wrong += [self.places.problem(), self.output.problem()]
+        problem = next((text for text in wrong if text), "") if ready else ""
+        loaded = self._client.model is not None or not self.places.needs_model
+        can_try = loaded or self.places.is_remote
         self.sample.set_able(
-            ready and not problem and loaded, problem or ("" if loaded else self.tr("No model is loaded."))
+            ready and not problem and can_try, problem or ("" if can_try else self.tr("No model is loaded."))
         )
         shown = self.template.trouble.text() or self.answers.trouble.text()  # already shown beside its field
         words = problem if problem != shown else ""
@@ -275,9 +293,12 @@ class NewJob(QWidget):
             words = self._plan_words() if loaded else self.tr("The job starts when a model is loaded.")
         able = ready and not problem
         self.foot.show_state(able=able, checking=self._checking, why_not=problem, words=words)
-        self._ask_forecast(wanted=able)
+        self._ask_forecast(wanted=able and not self.places.is_remote)
 
     def _plan_words(self) -> str:
+        if self.places.is_remote:
+            untried = self.tr("A trial of the first rows says how long a row takes there, and what it costs.")
+            return untried if self._sampled is None else sampled_text(self._sampled, self._total)
         alone = self._forecast.alone_tokens_per_s if self._forecast is not None else 0.0
         if self._planned is not None:
             return plan_text(self._planned, self._clock())
@@ -296,7 +317,7 @@ class NewJob(QWidget):
         self._forecasts.ask(ForecastQuestion(job, model, self._client.config, self._total))
 
     def _forget_plan(self) -> None:
-        self._planned = self._forecast = None
+        self._planned = self._forecast = self._sampled = None
         self._forecasts.forget()
 
     def _tell(self, sentence: str) -> None:
@@ -305,12 +326,13 @@ class NewJob(QWidget):
     def _connect(self, sample: BatchSample) -> None:
         self.input.form_changed.connect(self._open)
         self.input.change_wanted.connect(self.file_wanted)
-        for card in (self.template, self.answers, self.output):
+        for card in (self.template, self.answers, self.places, self.output):
             card.changed.connect(self._on_changed)
         self.sample.wanted.connect(self._try)
         self.sample.stop_wanted.connect(sample.stop)
         sample.answered.connect(self._on_row_tried)
         sample.planned.connect(self._on_planned)
+        sample.sampled.connect(self._on_sampled_elsewhere)
         sample.ended.connect(self._on_sampled)
         sample.failed.connect(self._on_sample_failed)
         self.foot.start_wanted.connect(self._start)
@@ -326,7 +348,14 @@ class NewJob(QWidget):
         self._show_state()
 
     def _lay_out(self) -> None:
-        self._cards: tuple[Card, ...] = (self.input, self.template, self.answers, self.output, self.sample)
+        self._cards: tuple[Card, ...] = (
+            self.input,
+            self.template,
+            self.answers,
+            self.places,
+            self.output,
+            self.sample,
+        )
         cards = QWidget(self)
         cards.setMaximumWidth(WIDTH_PX + 40)
         column = QVBoxLayout(cards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication
@@ -11,7 +12,9 @@ from app.services.batch_sample import SampleRate
 from app.views.batch.figures import clock_text, rate_figure
 from app.views.batch.plan_words import planned_text, shared_text
 from app.widgets.quantities import SEPARATOR, count, number, percent
-from engine.batch_files.messages import BatchRow
+from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.messages import BatchRow, BatchSampled
+from engine.remote.endpoint import Endpoint
 
 translate = QCoreApplication.translate
 
@@ -74,10 +77,16 @@ def status_text(job: JobEntry) -> str:
             return translate("Batch", "Shares the engine with your chat until the answer is complete.")
         if job.total is None and not job.done:
             return translate("Batch", "Reading the file…")
+        if job.job.is_remote:
+            return _elsewhere_text(job)
         return _running_text(job)
     if job.state is JobState.QUEUED:
+        if not job.needs_model:
+            return job.reason or translate("Batch", "Starts when the engine is ready.")
         return job.reason or translate("Batch", "Starts when a job before it is done and a model is loaded.")
     if job.state is JobState.STOPPING:
+        if not job.needs_model:
+            return translate("Batch", "Saving finished rows…")
         return translate("Batch", "Finishing the current layer and saving finished rows…")
     if job.state is JobState.ELSEWHERE:
         return translate("Batch", "Another program is working on this job, such as “switchyard batch”.")
@@ -109,6 +118,14 @@ def _ran_text(job: JobEntry) -> str:
     return words.format(count(job.ran_tokens), span if minutes else short, rate)
 
 
+def _elsewhere_text(job: JobEntry) -> str:
+    """Where the rows of a running job are sent."""
+    hosts = [f"{place.name} ({place.host})" for place in job.places if place.host]
+    if not hosts:
+        return translate("Batch", "Asking the servers which models they have…")
+    return translate("Batch", "Rows are sent to {0}.").format(translate("Batch", " and to ").join(hosts))
+
+
 def _running_text(job: JobEntry) -> str:
     first = "" if job.done else translate("Batch", "The first rows are being answered.")
     rows = job.under_way or (job.plan.rows_together if job.plan is not None else 0)
@@ -130,6 +147,77 @@ def end_text(row: BatchRow) -> str:
         "length": translate("Batch", "cut off"),
         "context": translate("Batch", "context full"),
     }.get(row.finish_reason, row.finish_reason)
+
+
+def host_text(endpoint: Endpoint) -> str:
+    """An endpoint to choose: its name, where it is, and its model."""
+    parts = [endpoint.name] if endpoint.name == endpoint.host else [f"{endpoint.name} ({endpoint.host})"]
+    models = (endpoint.model,) if endpoint.model else endpoint.found.models
+    if len(models) == 1:
+        parts.append(models[0])
+    return SEPARATOR.join(parts)
+
+
+def sent_text(endpoints: Sequence[Endpoint]) -> str:
+    """Where the text of a job goes."""
+    away = [f"{each.name} ({each.host})" for each in endpoints if not each.is_here]
+    if not endpoints:
+        return translate("Batch", "No text leaves this PC.")
+    if not away:
+        return translate("Batch", "The rows are sent to a server on this PC; no text leaves it.")
+    return translate("Batch", "The text of every row may be sent to {0}.").format(
+        translate("Batch", " and to ").join(away)
+    )
+
+
+def place_name(place: PlacePace) -> str:
+    """A place where rows are answered."""
+    return place.name or translate("Batch", "This PC")
+
+
+def place_text(place: PlacePace) -> str:
+    """What a place does, or why it does nothing."""
+    if place.state == "out":
+        return translate("Batch", "Not asked: {0}").format(place.why)
+    if place.state == "resting":
+        return translate("Batch", "Rests, and is asked again: {0}").format(place.why)
+    rate = translate("Batch", "{0} tokens/s").format(rate_figure(place.tokens_per_s)) if place.tokens_per_s else ""
+    asked = translate("Batch", "{0} rows at once").format(count(place.under_way)) if place.under_way else ""
+    return SEPARATOR.join(filter(None, (rate, asked, place.why)))
+
+
+def cost_text(place: PlacePace) -> str:
+    """What a place has cost; empty if it has no price."""
+    if place.cost is None:
+        return ""
+    return f"{number(place.cost, 2 if place.cost >= 1 or not place.cost else 4)} {place.currency}".strip()
+
+
+def sampled_text(sampled: BatchSampled, rows: int | None) -> str:
+    """What a trial at endpoints says of all rows.
+
+    Args:
+        rows: all of them; None while unknown.
+    """
+    words = translate("Batch", "Measured there on {0} rows: {1} s for a row, {2} tokens read and {3} written.").format(
+        sampled.rows,
+        number(sampled.row_s, 1 if sampled.row_s < 10 else 0),
+        count(round(sampled.prompt_tokens)),
+        count(round(sampled.generated_tokens)),
+    )
+    if rows is None:
+        return words
+    minutes = rows * sampled.row_s / 60
+    most = number(minutes, 1 if minutes < 10 else 0)
+    parts = [
+        words,
+        translate("Batch", "All rows take {0} min at most; asked at once, they take less.").format(most),
+    ]
+    if sampled.cost is not None:
+        cost = rows * sampled.cost
+        shown = f"{number(cost, 2 if cost >= 1 else 4)} {sampled.currency}".strip()
+        parts.append(translate("Batch", "They cost about {0}.").format(shown))
+    return " ".join(parts)
 
 
 def sample_text(rate: SampleRate) -> str:

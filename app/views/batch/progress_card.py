@@ -10,6 +10,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QProgressBar, QVBoxLa
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState
 from app.theme import set_look, use_tabular_figures
 from app.views.batch.phrases import pace_text, rows_text, state_text, status_text
+from app.views.batch.place_rows import PlaceRows
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import percent
 
@@ -54,6 +55,8 @@ class ProgressCard(QFrame):
         column.addWidget(Flow(left, right, parent=self, ends_right=True))
         column.addWidget(self._bar)
         column.addWidget(self._status)
+        self._places = PlaceRows(self)
+        column.addWidget(self._places)
         self._column = column
         self._make_strip: Callable[[QWidget], QWidget] | None = None
         self._strip: QWidget | None = None
@@ -82,7 +85,8 @@ class ProgressCard(QFrame):
         self._bar.setRange(0, 0 if busy else 1000)
         if not busy:
             self._bar.setValue(int((share or 0.0) * 1000))
-        self._show_strip(job.state in UNDER_WAY)
+        self._show_strip(job.state in UNDER_WAY and job.needs_model)
+        self._places.show_places(job.places)
         status = status_text(job)
         warns = bool(job.blocked) or job.state is JobState.FAILED
         set_look(self._status, "tone", "warning" if warns else "")

@@ -13,6 +13,7 @@ from app.theme import colours
 from app.widgets.card import Card
 from app.widgets.chip import ElidedLabel
 from app.widgets.quantities import count, number
+from engine.common.config import HERE
 
 _PLACE = re.compile(r"\{\{.+?\}\}")
 _MOST_CHARACTERS = 600
@@ -43,6 +44,7 @@ class SharedSettingsCard(Card):
                 self.tr("Input"),
                 self.tr("Result"),
                 self.tr("Model"),
+                self.tr("Sent to"),
                 self.tr("Max tokens"),
                 self.tr("Temperature"),
                 self.tr("Answer must be"),
@@ -80,7 +82,8 @@ class SharedSettingsCard(Card):
         values = (
             job.input,
             job.output,
-            _name(entry.model) or self.tr("the loaded one"),
+            self._model_text(entry),
+            self._sent_text(entry),
             count(job.sampling.max_tokens),
             self.tr("0 (the likeliest token)") if temperature == 0 else number(temperature, 2),
             must_be,
@@ -90,6 +93,17 @@ class SharedSettingsCard(Card):
             label.set_full_text(value if label not in self._values[:2] else _name(value))
             if label in self._values[:2]:
                 label.setToolTip(value)
+
+    def _model_text(self, entry: JobEntry) -> str:
+        if entry.job.is_remote:
+            return self.tr("the servers' own")
+        return _name(entry.model) or self.tr("the loaded one")
+
+    def _sent_text(self, entry: JobEntry) -> str:
+        if not entry.job.is_remote:
+            return self.tr("nobody: answered on this PC")
+        hosts = [f"{place.name} ({place.host})" for place in entry.places if place.host]
+        return ", ".join(hosts or (name for name in entry.job.endpoints if name != HERE))
 
 
 def _name(path: str) -> str:

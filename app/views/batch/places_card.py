@@ -1,0 +1,97 @@
+"""Where the rows of a new job are answered: this PC, servers elsewhere, or several together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QCheckBox, QVBoxLayout, QWidget
+
+from app.views.batch.phrases import host_text, sent_text
+from app.widgets.card import Card, muted_label, set_message
+from engine.common.config import HERE
+from engine.remote.endpoint import Endpoint
+
+
+class PlacesCard(Card):
+    """Shown where there is something to choose.  Signals: `changed`, after every choice."""
+
+    changed = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Answered by"), parent)
+        self._endpoints: tuple[Endpoint, ...] = ()
+        self._boxes: list[tuple[str, QCheckBox]] = []
+        self._list = QVBoxLayout()
+        self._list.setSpacing(6)
+        self.sent = muted_label(self)
+        self.twice = QCheckBox(self.tr("Ask a second one for rows that are slow at the end (costs tokens)"), self)
+        self.twice.toggled.connect(self.changed)
+        self.column = QCheckBox(self.tr("Add a column that says who answered"), self)
+        self.column.toggled.connect(self.changed)
+        self.body.addLayout(self._list)
+        self.body.addWidget(self.sent)
+        self.body.addWidget(self.twice)
+        self.body.addWidget(self.column)
+        self.set_endpoints(())
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether there is more than this PC to choose."""
+        return bool(self._endpoints)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """As `BatchJob.endpoints` has them: none if only this PC answers."""
+        chosen = tuple(name for name, box in self._boxes if box.isChecked())
+        return () if chosen == (HERE,) else chosen
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows are sent elsewhere."""
+        return any(name != HERE for name in self.names)
+
+    @property
+    def needs_model(self) -> bool:
+        """Whether this PC's model answers rows."""
+        return not self.names or HERE in self.names
+
+    def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
+        """Offers these; what was chosen before stays so, unless it is gone."""
+        if self._boxes and tuple(endpoints) == self._endpoints:
+            return
+        chosen = {name for name, box in self._boxes if box.isChecked()} or {HERE}
+        for _name, box in self._boxes:
+            self._list.removeWidget(box)
+            box.deleteLater()
+        self._endpoints = tuple(endpoints)
+        offered = [(HERE, self.tr("This PC")), *((each.name, host_text(each)) for each in self._endpoints)]
+        self._boxes = []
+        for name, text in offered:
+            box = QCheckBox(text, self)
+            box.setChecked(name in chosen)
+            box.toggled.connect(self._on_chosen)
+            self._list.addWidget(box)
+            self._boxes.append((name, box))
+        if not any(box.isChecked() for _name, box in self._boxes):
+            self._boxes[0][1].setChecked(True)
+        self._show()
+
+    def box(self, name: str) -> QCheckBox:
+        """Chooses the endpoint of this name, or `HERE`."""
+        return next(box for each, box in self._boxes if each == name)
+
+    def problem(self) -> str:
+        """Why this choice is not one, as a sentence; empty if it is."""
+        return "" if any(box.isChecked() for _name, box in self._boxes) else self.tr("Choose who answers the rows.")
+
+    def _on_chosen(self) -> None:
+        self._show()
+        self.changed.emit()
+
+    def _show(self) -> None:
+        chosen = [each for each in self._endpoints if self.box(each.name).isChecked()]
+        set_message(self.sent, sent_text(chosen))
+        many = len(chosen) + self.box(HERE).isChecked() > 1
+        self.twice.setVisible(many)
+        self.column.setVisible(many)

@@ -1,0 +1,157 @@
+"""The Batch page with servers to choose: who answers, where text goes, what a trial says, and what a job shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PySide6.QtWidgets import QApplication
+from pytestqt.qtbot import QtBot
+
+from app.services.batch_job import JobState
+from app.services.batch_jobs import BatchJobs
+from app.services.batch_places import keys_for
+from app.services.batch_sample import BatchSample
+from app.views.batch import BatchPage
+from engine.batch_files.job_watcher import PlacePace
+from engine.batch_files.messages import BatchSampled, EndpointKey
+from engine.common.config import HERE, BatchJob
+from engine.remote import keys
+from engine.remote.endpoint import Endpoint, save_endpoint
+from tests.app.scripted_batches import ScriptedBatches, row
+from tests.app.test_batch_page import drop, words
+
+RACK = Endpoint("Rack", "http://10.0.0.5:8000/v1", "big/model")
+
+
+@pytest.fixture(params=[True, False], ids=["with a model", "without a model"])
+def engine(qapp: QApplication, request: pytest.FixtureRequest) -> Iterator[ScriptedBatches]:
+    result = ScriptedBatches(loaded=request.param)
+    yield result
+    result.deleteLater()
+
+
+@pytest.fixture
+def page(engine: ScriptedBatches, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
+    save_endpoint(RACK)
+    save_endpoint(Endpoint("Desk", "http://127.0.0.1:9/v1"))
+    jobs = BatchJobs(engine)
+    result = BatchPage(engine, jobs, BatchSample(engine, jobs))
+    qtbot.addWidget(result)
+    result.resize(1072, 760)
+    result.show()
+    qtbot.waitSignal(jobs.listed).wait()
+    yield result
+    result.close_down()
+    jobs.close_down()
+    jobs.deleteLater()
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    file = tmp_path / "complaints.csv"
+    file.write_text("text\n" + "".join(f"line {n}\n" for n in range(6)), encoding="utf-8")
+    return file
+
+
+def fill(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    drop(page, table)
+    qtbot.waitUntil(page.form.foot.start.isEnabled)
+    qtbot.waitUntil(lambda: "6 rows" in page.form.input.caption.text())
+
+
+def test_who_answers_is_chosen_and_where_text_goes_is_said(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    places = page.form.places
+    assert places.isVisible()
+    assert "big/model" in places.box("Rack").text()
+    assert places.names == ()
+    assert "No text leaves this PC" in places.sent.text()
+    places.box("Desk").setChecked(True)
+    assert places.names == (HERE, "Desk")
+    assert "no text leaves it" in places.sent.text()
+    places.box("Rack").setChecked(True)
+    assert "sent to Rack (10.0.0.5:8000)" in places.sent.text()
+    assert not places.twice.isHidden()
+    places.box(HERE).setChecked(False)
+    places.twice.setChecked(True)
+    job = page.form.job()
+    assert (job.endpoints, job.ask_twice) == (("Desk", "Rack"), True)
+    for name in ("Desk", "Rack"):
+        places.box(name).setChecked(False)
+    assert not page.form.foot.start.isEnabled()
+    assert "Choose who answers" in page.form.foot.plan.text()
+
+
+def test_a_trial_there_says_what_all_rows_take(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    fill(page, qtbot, table)
+    page.form.places.box("Rack").setChecked(True)
+    page.form.places.box(HERE).setChecked(False)
+    assert "A trial" in page.form.foot.plan.text()
+    page.form.sample.button.click()
+    run = engine.samples[-1]
+    engine.answer(row(0), row(1), row(2), sample=True)
+    run.deliver(BatchSampled(run.id, 3, 120.0, 30.0, 2.5, 0.5, "EUR"))
+    engine.end_sample()
+    said = page.form.foot.plan.text()
+    assert "2.5 s for a row" in said
+    assert "3.00 EUR" in said
+
+
+def test_a_job_for_servers_starts_without_a_model_and_shows_each_of_them(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    fill(page, qtbot, table)
+    page.form.places.box("Rack").setChecked(True)
+    page.form.places.box(HERE).setChecked(False)
+    page.form.foot.start.click()
+    qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
+    assert engine.jobs[-1].command.job.endpoints == ("Rack",)
+    why = "Rack does not accept the key: it may have expired."
+    engine.tell(
+        3,
+        6,
+        rate=20.0,
+        places=(
+            PlacePace("Rack", "10.0.0.5:8000", "out", why, rows=1),
+            PlacePace("Desk", "127.0.0.1:9", tokens_per_s=20.0, under_way=2, rows=2, cost=0.0123, currency="EUR"),
+        ),
+    )
+    shown = words(page.job_view.progress)
+    for text in ("Rows are sent to Rack (10.0.0.5:8000)", "Not asked", "20 tokens/s", "2 rows at once", "0.0123 EUR"):
+        assert text in shown
+    assert "Rack (10.0.0.5:8000)" in "".join(
+        label.toolTip() or label.text() for label in page.job_view.settings._values
+    )
+    engine.end(6)
+    (entry,) = page._jobs.entries
+    assert entry.state is JobState.FINISHED
+
+
+def test_jobs_that_need_the_model_wait_for_it_and_others_do_not(
+    engine: ScriptedBatches, switchyard_home: Path, tmp_path: Path
+) -> None:
+    jobs = BatchJobs(engine)
+    for name, endpoints in (("a", ()), ("b", ("Rack",)), ("c", ("Rack", HERE)), ("d", ("Rack",))):
+        jobs.add(BatchJob("in.csv", str(tmp_path / f"{name}.csv"), endpoints=endpoints))
+    begun = [Path(run.command.job.output).stem for run in engine.jobs]
+    assert begun == (["a", "b", "d"] if engine.model is not None else ["b", "d"])
+    jobs.close_down()
+    jobs.deleteLater()
+
+
+def test_keys_of_this_run_go_along_and_no_others(switchyard_home: Path) -> None:
+    local = Endpoint("Desk", "http://127.0.0.1:9/v1")
+    save_endpoint(local)
+    save_endpoint(Endpoint("Other", "http://127.0.0.1:10/v1"))
+    job = BatchJob("in.csv", "out.csv", endpoints=("Desk", HERE))
+    assert keys_for(job) == ()
+    for endpoint, key in ((local, "sk-1"), (Endpoint("Other", "http://127.0.0.1:10/v1"), "sk-2")):
+        keys.save_key(endpoint, key)
+    assert keys_for(job) == (EndpointKey("Desk", "sk-1"),)
+    assert keys_for(BatchJob("in.csv", "out.csv")) == ()
+    for endpoint in (local, Endpoint("Other", "http://127.0.0.1:10/v1")):
+        keys.forget_key(endpoint)
