@@ -131,7 +131,7 @@ class BatchJobs(QObject):
         if not entry.done or model is None or config is None or not entry.begun_model:
             return None
         precision = entry.begun_precision if is_precision(entry.begun_precision) else AUTO
-        if entry.job.endpoints:
+        if entry.job.is_remote:
             return None  # who may go on with it is decided by who answers
         same_model = entry.begun_model == model.path
         if same_model and entry.begun_precision == model.precision:

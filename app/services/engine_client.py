@@ -433,6 +433,8 @@ class EngineClient(QObject):
 def _keeps_busy(request: Request) -> bool:
     """Whether the engine itself works on it, and others wait for that."""
     command = request.command
+    if isinstance(command, SampleBatch):
+        return not command.job.is_remote
     return not (isinstance(command, StartBatch) or (isinstance(command, Generate) and command.remote is not None))
 
 
