@@ -44,6 +44,10 @@ _LOOK_S = 0.05
 """After so long the card is asked whether it is still there."""
 _OFFERED = 16
 """Misses of a token that are offered to policies, which may all refuse."""
+_PRICED_EVERY = 32
+"""Tokens after which policies are told again what a copy costs."""
+_LONGEST_REST = 15
+"""The most tokens in a row after which policies are offered nothing, where they have refused everything before."""
 _FILLING = 0.25
 """Part of the time that copies may take while slots are empty."""
 
@@ -153,7 +157,7 @@ class CardTokens:
                     self._change(of_tokens, {first + expert: slot for expert, slot in residents})
         self.observer: TokenObserver | None = None
         self._time: TokenTime | None = None
-        self._first = self._hits = self._started = 0
+        self._first = self._hits = self._started = self._rest = self._resting = 0
         self._copying_s = 0.0
         latency = layers[0].latency
         hit_s = latency.hits_s([1, 1]) - latency.hits_s([1])
@@ -355,6 +359,9 @@ class CardTokens:
         self.pace.observe(token_s, misses, self._started)
         if self.choice is not None:
             self.choice.observe(token_s, misses)
+        if token % _PRICED_EVERY == 0:
+            for of_tokens in self._caches.values():
+                of_tokens.cache.price_copies(self.pace.price)
         return [mine[absent] for mine, absent in zip(experts, missed, strict=True)]
 
     def _post_fetch(self, missed: Sequence[NDArray[np.int64]]) -> None:
@@ -362,7 +369,10 @@ class CardTokens:
         layers, most = len(missed), max(1, int(self.pace.token_s / self._layers[0].latency.transfer_s))
         is_full = all(of_tokens.cache.is_full for of_tokens in self._caches.values())
         room = self.pace.due(self._hits, most) if is_full else max(1, int(_FILLING * most))
-        started = offered = 0
+        started = offered = self._started = 0
+        if is_full and self._resting:
+            self._resting -= 1
+            return
         for _ in range(layers):
             if started == room or offered >= _OFFERED:
                 break
@@ -375,6 +385,9 @@ class CardTokens:
                 held.release()
         self.pace.started(started)
         self._started = started
+        if offered:  # what was refused will be so for a while: what a policy counts changes slowly
+            self._rest = 0 if started else min(2 * self._rest + 1, _LONGEST_REST)
+            self._resting = self._rest
 
 
 def choice_for(layers: Sequence[HybridExperts], per_token: int) -> TokenChoice:

@@ -16,6 +16,8 @@ _SHARE = 0.5
 """Part of what hits gain that copies may cost."""
 _TRIALS = 0.01
 """Part of the time that copies may take even if hits gain nothing: otherwise nobody would see when they do."""
+_DEAREST = 16.0
+"""The most hits that are asked for a copy."""
 _OUTLIER = 2.0
 """A token counts as no longer than so many usual ones: something else has run meanwhile."""
 
@@ -61,6 +63,12 @@ class CopyPace:
         determinant = mm * cc - self._mc * self._mc
         self.hit_s = (mt * cc - ct * self._mc) / determinant
         self.copy_s = (ct * mm - mt * self._mc) / determinant
+
+    @property
+    def price(self) -> float:
+        """Hits that pay for a copy, twice over: a policy that brings experts for fewer costs more than it gains."""
+        asked = self.copy_s / (_SHARE * self.hit_s) if self.hit_s > 0 else _DEAREST
+        return min(max(asked, 0.0), _DEAREST)
 
     def due(self, hits: int, most: int) -> int:
         """How many copies to start after a token with so many hits, up to `most`."""

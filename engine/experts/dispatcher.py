@@ -7,6 +7,7 @@ the residents and streams the rest through staging slots.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,12 +18,13 @@ from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.executor import StepObserver
-from engine.experts.latency import LatencyModel, split_among
+from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ways_of
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.recording import record_uses
+from engine.experts.shares import split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
@@ -291,16 +293,17 @@ class HybridExperts(ExpertLayer):
         shares = self._share(step, experts, busy_s)
         for way, mine in shares if len(shares) > 1 else ():
             way.prepare(step, mine)
+        fetched, begun_s = step.fetched, clock.now()
         for way, mine in shares:
             if way.keeps_caller:
                 on_caller.append((way, mine))
                 on_cpu += mine
             else:
-                begun_s = clock.now()
                 way.serve(step, mine, held)
                 step.fetched += len(mine)
-                if not step.is_prefill:
-                    self.latency.observe_fetching(len(mine), clock.now() - begun_s)
+        fetched = step.fetched - fetched
+        if fetched and not step.is_prefill:
+            self.latency.observe_fetching(fetched, clock.now() - begun_s)
         if step.keeps and on_cpu:
             # Queued behind the urgent copies, and overlapped with the CPU, which reads the same records.
             self.cache.post_fetch(self.layer, on_cpu, held, max(0, self.source.lendable))
@@ -308,6 +311,8 @@ class HybridExperts(ExpertLayer):
         step.on_cpu += len(on_cpu)
         if step.on_cpu + step.fetched == len(step.lookup.misses):
             self._bring_ahead(step)  # behind this layer's own copies, while the CPU computes
+        if fetched and step.is_prefill:  # what the next layer is spared was paid for here
+            self.latency.observe_fetching(fetched, clock.now() - begun_s, is_prompt=True)
         for way, mine in on_caller:
             way.serve(step, mine, held)
 
@@ -320,12 +325,13 @@ class HybridExperts(ExpertLayer):
             return [(ways[0] if ways else self._host, experts)]
         late, routing = step.lookup.late, step.routing
         coming = [way.ahead() for way in ways]
-        free = [
-            (expert, routing.tokens(expert))
-            for expert in experts
-            if expert not in late and not any(expert in ahead for ahead in coming)
-        ]
-        shares = split_among(free, [way.estimate(step, busy_s) for way in ways])
+        taken = late.union(*coming)
+        free = [(expert, routing.tokens(expert)) for expert in experts if expert not in taken]
+        estimates = [way.estimate(step, busy_s) for way in ways]
+        kept_s = sum(len(ahead) * each.caller_s for ahead, each in zip(coming, estimates, strict=True))
+        if kept_s:
+            estimates[0] = replace(estimates[0], busy_s=kept_s)
+        shares = split_among(free, estimates)
         for mine, ahead in zip(shares, coming, strict=True):
             if ahead:
                 mine[:0] = [expert for expert in experts if expert in ahead and expert not in late]

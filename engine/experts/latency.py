@@ -1,8 +1,8 @@
 """Latency of an expert on the CPU, on the device, and over the link: Fiddler's Algorithm 1, with measured times.
 
 Fiddler (section 3.3) compares cpu_lat(s), linear in the tokens s, with a constant gpu_lat plus trans_lat, expert by
-expert, which assumes that both sides are idle.  Here the CPU and the copy engine work concurrently, so `split_among`
-assigns all misses of a layer together to minimise the time when the last one is done.
+expert, which assumes that both sides are idle.  Here the CPU and the copy engine work concurrently, so
+`engine.experts.shares` assigns all misses of a layer together to minimise the time when the last one is done.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
 from engine.experts.cache.policies import Key
+from engine.experts.shares import Estimate, split_among
 
 _VERSION = 3
 _EWMA_WEIGHT = 0.05
@@ -29,7 +30,9 @@ _PROMPT_WEIGHT = 0.2
 """The same for layers of prompts, which are few and long."""
 _JOINING_DECAY = 0.998
 """Decay of the cost of joining both sides, each time that cost has kept a step off the device."""
-_FETCHING_DECAY = 0.9995
+_PRICE_DECAY = 0.9995
+_FIRST_PRICES = 8
+"""Observations of a price that are taken as they are."""
 _LAUNCHES_SHARE = 16
 """Launches for fetched experts may take one part in so many of the time of their copies."""
 _FIRST_JOINS = 64
@@ -53,80 +56,31 @@ class ObservedRatio:
         self.factor *= min(max(off, 1 / _MAX_RATIO), _MAX_RATIO) ** self.weight
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Cost of serving misses in one way, as a pipeline of two stages, each handling one expert at a time.
+@dataclass
+class HostPrice:
+    """What something keeps the calling thread, a moving average.
+
+    It falls a little each time that it is asked for: one bad observation must not rule anything out forever.
 
     Attributes:
-        seconds: tokens of an expert -> its time in the second stage.
-        bring_s: time of an expert in the first stage.
-        backlog_s, busy_s: time until the first and the second stage are free.
-        keeps_caller: the second stage runs on the calling thread, which all such ways share.
-        caller_s: what each expert keeps the calling thread otherwise, before its own share.
-        entry_s: what it takes once, for the first expert that is served so; asked of the first way only.
+        weight: of one observation, once there are some.
     """
 
-    seconds: Callable[[int], float]
-    bring_s: float = 0.0
-    backlog_s: float = 0.0
-    busy_s: float = 0.0
-    keeps_caller: bool = False
-    caller_s: float = 0.0
-    entry_s: float = 0.0
+    weight: float = _EWMA_WEIGHT
+    _seconds: float = 0.0
+    _observed: int = 0
 
-    def alone_s(self, tokens: Sequence[int]) -> float:
-        """When experts with so many tokens each are done, in this order, if all are served so."""
-        arrived_s, ended_s = self.backlog_s, self.busy_s
-        for count in tokens:
-            arrived_s += self.bring_s
-            ended_s = max(ended_s, arrived_s) + self.seconds(count)
-        return ended_s
+    def asked(self) -> float:
+        """Seconds; 0 before anything was observed."""
+        self._seconds *= _PRICE_DECAY
+        return self._seconds
 
-
-def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> list[list[Key]]:
-    """Assigns misses to ways, to minimise the time when the last of them is done.
-
-    Greedy, most tokens first: an expert moves from the first way to another if that makes the end earlier.  For the CPU
-    and one link this is optimal while no expert has more tokens than the knee, since fetching any takes equally long.
-    Beyond, where many tokens keep the device busier than the link, it is the usual rule for two machines (longest
-    first, Graham 1969), and the order that overlaps copies and kernels best: equal times on the first of two machines,
-    decreasing ones on the second (Johnson 1954).
-
-    Args:
-        misses: (key, tokens), any order.
-        ways: the first one must keep the caller.
-
-    Returns:
-        Keys of each way, most tokens first; ties go to the first way.
-    """
-    order = sorted(misses, key=lambda miss: (-miss[1], miss[0]))
-    sizes = {tokens for _, tokens in order}
-    took_s = [{tokens: way.seconds(tokens) for tokens in sizes} for way in ways]
-    served: list[list[Key]] = [[] for _ in ways]
-    arrived_s, ended_s = [way.backlog_s for way in ways], [way.busy_s for way in ways]
-    ended_s[0] += sum(took_s[0][tokens] for _, tokens in order)
-    entry_s = ways[0].entry_s
-    if all(not way.keeps_caller and way.backlog_s + way.bring_s >= ended_s[0] + entry_s for way in ways[1:]):
-        served[0] = [key for key, _ in order]  # before another way had brought one, the first has done them all
-        return served
-    for key, tokens in order:
-        chosen, now_s, best_s = 0, ended_s, (max(ended_s) * (1 - 1e-9), 0.0)
-        for number in range(1, len(ways)):
-            way, then_s = ways[number], ended_s.copy()
-            then_s[0] += way.caller_s - took_s[0][tokens]
-            place = 0 if way.keeps_caller else number
-            then_s[place] = max(then_s[place], arrived_s[number] + way.bring_s) + took_s[number][tokens]
-            end_s = max(then_s), sum(then_s)  # ties are broken by the least total time
-            if end_s < best_s:
-                chosen, now_s, best_s = number, then_s, end_s
-        served[chosen].append(key)
-        arrived_s[chosen] += ways[chosen].bring_s
-        ended_s = now_s
-    if entry_s and served[0]:
-        for number, way in enumerate(ways[1:], 1):  # without the first way, nothing is paid for entering it
-            if not way.keeps_caller and way.alone_s([tokens for _, tokens in order]) < max(ended_s) + entry_s:
-                return [[key for key, _ in order] if each == number else [] for each in range(len(ways))]
-    return served
+    def observe(self, took_s: float) -> None:
+        """It has kept the thread so long."""
+        self._observed += 1
+        if self._observed > _FIRST_PRICES:
+            took_s = min(took_s, _MAX_RATIO * self._seconds)
+        self._seconds += max(self.weight, 1 / self._observed) * (took_s - self._seconds)
 
 
 @dataclass
@@ -158,8 +112,9 @@ class LatencyModel:
     _cpu_prompt: ObservedRatio = field(
         default_factory=lambda: ObservedRatio(weight=_PROMPT_WEIGHT), init=False, compare=False
     )
-    _fetching_s: float = field(default=0.0, init=False, compare=False)
-    _fetches: int = field(default=0, init=False, compare=False)
+    _fetching: HostPrice = field(default_factory=HostPrice, init=False, compare=False)
+    _fetching_prompt: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
+    _entering: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
     _joining_s: float = field(default=0.0, init=False, compare=False)
     _joins: int = field(default=0, init=False, compare=False)
 
@@ -180,13 +135,13 @@ class LatencyModel:
         """The same among many experts of a prompt, which are computed by a few calls."""
         return self._cpu_uncorrected_s(tokens) * self._cpu_prompt.factor
 
-    def price_of_fetching_s(self) -> float:
-        """How long a token's step is kept from computing by each expert that it lets be fetched.
+    def price_of_fetching_s(self, *, is_prompt: bool = False) -> float:
+        """How long a step is kept from computing by each expert that it lets be fetched."""
+        return (self._fetching_prompt if is_prompt else self._fetching).asked()
 
-        It falls a little each time that it is asked for: one bad observation must not rule out fetching forever.
-        """
-        self._fetching_s *= _FETCHING_DECAY
-        return self._fetching_s
+    def price_of_entering_s(self, nbytes: int) -> float:
+        """What a prompt's way to the CPU and back takes once, besides computing, if so many bytes have to come."""
+        return self.crossing_s(nbytes) + self._entering.asked()
 
     def gpu_s(self, tokens: int, together: int = 1) -> float:
         """One expert on the device, once it has been copied, by a launch that it shares with others."""
@@ -209,8 +164,8 @@ class LatencyModel:
         return self._transfer_uncorrected_s * self._link.factor
 
     def crossing_s(self, nbytes: int) -> float:
-        """So many bytes over the link to the host, and the first of what comes back."""
-        return 2 * self.link_latency_s + nbytes / self.link_bytes_per_s * self._link.factor
+        """So many bytes over the link to the host, if any, and the first of what comes back."""
+        return (2 if nbytes else 1) * self.link_latency_s + nbytes / self.link_bytes_per_s * self._link.factor
 
     def prefers_cpu(self, tokens: int) -> bool:
         """Algorithm 1 for a single miss."""
@@ -250,10 +205,13 @@ class LatencyModel:
         weight = max(_EWMA_WEIGHT, 1 / self._joins)
         self._joining_s += weight * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - self._joining_s)
 
-    def observe_fetching(self, experts: int, took_s: float) -> None:
-        """To let so many experts be fetched kept the step of a token so long."""
-        self._fetches += 1
-        self._fetching_s += max(_EWMA_WEIGHT, 1 / self._fetches) * (took_s / experts - self._fetching_s)
+    def observe_fetching(self, experts: int, took_s: float, *, is_prompt: bool = False) -> None:
+        """To let so many experts be fetched kept a step so long."""
+        (self._fetching_prompt if is_prompt else self._fetching).observe(took_s / experts)
+
+    def observe_entering(self, nbytes: int, took_s: float) -> None:
+        """A prompt's way to the CPU and back took so long, besides computing, with so many bytes that had to come."""
+        self._entering.observe(max(0.0, took_s - self.crossing_s(nbytes)))
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float, *, is_prompt: bool = False) -> None:
         """The CPU computed experts with these token counts, one after the other."""

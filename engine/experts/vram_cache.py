@@ -262,6 +262,11 @@ class VramCache:
             if copies:
                 counters.late += len(copies.keys() & set(keys.ravel().tolist()))
 
+    def price_copies(self, hits: float) -> None:
+        """So many hits pay for a copy from now on."""
+        with self._lock:
+            self._tier.price_copies(hits)
+
     def hold(self, layer: int, experts: Sequence[int]) -> Lookup:
         """As `acquire`, for a prefill: neither the cache nor its eviction order changes."""
         with self._lock:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from engine.devices.opening import open_devices
 from engine.experts import latency_measurement
 from engine.experts.bank import BankLayer
-from engine.experts.latency import Estimate, LatencyModel, latency_file, load_latency, save_latency, split_among
+from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
 from engine.experts.latency_measurement import fit_knee, fit_line, measure
+from engine.experts.shares import Estimate, split_among
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts
 from tests.engine.made_up_bank import SMALL, header_of, random_records

@@ -10,12 +10,13 @@ import torch
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts import misses
-from engine.experts.latency import Estimate, LatencyModel
+from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, WAYS, modes
 from engine.experts.misses.fetched import Fetched
 from engine.experts.misses.on_cpu import OnCpu
 from engine.experts.misses.way import Step, Way
 from engine.experts.record_source import Held
+from engine.experts.shares import Estimate
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import Layers, routing
 
@@ -51,8 +52,8 @@ def test_a_new_way_is_used_where_it_is_the_fastest(
     device: Device, monkeypatch: pytest.MonkeyPatch, base: type[Way], seconds: float
 ) -> None:
     # How long anything took here and now must not decide.
-    for name in ("observe_both", "observe_cpu", "observe_fetching", "observe_gpu", "observe_transfer"):
-        monkeypatch.setattr(LatencyModel, name, lambda *_, **__: None)
+    for name in ("both", "cpu", "entering", "fetching", "gpu", "transfer"):
+        monkeypatch.setattr(LatencyModel, f"observe_{name}", lambda *_, **__: None)
     monkeypatch.setattr(LatencyModel, "prefers_cpu_alone", lambda *_: False)
     way, met = toy(base, seconds)
     monkeypatch.setattr(misses, "WAYS", [*WAYS, way])

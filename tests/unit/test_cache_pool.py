@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -121,9 +123,9 @@ def test_who_leaves(name: str, kept: set[int]) -> None:
 
 def test_a_step_with_more_experts_than_slots_evicts_none_of_its_own() -> None:
     pool = Pool(range(2), make_policy("lru", 2))
-    assert step_pool(pool, [1, 2, 3, 4]) == 0
+    assert step_pool(pool, [1, 2, 3, 4]) == (0, 2)
     assert set(pool.residents) == {1, 2}
-    assert step_pool(pool, [1, 2, 3, 4]) == 2
+    assert step_pool(pool, [1, 2, 3, 4]) == (2, 0)
 
 
 def test_the_selector_leaves_a_policy_that_never_hits() -> None:
@@ -133,7 +135,7 @@ def test_the_selector_leaves_a_policy_that_never_hits() -> None:
     assert selector.adopted == "lru"
     hits = 0
     for step in range(4000):
-        hits += step_pool(pool, [step % 9])
+        hits += step_pool(pool, [step % 9])[0]
         better = selector.observe([step % 9])
         if better is not None:
             pool.adopt(better)
@@ -146,3 +148,32 @@ def test_an_unknown_policy_is_named() -> None:
         make_policy("mru", 4)
     with pytest.raises(ValueError, match="calibration"):
         make_policy("static", 4)
+
+
+def test_a_newcomer_has_to_be_used_so_much_more_that_it_pays_for_its_copy() -> None:
+    for price, stays in ((0.0, False), (2.0, False), (2.5, True)):
+        policy = make_policy("lfu", 2)
+        policy.copy_price = price
+        pool = Pool(range(2), policy)
+        for key in [1, 1, 1, 2]:
+            step_pool(pool, [key])
+        for _ in range(3):
+            pool.use(9)
+        assert (pool.reserve(9) is None) == stays  # used three times, and the other once
+
+
+def test_copies_that_cost_more_than_they_gain_are_left_to_nobody() -> None:
+    """Keys drawn from a popularity that does not change: who keeps the most used copies nothing, and hits most."""
+    drawn = Random(5)
+    popularity = {key: 1 / (1 + key) for key in range(64)}
+    kinds = {}
+    for price in (0.0, 4.0):
+        selector = PolicySelector(16, popularity=popularity)
+        selector.copy_price = price
+        for _ in range(3000):
+            selector.observe(sorted(set(drawn.choices(range(64), list(popularity.values()), k=4))))
+        kinds[price] = selector.adopted
+    assert kinds[4.0] in ("static", "lfu", "lfru")
+    shadow = next(each for each in selector._shadows if each.name == selector.adopted)
+    lru = next(each for each in selector._shadows if each.name == "lru")
+    assert shadow.copies < lru.copies / 4

@@ -20,7 +20,13 @@ POLICY_NAMES = ("lru", "fifo", "lfu", "lfru", "random", "static")
 
 
 class Policy(ABC):
-    """Order of eviction among the resident keys of one pool."""
+    """Order of eviction among the resident keys of one pool.
+
+    Attributes:
+        copy_price: uses that pay for bringing a key; those that count uses bring none that has not so many more.
+    """
+
+    copy_price: float = 0.0
 
     @abstractmethod
     def hit(self, key: Key) -> None:
@@ -196,7 +202,9 @@ class Scored(Policy):
                     self._push(key)
 
     def admits(self, key: Key, victim: Key) -> bool:
-        return self._score.get(key, 0.0) >= self._score.get(victim, 0.0)
+        # What a key was used more often than another, it will be again while this policy remembers it.
+        lead = self._score.get(key, 0.0) - self._score.get(victim, 0.0)
+        return lead >= self.copy_price * self._gain
 
     def without_residents(self) -> Policy:
         policy = Scored()

@@ -26,7 +26,7 @@ SAMPLED_LAYERS = 4
 """At most, and one in `LAYERS_PER_SAMPLE`, but always one."""
 LAYERS_PER_SAMPLE = 8
 BURST_STEPS = 256
-BUDGET_S = 3e-6
+BUDGET_S = 1e-6
 """Average cost allowed per layer and step."""
 
 
@@ -35,12 +35,20 @@ class _Shadow:
     name: str
     pool: Pool
     hits: float = 0.0
+    copies: float = 0.0
+
+    def worth(self, copy_price: float) -> float:
+        """Hits, less those that its copies cost."""
+        return self.hits - copy_price * self.copies
 
 
-def step_pool(pool: Pool, keys: Sequence[Key]) -> int:
-    """One step of an idealised cache: looks up all keys, then post-fetches the misses; returns the hits.
+def step_pool(pool: Pool, keys: Sequence[Key]) -> tuple[int, int]:
+    """One step of an idealised cache: looks up all keys, then post-fetches the misses.
 
     A key used in a step is never evicted in that step.
+
+    Returns:
+        How many were hits, and how many were brought.
     """
     pinned: list[Key] = []
     missed: list[Key] = []
@@ -58,7 +66,7 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> int:
             pinned.append(key)
     for key in pinned:
         pool.unpin(key)
-    return hits
+    return hits, len(pinned) - hits
 
 
 class PolicySelector:
@@ -69,7 +77,10 @@ class PolicySelector:
         candidates: names of the policies to simulate; the first is adopted initially.
         popularity: from a calibration; adds `static` to the candidates.
         half_life: accesses after which a hit counts half in the choice.
-        margin: by how much a candidate's hit rate must be higher to be adopted.
+        margin: by how much a candidate's hit rate, less what its copies cost, must be higher to be adopted.
+
+    Attributes:
+        copy_price: hits that pay for a copy.
     """
 
     def __init__(
@@ -88,7 +99,18 @@ class PolicySelector:
         self._decay = 2.0 ** (-1.0 / (half_life or max(64.0 * capacity, 2000.0)))
         self._accesses = 0.0
         self._patience = 4.0 * capacity
+        self._copy_price = 0.0
         self.adopted = names[0]
+
+    @property
+    def copy_price(self) -> float:
+        return self._copy_price
+
+    @copy_price.setter
+    def copy_price(self, hits: float) -> None:
+        self._copy_price = hits
+        for shadow in self._shadows:
+            shadow.pool.policy.copy_price = hits
 
     def observe(self, keys: Sequence[Key]) -> Policy | None:
         """Feeds one step's experts to all shadows.
@@ -99,14 +121,16 @@ class PolicySelector:
         fade = self._decay ** len(keys)
         self._accesses = self._accesses * fade + len(keys)
         for shadow in self._shadows:
-            shadow.hits = shadow.hits * fade + step_pool(shadow.pool, keys)
+            hits, copies = step_pool(shadow.pool, keys)
+            shadow.hits, shadow.copies = shadow.hits * fade + hits, shadow.copies * fade + copies
         if self._accesses < self._patience:
             return None
-        best = max(self._shadows, key=lambda shadow: shadow.hits)
+        price = self._copy_price
+        best = max(self._shadows, key=lambda shadow: shadow.worth(price))
         if best.name == self.adopted:
             return None
         mine = next(shadow for shadow in self._shadows if shadow.name == self.adopted)
-        if best.hits - mine.hits < self._margin * self._accesses:
+        if best.worth(price) - mine.worth(price) < self._margin * self._accesses:
             return None
         self.adopted = best.name
         return best.pool.policy.without_residents()
@@ -169,6 +193,11 @@ class PolicySampler:
         """Recent hit rate of every candidate's shadow, averaged over the sampled layers if each has its own slots."""
         rates = [selector.hit_rates() for selector in dict.fromkeys(self._selectors.values())]
         return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]} if rates else {}
+
+    def price_copies(self, hits: float) -> None:
+        """So many hits pay for a copy from now on."""
+        for selector in dict.fromkeys(self._selectors.values()):
+            selector.copy_price = hits
 
     def observe(self, layer: int, keys: Sequence[Key]) -> str | None:
         """Observes one layer of a step; returns the name of the policy to adopt if it changes."""

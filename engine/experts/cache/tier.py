@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.experts.cache.policies import Key, make_policy
+from engine.experts.cache.policies import Key, Policy, make_policy
 from engine.experts.cache.pool import Pool, Slot
 from engine.experts.cache.selection import CANDIDATES, PolicySampler
 from engine.telemetry import lanes
@@ -156,6 +156,7 @@ class Tier(Generic[Source, Handle]):
         self.sampler: PolicySampler | None = None
         self._copier, self._experts, self._record_nbytes = copier, experts, record_nbytes
         self._popularity, self._seed = popularity, seed
+        self._copy_price = 0.0
 
     def open_pool(self, layers: Iterable[int], slots: range, capacity: int) -> Pool:
         """Opens a pool for these layers, which had none.
@@ -163,8 +164,7 @@ class Tier(Generic[Source, Handle]):
         Args:
             capacity: slots that the pool will have in the end, which sets the half-life of its policy.
         """
-        policy = make_policy(self.policy, capacity, self._popularity, self._seed)
-        pool = Pool(slots, policy, self._count_eviction)
+        pool = Pool(slots, self._new_policy(capacity), self._count_eviction)
         self.pools.append(pool)
         for layer in layers:
             self.pool_of[layer] = pool
@@ -182,6 +182,15 @@ class Tier(Generic[Source, Handle]):
             layers = [layer for layer, pool in enumerate(self.pool_of) if pool is not _NO_SLOTS]
             ways = self.pools[0].capacity if len(self.pools) > 1 else None
             self.sampler = PolicySampler(layers, self.capacity, ways, self._popularity, self.policy)
+            self.sampler.price_copies(self._copy_price)
+
+    def price_copies(self, hits: float) -> None:
+        """So many hits pay for a copy from now on."""
+        self._copy_price = hits
+        for pool in self.pools:
+            pool.policy.copy_price = hits
+        if self.sampler is not None:
+            self.sampler.price_copies(hits)
 
     @property
     def capacity(self) -> int:
@@ -228,7 +237,7 @@ class Tier(Generic[Source, Handle]):
         if self.sampler is not None and (name := self.sampler.observe(layer, keys)) is not None:
             self.policy = name
             for pool in self.pools:
-                pool.adopt(make_policy(name, pool.capacity, self._popularity, self._seed))
+                pool.adopt(self._new_policy(pool.capacity))
 
     def used(self, layers: Sequence[int], keys: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
         """As `observe` and `look_up` of several layers, for keys of which somebody has found out which were missed.
@@ -338,6 +347,11 @@ class Tier(Generic[Source, Handle]):
             counters.post_fetched_bytes += nbytes
         else:
             counters.prefetched_bytes += nbytes
+
+    def _new_policy(self, capacity: int) -> Policy:
+        policy = make_policy(self.policy, capacity, self._popularity, self._seed)
+        policy.copy_price = self._copy_price
+        return policy
 
     def _evict_dead(self, pool: Pool, dead: Iterable[tuple[int, int]]) -> bool:
         for layer, expert in dead:

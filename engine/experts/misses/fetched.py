@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from engine.devices.device import Event
-from engine.experts.latency import Estimate
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.record_source import Held
+from engine.experts.shares import Estimate
 from engine.experts.slot_segments import Segment
 from engine.experts.staging import Staged
 from engine.telemetry import lanes
@@ -74,7 +74,7 @@ class Fetched(Way):
         transfer_s = latency.transfer_s
         backlog_s = (cache.backlog_bytes / cache.layout.nbytes + staged) * transfer_s
         seconds = partial(latency.gpu_s, together=self._together(step))
-        caller_s = 0.0 if step.is_prefill else latency.price_of_fetching_s()
+        caller_s = latency.price_of_fetching_s(is_prompt=step.is_prefill)
         return Estimate(seconds, transfer_s, backlog_s, busy_s, caller_s=caller_s)
 
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.experts.latency import Estimate
+from engine.common import clock
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.record_source import Held
+from engine.experts.shares import Estimate
 
 
 class OnCpu(Way):
@@ -25,8 +26,9 @@ class OnCpu(Way):
         if not step.is_prefill:
             return self._of_token
         latency = self._layer.latency
-        entry_s = latency.crossing_s(step.hidden.nbytes) if step.host_hidden is None else 0.0
-        return Estimate(latency.cpu_prompt_s, keeps_caller=True, entry_s=entry_s)
+        return Estimate(
+            latency.cpu_prompt_s, keeps_caller=True, entry_s=latency.price_of_entering_s(_bytes_to_come(step))
+        )
 
     def prepare(self, step: Step, experts: Sequence[int]) -> None:
         """See `Way.prepare`."""
@@ -37,6 +39,7 @@ class OnCpu(Way):
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
         """See `Way.serve`."""
         layer, activations = self._layer, self._layer.activations
+        begun_s, to_come = clock.now(), _bytes_to_come(step)
         if step.host_hidden is None:
             # The routing came after it, and is here. Hits and fetched experts that are queued are not waited for.
             step.host_hidden = activations.to_host(step.hidden, "hidden", is_computed=True)
@@ -50,3 +53,10 @@ class OnCpu(Way):
         landed, event = activations.to_device(out)
         step.pending.append(step.sums.add(landed, experts))
         layer.device.compute_stream.wait(event)
+        if step.is_prefill:
+            layer.latency.observe_entering(to_come, clock.now() - begun_s - took_s)
+
+
+def _bytes_to_come(step: Step) -> int:
+    """Of the hidden states, which are only on the device."""
+    return step.hidden.nbytes if step.host_hidden is None else 0

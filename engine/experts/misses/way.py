@@ -12,9 +12,10 @@ import torch
 from engine.devices.device import Event
 from engine.experts.activations import Activations
 from engine.experts.executor import ExpertExecutor, StepObserver
-from engine.experts.latency import Estimate, LatencyModel
+from engine.experts.latency import LatencyModel
 from engine.experts.partial_sums import PartialSums, Routing, Work
 from engine.experts.record_source import Arrivals, Held, RecordSource
+from engine.experts.shares import Estimate
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes

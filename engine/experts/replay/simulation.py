@@ -77,7 +77,7 @@ def replay(
         for layer, step in enumerate(token):
             keys = [key for key in step if key >= 0]
             which = layer if per_layer else 0
-            hits[layer] += step_pool(pools[which], keys)
+            hits[layer] += step_pool(pools[which], keys)[0]
             accesses[layer] += len(keys)
             if selectors:
                 better = selectors[which].observe(keys)

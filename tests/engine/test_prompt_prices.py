@@ -1,0 +1,136 @@
+"""A prompt's share of experts for the processor, where all that it takes to let the others be fetched has its price.
+
+The card's time is modelled, and the processor's, too: every call of the card's driver keeps it from computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.common import clock
+from engine.devices.clocked import open_clocked
+from engine.experts.latency import LatencyModel
+from engine.experts.shares import Estimate, split_among
+from engine.hardware.profiles import DeviceProfile
+from engine.kernels.interface import ExpertKernel, LayerRecords
+from engine.runtime.load.timed_card import timed
+from tests.engine.hybrid_layers import HIDDEN, LAYERS, Layers, routing
+
+RECORD = 4 * 3 * HIDDEN * 8
+"""Bytes of an expert."""
+TOKENS = 96
+BEST = 1.05
+"""Times what the better of the two fixed ways takes: a layer of six experts cannot be divided finely."""
+
+
+class TimedLayers(Layers):
+    """Experts whose time is modelled on both sides, with rates that are known."""
+
+    def kernel(self, records: LayerRecords) -> ExpertKernel:
+        return timed(super().kernel(records), records, self.device, on_card=self.device.memory.holds(records.pieces[0]))
+
+
+def card(call_us: float, link_us: float, cpu_us: float) -> DeviceProfile:
+    """One whose link takes so long for an expert, and its processor for one with a few tokens."""
+    return DeviceProfile(
+        "prices",
+        "for tests",
+        vram_bytes=2**24,
+        link_h2d_gbps=RECORD / link_us / 1e3,
+        link_d2h_gbps=RECORD / link_us / 1e3,
+        link_latency_us=1.0,
+        card_gbps=1000.0,
+        card_tflops=100.0,
+        launch_us=1.0,
+        call_us=call_us,
+        cpu_gbps=RECORD / cpu_us / 1e3,
+        cpu_tflops=1.0,
+    )
+
+
+def prompt_s(profile: DeviceProfile, mode: str) -> float:
+    """Seconds of a prompt's layers, after others from which prices were learnt."""
+    with open_clocked(profile, is_fixed=True) as device:
+        layers = TimedLayers(device, slots=2, staging=8, mode=mode)
+        with layers:
+            latency = LatencyModel(
+                "test",
+                RECORD,
+                cpu_base_s=profile.call_us / 1e6 + RECORD / (profile.cpu_gbps * 1e9),
+                cpu_token_s=0.0,
+                gpu_flat_s=profile.launch_us / 1e6,
+                gpu_knee_tokens=512,
+                gpu_token_s=0.0,
+                link_latency_s=profile.link_latency_us / 1e6,
+                link_bytes_per_s=profile.link_h2d_gbps * 1e9,
+            )
+            for layer in layers.layers:
+                layer.latency = latency
+            generator = torch.Generator().manual_seed(3)
+            took_s = 0.0
+            for number in range(12):
+                begun_s = clock.now()
+                for layer in range(LAYERS):
+                    layers.check(layer, routing(generator, TOKENS, 3))
+                device.compute_stream.synchronize()
+                took_s += (clock.now() - begun_s) if number >= 8 else 0.0
+            return took_s
+
+
+@pytest.mark.parametrize(
+    ("call_us", "link_us", "cpu_us"),
+    [
+        (100.0, 100.0, 150.0),  # the calls that it takes to fetch one keep the processor longer than computing it
+        (100.0, 10.0, 300.0),
+        (100.0, 200.0, 300.0),
+        (5.0, 200.0, 300.0),
+        (5.0, 1000.0, 100.0),
+    ],
+)
+def test_neither_way_alone_is_faster(call_us: float, link_us: float, cpu_us: float) -> None:
+    profile = card(call_us, link_us, cpu_us)
+    assert prompt_s(profile, "mixed") <= BEST * min(prompt_s(profile, "fetch"), prompt_s(profile, "cpu"))
+
+
+_seconds = st.floats(1e-6, 1e-2)
+
+
+def ended_s(first: Estimate, other: Estimate, here: Sequence[int], there: Sequence[int]) -> float:
+    """When both are done: the caller lets these be fetched, which takes its time, and then computes its own."""
+    away_s = other.alone_s(sorted(there, reverse=True)) if there else 0.0
+    return max(away_s, len(there) * other.caller_s + (first.entry_s + sum(map(first.seconds, here)) if here else 0.0))
+
+
+@given(
+    tokens=st.lists(st.integers(1, 64), min_size=1, max_size=24),
+    host=_seconds,
+    bring_s=_seconds,
+    caller_s=st.floats(0, 1e-2),
+    entry_s=st.floats(0, 1e-2),
+)
+@settings(suppress_health_check=[HealthCheck.differing_executors])
+def test_no_share_ends_later_than_one_way_alone(
+    tokens: list[int], host: float, bring_s: float, caller_s: float, entry_s: float
+) -> None:
+    first = Estimate(lambda count: host * (4 + count), keeps_caller=True, entry_s=entry_s)
+    other = Estimate(lambda _count: 1e-6, bring_s, caller_s=caller_s)
+    here, there = split_among(list(enumerate(tokens)), [first, other])
+    assert sorted([*here, *there]) == list(range(len(tokens)))
+    took_s = ended_s(first, other, [tokens[key] for key in here], [tokens[key] for key in there])
+    one_way_s = min(ended_s(first, other, tokens, []), ended_s(first, other, [], tokens))
+    assert took_s <= one_way_s / 0.97 * (1 + 1e-6)
+
+
+def test_a_processor_that_is_kept_too_long_to_compute_gets_nothing() -> None:
+    # 51 experts come in 52 us each, and one takes 600 us here: four would fit beside the link
+    misses = [(expert, 32) for expert in range(51)]
+    other = Estimate(lambda _tokens: 2e-6, bring_s=52e-6)
+    first = Estimate(lambda _tokens: 600e-6, keeps_caller=True, entry_s=50e-6)
+    assert len(split_among(misses, [first, other])[0]) == 4
+    other = Estimate(lambda _tokens: 2e-6, bring_s=52e-6, caller_s=45e-6)
+    assert not split_among(misses, [first, other])[0]
