@@ -14,6 +14,7 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_places import keys_for
 from app.services.batch_sample import BatchSample
 from app.views.batch import BatchPage
+from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchSampled, EndpointKey
 from engine.common.config import HERE, BatchJob
@@ -65,7 +66,7 @@ def test_who_answers_is_chosen_and_where_text_goes_is_said(page: BatchPage, qtbo
     fill(page, qtbot, table)
     places = page.form.places
     assert places.isVisible()
-    assert "big/model" in places.box("Rack").text()
+    assert places.box("Rack").accessibleDescription() == "10.0.0.5:8000 · big/model".replace(" · ", SEPARATOR)
     assert places.names == ()
     assert "No text leaves this PC" in places.sent.text()
     places.box("Desk").setChecked(True)

@@ -150,8 +150,8 @@ def end_text(row: BatchRow) -> str:
 
 
 def host_text(endpoint: Endpoint) -> str:
-    """An endpoint to choose: its name, where it is, and its model."""
-    parts = [endpoint.name] if endpoint.name == endpoint.host else [f"{endpoint.name} ({endpoint.host})"]
+    """Where an endpoint is, and its model if there is one alone."""
+    parts = [endpoint.host] if endpoint.name != endpoint.host else []
     models = (endpoint.model,) if endpoint.model else endpoint.found.models
     if len(models) == 1:
         parts.append(models[0])

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QCheckBox, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QCheckBox, QHBoxLayout, QVBoxLayout, QWidget
 
 from app.views.batch.phrases import host_text, sent_text
 from app.widgets.card import Card, muted_label, set_message
+from app.widgets.chip import ElidedLabel
 from engine.common.config import HERE
 from engine.remote.endpoint import Endpoint
 
@@ -22,10 +23,14 @@ class PlacesCard(Card):
         super().__init__(self.tr("Answered by"), parent)
         self._endpoints: tuple[Endpoint, ...] = ()
         self._boxes: list[tuple[str, QCheckBox]] = []
+        self._lines: list[QWidget] = []
         self._list = QVBoxLayout()
         self._list.setSpacing(6)
         self.sent = muted_label(self)
-        self.twice = QCheckBox(self.tr("Ask a second one for rows that are slow at the end (costs tokens)"), self)
+        self.twice = QCheckBox(self.tr("Ask two for slow last rows"), self)
+        self.twice.setToolTip(
+            self.tr("Near the end, a row that one server is slow with is asked of another as well, which costs tokens.")
+        )
         self.twice.toggled.connect(self.changed)
         self.column = QCheckBox(self.tr("Add a column that says who answered"), self)
         self.column.toggled.connect(self.changed)
@@ -61,21 +66,34 @@ class PlacesCard(Card):
         if self._boxes and tuple(endpoints) == self._endpoints:
             return
         chosen = {name for name, box in self._boxes if box.isChecked()} or {HERE}
-        for _name, box in self._boxes:
-            self._list.removeWidget(box)
-            box.deleteLater()
+        for line in self._lines:
+            self._list.removeWidget(line)
+            line.deleteLater()
         self._endpoints = tuple(endpoints)
-        offered = [(HERE, self.tr("This PC")), *((each.name, host_text(each)) for each in self._endpoints)]
-        self._boxes = []
-        for name, text in offered:
-            box = QCheckBox(text, self)
-            box.setChecked(name in chosen)
-            box.toggled.connect(self._on_chosen)
-            self._list.addWidget(box)
-            self._boxes.append((name, box))
+        self._boxes, self._lines = [], []
+        self._add(HERE, self.tr("This PC"), "", is_chosen=HERE in chosen)
+        for each in self._endpoints:
+            self._add(each.name, each.name, host_text(each), is_chosen=each.name in chosen)
         if not any(box.isChecked() for _name, box in self._boxes):
             self._boxes[0][1].setChecked(True)
         self._show()
+
+    def _add(self, name: str, label: str, where: str, *, is_chosen: bool) -> None:
+        line = QWidget(self)
+        box, place = QCheckBox(label, line), ElidedLabel(line)
+        box.setChecked(is_chosen)
+        box.toggled.connect(self._on_chosen)
+        box.setAccessibleDescription(where)
+        place.setProperty("role", "secondary")
+        place.set_full_text(where)
+        row = QHBoxLayout(line)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(8)
+        row.addWidget(box)
+        row.addWidget(place, 1)
+        self._list.addWidget(line)
+        self._boxes.append((name, box))
+        self._lines.append(line)
 
     def box(self, name: str) -> QCheckBox:
         """Chooses the endpoint of this name, or `HERE`."""
