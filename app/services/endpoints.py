@@ -24,6 +24,7 @@ from engine.remote.keys import forget_key, key_of_this_run, save_key
 
 if TYPE_CHECKING:
     from engine.remote.look import About
+    from engine.remote.nearby import Nearby
 
 AGREED = "endpoints_agreed"
 """Of the settings: names and addresses to which people agreed to send text."""
@@ -42,7 +43,7 @@ class Endpoints(QObject):
     def __init__(self, settings: Settings, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._settings = settings
-        self._testing, self._doing = LatestTask(self), TaskQueue(self)
+        self._testing, self._looking, self._doing = LatestTask(self), LatestTask(self), TaskQueue(self)
         self._closing = threading.Event()
         self.problem = ""
         """Why the list cannot be read, as a sentence; empty if it can."""
@@ -98,6 +99,18 @@ class Endpoints(QObject):
         """Looks at a server with this key, or with the one that is kept for it if it is None."""
         self._testing.ask(lambda: _look(endpoint, key, self._closing.is_set), done, failed)
 
+    def look_around(self, done: Callable[[tuple[Nearby, ...]], object], failed: Failed) -> None:
+        """Asks the local network, once, for Switchyards that want to be found."""
+        self._looking.ask(lambda: _nearby(self._closing.is_set), done, failed)
+
+    def offered(self, endpoint: Endpoint, done: Callable[[tuple[bytes, str]], object], failed: Failed) -> None:
+        """The certificate that a server shows, and its fingerprint, for people to compare."""
+        self._testing.ask(lambda: _offered(endpoint), done, failed)
+
+    def trust(self, endpoint: Endpoint, pem: bytes, done: Callable[[str], object], failed: Failed) -> None:
+        """Keeps a server's certificate; `done` is told where."""
+        self._doing.add(lambda: _kept(endpoint, pem), done, failed)
+
     def stop_testing(self) -> None:
         """Its result is no longer wanted."""
         self._testing.forget()
@@ -131,6 +144,7 @@ class Endpoints(QObject):
         """Waits for what is being done."""
         self._closing.set()
         self._testing.close()
+        self._looking.close()
         self._doing.close()
 
     def _read(self) -> None:
@@ -150,3 +164,22 @@ def _look(endpoint: Endpoint, key: str | None, cancelled: Callable[[], bool]) ->
 
     with Client(endpoint, key) as client:
         return about(client, cancelled=cancelled)
+
+
+def _nearby(cancelled: Callable[[], bool]) -> tuple[Nearby, ...]:
+    from engine.remote.nearby import look_around
+
+    return look_around(cancelled)
+
+
+def _offered(endpoint: Endpoint) -> tuple[bytes, str]:
+    from engine.remote.trust import fingerprint, offered_certificate
+
+    pem = offered_certificate(endpoint)
+    return pem, fingerprint(pem)
+
+
+def _kept(endpoint: Endpoint, pem: bytes) -> str:
+    from engine.remote.trust import keep_certificate
+
+    return str(keep_certificate(endpoint, pem))

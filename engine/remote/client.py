@@ -74,6 +74,9 @@ class Client:
     def __init__(self, endpoint: Endpoint, key: str | None = None, patience: Patience | None = None) -> None:
         self.endpoint = endpoint
         self._key = check_key(endpoint, read_key(endpoint) if key is None else key)
+        # Behind a longer path there may be others on the same host; before /v1 there is the same server.
+        is_alone = endpoint.url == f"{endpoint.root}/v1"
+        self._base = endpoint.root if is_alone else endpoint.url
         self._patience = patience or Patience()
         self._trust = trust_of(endpoint)
         self._lock = threading.Lock()
@@ -111,7 +114,7 @@ class Client:
         return found
 
     def get(self, url: str, cancelled: CancelCheck = never_cancelled) -> Any:
-        """The JSON document at an address of the endpoint's host; the key goes along below its base only.
+        """The JSON document at an address of the endpoint's host; the key goes along to the endpoint's own part only.
 
         Raises:
             RemoteError, RequestCancelled.
@@ -239,7 +242,7 @@ class Client:
     def _headers(self, url: str) -> dict[str, str]:
         # No compression: it could unpack to more than the limit, and would hold back what is there.
         headers = {"Accept-Encoding": "identity", "User-Agent": "switchyard"}
-        if self._key and url.startswith(f"{self.endpoint.url}/"):
+        if self._key and url.startswith(f"{self._base}/"):
             headers["Authorization"] = f"Bearer {self._key}"
         return headers
 

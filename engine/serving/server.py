@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import uvicorn
@@ -47,6 +48,7 @@ class Address:
         key: what clients send as `Authorization: Bearer KEY` or `x-api-key`; empty asks for none.
         names: further names by which clients may call this machine.
         origins: web pages (`https://example.org`) whose scripts may use it.
+        certificate: a PEM file with its certificate and key, for HTTPS; None: plain HTTP.
     """
 
     host: str = "127.0.0.1"
@@ -54,6 +56,7 @@ class Address:
     key: str = ""
     names: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    certificate: Path | None = None
 
     @property
     def is_local(self) -> bool:
@@ -242,6 +245,7 @@ class Server:
             timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=2,
             server_header=False,
+            ssl_certfile=self._address.certificate,
         )
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         self._server = server = uvicorn.Server(config)

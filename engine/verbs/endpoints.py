@@ -39,13 +39,14 @@ def add_parser(subparsers: Any) -> None:
         ("list", "those that were added (the default)"),
         ("add", "test a server, and keep it under a name"),
         ("test", "see which server it is, its models, and what it cannot do"),
+        ("look", "ask the local network for Switchyards that were told to announce themselves"),
         ("remove", "forget an endpoint and its key"),
     ):
         action = actions.add_parser(name, help=text, description=text, epilog=_KEYS)
         action.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
         if name == "test":
             action.add_argument("endpoint", metavar="NAME|ADDRESS", help="such as http://10.0.0.5:8000/v1#model-id")
-        elif name != "list":
+        elif name not in ("list", "look"):
             action.add_argument("name", metavar="NAME", help="what to call it")
         if name == "add":
             _add_options(action)
@@ -56,6 +57,9 @@ def _add_options(action: argparse.ArgumentParser) -> None:
     action.add_argument("--model", default="", metavar="ID", help="the model to ask; needed if it has several")
     action.add_argument("--key-stdin", action="store_true", help="read its key from the standard input and keep it")
     action.add_argument("--certificate", default="", metavar="FILE", help="trust this certificate (PEM) for it too")
+    action.add_argument(
+        "--fingerprint", default="", metavar="SHA256", help="trust the server's own certificate if it has this one"
+    )
     action.add_argument("--at-once", type=positive_int, metavar="N", help="requests at the same time, at most")
     action.add_argument("--requests-per-minute", type=positive_int, metavar="N", help="what it allows")
     action.add_argument("--tokens-per-minute", type=positive_int, metavar="N", help="what it allows")
@@ -77,6 +81,12 @@ def run(args: argparse.Namespace) -> int:
         emit([_document(each) for each in saved], as_json=args.json, human=human)
     elif args.action == "add":
         _add(args)
+    elif args.action == "look":
+        from engine.remote.nearby import look_around
+
+        found = look_around()
+        human = "\n".join(f"{each.name}: {each.url}" for each in found) or "Nobody answered."
+        emit([{"name": each.name, "url": each.url} for each in found], as_json=args.json, human=human)
     elif args.action == "test":
         endpoint = parse_endpoint(args.endpoint)
         seen = _look(endpoint)
@@ -112,6 +122,8 @@ def _add(args: argparse.Namespace) -> None:
             f"There is an endpoint called {quoted(endpoint.name)} already: choose another name, or add --replace.",
         )
     key = check_key(endpoint, _read_key()) if args.key_stdin else None
+    if args.fingerprint:
+        endpoint = _trusted(endpoint, args.fingerprint)
     seen = None
     if not args.untested:
         seen = _look(endpoint, key)
@@ -124,6 +136,21 @@ def _add(args: argparse.Namespace) -> None:
     save_endpoint(endpoint)
     document = _document(endpoint) if seen is None else _seen(endpoint, seen)
     emit(document, as_json=args.json, human=lambda: _line(endpoint) if seen is None else _words(endpoint, seen))
+
+
+def _trusted(endpoint: Endpoint, wanted: str) -> Endpoint:
+    """The endpoint, which its own certificate is trusted for from now on, if it is the one of this fingerprint."""
+    from engine.remote.trust import fingerprint, keep_certificate, offered_certificate
+
+    pem = offered_certificate(endpoint)
+    shown = fingerprint(pem)
+    if shown.replace(":", "") != wanted.replace(":", "").strip().upper():
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{endpoint.host} shows a certificate with the fingerprint {shown}, which is another: do not trust it "
+            "before you know why.",
+        )
+    return replace(endpoint, ca_file=str(keep_certificate(endpoint, pem)))
 
 
 def _read_key() -> str:

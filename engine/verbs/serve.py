@@ -15,6 +15,7 @@ from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:
+    from engine.remote.nearby import Announcer
     from engine.serving.server import Address
 
 _KEY_VARIABLE = "SWITCHYARD_KEY"
@@ -47,6 +48,14 @@ def add_parser(subparsers: Any) -> None:
     )
     for name, metavar, how in options:
         parser.add_argument(name, metavar=metavar, **how)
+    parser.add_argument(
+        "--https", action="store_true", help="encrypt, with a certificate of this machine's own, made once"
+    )
+    parser.add_argument(
+        "--announce",
+        metavar="NAME",
+        help="let other Switchyards on the local network find it under this name (needs a --host other than 127.0.0.1)",
+    )
     parser.add_argument("--json", action="store_true", help="print the address as one JSON document")
     add_engine_options(parser)
 
@@ -58,6 +67,12 @@ def run(args: argparse.Namespace) -> int:
     path = resolve(args.model)  # before importing torch: report a mistyped name immediately
     address = _address(args)
     address.check()
+    if args.announce is not None and address.is_local:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            "Only this machine can reach the server: --announce needs a --host such as 0.0.0.0 as well.",
+        )
+    from engine.remote.trust import fingerprint
     from engine.serving.engine_process import EngineProcess
     from engine.serving.link import EngineLink
     from engine.serving.server import Server
@@ -76,20 +91,26 @@ def run(args: argparse.Namespace) -> int:
         link.close()
         raise
     link.start()
+    announcer = None
     try:
         link.prepare(path)
+        announcer = _announced(args.announce, port, is_https=args.https)
         host = f"[{address.host}]" if ":" in address.host else address.host
-        url = f"http://{host}:{port}"
+        url = f"{'https' if args.https else 'http'}://{host}:{port}"
+        shown = fingerprint(address.certificate.read_bytes()) if address.certificate is not None else ""
         human = (
             f"Serving {args.model} at {url}\n"
             f"  OpenAI:    {url}/v1    Anthropic: {url}    Ollama: {url}\n"
             f"  Key:       {'needed' if address.key else 'none needed (any will do)'}\n"
-            "Ctrl-C stops it."
+            + (f"  Certificate, SHA-256: {shown}\n" if shown else "")
+            + "Ctrl-C stops it."
         )
-        document = {"url": url, "port": port, "model": args.model, "needs_key": bool(address.key)}
+        document = {"url": url, "port": port, "model": args.model, "needs_key": bool(address.key), "fingerprint": shown}
         emit(document, as_json=args.json, human=human)
         _until_stopped()
     finally:
+        if announcer is not None:
+            announcer.stop()
         engine.expect_end()  # it may end with the server's thread, which has started it
         server.stop()
         link.close()
@@ -97,7 +118,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _announced(name: str | None, port: int, *, is_https: bool) -> Announcer | None:
+    """What answers who looks around the network, if that is wanted."""
+    from engine.remote.nearby import Announcer
+
+    if name is None:
+        return None
+    try:
+        announcer = Announcer(name, port, is_https=is_https)
+    except OSError as error:
+        note(f"switchyard: the server cannot be announced ({error.strerror or error}); it works all the same")
+        return None
+    announcer.start()
+    return announcer
+
+
 def _address(args: argparse.Namespace) -> Address:
+    from engine.serving.certificate import own_certificate
     from engine.serving.server import Address
 
     key = os.environ.get(_KEY_VARIABLE, "")
@@ -109,7 +146,8 @@ def _address(args: argparse.Namespace) -> Address:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"The key file {args.key_file} cannot be read: {reason}."
             ) from None
-    address = Address(args.host, args.port, key, tuple(args.name), tuple(args.origin))
+    certificate = own_certificate() if args.https else None
+    address = Address(args.host, args.port, key, tuple(args.name), tuple(args.origin), certificate)
     return replace(address, host="127.0.0.1") if args.host == "localhost" else address
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from PySide6.QtWidgets import QMessageBox, QPushButton
@@ -14,7 +15,9 @@ from app.views.settings.server_dialog import ServerDialog
 from app.views.settings.servers import ServersCard
 from engine.remote import keys
 from engine.remote.endpoint import endpoint_at, endpoints_file, save_endpoint, saved_endpoints
-from tests.bad_endpoint import MODEL, BadEndpoint
+from engine.remote.nearby import Nearby
+from engine.remote.trust import fingerprint
+from tests.bad_endpoint import MODEL, BadEndpoint, write_certificate
 
 SECRET = "sk-very-secret-1234567890"
 
@@ -139,3 +142,33 @@ def test_a_list_that_cannot_be_read_is_said(settings: Settings, qtbot: QtBot) ->
     made.show()
     assert made.trouble.isHidden()
     assert rows(made) == ["Edit new", "Remove new"]
+
+
+def test_who_answers_on_the_network_can_be_added(card: ServersCard, qtbot: QtBot) -> None:
+    card.show_near(())
+    assert "No Switchyard answered" in card._seen.text()
+    card.show_near((Nearby("Cellar", "https://10.0.0.5:8490/v1"),))
+    assert rows(card) == ["Add Cellar"]
+    card.rows.findChildren(QPushButton)[-1].click()
+    assert card.dialog is not None
+    assert card.dialog.address.text() == "https://10.0.0.5:8490/v1"
+    assert card.dialog.name.text() == "Cellar"
+    card.dialog.reject()
+
+
+def test_a_certificate_is_trusted_once_it_was_compared(card: ServersCard, qtbot: QtBot, tmp_path: Path) -> None:
+    both, _alone = write_certificate(tmp_path)
+    with BadEndpoint(certificate=both) as server:
+        dialog = opened(card)
+        dialog.address.setText(server.url)
+        dialog.test.click()
+        qtbot.waitUntil(dialog.trust.isVisible)
+        dialog.trust.click()
+        qtbot.waitUntil(lambda: dialog.question is not None)
+        assert dialog.question is not None
+        assert fingerprint(both.read_bytes()) in dialog.question.informativeText()
+        next(each for each in dialog.question.findChildren(QPushButton) if each.text() == "Trust it").click()
+        qtbot.waitUntil(dialog.save.isEnabled)
+        with qtbot.waitSignal(dialog.accepted):
+            dialog.save.click()
+    assert saved_endpoints()[0].ca_file

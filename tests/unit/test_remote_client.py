@@ -382,8 +382,13 @@ def test_the_key_goes_below_the_address_only(server: BadEndpoint) -> None:
     ask(server, key=SECRET)
     with Client(of(server), SECRET) as client:
         about(client)
-    assert {each.key for each in server.asked if each.path.startswith("/v1/")} == {SECRET}
-    assert {each.key for each in server.asked if not each.path.startswith("/v1/")} == {""}
+    assert {each.key for each in server.asked} == {SECRET}
+    server.asked.clear()
+    server.get = lambda asked: asked.json({"data": [{"id": MODEL}]} if asked.path == "/tenant/v1/models" else {})
+    with Client(endpoint_at(server.url.replace("/v1", "/tenant/v1"), "rack"), SECRET) as client:
+        about(client)
+    assert {each.key for each in server.asked if each.path.startswith("/tenant/v1/")} == {SECRET}
+    assert {each.key for each in server.asked if not each.path.startswith("/tenant/v1/")} == {""}
 
 
 def test_the_key_does_not_follow_to_another_host(server: BadEndpoint) -> None:

@@ -17,6 +17,7 @@ from PySide6.QtWidgets import (
     QHBoxLayout,
     QLabel,
     QLineEdit,
+    QMessageBox,
     QPushButton,
     QScrollArea,
     QSpinBox,
@@ -27,10 +28,12 @@ from PySide6.QtWidgets import (
 from app.services.endpoints import Endpoints
 from app.theme import scaled, set_look
 from app.views.settings.server_words import found_text
+from app.widgets.asking import ask
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.quantities import number
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
+from engine.remote.failures import RemoteError, Trouble
 
 if TYPE_CHECKING:
     from engine.remote.look import About
@@ -67,6 +70,9 @@ class ServerDialog(QDialog):
         self.currency.setFixedWidth(scaled(70))
         self.said = muted_label(self)
         self.trouble = warning_label(self)
+        self.trust = QPushButton(self.tr("Trust its certificate…"), self)
+        self.trust.clicked.connect(self._ask_for_certificate)
+        self.trust.hide()
         self.buttons = QDialogButtonBox(self)
         self.test = self.buttons.addButton(self.tr("Test"), QDialogButtonBox.ButtonRole.ActionRole)
         self.save = self.buttons.addButton(self.tr("Save"), QDialogButtonBox.ButtonRole.AcceptRole)
@@ -178,7 +184,7 @@ class ServerDialog(QDialog):
         self._below = below = QVBoxLayout()
         below.setContentsMargins(20, 8, 20, 18)
         below.setSpacing(12)
-        for widget in (self.said, self.trouble, self.buttons):
+        for widget in (self.said, self.trouble, self.trust, self.buttons):
             below.addWidget(widget)
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
@@ -245,6 +251,7 @@ class ServerDialog(QDialog):
 
     def _test(self) -> None:
         set_message(self.trouble, "")
+        self.trust.hide()
         self._found = None
         self._show_state()
         try:
@@ -281,7 +288,38 @@ class ServerDialog(QDialog):
             raise error
         self.said.setText("")
         set_message(self.trouble, error.message)
+        self.trust.setVisible(isinstance(error, RemoteError) and error.kind is Trouble.CERTIFICATE)
         self._fit()
+
+    def _ask_for_certificate(self) -> None:
+        endpoint = self._entered()
+        self.trust.setEnabled(False)
+        self._endpoints.offered(endpoint, lambda offered: self.show_offered(endpoint, *offered), self._on_not_offered)
+
+    def show_offered(self, endpoint: Endpoint, pem: bytes, fingerprint: str) -> None:
+        """Asks whether this is the certificate of the right server."""
+        self.trust.setEnabled(True)
+        details = self.tr(
+            "Its fingerprint (SHA-256) is\n{0}\nCompare it with what that server shows: “switchyard serve --https” "
+            "prints it. Only this certificate is trusted for this server then."
+        ).format(fingerprint)
+
+        def trust() -> None:
+            self._endpoints.trust(endpoint, pem, self._on_trusted, self._on_failed)
+
+        question = self.tr("Trust the certificate of {0}?").format(endpoint.host)
+        self.question = ask(self, question, details, [(self.tr("Trust it"), "do", trust)])
+
+    question: QMessageBox | None = None
+    """The last that was asked."""
+
+    def _on_trusted(self, file: str) -> None:
+        self.certificate.setText(file)
+        self._test()
+
+    def _on_not_offered(self, error: Exception) -> None:
+        self.trust.setEnabled(True)
+        self._on_failed(error)
 
     def _save(self) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
@@ -14,6 +16,9 @@ from app.widgets.asking import ask
 from app.widgets.card import muted_label, set_message, warning_label
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, called
+
+if TYPE_CHECKING:
+    from engine.remote.nearby import Nearby
 
 
 class ServersCard(SettingsCard):
@@ -30,7 +35,12 @@ class ServersCard(SettingsCard):
             "vLLM, SGLang, llama.cpp, Ollama, another Switchyard. Text goes to one only in chats and jobs where you "
             "choose it."
         )
-        self.add_row(self.tr("Models that run elsewhere"), words, self.add)
+        self.look = QPushButton(self.tr("Look on this network"), self)
+        self.look.clicked.connect(self._look_around)
+        self.add_row(self.tr("Models that run elsewhere"), words, self.look, self.add)
+        self._seen = muted_label(self)
+        self.add_wide(self._seen)
+        self._seen.hide()
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
         self.rows = QWidget(self)
@@ -46,10 +56,47 @@ class ServersCard(SettingsCard):
         super().showEvent(event)
         self._endpoints.look_again()
 
-    def edit(self, endpoint: Endpoint | None) -> None:
-        """Opens the dialog for one, or for a new one."""
+    def edit(self, endpoint: Endpoint | None, near: Nearby | None = None) -> None:
+        """Opens the dialog for one, or for a new one, perhaps one that was found near."""
         self.dialog = ServerDialog(self._endpoints, endpoint, self.window())
+        if near is not None:
+            self.dialog.address.setText(near.url)
+            self.dialog.name.setText(near.name)
         self.dialog.open()
+
+    def _look_around(self) -> None:
+        self.look.setEnabled(False)
+        self._tell(self.tr("Looking…"))
+        self._endpoints.look_around(self.show_near, self._on_not_looked)
+
+    def show_near(self, found: tuple[Nearby, ...]) -> None:
+        """Who answered, with a way to add each that is not there yet."""
+        self.look.setEnabled(True)
+        known = {endpoint.url for endpoint in self._endpoints.entries}
+        self._near = tuple(each for each in found if each.url not in known)
+        if not found:
+            self._tell(
+                self.tr(
+                    "No Switchyard answered. One does if it was started with “switchyard serve --host 0.0.0.0 --https "
+                    "--announce NAME” in this network."
+                )
+            )
+        elif not self._near:
+            self._tell(self.tr("All that answered are in the list."))
+        else:
+            self._tell("")
+        self._show()
+
+    def _tell(self, words: str) -> None:
+        self._seen.setText(words)
+        self._seen.setVisible(bool(words))
+
+    def _on_not_looked(self, error: Exception) -> None:
+        self.look.setEnabled(True)
+        self._tell("")
+        self._on_failed(error)
+
+    _near: tuple[Nearby, ...] = ()
 
     def _show(self) -> None:
         set_message(self.trouble, self._endpoints.problem)
@@ -59,21 +106,35 @@ class ServersCard(SettingsCard):
                 row.deleteLater()
         for endpoint in self._endpoints.entries:
             self._lines.addWidget(self._row(endpoint))
-        self.rows.setVisible(bool(self._endpoints.entries))
+        known = {endpoint.url for endpoint in self._endpoints.entries}
+        near = [each for each in self._near if each.url not in known]
+        for each in near:
+            self._lines.addWidget(self._near_row(each))
+        self.rows.setVisible(bool(self._endpoints.entries or near))
+
+    def _near_row(self, near: Nearby) -> QWidget:
+        add = QPushButton(self.tr("Add…"), self.rows)
+        add.setAccessibleName(self.tr("Add {0}").format(near.name))
+        add.clicked.connect(lambda: self.edit(None, near))
+        return self._line(near.name, self.tr("Found on this network · {0}").format(near.url), add)
 
     def _row(self, endpoint: Endpoint) -> QWidget:
-        row = QWidget(self.rows)
-        name = QLabel(called(endpoint), row)
-        name.setTextFormat(Qt.TextFormat.PlainText)
-        name.setWordWrap(True)
-        words = muted_label(row, "\n".join(filter(None, (found_text(endpoint.found), money_text(endpoint)))))
-        words.setTextFormat(Qt.TextFormat.PlainText)
-        edit = QPushButton(self.tr("Edit…"), row)
+        words = "\n".join(filter(None, (found_text(endpoint.found), money_text(endpoint))))
+        edit = QPushButton(self.tr("Edit…"), self.rows)
         edit.setAccessibleName(self.tr("Edit {0}").format(endpoint.name))
         edit.clicked.connect(lambda: self.edit(endpoint))
-        remove = QPushButton(self.tr("Remove"), row)
+        remove = QPushButton(self.tr("Remove"), self.rows)
         remove.setAccessibleName(self.tr("Remove {0}").format(endpoint.name))
         remove.clicked.connect(lambda: self._ask_to_remove(endpoint))
+        return self._line(called(endpoint), words, edit, remove)
+
+    def _line(self, title: str, explanation: str, *buttons: QPushButton) -> QWidget:
+        row = QWidget(self.rows)
+        name = QLabel(title, row)
+        name.setTextFormat(Qt.TextFormat.PlainText)
+        name.setWordWrap(True)
+        words = muted_label(row, explanation)
+        words.setTextFormat(Qt.TextFormat.PlainText)
         left = QVBoxLayout()
         left.setSpacing(2)
         left.addWidget(name)
@@ -83,8 +144,8 @@ class ServersCard(SettingsCard):
         line.setSpacing(8)
         line.addLayout(left, 1)
         line.addSpacing(16)
-        for button in (edit, remove):
-            button.setAccessibleDescription(words.text())
+        for button in buttons:
+            button.setAccessibleDescription(explanation)
             line.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         return row
 
