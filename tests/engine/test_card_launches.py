@@ -130,6 +130,14 @@ def test_launches_of_a_layer(
         assert of_token == QWEN3_30B_A3B.of_token + 1
 
 
+def test_a_router_that_is_given_more_is_one_launch(
+    tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, more = (launches("minimax_m2", layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
+    of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
+    assert of_layer == {"products": 4, "norm": 2, "rotary": 1, "attention": 1, "router": 1}
+
+
 def test_launches_of_a_layer_by_operators(
     tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,9 @@
 """Routers of a model on a card by one launch each, wherever one way of choosing gives what the module gives.
 
 Families that describe their router (`engine.families.family.Router`) say which way that is.  Of others those modules
-are tried that look like a router, in the ways that their attributes allow.  Some stay PyTorch's: routers that are given
-more than hidden states (MiniMax M2), that have modules within (ERNIE 4.5, HunYuan), or score otherwise (Phi-3.5).
+are tried that look like a router, in the ways that their attributes allow.  What is added to scores for the choice is
+the router's own, in a module of it (ERNIE 4.5), or given with the hidden states (MiniMax M2).  Some stay PyTorch's:
+routers whose block chooses (HunYuan), or that score otherwise (Phi-3.5).
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ _SAME = 0.9
 """Of the ids: sums in another order change few of the choices between near equals."""
 
 
+_STATICS = "moe_statics"
+_CORRECTIONS = ("e_score_correction_bias", f"{_STATICS}.e_score_correction_bias")
+
+
 def router_of(device: torch.device) -> CudaRouter | None:
     """The kernel of a card, if it runs any."""
     card = card_of(device)
@@ -47,9 +52,12 @@ class CardRouter:
         self.in_library = module.forward
         self.how = how
         self._module, self._kernel = module, kernel
+        self._correction: tuple[torch.Tensor, torch.Tensor] | None = None
+        """What is added to scores, as it is given and as the kernel reads it."""
 
-    def __call__(self, hidden_states: torch.Tensor) -> Any:
+    def __call__(self, hidden_states: torch.Tensor, e_score_correction_bias: torch.Tensor | None = None) -> Any:
         """[.., hidden] -> logits and shares, both in fp32 with the module's values, and ids."""
+        given = () if e_score_correction_bias is None else (e_score_correction_bias,)
         weight = self._module.weight
         tokens = hidden_states.reshape(-1, weight.shape[1])
         if (
@@ -57,9 +65,15 @@ class CardRouter:
             or weight.device != tokens.device
             or not self._kernel.takes(tokens.dtype, weight)
         ):
-            return self.in_library(hidden_states)
-        bias, correction = (getattr(self._module, name, None) for name in ("bias", "e_score_correction_bias"))
+            return self.in_library(hidden_states, *given)
+        bias = getattr(self._module, "bias", None)
+        correction = next((self._read(each) for each in (*given, *_corrections(self._module))), None)
         return self._kernel(tokens.contiguous(), weight, self.how, bias, correction)
+
+    def _read(self, correction: torch.Tensor) -> torch.Tensor:
+        if self._correction is None or self._correction[0] is not correction:
+            self._correction = correction, correction.float().reshape(-1)
+        return self._correction[1]
 
 
 def speed_up_routers(model: Any) -> int:
@@ -86,17 +100,24 @@ def speed_up_routers(model: Any) -> int:
 def _is_router(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    correction = getattr(module, "e_score_correction_bias", None)
+    given = list(inspect.signature(module.forward).parameters)[1:]
     return (
         isinstance(weight, torch.Tensor)
         and weight.dim() == 2
         and weight.dtype in STATES
         and isinstance(getattr(module, "top_k", None), int)
-        and tensors <= {"weight", "bias", "e_score_correction_bias"}
-        and (correction is None or (correction.dtype == torch.float32 and correction.numel() == len(weight)))
+        and tensors <= {"weight", "bias", *_CORRECTIONS}
+        and all(each.numel() == len(weight) for each in _corrections(module))
         and "forward" not in module.__dict__
-        and len(inspect.signature(module.forward).parameters) == 1
+        and given in ([], [_CORRECTIONS[0]])
     )
+
+
+def _corrections(module: Any) -> list[torch.Tensor]:
+    """Of its own, [experts] in any shape: added to scores for the choice alone."""
+    places = (module, getattr(module, _STATICS, None))
+    values = (getattr(place, _CORRECTIONS[0], None) for place in places)
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _ways(module: Any) -> Iterator[Routing]:
@@ -130,19 +151,23 @@ def _ways(module: Any) -> Iterator[Routing]:
 def _made(module: Any, kernel: CudaRouter) -> CardRouter | None:
     weight = module.weight
     generator = torch.Generator().manual_seed(5)
+    asks = len(inspect.signature(module.forward).parameters) > 1
+    given = [torch.rand(len(weight), generator=generator).to(weight.device)] if asks else []
+    tried: list[tuple[torch.Tensor, Any]] = []
     try:
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16)):  # fp32 weights may be those of a model in bf16
             x = torch.randn(_TRIED_ROWS, weight.shape[1], generator=generator).to(weight.device, dtype)
             if not kernel.takes(dtype, weight):
                 continue
             try:
-                wanted = module.forward(x)
+                tried.append((x, module.forward(x, *given)))
             except RuntimeError:  # not of this type
                 continue
-            for how in _ways(module):
-                made = CardRouter(module, kernel, how)
-                if how.suits(len(weight)) and _agree(made(x), wanted, x.dtype):
-                    return made
+        for how in _ways(module) if tried else ():
+            made = CardRouter(module, kernel, how)
+            # What is rounded to the states' type shows in the narrower one alone.
+            if how.suits(len(weight)) and all(_agree(made(x, *given), wanted, x.dtype) for x, wanted in tried):
+                return made
     except Exception:  # any compiler or driver error, or whatever a module wants to be given: operators do it
         _log.warning("experts are not chosen by a kernel on %s", weight.device, exc_info=True)
     return None
