@@ -204,8 +204,13 @@ def test_a_familys_modules_give_the_same(family: str, dtype: torch.dtype, card: 
     wanted = [logits_of(model, tokens) for tokens in counts]
     speed_up_on_cards(model)
     assert {name for name, count in fused_parts(model).items() if count} == {"norms", *WHOLE[family].split()}
+    card.launched.clear()
     for expected, tokens in zip(wanted, counts, strict=True):
         found = logits_of(model, tokens)
+        if tokens == 1:
+            sources = {kernel.source.partition(".")[0] for kernel, _ in card.launched}
+            of_parts = {"rotations": "rotary", "routers": "router"}
+            assert sources == {"norm", *(of_parts[part] for part in WHOLE[family].split() if part in of_parts)}
         if dtype == torch.float32:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         else:

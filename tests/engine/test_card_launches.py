@@ -130,12 +130,16 @@ def test_launches_of_a_layer(
         assert of_token == QWEN3_30B_A3B.of_token + 1
 
 
-def test_a_router_that_is_given_more_is_one_launch(
-    tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("family", "operators"), [("minimax_m2", 0), ("ernie4_5_moe", 3)])
+def test_a_router_with_a_correction_is_one_launch(
+    family: str, operators: int, tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few, more = (launches("minimax_m2", layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
+    few, more = (launches(family, layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
     of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
-    assert of_layer == {"products": 4, "norm": 2, "rotary": 1, "attention": 1, "router": 1}
+    products = 7 if operators else 4  # those of a shared expert, which has operators between them
+    of_kernels = {"products": products, "norm": 2, "rotary": 1, "attention": 1, "router": 1}
+    assert {name: count for name, count in of_layer.items() if not name.startswith("aten")} == of_kernels
+    assert of_layer.total() - sum(of_kernels.values()) == operators
 
 
 def test_launches_of_a_layer_by_operators(

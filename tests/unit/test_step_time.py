@@ -14,7 +14,7 @@ from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.decode_steps import costs_of_step, ways_of_step
 from engine.planner.engine_costs import GRAPH_OPERATOR_S, STEP_LAUNCHES, engine_costs
-from engine.planner.step_table import lines
+from engine.planner.step_table import drafts_lines, lines
 from engine.planner.step_time import StepTime
 
 _CARDS = [name for name in machine_names() if read_machine(name).gpu is not None]
@@ -128,6 +128,7 @@ def test_a_share_that_is_none_is_refused(share: float) -> None:
         a_step().seconds(share)
 
 
-def test_the_page_has_this_table() -> None:
+def test_the_page_has_these_tables() -> None:
     page = (Path(__file__).parents[2] / "docs" / "step-time.md").read_text(encoding="utf-8")
     assert "\n".join(lines()) in page
+    assert "\n".join(drafts_lines()) in page

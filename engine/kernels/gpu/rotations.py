@@ -59,6 +59,10 @@ class Rotation:
         self._norms: tuple[CardNorm, CardNorm] | None = None
         self._waiting: dict[int, torch.Tensor] = {}
 
+    def takes(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+        """Whether the kernel rotates these, and not the library."""
+        return self._rows(q, k, cos, sin) is not None
+
     def norm_later(self, norms: tuple[CardNorm, CardNorm]) -> list[Callable[[torch.Tensor], torch.Tensor]]:
         """What takes the places of the norms of queries and keys."""
         self._norms = norms
@@ -321,7 +325,9 @@ def _form_of(
         except RuntimeError:  # it rotates whole heads only
             continue
         for form in _FORMS:
-            found = Rotation(library, kernel, form)(*parts, cos, sin)
-            if all(_is_alike(mine, its) for mine, its in zip(found, wanted, strict=True)):
+            rotation = Rotation(library, kernel, form)
+            if rotation.takes(*parts, cos, sin) and all(
+                _is_alike(mine, its) for mine, its in zip(rotation(*parts, cos, sin), wanted, strict=True)
+            ):
                 return form
     return None

@@ -231,7 +231,8 @@ class KvSession:
         """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
 
         Each comes out as from `step`, bit by bit where the native kernels compute the step; the library, which does so
-        for models with a draft head, may sum in another order.
+        for models with a draft head, may sum in another order.  None does where steps are captured: on a card a further
+        token is worth a third to two thirds of a step (`docs/step-time.md`), which guesses rarely are.
         """
         after = len(self._ids) + tokens
         return (
