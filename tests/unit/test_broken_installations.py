@@ -135,8 +135,10 @@ def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
     monkeypatch.setattr(source, "STALL_S", 0.5)
     monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
+    monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
     monkeypatch.setattr(checking, "_LOOK_S", 0.01)
     monkeypatch.setattr(download, "_LOOK_S", 0.02)
+    monkeypatch.setattr(download, "_REPORT_S", 0.02)
 
 
 @pytest.fixture
