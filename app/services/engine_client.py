@@ -85,7 +85,7 @@ class EngineClient(QObject):
         state_changed(EngineState), responding_changed(bool), telemetry(Telemetry).
         loading_changed: `loading` has changed.
         model_loaded(ModelInfo): by any request, or in another place because a card no longer responds or does again.
-        answered(Finished): an answer is complete, for any requester.
+        answered(Finished): an answer of the model here is complete, for any requester.
         batch_began(BatchRun): a job or a sample was requested.
         recorded(one of `RECORDED`): while watched.
     """
@@ -348,7 +348,7 @@ class EngineClient(QObject):
         self._update_state()
         if loaded is not None:
             self.model_loaded.emit(loaded)
-        if isinstance(event, Finished):
+        if isinstance(event, Finished) and not _is_elsewhere(request):
             self.answered.emit(event)
         request.end(event)
 
@@ -435,7 +435,12 @@ def _keeps_busy(request: Request) -> bool:
     command = request.command
     if isinstance(command, SampleBatch):
         return not command.job.is_remote
-    return not (isinstance(command, StartBatch) or (isinstance(command, Generate) and command.remote is not None))
+    return not (isinstance(command, StartBatch) or _is_elsewhere(request))
+
+
+def _is_elsewhere(request: Request) -> bool:
+    """Whether another server answers a chat: its speed says nothing of the model here."""
+    return isinstance(request.command, Generate) and request.command.remote is not None
 
 
 def _new_id() -> str:

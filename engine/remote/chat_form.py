@@ -13,7 +13,7 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.families.replies.reader import Spoken, Thought, reply_reader
-from engine.remote.endpoint import Lack, Server
+from engine.remote.endpoint import Found, Lack, Server
 
 _TAKES_MORE: frozenset[Server] = frozenset(("switchyard", "vllm", "sglang", "llama.cpp", "llama-cpp-python"))
 """Servers known to take `top_k`, `min_p` and a repetition penalty."""
@@ -118,6 +118,11 @@ def request_body(
 def _tool(tool: Tool) -> dict[str, Any]:
     described = {"name": tool.name, "description": tool.description, "parameters": json.loads(tool.parameters)}
     return {"type": "function", "function": described}
+
+
+def not_taken(sampling: SamplingParams, found: Found) -> tuple[str, ...]:
+    """The settings that a server would not take, by their names in `SamplingParams`."""
+    return _sampling(sampling, None, found.server, found.lacks)[1]
 
 
 def schema_of(constraint: Constraint) -> Any:

@@ -170,7 +170,8 @@ class ScriptedEngine(QObject):
     def finish(self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6) -> None:
         event = Finished(self.request_id, reason, prompt_tokens, 0, self._tokens[self.request_id], 0.8, rate)
         self._ends()
-        self.answered.emit(event)
+        if self._now.command.remote is None:
+            self.answered.emit(event)
         self._now.end(event)
 
     def fail(self, code: ErrorCode, message: str) -> None:

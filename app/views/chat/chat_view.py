@@ -26,7 +26,7 @@ from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import gone_text, leaves_text, translate
+from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, translate
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
@@ -424,9 +424,17 @@ class ChatView(Page):
         self.title_bar.set_remote(remote, gone)
         self.picker.set_chosen(model)
         self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
-        self.sent_note.setText(leaves_text(remote.endpoint) if remote is not None else gone)
+        self.sent_note.setText(self._sent_words(remote) if remote is not None else gone)
         self.sent_note.setVisible(self.presenter.is_elsewhere)
         self._show_hint()
+
+    def _sent_words(self, remote: RemoteModel) -> str:
+        sampling = self.presenter.conversation.sampling
+        if sampling is None:
+            return leaves_text(remote.endpoint)
+        from engine.remote.chat_form import not_taken  # imported late: few chats need it
+
+        return f"{leaves_text(remote.endpoint)} {not_taken_text(not_taken(sampling, remote.endpoint.found))}".strip()
 
     def _on_deleted(self, conversation: Conversation) -> None:
         title = conversation.title or translate("Chat", "New chat")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from PySide6.QtCore import QCoreApplication
 
 from app.models.library import ModelRow
@@ -154,6 +156,23 @@ def leaves_text(endpoint: Endpoint) -> str:
     if endpoint.is_here:
         return translate("Chat", "{0}: what you write in this chat stays on this PC.").format(sent_text(endpoint))
     return translate("Chat", "{0}: what you write in this chat leaves this PC.").format(sent_text(endpoint))
+
+
+def not_taken_text(names: Sequence[str]) -> str:
+    """That a server does without some settings of a chat; empty if there are none."""
+    words = {
+        "top_k": translate("Chat", "top-k"),
+        "min_p": translate("Chat", "min-p"),
+        "repetition_penalty": translate("Chat", "the repetition penalty"),
+        "dry": translate("Chat", "DRY"),
+        "beams": translate("Chat", "beam search"),
+        "thinking": translate("Chat", "how much to think"),
+    }
+    if not names:
+        return ""
+    return translate("Chat", "It does not take this chat's {0}.").format(
+        ", ".join(words.get(one, one) for one in names)
+    )
 
 
 def gone_text(model: str) -> str:

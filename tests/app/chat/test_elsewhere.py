@@ -98,6 +98,27 @@ def test_settings_of_the_chat_are_sent(page: ChatView, engine: ScriptedEngine) -
     assert engine.requests[0].command.sampling.temperature == 0.3
 
 
+def test_settings_that_a_server_does_not_take_are_said(page: ChatView, engine: ScriptedEngine) -> None:
+    save_endpoint(endpoint_at("http://127.0.0.1:9/v1", "Plain", model="m", found=Found("other", "", ("m",), (0,), ())))
+    page._endpoints.look_again()
+    page.presenter.choose_model("endpoint:Plain/m")
+    assert "does not take" not in page.sent_note.text()
+    page.presenter.set_sampling(SamplingParams(temperature=0.3, top_k=4, repetition_penalty=1.1))
+    assert page.sent_note.text().endswith("It does not take this chat's top-k, the repetition penalty.")
+
+
+def test_the_speed_of_another_server_says_nothing_of_the_model_here(page: ChatView, engine: ScriptedEngine) -> None:
+    heard: list[object] = []
+    engine.answered.connect(heard.append)
+    page.presenter.choose_model(remote_name(HERE, "m"))
+    write(page)
+    engine.write("Hi")
+    engine.finish(rate=900.0)
+    assert heard == []
+    page.presenter.choose_model("")
+    assert "900" not in page.title_bar.model_button.accessibleName()
+
+
 def test_each_chat_keeps_its_own(page: ChatView, engine: ScriptedEngine) -> None:
     write(page, "Stay here")
     engine.write("Yes")

@@ -17,6 +17,8 @@ from app.services.engine_request import ChatAnswer, Request
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
+from engine.remote.endpoint import RemoteModel, endpoint_at
+from tests.bad_endpoint import BadEndpoint
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 WAIT_MS = 60_000
@@ -34,6 +36,24 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 
 def config(model: Path | str) -> EngineConfig:
     return EngineConfig(str(model), device="cpu", precision="fp32", threads=1)
+
+
+def test_another_server_answers_without_a_model_here(client: EngineClient, qtbot: QtBot) -> None:
+    states: list[EngineState] = []
+    ends: list[object] = []
+    texts: list[str] = []
+    with BadEndpoint() as server:
+        remote = RemoteModel(endpoint_at(server.url, "rack"), chosen=("max_tokens",), key="sk-of-this-run-alone")
+        answer = client.generate([ChatMessage("user", "hello")], SamplingParams(max_tokens=3), remote)
+        answer.token.connect(lambda token: texts.append(token.text))
+        answer.finished.connect(ends.append)
+        client.state_changed.connect(states.append)
+        qtbot.waitUntil(lambda: bool(ends), timeout=WAIT_MS)
+    assert isinstance(ends[0], Finished)
+    assert "".join(texts) == "Hello"
+    assert client.model is None
+    assert EngineState.BUSY not in states
+    assert {asked.key for asked in server.posted} == {"sk-of-this-run-alone"}
 
 
 def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
