@@ -6,7 +6,7 @@ last group is on its way, the first experts of the layer after it follow, while 
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -51,7 +51,7 @@ class Staging:
         self._h2d, self._numbers, self._counters = device.h2d_stream, layer_numbers, counters
         self._nbytes = layout.nbytes
         self._last_use: list[Event | None] = [None] * count
-        self._coming: deque[Event] = deque()  # they end in order
+        self._coming: list[Event] = []  # they end in order
         self._waited: Event | None = None
         self._in_use: set[int] = set()
         self._next = 0
@@ -66,8 +66,8 @@ class Staging:
     @property
     def arriving(self) -> int:
         """Slots whose copy has not ended."""
-        while self._coming and self._coming[0].done():
-            self._coming.popleft()
+        # Asking one costs a call of the driver: half of those that may have ended are ruled out each time.
+        del self._coming[: bisect_left(self._coming, True, key=lambda copied: not copied.done())]
         return len(self._coming)
 
     def bring(self, layer: int, expert: int, held: Held) -> Staged:
@@ -82,6 +82,8 @@ class Staging:
         held.until(expert, copied)
         self._in_use.add(slot)
         self._coming.append(copied)
+        if len(self._coming) > 2 * len(self._last_use):
+            _ = self.arriving  # nobody else may ask
         return Staged(slot, copied)
 
     def used(self, slot: int, last_use: Event) -> None:
