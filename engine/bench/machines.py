@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.bench.opened import decode_seconds, opened, prefill_seconds, random_text
 from engine.bench.report import Report, row
 from engine.bench.step_records import hybrid_layers
+from engine.common.errors import EngineError, ErrorCode
 from engine.experts.cache.selection import BURST_STEPS
 from engine.hardware.profiles import EMULATED, DeviceProfile, timed_profiles
 
@@ -72,12 +73,14 @@ class MachinesPlan:
 
     Attributes:
         machines: names; all if there are none.
+        beside: names of the choices that ours is run with, which are all held in RAM at once; all if there are none.
         tokens: decoded in each repeat, after others.
         prompt_tokens: of the prompt that is read.
         is_fixed: whether the host's time is modelled, too, so that figures can be repeated; otherwise it is measured.
     """
 
     machines: Sequence[str] = ()
+    beside: Sequence[str] = ()
     tokens: int = 96
     prompt_tokens: int = 512
     repeats: int = 1
@@ -93,8 +96,11 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
     """Adds rows: tokens per second on each machine of ours, and against the best of the others.
 
     Raises:
-        EngineError: as `load_model`.
+        EngineError: as `load_model`; `INVALID_REQUEST` for a choice that nobody knows.
     """
+    if unknown := [name for name in plan.beside if name not in CHOICES or name == OURS]:
+        known = ", ".join(name for name in CHOICES if name != OURS)
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{unknown[0]!r} is not a choice to run beside ours: use {known}.")
     for profile in timed_profiles():
         if plan.machines and profile.name not in plan.machines:
             continue
@@ -125,6 +131,8 @@ def _warmed_up(
         decode_seconds(loaded, _text(loaded, warm_up, 0))  # so that every choice knows what is used most
     models = {}
     for name, choice in CHOICES.items():
+        if name != OURS and (name not in (plan.beside or CHOICES) or not _exists(config, profile, choice)):
+            continue
         say(f"{profile.name}: {name}")
         models[name] = loaded = held.enter_context(_opened(config, plan, profile, choice))
         if loaded.foresight is not None:
@@ -132,6 +140,14 @@ def _warmed_up(
         decode_seconds(loaded, _text(loaded, warm_up if name == OURS else _FIXED_WARM_UP, 0))
         prefill_seconds(loaded, random_text(_vocabulary(loaded), plan.prompt_tokens, 1).prompt)
     return models
+
+
+def _exists(config: EngineConfig, profile: DeviceProfile, choice: Choice) -> bool:
+    """Whether it is another one than the rest: where not one layer fits, whole layers are experts on the CPU."""
+    from engine.checkpoint.profile import read_profile as read_model
+
+    model = read_model(Path(config.model))
+    return choice.fills != "layers" or resident_share(profile.vram_bytes) * model.layers >= 1
 
 
 def _slowdown(plan: MachinesPlan, profile: DeviceProfile, choice: Choice) -> float:
@@ -174,10 +190,8 @@ def _opened(config: EngineConfig, plan: MachinesPlan, profile: DeviceProfile, ch
             misses=choice.misses,
             cache_slots=None if choice.misses == "mixed" and share == 1 else slots,
             cache_policy="static" if choice.fills == "hot" else "auto",
-            cache_ways=model.experts if choice.fills == "layers" and slots and slots >= model.experts else None,
+            cache_ways=model.experts if choice.fills == "layers" else None,
         )
-        if choice.fills == "layers" and wanted.cache_ways is None:
-            wanted = replace(wanted, cache_slots=0)  # not one layer fits
     with ExitStack() as held:
         loaded = held.enter_context(opened(wanted))
         if choice.fills == "layers":

@@ -98,6 +98,13 @@ def add_parser(subparsers: Any) -> None:
     _add_model(machines)
     machines.set_defaults(model="synthetic:qwen3-30b-a3b?layers=4&vocab=4096")
     machines.add_argument("--machines", type=_names, default=(), metavar="N,N", help="only these")
+    machines.add_argument(
+        "--beside",
+        type=_separated,
+        default=(),
+        metavar="C,C",
+        help="only these choices, which are all held in RAM",
+    )
     machines.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="tokens decoded per repeat")
     machines.add_argument("--prompt-tokens", type=positive_int, default=512, metavar="N", help="length of the prompt")
     machines.add_argument(
@@ -295,6 +302,10 @@ def _peers(text: str) -> tuple[str, ...]:
     return names
 
 
+def _separated(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
 def _lengths(text: str) -> tuple[int, ...]:
     return tuple(positive_int(part) for part in text.split(","))
 
@@ -417,7 +428,9 @@ def _run_machines(args: argparse.Namespace) -> int:
     config, report = _config(args), _report()
     from engine.bench.machines import MachinesPlan, bench_machines
 
-    plan = MachinesPlan(args.machines, args.tokens, args.prompt_tokens, args.repeats, not args.measured_host)
+    plan = MachinesPlan(
+        args.machines, args.beside, args.tokens, args.prompt_tokens, args.repeats, not args.measured_host
+    )
     bench_machines(config, plan, report, note)
     return _emit(report, args)
 
