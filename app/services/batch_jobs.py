@@ -225,6 +225,8 @@ class BatchJobs(QObject):
     def _can_start(self, key: str) -> bool:
         """Whether a waiting job may start now: one that needs this PC's model takes one of the places there."""
         state, needs_model = self._client.state, self._entries[key].needs_model
+        if self._entries[key].job.ray and self._client.config is None:
+            return False  # nobody has said which model
         if not needs_model:
             return state not in (EngineState.STOPPED, EngineState.DIED)
         at_work = sum(self._entries[other].needs_model for other in self._runs)
@@ -240,7 +242,7 @@ class BatchJobs(QObject):
         resumed = replace(job, start="resume")
         info = self._client.model
         if not entry.needs_model:
-            model, beside_chat = ", ".join(job.endpoints), False
+            model, beside_chat = ", ".join(job.endpoints) or model, False
         elif info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
             entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
         self._runs[key] = run = self._client.start_batch(job)

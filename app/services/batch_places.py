@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from engine.batch_files.messages import EndpointKey
-from engine.common.config import BatchJob
+from engine.common.config import BatchJob, EngineConfig
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, saved_endpoints
 from engine.remote.keys import key_of_this_run
+
+
+def has_ray() -> bool:
+    """Whether jobs can be given to a Ray cluster: it is installed if somebody wanted that."""
+    return importlib.util.find_spec("ray") is not None
+
+
+def on_each_node(config: EngineConfig | None, job: BatchJob) -> EngineConfig | None:
+    """How a cluster runs a job's model; limits of this PC are not those of its nodes."""
+    if config is None or not job.ray:
+        return None
+    return EngineConfig(config.model, precision=config.precision, kv_precision=config.kv_precision)
 
 
 def offered_endpoints() -> tuple[Endpoint, ...]:

@@ -16,7 +16,7 @@ from typing import TypeVar
 from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
 from app.services.background import LatestTask
-from app.services.batch_places import keys_for
+from app.services.batch_places import keys_for, on_each_node
 from app.services.engine_death import engine_damage, is_packaged
 from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
 from app.services.loading_pace import LoadingPace
@@ -232,7 +232,7 @@ class EngineClient(QObject):
 
     def start_batch(self, job: BatchJob) -> BatchRun:
         """Answer a file of rows with the loaded model, or at the endpoints that the job names.  Chats have priority."""
-        return self._begin_batch(StartBatch(_new_id(), job, keys_for(job)))
+        return self._begin_batch(StartBatch(_new_id(), job, keys_for(job), on_each_node(self.config, job)))
 
     def sample_batch(self, job: BatchJob, rows: int) -> BatchRun:
         """Answer a job's first rows without saving anything."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 
+from engine.batch_files.job_list import read_job
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
+from engine.batch_files.journal import journal_path
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import RowRequest
 from engine.checkpoint.names import name_of, resolve
 from engine.checkpoint.shards import headers_digest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
+from engine.formats import AUTO, is_precision
 from engine.jobs.whole_job import Answerer, run_job
 from engine.remote.ray_rows import SAMPLE_ROWS, ClusterJob, RayRows
 
@@ -28,6 +32,7 @@ def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWat
         EngineError: the job cannot start or continue; its answers so far are kept.
     """
     models, digest = _where(config.model)
+    config = _as_begun(prepared, config)
     sample = [(share, row) for share, row in islice(prepared.asked(), SAMPLE_ROWS) if isinstance(row, RowRequest)]
     asked = ClusterJob(models, digest, config, prepared.job, tuple(sample))
     known = Pace(0, 0, None, 0.0, None, None)
@@ -41,6 +46,16 @@ def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWat
             return JobEnding(False, known, 0)
         digest, precision = rows.model
         return run_job(prepared, Answerer(models[-1], digest, precision), lambda _watcher: rows, watcher)
+
+
+def _as_begun(prepared: PreparedJob, config: EngineConfig) -> EngineConfig:
+    """A job with answers keeps its precision, unless another is asked for."""
+    if config.precision != AUTO or prepared.job.start not in ("resume", "retry_failed"):
+        return config
+    begun = read_job(journal_path(prepared.output))
+    if begun is None or not begun.done or not is_precision(begun.precision):
+        return config
+    return replace(config, precision=begun.precision)
 
 
 def _where(model: str) -> tuple[tuple[str, ...], str]:

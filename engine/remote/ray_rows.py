@@ -88,6 +88,7 @@ class RayRows:
         self._row_of: dict[int, int] = {}
         self._nodes: dict[str, RayNodeState] = {}
         self._leader = ""
+        self._has_opened = False
         self._round_s = 0.0
         self._to_give: set[str] = set()
         self._given_up: list[RowRequest] = []
@@ -137,7 +138,7 @@ class RayRows:
         Raises:
             EngineError: there is no such cluster, or no node of it can.
         """
-        while not self._leader or self._asked.config.precision == "auto":
+        while not self._has_opened:
             if cancelled():
                 return False
             self._step()
@@ -314,7 +315,7 @@ class RayRows:
             node.refuses(str(about["refused"]).removesuffix("."))
             self._lead_no_more(node)
             return
-        self._leader = self._leader or node.ident
+        self._has_opened = True
         config = replace(self._asked.config, precision=about["precision"])
         self._asked = replace(self._asked, digest=about["digest"], config=config)
         node.works(about, now)

@@ -273,6 +273,7 @@ def test_the_box_for_a_schema_looks_like_every_field(page: BatchPage, qtbot: QtB
         return box.grab().toImage().pixelColor(box.width() // 2, box.height() - 6).name()
 
     assert page.form.answers.schema.isEnabled()
+    qtbot.waitUntil(lambda: page.form.answers.schema.height() > 40)
     assert ground(page.form.answers.schema) == ground(page.form.template.system)
 
 

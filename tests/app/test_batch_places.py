@@ -11,13 +11,13 @@ from pytestqt.qtbot import QtBot
 
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
-from app.services.batch_places import keys_for
+from app.services.batch_places import keys_for, on_each_node
 from app.services.batch_sample import BatchSample
 from app.views.batch import BatchPage
 from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchSampled, EndpointKey
-from engine.common.config import HERE, BatchJob
+from engine.common.config import HERE, BatchJob, EngineConfig
 from engine.remote import keys
 from engine.remote.endpoint import Endpoint, save_endpoint
 from tests.app.scripted_batches import ScriptedBatches, row
@@ -156,3 +156,43 @@ def test_keys_of_this_run_go_along_and_no_others(switchyard_home: Path) -> None:
     assert keys_for(BatchJob("in.csv", "out.csv")) == ()
     for endpoint in (local, Endpoint("Other", "http://127.0.0.1:10/v1")):
         keys.forget_key(endpoint)
+
+
+def test_a_job_is_given_to_a_cluster_where_ray_is_installed(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.views.batch.new_job.has_ray", lambda: True)
+    fill(page, qtbot, table)
+    places = page.form.places
+    assert not places.cluster.isHidden()
+    assert not places.address.isEnabled()
+    places.box("Rack").setChecked(True)
+    places.cluster.setChecked(True)
+    assert not places.box("Rack").isEnabled()
+    assert "the Ray cluster that this PC belongs to" in places.sent.text()
+    places.address.setText(" ")
+    assert not page.form.foot.start.isEnabled()
+    places.address.setText("10.0.0.5:6379")
+    assert "the Ray cluster at 10.0.0.5:6379" in places.sent.text()
+    page.form.foot.start.click()
+    qtbot.waitUntil(lambda: page.pages.currentWidget() is page.job_view)
+    if engine.config is None:
+        assert engine.jobs == []  # nobody has said which model
+        return
+    job = engine.jobs[-1].command.job
+    assert (job.ray, job.endpoints) == ("10.0.0.5:6379", ())
+    engine.tell(0, 6, blocked="Connecting to the Ray cluster at 10.0.0.5:6379.")
+    assert "Connecting to the Ray cluster at 10.0.0.5:6379." in words(page.job_view.progress)
+    engine.tell(3, 6, places=(PlacePace("node one", "pc-one", tokens_per_s=20.0, under_way=2, rows=3),))
+    shown = words(page.job_view.progress)
+    assert "Rows are sent to node one (pc-one)" in shown
+    settings = "".join(label.toolTip() or label.text() for label in page.job_view.settings._values)
+    assert "the Ray cluster at 10.0.0.5:6379" in settings
+    engine.end(6)
+
+
+def test_nodes_of_a_cluster_have_no_limits_of_this_pc() -> None:
+    config = EngineConfig("m", "cpu", "int8", ram_bytes=10**9, threads=2)
+    assert on_each_node(config, BatchJob("in.csv", "out.csv", ray="auto")) == EngineConfig("m", precision="int8")
+    assert on_each_node(config, BatchJob("in.csv", "out.csv")) is None
+    assert on_each_node(None, BatchJob("in.csv", "out.csv", ray="auto")) is None

@@ -14,7 +14,7 @@ from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
 from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
-from app.services.batch_places import offered_endpoints
+from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.views.batch.answer_card import AnswerCard
@@ -93,6 +93,7 @@ class NewJob(QWidget):
         self._path = path
         self._opening = True
         self.places.set_endpoints(self._offered())
+        self.places.offer_cluster(has_ray())
         self._scroll.verticalScrollBar().setValue(0)  # the form may still be scrolled down from the last job
         self.input.reset_form()
         self._open(InputForm())
@@ -118,6 +119,7 @@ class NewJob(QWidget):
             separator=form.separator,
             whole_files=form.whole_files,
             endpoints=self.places.names,
+            ray=self.places.ray,
             ask_twice=self.places.twice.isChecked() and len(self.places.names) > 1,
             name_endpoints=self.places.column.isChecked() and len(self.places.names) > 1,
         )
@@ -201,7 +203,8 @@ class NewJob(QWidget):
 
     def _try(self) -> None:
         try:
-            job = replace(self.job(), start="resume")  # nothing is written, so an existing output does not matter
+            # Nothing is written, so an existing output does not matter; a cluster runs the model that is loaded here.
+            job = replace(self.job(), start="resume", ray="")
         except EngineError as error:
             self.sample.fail(error.message)
             return
@@ -293,12 +296,14 @@ class NewJob(QWidget):
             words = self._plan_words() if loaded else self.tr("The job starts when a model is loaded.")
         able = ready and not problem
         self.foot.show_state(able=able, checking=self._checking, why_not=problem, words=words)
-        self._ask_forecast(wanted=able and not self.places.is_remote)
+        self._ask_forecast(wanted=able and not (self.places.is_remote or self.places.ray))
 
     def _plan_words(self) -> str:
         if self.places.is_remote:
             untried = self.tr("A trial of the first rows says how long a row takes there, and what it costs.")
             return untried if self._sampled is None else sampled_text(self._sampled, self._total)
+        if self.places.ray:
+            return self.tr("Each node plans for itself; how fast it is shows when rows are answered.")
         alone = self._forecast.alone_tokens_per_s if self._forecast is not None else 0.0
         if self._planned is not None:
             return plan_text(self._planned, self._clock())

@@ -121,6 +121,8 @@ def _ran_text(job: JobEntry) -> str:
 def _elsewhere_text(job: JobEntry) -> str:
     """Where the rows of a running job are sent."""
     hosts = [f"{place.name} ({place.host})" for place in job.places if place.host]
+    if not hosts and job.job.ray:
+        return translate("Batch", "Connecting to the Ray cluster…")
     if not hosts:
         return translate("Batch", "Asking the servers which models they have…")
     return translate("Batch", "Rows are sent to {0}.").format(translate("Batch", " and to ").join(hosts))
@@ -167,6 +169,14 @@ def sent_text(endpoints: Sequence[Endpoint]) -> str:
         return translate("Batch", "The rows are sent to a server on this PC; no text leaves it.")
     return translate("Batch", "The text of every row may be sent to {0}.").format(
         translate("Batch", " and to ").join(away)
+    )
+
+
+def cluster_sent_text(address: str) -> str:
+    """Where the text of a cluster's job goes."""
+    where = translate("Batch", "that this PC belongs to") if address == "auto" else translate("Batch", "at {0}")
+    return translate("Batch", "The text of every row is sent to the nodes of the Ray cluster {0}.").format(
+        where.format(address)
     )
 
 

@@ -1,17 +1,20 @@
-"""Where the rows of a new job are answered: this PC, servers elsewhere, or several together."""
+"""Where the rows of a new job are answered: this PC, servers elsewhere, several together, or a Ray cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QCheckBox, QHBoxLayout, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QCheckBox, QHBoxLayout, QLineEdit, QVBoxLayout, QWidget
 
-from app.views.batch.phrases import host_text, sent_text
+from app.views.batch.phrases import cluster_sent_text, host_text, sent_text
 from app.widgets.card import Card, muted_label, set_message
 from app.widgets.chip import ElidedLabel
 from engine.common.config import HERE
 from engine.remote.endpoint import Endpoint
+
+AUTO = "auto"
+"""The cluster that this PC belongs to."""
 
 
 class PlacesCard(Card):
@@ -34,7 +37,20 @@ class PlacesCard(Card):
         self.twice.toggled.connect(self.changed)
         self.column = QCheckBox(self.tr("Add a column that says who answered"), self)
         self.column.toggled.connect(self.changed)
+        self.cluster = QCheckBox(self.tr("A Ray cluster at"), self)
+        self.cluster.setToolTip(self.tr("Each of its nodes answers rows with the model that is loaded here."))
+        self.cluster.toggled.connect(self._on_chosen)
+        self.address = QLineEdit(AUTO, self)
+        self.address.setAccessibleName(self.tr("Address of the Ray cluster"))
+        self.address.setPlaceholderText(self.tr("auto, or 10.0.0.5:6379"))
+        self.address.textChanged.connect(self._on_chosen)
+        self._ray_is_here = False
+        of_cluster = QHBoxLayout()
+        of_cluster.setSpacing(8)
+        of_cluster.addWidget(self.cluster)
+        of_cluster.addWidget(self.address, 1)
         self.body.addLayout(self._list)
+        self.body.addLayout(of_cluster)
         self.body.addWidget(self.sent)
         self.body.addWidget(self.twice)
         self.body.addWidget(self.column)
@@ -43,22 +59,35 @@ class PlacesCard(Card):
     @property
     def is_offered(self) -> bool:
         """Whether there is more than this PC to choose."""
-        return bool(self._endpoints)
+        return bool(self._endpoints) or self._ray_is_here
+
+    @property
+    def ray(self) -> str:
+        """As `BatchJob.ray` has it: the cluster's address, or empty."""
+        return self.address.text().strip() if self.cluster.isChecked() else ""
+
+    def offer_cluster(self, offered: bool) -> None:
+        """Offers a cluster, or does not."""
+        self._ray_is_here = offered
+        self.cluster.setChecked(self.cluster.isChecked() and offered)
+        self._show()
 
     @property
     def names(self) -> tuple[str, ...]:
         """As `BatchJob.endpoints` has them: none if only this PC answers."""
+        if self.cluster.isChecked():
+            return ()
         chosen = tuple(name for name, box in self._boxes if box.isChecked())
         return () if chosen == (HERE,) else chosen
 
     @property
     def is_remote(self) -> bool:
-        """Whether rows are sent elsewhere."""
+        """Whether rows are sent to servers, which can be asked at once."""
         return any(name != HERE for name in self.names)
 
     @property
     def needs_model(self) -> bool:
-        """Whether this PC's model answers rows."""
+        """Whether rows are answered by this PC's model: here, or on the nodes of a cluster."""
         return not self.names or HERE in self.names
 
     def set_endpoints(self, endpoints: Sequence[Endpoint]) -> None:
@@ -101,6 +130,9 @@ class PlacesCard(Card):
 
     def problem(self) -> str:
         """Why this choice is not one, as a sentence; empty if it is."""
+        if self.cluster.isChecked():
+            good = len(self.ray.split()) == 1
+            return "" if good else self.tr("Give the address of the Ray cluster, or auto for the one of this PC.")
         return "" if any(box.isChecked() for _name, box in self._boxes) else self.tr("Choose who answers the rows.")
 
     def _on_chosen(self) -> None:
@@ -109,7 +141,13 @@ class PlacesCard(Card):
 
     def _show(self) -> None:
         chosen = [each for each in self._endpoints if self.box(each.name).isChecked()]
-        set_message(self.sent, sent_text(chosen))
-        many = len(chosen) + self.box(HERE).isChecked() > 1
+        on_cluster = self.cluster.isChecked()
+        for _name, box in self._boxes:
+            box.setEnabled(not on_cluster)
+        self.cluster.setVisible(self._ray_is_here)
+        self.address.setVisible(self._ray_is_here)
+        self.address.setEnabled(on_cluster)
+        set_message(self.sent, cluster_sent_text(self.ray) if on_cluster else sent_text(chosen))
+        many = not on_cluster and len(chosen) + self.box(HERE).isChecked() > 1
         self.twice.setVisible(many)
         self.column.setVisible(many)

@@ -95,13 +95,15 @@ class SharedSettingsCard(Card):
                 label.setToolTip(value)
 
     def _model_text(self, entry: JobEntry) -> str:
-        if entry.job.is_remote:
+        if entry.job.is_remote and not entry.job.ray:
             return self.tr("the servers' own")
         return _name(entry.model) or self.tr("the loaded one")
 
     def _sent_text(self, entry: JobEntry) -> str:
         if not entry.job.is_remote:
             return self.tr("nobody: answered on this PC")
+        if entry.job.ray:
+            return self.tr("the Ray cluster at {0}").format(entry.job.ray)
         hosts = [f"{place.name} ({place.host})" for place in entry.places if place.host]
         return ", ".join(hosts or (name for name in entry.job.endpoints if name != HERE))
 
