@@ -16,6 +16,18 @@ from ray.cluster_utils import Cluster
 
 _HERE = {"node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
 _LOOKS = 600
+_TRIES = 4
+
+
+def _added(cluster: Cluster, **options: int) -> Any:
+    """A node; Ray gives up one that starts while the machine is busy with something else."""
+    for tries in range(_TRIES):
+        try:
+            return cluster.add_node(wait=False, **_HERE, **options)
+        except Exception:
+            if tries == _TRIES - 1:
+                raise
+    return None
 
 
 def main() -> None:
@@ -29,7 +41,7 @@ def main() -> None:
     say(address=cluster.address)
     for line in sys.stdin:
         _add, cpus, memory = line.split()
-        node = cluster.add_node(wait=False, **_HERE, num_cpus=int(cpus), memory=int(memory))
+        node = _added(cluster, num_cpus=int(cpus), memory=int(memory))
         for _ in range(_LOOKS):  # Ray's own wait counts the time in which all of this is stopped
             if any(each["NodeID"] == node.node_id and each["Alive"] for each in cluster.global_state.node_table()):
                 break
