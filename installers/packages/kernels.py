@@ -89,7 +89,8 @@ def zig(platform: Platform) -> Compiler:
     first = ("c++", "-target", platform.zig, "-s")
     # Everything but the system's own libraries is inside anyway; with `-static` Zig would make an archive.
     instead = {"-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod", "-static": "-static-libstdc++"}
-    return Compiler(str(program), for_windows=platform.is_windows, first=first, instead=instead)
+    # The first link for a system also compiles the C++ library for it.
+    return Compiler(str(program), for_windows=platform.is_windows, first=first, instead=instead, within_s=3600)
 
 
 def build_kernels_wheel(platform: Platform, target: Path, checkout: Path = CHECKOUT) -> Path:

@@ -1,6 +1,7 @@
 """Real packages of this checkout, in two versions: made, installed, used, upgraded and removed.
 
-Half an hour on two cores, and the package index.
+Half an hour on two cores, and the package index. `SWITCHYARD_PACKAGES` names a folder that keeps the packages for the
+next run, which then tries those.
 """
 
 from __future__ import annotations
@@ -71,26 +72,31 @@ class Made:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
-    folder = tmp_path_factory.mktemp("packages")
-    tree, near = folder / "tree", folder / "near"
-    near.mkdir()
+    kept = os.environ.get("SWITCHYARD_PACKAGES")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("packages")
+    older, newer = folder / "older", folder / "newer"
+    text = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^version = "(.*)"$', text, re.MULTILINE)
+    assert found
+    if not list(newer.glob("*-Setup.exe")):  # the last one
+        make_packages(folder / "tree", folder / "near", older, newer, text.replace(found[0], f'version = "{NEWER}"'))
+    yield Made(older, newer, found[1])
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_packages(tree: Path, near: Path, older: Path, newer: Path, newer_project: str) -> None:
+    near.mkdir(parents=True)
     for name in run("git", "-C", CHECKOUT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0"):
         if name and (CHECKOUT / name).is_file():
             (tree / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(CHECKOUT / name, tree / name)
-    project = tree / "pyproject.toml"
-    text = project.read_text(encoding="utf-8")
-    found = re.search(r'^version = "(.*)"$', text, re.MULTILINE)
-    assert found
-    older, newer = folder / "older", folder / "newer"
     release: list[str | Path] = [sys.executable, tree / "installers" / "release.py", "run", "deb", "setup"]
     options: list[str | Path] = ["--debian-python", "--quick", "--near", near, "--out"]
     offline = ["offline"] if offer_processors(tree / "installers" / "engine-lock.json", near) else []
     run(*release, "wheels", *offline, *options, older, PYTHONPATH=str(tree))
-    project.write_text(text.replace(found[0], f'version = "{NEWER}"'), encoding="utf-8")
+    (tree / "pyproject.toml").write_text(newer_project, encoding="utf-8")
     run(*release, *options, newer, PYTHONPATH=str(tree))
-    yield Made(older, newer, found[1])
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def offer_processors(lock: Path, near: Path) -> bool:
@@ -181,7 +187,7 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
     try_package.use([command], user, made.version)
     try_package.ask(command, None, user)
     user.step("remove", [program, *(["tool"] if installer == "uv" else []), "uninstall", "switchyard"])
-    assert not [path for path in tools.rglob("*switchyard*") if "logs" not in path.parts]
+    assert not [path for path in tools.rglob("switchyard*") if "logs" not in path.parts]
 
 
 @pytest.mark.skipif(not WINE.exists(), reason="needs wine64")

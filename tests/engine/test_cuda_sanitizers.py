@@ -6,6 +6,7 @@ Random cases, whose buffers are of exactly their sizes, are compared with plain 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ def sanitized(folder: Path, sanitizer: str, *more: str, name: str = "driver") ->
     options = sanitizing(folder, sanitizer, *more)
     sources = (str(FOLDER / f"{name}.cpp"), str(FOLDER / "emulated_card.cpp"))
     native = _NATIVE if name == "exchange_driver" else ()
-    find_compiler().run(*OPTIONS, *options, *sources, *native, "-o", str(program), timeout_s=_COMPILING_S)
+    compiler = replace(find_compiler(), within_s=_COMPILING_S)
+    compiler.run(*OPTIONS, *options, *sources, *native, "-o", str(program))
     return program
 
 

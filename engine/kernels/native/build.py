@@ -44,6 +44,7 @@ class Compiler:
         for_windows: whether it builds Windows libraries.
         first: arguments before all others, such as the target of a cross compiler.
         instead: options that this compiler spells otherwise.
+        within_s: the longest that one call may take.
     """
 
     command: str
@@ -51,6 +52,7 @@ class Compiler:
     for_windows: bool = sys.platform == "win32"
     first: tuple[str, ...] = ()
     instead: Mapping[str, str] = field(default_factory=dict)
+    within_s: float = _TIMEOUT_S
 
     @property
     def is_clang_cl(self) -> bool:
@@ -75,8 +77,8 @@ class Compiler:
             alone = ("-static",) if self.for_windows else ()
             self.run("-shared", "-pthread", *alone, *map(str, objects), "-o", str(target))
 
-    def run(self, *arguments: str, timeout_s: float = _TIMEOUT_S) -> None:
-        """Runs the compiler; raises `BuildError` with its first error, or if it takes longer than `timeout_s`."""
+    def run(self, *arguments: str) -> None:
+        """Runs the compiler; raises `BuildError` with its first error, or if it takes longer than `within_s`."""
         command = [self.command, *self.first, *(self.instead.get(each, each) for each in arguments)]
         environment = {**os.environ, **self.environment} if self.environment else None
         try:
@@ -85,11 +87,13 @@ class Compiler:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=timeout_s,
+                timeout=self.within_s,
                 check=False,
                 env=environment,
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired as error:
+            raise BuildError(f"{self.command} was not done within {self.within_s / 60:.0f} minutes") from error
+        except OSError as error:
             raise BuildError(f"{self.command} could not be run ({error})") from error
         if done.returncode:
             said = done.stderr + done.stdout  # Microsoft's reports errors on stdout
