@@ -137,7 +137,7 @@ def try_run(package: Path, newer: Path, _root: Path | None) -> None:
 def try_deb(package: Path, newer: Path, root: Path | None) -> None:
     """By apt, for a user of that system."""
     with (
-        _administrator(root) as admin,
+        administrator(root) as admin,
         tempfile.TemporaryDirectory(prefix="switchyard-try-", dir=admin.root / "tmp") as name,
     ):
         folder = Path(name)
@@ -313,7 +313,7 @@ _IN_ROOT = 'root=$1; shift; mount -t proc proc "$root/proc"; mount --rbind /dev 
 
 
 @contextmanager
-def _administrator(root: Path | None) -> Iterator[User]:
+def administrator(root: Path | None) -> Iterator[User]:
     """Of this system, or of the one in a folder, which may fetch what this one may."""
     variables = _variables(Path("/root")) | {"DEBIAN_FRONTEND": "noninteractive"}
     if root is None:

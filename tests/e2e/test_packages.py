@@ -152,6 +152,21 @@ def test_packages_install_answer_upgrade_and_leave_nothing(made: Made, debian: P
         assert said.count("the starter answered") == 4
 
 
+def test_desktops_understand_what_is_installed(made: Made, debian: Path) -> None:
+    (package,) = made.older.glob("*_amd64.deb")
+    run("dpkg", "-x", package, debian / "shown")
+    share = Path("/shown/usr/share")
+    with try_package.administrator(debian) as admin:
+        tools = ["appstream", "desktop-file-utils", "shared-mime-info"]
+        admin.step("lists", ["apt-get", "update", "-qq"])
+        admin.step("tools", ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *tools])
+        admin.step("entry", ["desktop-file-validate", share / "applications" / "switchyard.desktop"])
+        information = share / "metainfo" / "io.switchyard.Switchyard.metainfo.xml"
+        admin.step("information", ["appstreamcli", "validate", "--no-net", information])
+        admin.step("kinds of files", ["update-mime-database", share / "mime"])
+    assert "application/x-gguf:*.gguf" in (debian / "shown/usr/share/mime/globs2").read_text(encoding="utf-8")
+
+
 def test_the_sums_are_those_of_the_files(made: Made) -> None:
     subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=made.older, check=True)
 
