@@ -31,6 +31,7 @@ VERBS = {
     "batch": "rows in, rows out: a file of prompts answered into a file",
     "jobs": "batch jobs: list, show, stop, remove",
     "models": "the model library",
+    "engine": "get what answers, for an installed package without its window",
     "kept": "computed context of chats that is kept on disk: show, clear, on, off",
     "endpoints": "servers elsewhere that may answer: list, add, test, remove",
     "serve": "let other programs use the model",

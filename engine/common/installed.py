@@ -367,7 +367,7 @@ def engine_module(module: str) -> tuple[list[str], dict[str, str]]:
     if engine is None:
         raise EngineError(
             ErrorCode.DEVICE_UNAVAILABLE,
-            "The engine is not on this computer yet: get it on the first page of the window.",
+            "The engine is not on this computer yet: get it on the first page of the window or by `switchyard engine`.",
         )
     return packed_module(packed, engine.folder, module)
 

@@ -27,6 +27,7 @@ from engine.checkpoint.downloads import checking, download, parts, queue, source
 from engine.checkpoint.downloads.pace import Waits
 from engine.checkpoint.downloads.queue import DownloadState
 from engine.checkpoint.mirror import PACKAGES_VARIABLE
+from engine.cli import main
 from engine.common import files, installed
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.torch_builds import CPU, CUDA_126, Choice
@@ -354,3 +355,32 @@ def test_a_changed_mirror_keeps_what_was_fetched(root: Path) -> None:
         choice, wheels=tuple(replace(each, url=f"https://elsewhere.invalid/{each.file}") for each in choice.wheels)
     )
     assert begin_download(choice).key == begin_download(elsewhere).key
+
+
+def test_the_command_gets_it_without_the_window(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"engine": "engine-0.2.0-cpu", "build": "cpu"}
+    assert installed.current_engine() is not None
+    assert main(["engine"]) == 0  # is there already
+    assert "is ready" in capsys.readouterr().out
+
+
+def test_the_command_takes_a_file_and_refuses_one_that_is_not_there(
+    root: Path, tmp_path: Path, wheels: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["engine", str(tmp_path / "not there.zip")]) == 2
+    assert "There is no file" in capsys.readouterr().err
+    assert not installed.parts_dir().exists()
+    with zipfile.ZipFile(tmp_path / "offline.zip", "w") as packed:
+        for wheel in wheels:
+            packed.write(wheel, wheel.name)
+    assert main(["engine", str(tmp_path / "offline.zip")]) == 0
+    assert installed.current_engine() is not None
+
+
+def test_the_command_says_where_there_is_nothing_to_get(
+    monkeypatch: pytest.MonkeyPatch, switchyard_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(installed.BUNDLE_VARIABLE, raising=False)
+    assert main(["engine"]) == 2
+    assert "runs from a checkout" in capsys.readouterr().err
