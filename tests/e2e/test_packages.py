@@ -205,25 +205,28 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
     assert not [path for path in tools.rglob("switchyard*") if "logs" not in path.parts]
 
 
+@pytest.fixture(scope="module")
+def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
+    prefix = tmp_path_factory.mktemp("wine")
+
+    def wine(*command: str | Path) -> str:
+        return run(WINE, *command, WINEPREFIX=str(prefix), WINEDEBUG="-all", DISPLAY="")
+
+    wine("winecfg", "-v", "win10")
+    yield wine
+    wine("wineboot", "--kill")
+    shutil.rmtree(prefix, ignore_errors=True)
+
+
+@pytest.fixture
+def local(wine: Callable[..., str]) -> str:
+    """%LOCALAPPDATA%."""
+    return wine("cmd", "/c", "echo %LOCALAPPDATA%").strip().splitlines()[-1]
+
+
 @pytest.mark.skipif(not WINE.exists(), reason="needs wine64")
 class TestSetup:
     """Windows' package under Wine: everything but the window, for which Wine's Windows is not enough."""
-
-    @pytest.fixture(scope="class")
-    def wine(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-        prefix = tmp_path_factory.mktemp("wine")
-
-        def wine(*command: str | Path) -> str:
-            return run(WINE, *command, WINEPREFIX=str(prefix), WINEDEBUG="-all", DISPLAY="")
-
-        wine("winecfg", "-v", "win10")
-        yield wine
-        wine("wineboot", "--kill")
-        shutil.rmtree(prefix, ignore_errors=True)
-
-    @pytest.fixture
-    def local(self, wine: Callable[..., str]) -> str:
-        return wine("cmd", "/c", "echo %LOCALAPPDATA%").strip().splitlines()[-1]
 
     def test_install_use_upgrade_and_remove(self, made: Made, wine: Callable[..., str], local: str) -> None:
         program = f"{local}\\Programs\\Switchyard"
