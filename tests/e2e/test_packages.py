@@ -30,6 +30,8 @@ import try_package  # noqa: E402
 TRY = CHECKOUT / "installers" / "try_package.py"
 WINE = Path("/usr/lib/wine/wine64")
 NEWER = "9.0.0"
+UNTESTED = {name: value for name, value in os.environ.items() if not name.startswith(("SWITCHYARD_", "XDG_"))}
+"""As users have them: without the folders of the tests."""
 _TOOLS = ("makeself", "makensis", "patchelf", "dpkg-deb", "Xvfb", "xdotool", "git")
 _MISSING = [name for name in _TOOLS if shutil.which(name) is None]
 _MISSING += [name for name in ("uv", "ziglang", "pefile") if find_spec(name) is None]
@@ -44,7 +46,7 @@ pytestmark = [
 def run(*command: str | Path, **variables: str) -> str:
     done = subprocess.run(
         [str(word) for word in command],
-        env={**os.environ, **variables},
+        env={**UNTESTED, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -210,7 +212,8 @@ def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str
     prefix = tmp_path_factory.mktemp("wine")
 
     def wine(*command: str | Path) -> str:
-        return run(WINE, *command, WINEPREFIX=str(prefix), WINEDEBUG="-all", DISPLAY="")
+        places = {"WINEPREFIX": str(prefix), "TMP": str(prefix), "TEMP": str(prefix), "TMPDIR": str(prefix)}
+        return run(WINE, *command, WINEDEBUG="-all", DISPLAY="", **places)
 
     wine("winecfg", "-v", "win10")
     yield wine
