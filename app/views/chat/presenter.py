@@ -412,6 +412,13 @@ class ChatPresenter(QObject):
 
     def _on_imported(self, conversations: tuple[Conversation, ...]) -> None:
         for conversation in conversations:
-            self.list_model.put(conversation)
+            if is_remote(conversation.model):  # a file does not say where text goes: people do
+                self._store.change(conversation.id, model="")
+            self.list_model.put(replace(conversation, model=_here(conversation.model)))
         if conversations:
             self.open(conversations[0].id)
+
+
+def _here(model: str) -> str:
+    """The name of a model on this PC, or nothing if it is another server's."""
+    return "" if is_remote(model) else model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
@@ -136,6 +137,23 @@ def test_each_chat_keeps_its_own(page: ChatView, engine: ScriptedEngine) -> None
     assert engine.requests[2].command.remote is None
     page.new_chat()
     assert not page.presenter.is_elsewhere
+
+
+def test_a_chat_from_a_file_goes_nowhere_by_itself(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
+) -> None:
+    page.presenter.choose_model(remote_name(HERE, "m"))
+    write(page, "Go there")
+    engine.finish()
+    chat = page.presenter.conversation
+    with qtbot.waitSignal(page._store.exported):
+        page.presenter.export_chats([chat.id], tmp_path / "chats.json")
+    with qtbot.waitSignal(page._store.imported):
+        page.presenter.import_chats(tmp_path / "chats.json")
+    qtbot.waitUntil(lambda: page.presenter.conversation.id != chat.id)
+    assert not page.presenter.is_elsewhere
+    page.presenter.open(chat.id)
+    assert page.presenter.is_elsewhere
 
 
 def test_nothing_else_answers_when_the_server_is_gone(page: ChatView, engine: ScriptedEngine) -> None:
