@@ -97,11 +97,12 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
     few = SamplingParams(max_tokens=1)
     trials: tuple[tuple[Lack, RemoteRequest], ...] = (
         ("tools", RemoteRequest(_QUESTION, few, model, tools=(_TOOL,))),
+        ("tools", RemoteRequest(_QUESTION, SamplingParams(max_tokens=32), model, tools=(_TOOL,), must_call=True)),
         ("schema", RemoteRequest(_QUESTION, SamplingParams(max_tokens=12), model, constraint=_SCHEMA)),
         ("sampling", RemoteRequest(_QUESTION, SamplingParams(top_k=20, min_p=0.01, max_tokens=1), model)),
     )
     for lack, request in trials:
-        if not _can(client, request, cancelled):
+        if lack not in lacks and not _can(client, request, cancelled):
             lacks.add(lack)
     found = lacking(found, lacks)
     client.has_found(found)
@@ -132,6 +133,8 @@ def _can(client: Client, request: RemoteRequest, cancelled: CancelCheck) -> bool
         return error.kind not in (Trouble.REFUSED, Trouble.SERVER)
     if answer.left_out:
         return False
+    if request.must_call:  # some take it and answer in words; one that was cut off may have been about to call
+        return bool(answer.tool_calls) or answer.finish_reason == "length"
     if request.constraint is None or not answer.text.strip():
         return True
     return answer.text.lstrip().startswith("{")

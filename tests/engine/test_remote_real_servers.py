@@ -16,7 +16,7 @@ import pytest
 from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.gguf_texts import add_texts
 from engine.bench.peers.editions import LLAMA_CPP
-from engine.common.chat import ChatMessage, Tool
+from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.remote.chat_form import RemoteDelta, RemoteRequest
 from engine.remote.client import Client
@@ -68,7 +68,7 @@ def llama_server(folder: Path) -> Iterator[Endpoint]:
         process.wait()
 
 
-def check(endpoint: Endpoint, key: str, *, tools: bool) -> None:
+def check(endpoint: Endpoint, key: str) -> None:
     """What every server must give."""
     told: list[RemoteDelta] = []
     with Client(endpoint, key) as client:
@@ -79,14 +79,6 @@ def check(endpoint: Endpoint, key: str, *, tools: bool) -> None:
         assert answer.prompt_tokens
         assert answer.generated_tokens
         assert answer.first_token_s
-        if not tools:
-            return
-        tool = Tool(
-            "weather", "The weather of a city.", '{"type": "object", "properties": {"city": {"enum": ["Rome"]}}}'
-        )
-        called = client.ask(RemoteRequest(CAPITAL, SamplingParams(max_tokens=100), tools=(tool,), must_call=True))
-        # The starter was never taught to call: it may also write on until the limit.
-        assert [call.name for call in called.tool_calls] == ["weather"] or called.finish_reason == "length"
 
 
 @pytest.mark.usefixtures("users_peers")
@@ -94,10 +86,13 @@ def test_llama_cpps_server(tmp_path: Path) -> None:
     with llama_server(tmp_path) as endpoint:
         with Client(endpoint, KEY) as client:
             seen = about(client)
-        assert (seen.found.server, seen.found.models, seen.found.lacks) == ("llama.cpp", ("starter",), ())
+        # It takes tools with the starter's chat template, which has no place for them, and then does without: that is
+        # seen if the answer is short.
+        assert (seen.found.server, seen.found.models) == ("llama.cpp", ("starter",))
+        assert set(seen.found.lacks) <= {"tools"}
         assert seen.found.version
         assert seen.problem == ""
-        check(endpoint, KEY, tools=True)
+        check(endpoint, KEY)
         with Client(endpoint, "wrong-key") as client, pytest.raises(RemoteError) as failed:
             client.ask(RemoteRequest(CAPITAL))
         assert failed.value.kind is Trouble.KEY
@@ -110,4 +105,4 @@ def test_another_switchyard_with_the_starter(tmp_path: Path) -> None:
             seen = about(client, client.models().models[0])
         # The starter's chat template has no place for tools, which the server says.
         assert (seen.found.server, seen.found.lacks, seen.problem) == ("switchyard", ("tools",), "")
-        check(endpoint_at(url, "other", model=seen.model), "", tools=False)
+        check(endpoint_at(url, "other", model=seen.model), "")
