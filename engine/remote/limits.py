@@ -57,7 +57,8 @@ _START = 2
 """Rows at first: with one that is read while the other is written, most small servers are busy already."""
 _WORTH = 1.1
 """So much faster must twice as many rows be."""
-_LEAST_S = 2.0
+_SHORTEST_S, _LEAST_S = 0.25, 2.0
+"""How long a place is watched: the shorter only where its rows are short."""
 _TELLING_TOKENS = 24
 """Of each row: enough to know the rate where answers are long."""
 _HOLD = 16
@@ -100,7 +101,13 @@ class Width:
         self._answers += has_answered
         begun_s, before = self._begun
         seconds = now - begun_s
-        if seconds < _LEAST_S or (self._answers < self.rows and tokens - before < _TELLING_TOKENS * self.rows):
+        if seconds < _SHORTEST_S:
+            return
+        if seconds < _LEAST_S:
+            tells = self._answers >= 2 * self.rows
+        else:
+            tells = self._answers >= self.rows or tokens - before >= _TELLING_TOKENS * self.rows
+        if not tells:
             return
         self._begun = None
         self._decide((tokens - before) / seconds)
@@ -115,7 +122,8 @@ class Width:
     def _decide(self, rate: float) -> None:
         self._tokens_per_s[self.rows] = rate
         if self._before is not None and rate < self._tokens_per_s[self._before] * _WORTH:
-            self.rows, self._before, self._holds = self._before, None, _HOLD
+            # A few more than it works on: the next one is there when one ends.
+            self.rows, self._before, self._holds = self._before + self._before // 4, None, _HOLD
         elif self._holds > 0:
             self._before, self._holds = None, self._holds - 1
         elif self.rows < self.most:

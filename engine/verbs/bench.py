@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     kinds = parser.add_subparsers(
         dest="kind",
         required=True,
-        metavar="{startup,opening,decode,prefill,batch,chats,serve,cache,disk,kernels,quality,loops,speculation,prefixes,telemetry,monitor,download}",
+        metavar="{startup,opening,decode,prefill,batch,chats,serve,cache,disk,kernels,quality,loops,speculation,prefixes,telemetry,monitor,download,endpoints}",
     )
 
     telemetry = kinds.add_parser("telemetry", help="decode with all telemetry on against off")
@@ -33,6 +33,13 @@ def add_parser(subparsers: Any) -> None:
     _add_common(telemetry, repeats=250)
     add_engine_options(telemetry)
     telemetry.set_defaults(run=_run_telemetry)
+
+    endpoints = kinds.add_parser(
+        "endpoints",
+        help="a job over three servers of known speed, one of which is killed: its time against the least possible",
+    )
+    _add_common(endpoints, repeats=5)
+    endpoints.set_defaults(run=_run_endpoints)
 
     startup = kinds.add_parser(
         "startup",
@@ -360,6 +367,14 @@ def _run_card(args: argparse.Namespace) -> int:
     done = bench_card(args.device, args.model or MODEL, args.folder, note)
     emit(done, as_json=args.json, human=lambda: as_markdown(done))
     return 0 if all(part["outcome"] in ("done", "skipped") for part in done["parts"]) else 1
+
+
+def _run_endpoints(args: argparse.Namespace) -> int:
+    from engine.bench.endpoints import bench_endpoints
+
+    report = _report()
+    bench_endpoints(args.repeats, report, note)
+    return _emit(report, args)
 
 
 def _run_download(args: argparse.Namespace) -> int:
