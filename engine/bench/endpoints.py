@@ -113,9 +113,11 @@ def _ratio(victim: int | None, at: int) -> float:
 @contextmanager
 def _servers() -> Iterator[list[tuple[int, int]]]:
     """Process id and port of each."""
+    command, extra = python_module("engine.bench.endpoints")
     processes = [
         subprocess.Popen(
-            [*python_module("engine.bench.endpoints"), str(server.slots), str(server.seconds)],
+            [*command, str(server.slots), str(server.seconds)],
+            env={**os.environ, **extra},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

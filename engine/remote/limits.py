@@ -78,8 +78,9 @@ class Width:
     def __init__(self, most: int) -> None:
         self.most = max(1, most)
         self.rows = min(_START, self.most)
-        self._tokens_per_s: dict[int, float] = {}
-        self._before: int | None = None
+        self._enough = self.rows
+        self._rate = 0.0
+        self._tries_more = False
         self._holds = 0
         self._begun: tuple[float, float] | None = None
         self._answers = 0
@@ -114,19 +115,22 @@ class Width:
 
     def halve(self) -> None:
         """The place says that it has too many."""
-        if self.rows > 1:
-            self.rows = max(1, self.rows // 2)
-        self._before, self._begun = None, None
+        self.rows = self._enough = max(1, self.rows // 2)
+        self._tries_more, self._begun = False, None
         self._holds = _HOLD
 
     def _decide(self, rate: float) -> None:
-        self._tokens_per_s[self.rows] = rate
-        if self._before is not None and rate < self._tokens_per_s[self._before] * _WORTH:
+        if self._tries_more and rate < self._rate * _WORTH:
             # A few more than it works on: the next one is there when one ends.
-            self.rows, self._before, self._holds = self._before + self._before // 4, None, _HOLD
-        elif self._holds > 0:
-            self._before, self._holds = None, self._holds - 1
-        elif self.rows < self.most:
-            self._before, self.rows = self.rows, min(self.most, self.rows * 2)
-        else:
-            self._before = None
+            self.rows = min(self.most, self._enough + self._enough // 4)
+            self._tries_more, self._holds = False, _HOLD
+            return
+        if self._tries_more:
+            self._enough = self.rows
+        self._rate = rate
+        if self._holds > 0 and not self._tries_more:
+            self._holds -= 1
+            return
+        self._tries_more = self._enough < self.most
+        if self._tries_more:
+            self.rows = min(self.most, self._enough * 2)

@@ -66,8 +66,8 @@ class _Open:
     strikes: int = 0
     has_failed: bool = False
     fails_since_s: float = 0.0
-    seen_answers: int = 0
-    """How many rows had been answered when this one met trouble last."""
+    troubled_s: float = 0.0
+    """When it met trouble last."""
     avoids: str | None = None
 
 
@@ -98,6 +98,7 @@ class _Placed:
         self.turns: list[Turn] = []
         self.faults = 0
         self.rests_until_s = 0.0
+        self.troubled_s = -math.inf
         self.is_out = False
         self.why = ""
         self.seconds: float | None = None
@@ -119,12 +120,16 @@ class _Placed:
     def begin(self, turn: Turn) -> None:
         self.turns.append(turn)
 
-    def came(self, now: float, tokens: int) -> None:
-        """Tokens came from it."""
-        self.arrived += tokens
+    def came(self, turn: Turn, tokens: int, now: float) -> bool:
+        """So many tokens of a turn have come in all; whether any of them are new."""
+        if turn not in self.turns or tokens <= turn.tokens:
+            return False
+        self.arrived += tokens - turn.tokens
+        turn.tokens = tokens
         self._seen.append((now, self.arrived))
         while len(self._seen) > 2 and (self._seen[1][0] < now - _RATE_S or len(self._seen) > 4096):
             self._seen.popleft()
+        return True
 
     def tokens_per_s(self, now: float) -> float:
         if len(self._seen) < 2 or now <= self._seen[0][0]:
@@ -161,6 +166,8 @@ class Spread:
         self._waiting: deque[_Open] = deque()
         self._open: dict[int, _Open] = {}
         self._answers = 0
+        self._works_s = -math.inf
+        """When the last of the turns that were answered began."""
         self._stuck_since_s: float | None = None
         self.is_read = False
         """Whether there are no more rows to add at present."""
@@ -269,9 +276,7 @@ class Spread:
     def came(self, turn: Turn, tokens: int, now: float) -> None:
         """So many tokens of an answer have come in all."""
         placed = self._placed[turn.at]
-        if turn in placed.turns and tokens > turn.tokens:
-            placed.came(now, tokens - turn.tokens)
-            turn.tokens = tokens
+        if placed.came(turn, tokens, now):
             placed.width.look(now, placed.arrived)
 
     def answered(
@@ -279,13 +284,15 @@ class Spread:
     ) -> bool:
         """A place has answered; whether that is the row's answer, and not a second one."""
         placed, row = self._placed[turn.at], turn.open
-        self.came(turn, generated_tokens, now)
+        placed.came(turn, generated_tokens, now)
         turn.reserved.amount = prompt_tokens + generated_tokens
         placed.prompt_tokens += prompt_tokens
         placed.generated_tokens += generated_tokens
         seconds = now - turn.begun_s
         placed.seconds = seconds if placed.seconds is None else placed.seconds + _NEWEST * (seconds - placed.seconds)
-        placed.recover()
+        if turn.begun_s >= placed.troubled_s:  # earlier ones say nothing of how it is now
+            placed.recover()
+        self._works_s = max(self._works_s, turn.begun_s)
         placed.width.look(now, placed.arrived, has_answered=True)
         self._answers += 1
         self._stuck_since_s = None
@@ -319,7 +326,7 @@ class Spread:
             return True
         if not row.turns:
             row.avoids = turn.at
-            self._waiting.appendleft(row)
+            self._waiting.append(row)  # behind the others, which it would hold up if it is to blame
         return False
 
     def dropped(self, turn: Turn) -> None:
@@ -354,6 +361,7 @@ class Spread:
         self, placed: _Placed, turn: Turn, now: float, trouble: Trouble, why: str, retry_after_s: float | None
     ) -> None:
         # Rows that were under way together meet the same trouble: it counts once.
+        placed.troubled_s = now
         is_new = not placed.faults or (now >= placed.rests_until_s and turn.begun_s >= placed.rests_until_s)
         if trouble is Trouble.BUSY and is_new:
             placed.width.halve()
@@ -376,10 +384,12 @@ class Spread:
         """
         if trouble not in (Trouble.UNREACHABLE, Trouble.SERVER):
             return False
-        if not row.has_failed or row.seen_answers < self._answers:
+        # Only what was asked later and answered shows that places work for others.
+        work_for_others = row.has_failed and self._works_s > row.troubled_s
+        if not row.has_failed or work_for_others:
             row.fails_since_s = now
-        row.strikes += row.seen_answers < self._answers
-        row.has_failed, row.seen_answers = True, self._answers
+        row.strikes += work_for_others
+        row.has_failed, row.troubled_s = True, now
         are_all_failing = (
             trouble is Trouble.SERVER
             and self._answers > 0
