@@ -13,7 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
-from engine.common.installed import bundle, current_engine, needs_engine, version, window_folder
+from engine.common.installed import bundle, current_engine, version, window_folder
+from engine.common.intact import give_up_damaged
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.devices.card_proof import prove_cards
 from engine.hardware import torch_builds
@@ -64,9 +65,14 @@ def software_findings() -> list[Finding]:
     findings = [Finding("Python", Status.OK, f"{platform.python_version()} ({sys.executable})")]
     if (packed := bundle()) is not None:
         findings.append(Finding("package", Status.OK, f"{packed.packaged_as}, version {version()}"))
-        if needs_engine():
+        engine = current_engine()
+        damage = give_up_damaged(engine.folder) if engine is not None else None
+        if damage is not None or engine is None:
             action = "Open the window: its first page fetches it."
-            return [*findings, Finding("engine", Status.PROBLEM, "It is not on this computer yet.", action)]
+            detail = (
+                f"{damage.message.partition(': ')[0]}." if damage is not None else "It is not on this computer yet."
+            )
+            return [*findings, Finding("engine", Status.PROBLEM, detail, action)]
     for name, distribution in (
         ("torch", "torch"),
         ("transformers", "transformers"),

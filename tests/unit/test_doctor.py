@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from engine import cli
+from engine.common import installed
+from engine.common.intact import note_files
 from engine.devices.card_proof import CardProof
 from engine.hardware import torch_builds
 from engine.hardware.cpu import CpuInfo
@@ -18,6 +20,7 @@ from engine.hardware.probe import GpuInfo, Probe, Vendor, probe
 from engine.hardware.surroundings import Surroundings
 from engine.verbs import doctor, doctor_checks
 from engine.verbs.doctor_checks import Status
+from tests.bundles import make_bundle, make_part
 
 GPU = GpuInfo("NVIDIA H200", 140 * 2**30, 139 * 2**30, "580.65", "9.0", 5)
 
@@ -244,6 +247,26 @@ def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
         "transformers": Status.PROBLEM,
         "PySide6": Status.PROBLEM,
     }
+
+
+def test_an_engine_that_is_missing_or_has_lost_files_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
+
+    def said() -> str:
+        found = [finding for finding in doctor_checks.software_findings() if finding.name == "engine"]
+        assert all(finding.status is Status.PROBLEM and "first page fetches it" in finding.action for finding in found)
+        return "".join(finding.detail for finding in found)
+
+    assert said() == "It is not on this computer yet."
+    part = make_part("engine-0.2.0-cpu")
+    (part / "torch.so").write_text("here")
+    note_files(part)
+    assert said() == ""
+    (part / "torch.so").unlink()
+    assert said() == "The engine has lost files since it was installed (torch.so), perhaps to a virus scanner."
+    assert installed.needs_engine()
 
 
 def test_torchs_build_is_read_from_its_files() -> None:
