@@ -81,7 +81,7 @@ class HybridExperts(ExpertLayer):
     ) -> None:
         number = layer if number is None else number
         super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
-        self._joins = 0
+        self._joins, self._ahead_since_s = 0, 0.0
         self.serve_by(mode)
 
     def serve_by(self, mode: str) -> None:
@@ -213,6 +213,9 @@ class HybridExperts(ExpertLayer):
         if RECORDER.on and not step.is_prefill:
             record_uses(routing.experts, lookup.hits)
         begun_s = clock.now()
+        if step.is_prefill and self._ahead_since_s:
+            self.latency.observe_between(begun_s - self._ahead_since_s)
+            self._ahead_since_s = 0.0
         if lookup.hits and self._cpu_is_sooner(step, routing):
             self._compute_all_on_cpu(step)
         else:
@@ -349,6 +352,9 @@ class HybridExperts(ExpertLayer):
         ):
             return
         most = step.fetched if step.lookup.misses else self.source.num_experts
+        if self.cache.staging is not None:  # those that cost no time, whatever would be the best share otherwise
+            most = max(most, self.latency.fit_between_layers(self.cache.staging.arriving))
+        after._ahead_since_s = clock.now()
         if most:
             for way in after._away:
                 way.bring_ahead(most)
@@ -366,6 +372,8 @@ class HybridExperts(ExpertLayer):
         """Waits until nothing is in flight and releases everything, so that the next request starts clean."""
         for way in self._ways:
             way.forget()
+        if self.after is not None:
+            self.after._ahead_since_s = 0.0
         with contextlib.suppress(EngineError):  # a device that cannot recover raises again on its next use
             self.device.recover()
         self.activations.forget_uses()

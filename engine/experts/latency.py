@@ -115,6 +115,7 @@ class LatencyModel:
     _fetching: HostPrice = field(default_factory=HostPrice, init=False, compare=False)
     _fetching_prompt: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
     _entering: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
+    _between: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
     _joining_s: float = field(default=0.0, init=False, compare=False)
     _joins: int = field(default=0, init=False, compare=False)
 
@@ -142,6 +143,10 @@ class LatencyModel:
     def price_of_entering_s(self, nbytes: int) -> float:
         """What a prompt's way to the CPU and back takes once, besides computing, if so many bytes have to come."""
         return self.crossing_s(nbytes) + self._entering.asked()
+
+    def fit_between_layers(self, arriving: int) -> int:
+        """Records that the link can bring, behind those on their way, before a prompt's next layer is planned."""
+        return max(0, int(self._between.asked() / self.transfer_s) - arriving)
 
     def gpu_s(self, tokens: int, together: int = 1) -> float:
         """One expert on the device, once it has been copied, by a launch that it shares with others."""
@@ -212,6 +217,10 @@ class LatencyModel:
     def observe_entering(self, nbytes: int, took_s: float) -> None:
         """A prompt's way to the CPU and back took so long, besides computing, with so many bytes that had to come."""
         self._entering.observe(max(0.0, took_s - self.crossing_s(nbytes)))
+
+    def observe_between(self, took_s: float) -> None:
+        """A prompt's layer was planned so long after experts had been brought ahead for it."""
+        self._between.observe(took_s)
 
     def observe_cpu(self, tokens: Sequence[int], took_s: float, *, is_prompt: bool = False) -> None:
         """The CPU computed experts with these token counts, one after the other."""

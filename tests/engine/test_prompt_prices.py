@@ -134,3 +134,10 @@ def test_a_processor_that_is_kept_too_long_to_compute_gets_nothing() -> None:
     assert len(split_among(misses, [first, other])[0]) == 4
     other = Estimate(lambda _tokens: 2e-6, bring_s=52e-6, caller_s=45e-6)
     assert not split_among(misses, [first, other])[0]
+
+
+def test_as_many_experts_come_ahead_as_the_link_has_time_for() -> None:
+    latency = LatencyModel("test", 4096, 1e-3, 0.0, 1e-6, 512, 0.0, 0.0, 4096 / 190e-6)
+    assert latency.fit_between_layers(0) == 0  # nothing is known yet
+    latency.observe_between(1e-3)
+    assert [latency.fit_between_layers(arriving) for arriving in (0, 3, 9)] == [5, 2, 0]
