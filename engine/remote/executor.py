@@ -327,6 +327,7 @@ class _Here:
         self.rows = rows
         self._post, self._answered, self._failed = post, answered, failed
         self._given: deque[Turn] = deque()
+        self._taken: deque[Turn] = deque()
         self._turns: dict[int, Turn] = {}
         self._news = threading.Event()
         self._is_over = False
@@ -354,7 +355,10 @@ class _Here:
                 self._news.wait()
                 self._news.clear()
                 outcome = BatchOutcome.YIELDED
-                while outcome is BatchOutcome.YIELDED or self._given:
+                while outcome is BatchOutcome.YIELDED or self._given or self._taken:
+                    # Rows that are there already are no reason to yield: they may not have been read yet.
+                    while self._given:
+                        self._taken.append(self._given.popleft())
                     outcome = self.rows.run(
                         self._rows(), self._has_answered, lambda: bool(self._given), lambda: self._is_over
                     )
@@ -365,8 +369,8 @@ class _Here:
             self._post(lambda _on_row: self._failed(failure))
 
     def _rows(self) -> Iterator[RowRequest]:
-        while self._given:
-            turn = self._given.popleft()
+        while self._taken:
+            turn = self._taken.popleft()
             self._turns[turn.row.row] = turn
             yield turn.row
 

@@ -303,6 +303,8 @@ class Here:
     def run(
         self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
+        if should_yield():  # as the engine: it looks before it reads
+            return BatchOutcome.YIELDED
         self._held += rows
         while self._held:
             if cancelled():
