@@ -19,7 +19,7 @@ from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.consoles import fill_streams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import make_private
-from engine.common.installed import bundle, engine_module, files_to_open, go_on_as, version
+from engine.common.installed import bundle, engine_module, files_to_open, go_on_as, missing_engine, version
 from engine.common.paths import own_dirs, python_module
 from engine.hardware.surroundings import has_display
 from engine.process.failures import as_engine_error, log_failure
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BaseException as error:  # a library written in Rust raises a bare `BaseException`
         if _was_interrupted(error):
             return INTERRUPTED
-        failure = _without_engine(error)
+        failure = missing_engine(error)
         if failure is None:
             doing = "running this command"
             log_failure(error, doing)
@@ -140,17 +140,6 @@ def _was_interrupted(error: BaseException) -> bool:
         seen.add(id(behind))
         behind = behind.__cause__ or behind.__context__
     return False
-
-
-def _without_engine(error: BaseException) -> EngineError | None:
-    """What to say where a module lies in the engine's part, which is not there yet; None if that is not it."""
-    if not isinstance(error, ModuleNotFoundError):
-        return None
-    try:
-        engine_module("engine.cli")
-    except EngineError as failure:
-        return failure
-    return None
 
 
 def _open_window(files: list[str]) -> int:

@@ -3,7 +3,8 @@
 Three threads, and one for each job, and for each chat that another server answers.  The reader takes commands and
 handles `Cancel` itself; the engine (main) thread answers chats, other programs and the rows of jobs together, and does
 all else one at a time; the writer sends events.
-`Ready` is sent before torch is imported.
+`Ready` is sent before torch is imported; where an installed package does not have it yet, other servers are asked all
+the same, and everything else says what is missing.
 When stdin ends, the window is gone, and this process exits a moment later, whatever it is computing.
 """
 
@@ -27,7 +28,8 @@ from engine.batch_files.job_watcher import JobWatcher
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import EngineError, RequestCancelled
+from engine.common.installed import missing_engine
 from engine.common.model_info import ModelInfo
 from engine.process.batch import BatchService, JobRunner
 from engine.process.chats import PROGRESS_S, ChatEngine, ChatService
@@ -148,11 +150,12 @@ class Worker:
         try:
             engine = make_engine()
         except BaseException as error:
-            log_failure(error, "starting")
-            message = as_engine_error(error, "starting").message
+            if missing_engine(error) is None:
+                log_failure(error, "starting")
             while (request := self._requests.take()) is not None:
                 if not isinstance(request, AnswerOthers):
-                    self._requests.end(Failed(request.request_id, ErrorCode.INTERNAL, message))
+                    failure = missing_engine(error) or as_engine_error(error, "starting")
+                    self._requests.end(Failed(request.request_id, failure.code, failure.message))
             return
         self._chats = ChatService(
             self._requests,

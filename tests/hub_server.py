@@ -499,9 +499,14 @@ class _Handler(BaseHTTPRequestHandler):
                     place = fault.after_bytes - sent
                     chunk = chunk[:place] + bytes([chunk[place] ^ 0x5A]) + chunk[place + 1 :]
                 self.hub.hold_back(len(chunk))
-                self.wfile.write(chunk)
+                # Counted first: who has the last bytes may ask for the count before this thread goes on.
+                self.asked.sent = sent + len(chunk)
+                try:
+                    self.wfile.write(chunk)
+                except OSError:
+                    self.asked.sent = sent
+                    raise
                 sent += len(chunk)
-                self.asked.sent = sent
                 if self.hub.per_connection_bytes_per_s:
                     due = begun + sent / self.hub.per_connection_bytes_per_s
                     self.hub.closing.wait(max(0.0, due - time.monotonic()))

@@ -24,7 +24,7 @@ from app.services.worker_process import WorkerProcess
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.installed import engine_module
+from engine.common.installed import module_command, needs_engine
 from engine.common.model_info import ModelInfo
 from engine.protocol import (
     HEARTBEAT_S,
@@ -111,7 +111,7 @@ class EngineClient(QObject):
         self._command = list(command) if command is not None else None
         self._patience_ticks = max(2, round(not_responding_s / HEARTBEAT_S))
         self._worker: WorkerProcess | None = None
-        self._ready = False
+        self._ready = self._lacks_engine = False
         self._responding = True
         self._state = EngineState.STOPPED
         self._open: dict[str, Request] = {}
@@ -119,7 +119,7 @@ class EngineClient(QObject):
         self._model: ModelInfo | None = None
         self.loading_pace = LoadingPace()
         self._last_config: EngineConfig | None = None
-        self._last_error = self._why_none = ""
+        self._last_error = self._why_none = self._damage = ""
         self._watched = WatchTelemetry(on=False)
         self._others = ServeOthers("")
         self._doubts = LatestTask(self)
@@ -171,11 +171,13 @@ class EngineClient(QObject):
     # --- the process ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the worker; no effect while one runs.  Where there is none yet, requests fail and say so."""
+        """Start the worker; no effect while one runs.  Until an installed package has fetched its engine, it asks other
+        servers alone."""
         if self._worker is not None:
             return
         try:
-            own, variables = engine_module("engine.worker")  # asked each time: the engine may have been fetched since
+            own, variables = module_command("engine.worker")
+            self._lacks_engine = needs_engine()
         except EngineError as error:
             self._why_none = error.message
             return
@@ -211,7 +213,7 @@ class EngineClient(QObject):
 
     def load(self, config: EngineConfig) -> Request:
         """Load a model, replacing the loaded one; in another process if a card has failed for this one."""
-        if self._model is not None and self._model.needs_restart and not self._open:
+        if not self._open and self._wants_another():
             self._drop_worker("", "")
             self.start()
         self._last_config = config
@@ -298,6 +300,11 @@ class EngineClient(QObject):
 
     # --- messages of the worker -------------------------------------------------------------------
 
+    def _wants_another(self) -> bool:
+        """Whether a model had better be loaded by another worker than the one that runs."""
+        needs_restart = self._model is not None and self._model.needs_restart
+        return needs_restart or (self._lacks_engine and not needs_engine())
+
     def _on_message(self, message: Message) -> None:
         request = self._open.get(getattr(message, "request_id", ""))
         if request is not None:
@@ -328,6 +335,7 @@ class EngineClient(QObject):
             self._drop_worker(sentence, sentence)
             return
         self._ready = True
+        self._damage = ""
         if self._watched.on:
             self._send(self._watched)
         if self._others.address:
@@ -359,13 +367,14 @@ class EngineClient(QObject):
     # --- the end of a worker ----------------------------------------------------------------------
 
     def _on_ended(self, sentence: str) -> None:
-        if sentence and not self._ready and is_packaged():
+        if sentence and not self._ready and is_packaged() and not self._doubts.is_busy:
             self._doubts.ask(engine_damage, self._tell_damage)
         self._forget_worker(sentence, sentence or self.tr("The engine was stopped before this request was done."))
 
     def _tell_damage(self, sentence: str) -> None:
-        if sentence and self._worker is None:
-            self._last_error = sentence
+        self._damage = sentence or self._damage  # told once only, and another worker may be starting meanwhile
+        if self._damage and self._worker is None:
+            self._last_error = self._damage
             self.state_changed.emit(self._state)
 
     def _drop_worker(self, error: str, reason: str) -> None:

@@ -378,13 +378,36 @@ def packed_module(packed: Bundle, folder: Path, module: str) -> tuple[list[str],
     return [str(packed.python), "-P", "-s", "-X", "utf8", "-m", module], variables
 
 
-def command_line() -> tuple[list[str], dict[str, str]]:
-    """The command of `switchyard VERB`: with the engine where it is there, else without what needs it."""
+def module_command(module: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs a module with the engine where it is there, else without what needs it.
+
+    Raises:
+        EngineError: as `bundle`.
+    """
     packed = bundle()
     if packed is None:
-        return python_module("engine.cli")
+        return python_module(module)
     engine = current_engine()
-    return packed_module(packed, engine.folder if engine is not None else window_folder(), "engine.cli")
+    return packed_module(packed, engine.folder if engine is not None else window_folder(), module)
+
+
+def command_line() -> tuple[list[str], dict[str, str]]:
+    """The command of `switchyard VERB`: see `module_command`."""
+    return module_command("engine.cli")
+
+
+def missing_engine(error: BaseException) -> EngineError | None:
+    """What to say where a module lies in the engine's part, which this process does without; None if that is not it."""
+    if bundle() is None or not isinstance(error, ModuleNotFoundError):
+        return None
+    try:
+        engine_module("engine.cli")
+    except EngineError as failure:
+        return failure
+    return EngineError(
+        ErrorCode.DEVICE_UNAVAILABLE,
+        "The engine has been installed since: load the model again once other servers have given their answers.",
+    )
 
 
 def before_start(arguments: Sequence[str]) -> None:

@@ -46,6 +46,8 @@ def begin_reading(config: EngineConfig) -> None:
     """Begins with the first model that this process is asked for, before it has its engine: reads its weights, and has
     its tokenizer checked.
     """
+    if importlib.util.find_spec("torch") is None:
+        return  # the engine's part is not there: that is told when the model is loaded
     from engine.checkpoint.names import resolve
     from engine.experts.early_reads import EARLY_READS  # numpy, which torch needs anyway
     from engine.foreign_text.process import FOREIGN_TEXT

@@ -126,6 +126,7 @@ class MainWindow(QMainWindow):
             part = self.services.engine_part
             part.ready.connect(self.services.model_start.begin)
             self._on_no_model()
+            self.services.client.start()  # for chats that other servers answer
             part.look()
         else:
             self.services.model_start.begin()

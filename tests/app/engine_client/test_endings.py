@@ -287,3 +287,24 @@ def test_an_engine_that_lost_files_and_does_not_start_says_so(
     qtbot.waitUntil(lambda: "has lost files since it was installed (torch.so)" in client.last_error, timeout=WAIT_MS)
     assert client.state is EngineState.DIED
     assert installed.needs_engine()
+
+
+def test_lost_files_are_told_also_if_another_start_was_under_way(
+    make: Make, qtbot: QtBot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
+    part = make_part("engine-0.2.0-cpu")
+    (part / "torch.so").write_text("here")
+    note_files(part)
+    (part / "torch.so").unlink()
+    client, _ = make([sys.executable, "-c", "raise SystemExit(3)"])
+    again = [client.start]
+
+    def start_again(state: object) -> None:
+        if state is EngineState.DIED and again:
+            again.pop()()
+
+    client.state_changed.connect(start_again)
+    client.start()
+    qtbot.waitUntil(lambda: "has lost files since it was installed (torch.so)" in client.last_error, timeout=WAIT_MS)
+    assert not again

@@ -14,11 +14,13 @@ from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer, Request
+from engine.common import installed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, ModelLoaded, Token
 from engine.remote.endpoint import RemoteModel, endpoint_at
 from tests.bad_endpoint import BadEndpoint
+from tests.bundles import make_bundle, make_part
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 WAIT_MS = 60_000
@@ -54,6 +56,56 @@ def test_another_server_answers_without_a_model_here(client: EngineClient, qtbot
     assert client.model is None
     assert EngineState.BUSY not in states
     assert {asked.key for asked in server.posted} == {"sk-of-this-run-alone"}
+
+
+WITHOUT_ENGINE = """import sys
+from importlib.machinery import PathFinder
+ENGINE = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "starlette", "jinja2")
+class WindowAlone(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.split(".")[0] in ENGINE else PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = WindowAlone
+"""
+
+
+def test_another_server_answers_before_the_engine_is_there(
+    qtbot: QtBot, tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    root = make_bundle(tmp_path / "program")
+    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(root))
+    (root / "window" / "sitecustomize.py").write_text(WITHOUT_ENGINE)
+    for name in ("engine", "resources"):
+        (root / "window" / name).symlink_to(CHECKOUT / name)
+    ends: dict[str, object] = {}
+
+    def follow(request: Request) -> str:
+        request.finished.connect(lambda event: ends.setdefault(event.request_id, event))
+        return request.id
+
+    client = EngineClient()
+    client.start()
+    try:
+        with BadEndpoint() as server:
+            remote = RemoteModel(endpoint_at(server.url, "rack"))
+            answer = follow(client.generate([ChatMessage("user", "hello")], SamplingParams(max_tokens=3), remote))
+            load = follow(client.load(config(tiny)))
+            qtbot.waitUntil(lambda: len(ends) == 2, timeout=WAIT_MS)
+        assert isinstance(ends[answer], Finished)
+        failure = ends[load]
+        assert isinstance(failure, Failed)
+        assert failure.code is ErrorCode.DEVICE_UNAVAILABLE
+        assert "not on this computer yet" in failure.message
+        part = make_part("engine-0.2.0-cpu")
+        for name in ("engine", "resources"):
+            (part / name).symlink_to(CHECKOUT / name)
+        load = follow(client.load(config(tiny)))
+        qtbot.waitUntil(lambda: load in ends, timeout=WAIT_MS)
+        assert isinstance(ends[load], ModelLoaded)
+    finally:
+        client.close_now()
+        client.deleteLater()
 
 
 def test_load_ask_stop_kill_restart_ask(client: EngineClient, tiny: Path, qtbot: QtBot) -> None:
