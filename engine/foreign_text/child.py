@@ -19,6 +19,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,18 +167,33 @@ def _not_too_many(ids: list[int]) -> list[int]:
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers requests until there are no more."""
     child = _Child()
-    with open(os.devnull, "wb") as nowhere:
-        while line := requests.readline():
-            request = json.loads(line)
-            body = requests.read(request.get("bytes", 0))
-            # A C thread: it does not need the GIL, which a library may hold forever.
-            faulthandler.dump_traceback_later(request["seconds"], exit=True, file=nowhere)
+    while line := requests.readline():
+        request = json.loads(line)
+        body = requests.read(request.get("bytes", 0))
+        with _dies_after(request["seconds"]):
+            reply = _reply(child, request, body)
+        answers.write(reply)
+        answers.flush()
+
+
+@contextlib.contextmanager
+def _dies_after(seconds: float) -> Iterator[None]:
+    """Ends this process if it is not done by then, even if a library holds the GIL forever."""
+    if sys.platform != "win32":
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system's own end, which needs nothing of Python
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    else:
+        with open(os.devnull, "wb") as nowhere:
+            # A C thread.  It reads the frames of a thread that runs, which may crash: the end is the same.
+            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
             try:
-                reply = _reply(child, request, body)
+                yield
             finally:
                 faulthandler.cancel_dump_traceback_later()
-            answers.write(reply)
-            answers.flush()
 
 
 def _reply(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
