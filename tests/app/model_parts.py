@@ -217,8 +217,8 @@ ENGINE = EngineChoice(
     name="engine-0.2.0-cu130",
     build="cu130",
     build_name="CUDA 13.0",
-    cards=("NVIDIA GeForce RTX 4090, driver 580.65.06",),
-    why="For NVIDIA GeForce RTX 4090 with driver 580.65.06.",
+    cards=("NVIDIA GeForce RTX 4060, driver 580.65.06",),
+    why="For NVIDIA GeForce RTX 4060 with driver 580.65.06.",
     source=EngineSource("0.2.0", Path("engine-lock.json"), Path("wheels")),
     wheels=(
         Wheel("torch", "2.13.0", "https://nowhere.invalid/torch-2.13.0-py3-none-any.whl", "0" * 64, 2_850_000_000),

@@ -90,7 +90,7 @@ def test_what_was_found_and_what_is_fetched_is_said_before_a_click(
 ) -> None:
     part = make("")
     card = offered(part, qtbot)
-    assert "RTX 4090" in card.why.text()
+    assert "RTX 4060" in card.why.text()
     assert "CUDA 13.0" in card.text.text()
     assert "2.85 GB" in card.text.text()
     assert shown(card) == {"Get the engine and the starter", "Engine only", "Use a file…", "Mirror and proxy…"}
