@@ -163,8 +163,8 @@ class ServerDialog(QDialog):
             (self.tr("Requests at once"), self.at_once, self.at_once),
             (self.tr("Requests a minute"), self.requests, self.requests),
             (self.tr("Tokens a minute"), self.tokens, self.tokens),
-            (self.tr("Price, a million read"), self.price_in, self.price_in),
-            (self.tr("Price, written"), prices, self.price_out),
+            (self.tr("Price per million read"), self.price_in, self.price_in),
+            (self.tr("Price per million written"), prices, self.price_out),
         )
         for row, (name, field, buddy) in enumerate(fields):
             label = QLabel(name, self)
