@@ -128,14 +128,6 @@ class BatchService:
         """
         clock = ComputingClock()
         events = JobEvents(request.request_id, self._send)
-        counts = [0, 0, 0]
-
-        def answered(answer: Answer, question: str) -> None:
-            counts[0] += 1
-            counts[1] += answer.failed
-            counts[2] += answer.generated_tokens
-            events.answer(answer, question)
-            events.rows_now()
 
         def cancelled() -> bool:
             return self._requests.is_cancelled(request.request_id)
@@ -150,7 +142,7 @@ class BatchService:
         chats = self._chats
         watcher = JobWatcher(
             events.pace,
-            answered,
+            events.answer_now,
             chats.are_due,
             untimed(chats.give_way),
             cancelled,
@@ -161,9 +153,7 @@ class BatchService:
             with clock.stopped():
                 prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
             engine.sample_batch(prepared, request.rows, watcher)
-        done, failed, tokens = counts
-        finished = not cancelled()
-        return finished_event(request.request_id, finished, done, failed, tokens, clock.now())
+        return finished_event(request.request_id, not cancelled(), *events.counts, clock.now())
 
 
 def answered_job(
@@ -220,7 +210,8 @@ class JobEvents:
 
     def __init__(self, request_id: str, send: Callable[[Event], None]) -> None:
         self._request_id, self._send = request_id, send
-        self._log, self._tokens = RequestLog(), 0
+        self._log = RequestLog()
+        self._done = self._failed = self._tokens = 0
         self._rows: list[BatchRow] = []
         self._rows_s = time.monotonic()
 
@@ -244,7 +235,19 @@ class JobEvents:
     def plan(self, prediction: JobPrediction) -> None:
         self._send(BatchPlanned.of(self._request_id, prediction))
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The answers so far, those that failed, and the tokens of all."""
+        return self._done, self._failed, self._tokens
+
+    def answer_now(self, answer: Answer, question: str) -> None:
+        """For the few rows of a sample, each shown as soon as it comes."""
+        self.answer(answer, question)
+        self.rows_now()
+
     def answer(self, answer: Answer, question: str) -> None:
+        self._done += 1
+        self._failed += answer.failed
         self._tokens += answer.generated_tokens
         self._log.has_answered(self._tokens)
         asked, text, thought = (each[:_MOST_CHARACTERS] for each in (question, answer.text, answer.reasoning))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.messages import BatchFinished, BatchSampled, SampleBatch, StartBatch
 from engine.batch_files.prepared_job import PreparedJob
-from engine.batch_files.rows import Answer
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
@@ -85,28 +84,19 @@ class RemoteJobs:
         from engine.remote.job import run_remote_sample  # takes a while, and most sessions ask nobody
 
         events = JobEvents(request.request_id, self._send)
-        counts = [0, 0, 0]
-
-        def answered(answer: Answer, question: str) -> None:
-            counts[0] += 1
-            counts[1] += answer.failed
-            counts[2] += answer.generated_tokens
-            events.answer(answer, question)
-            events.rows_now()
 
         def cancelled() -> bool:
             return self._is_over(request)
 
-        watcher = JobWatcher(events.pace, answered, lambda: False, lambda: None, cancelled)
+        watcher = JobWatcher(events.pace, events.answer_now, lambda: False, lambda: None, cancelled)
         elsewhere = tuple(name for name in request.job.endpoints if name != HERE)
         prepared = prepare(replace(request.job, endpoints=elsewhere))
         sample = run_remote_sample(prepared, request.rows, watcher, make_client=_make_client(request))
         if sample is not None:
             each = sample.prompt_tokens, sample.generated_tokens
             self._send(BatchSampled(request.request_id, sample.rows, *each, sample.row_s, sample.cost, sample.currency))
-        done, failed, tokens = counts
         seconds = sample.row_s * sample.rows if sample is not None else 0.0
-        return finished_event(request.request_id, not cancelled(), done, failed, tokens, seconds)
+        return finished_event(request.request_id, not cancelled(), *events.counts, seconds)
 
 
 def runner_at(request: StartBatch, own: OwnModel | None) -> JobRunner:

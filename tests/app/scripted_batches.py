@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
+from pytestqt.qtbot import QtBot
+
+from app.services.batch_jobs import BatchJobs
+from app.services.batch_sample import BatchSample
 from app.services.engine_request import BatchRun
+from app.views.batch.page import BatchPage
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import (
     BatchFinished,
@@ -89,3 +96,18 @@ def row(number: int, *, problem: str = "") -> BatchRow:
         BatchRow(number, f"question {number}", f"answer {number}", "stop", 5, ""),
         **({"problem": problem, "answer": "", "finish_reason": "failed"} if problem else {}),
     )
+
+
+@contextmanager
+def shown_page(engine: ScriptedBatches, qtbot: QtBot) -> Iterator[BatchPage]:
+    """The Batch page over this engine, once it has listed the jobs of before."""
+    jobs = BatchJobs(engine)
+    page = BatchPage(engine, jobs, BatchSample(engine, jobs))
+    qtbot.addWidget(page)
+    page.resize(1072, 760)
+    page.show()
+    qtbot.waitSignal(jobs.listed).wait()
+    yield page
+    page.close_down()
+    jobs.close_down()
+    jobs.deleteLater()

@@ -22,8 +22,6 @@ from pytestqt.qtbot import QtBot
 
 from app.models.batch_rows import Column
 from app.services.batch_job import JobState
-from app.services.batch_jobs import BatchJobs
-from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineState
 from app.theme import ThemeController
 from app.views.batch import BatchPage
@@ -34,7 +32,7 @@ from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, failed
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
-from tests.app.scripted_batches import ScriptedBatches, row
+from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.scripted_engine import STARTER
 
 ROWS = 6
@@ -49,16 +47,8 @@ def engine(qapp: QApplication) -> Iterator[ScriptedBatches]:
 
 @pytest.fixture
 def page(engine: ScriptedBatches, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
-    jobs = BatchJobs(engine)
-    result = BatchPage(engine, jobs, BatchSample(engine, jobs))
-    qtbot.addWidget(result)
-    result.resize(1072, 760)
-    result.show()
-    qtbot.waitSignal(jobs.listed).wait()
-    yield result
-    result.close_down()
-    jobs.close_down()
-    jobs.deleteLater()
+    with shown_page(engine, qtbot) as page:
+        yield page
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pytestqt.qtbot import QtBot
 from app.services.batch_job import JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_places import keys_for, on_each_node
-from app.services.batch_sample import BatchSample
 from app.views.batch import BatchPage
 from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
@@ -20,7 +19,7 @@ from engine.batch_files.messages import BatchSampled, EndpointKey
 from engine.common.config import HERE, BatchJob, EngineConfig
 from engine.remote import keys
 from engine.remote.endpoint import Endpoint, save_endpoint
-from tests.app.scripted_batches import ScriptedBatches, row
+from tests.app.scripted_batches import ScriptedBatches, row, shown_page
 from tests.app.test_batch_page import drop, words
 
 RACK = Endpoint("Rack", "http://10.0.0.5:8000/v1", "big/model")
@@ -37,16 +36,8 @@ def engine(qapp: QApplication, request: pytest.FixtureRequest) -> Iterator[Scrip
 def page(engine: ScriptedBatches, switchyard_home: Path, qtbot: QtBot) -> Iterator[BatchPage]:
     save_endpoint(RACK)
     save_endpoint(Endpoint("Desk", "http://127.0.0.1:9/v1"))
-    jobs = BatchJobs(engine)
-    result = BatchPage(engine, jobs, BatchSample(engine, jobs))
-    qtbot.addWidget(result)
-    result.resize(1072, 760)
-    result.show()
-    qtbot.waitSignal(jobs.listed).wait()
-    yield result
-    result.close_down()
-    jobs.close_down()
-    jobs.deleteLater()
+    with shown_page(engine, qtbot) as page:
+        yield page
 
 
 @pytest.fixture

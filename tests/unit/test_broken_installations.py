@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from engine.checkpoint.downloads import checking, download, parts, source, transfer
-from engine.checkpoint.downloads.pace import Waits
 from engine.common import intact
 from engine.parts.install import FINISHING, TESTING, UNPACKING
 from engine.process.failures import as_engine_error
 from tests import breaks
 from tests.broken import OLD, UV, Fresh, Updating
 from tests.hub_server import Fault, HubServer
+from tests.quick_downloads import make_quick
 
 pytestmark = pytest.mark.skipif(UV is None or sys.platform == "win32", reason="needs uv, and kills as POSIX knows them")
 
@@ -128,17 +127,8 @@ BROKEN: list[tuple[str, type[Fresh], breaks.Break, str]] = [
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 16 * 1024)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+    make_quick(monkeypatch, 16 * 1024)
     monkeypatch.setattr(os, "sync", lambda: None)
-    monkeypatch.setattr(Waits, "FIRST_S", 0.01)
-    monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
-    monkeypatch.setattr(source, "STALL_S", 0.5)
-    monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
-    monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
-    monkeypatch.setattr(checking, "_LOOK_S", 0.01)
-    monkeypatch.setattr(download, "_LOOK_S", 0.02)
-    monkeypatch.setattr(download, "_REPORT_S", 0.02)
 
 
 @pytest.fixture

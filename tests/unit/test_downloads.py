@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.downloads import checking, download, pace, parts, queue, records, source, transfer
-from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, Waits
+from engine.checkpoint.downloads import pace, parts, queue, records, source, transfer
+from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.downloads.records import Progress
 from engine.checkpoint.hub import token as tokens
@@ -29,6 +29,7 @@ from engine.common.paths import data_dir, models_dir
 from engine.verbs.models import pull
 from engine.verbs.models.progress import ProgressLine
 from tests.hub_server import Fault, HubServer, Repo
+from tests.quick_downloads import make_quick
 
 PART = 64 * 1024
 FILES = {
@@ -43,16 +44,7 @@ TOTAL = sum(map(len, FILES.values()))
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", PART)
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power is cut here, and the disk may be slow
-    monkeypatch.setattr(Waits, "FIRST_S", 0.01)
-    monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
-    monkeypatch.setattr(source, "STALL_S", 0.5)
-    monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
-    monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
-    monkeypatch.setattr(checking, "_LOOK_S", 0.01)
-    monkeypatch.setattr(download, "_LOOK_S", 0.02)
-    monkeypatch.setattr(download, "_REPORT_S", 0.05)
+    make_quick(monkeypatch, PART)
 
 
 @pytest.fixture

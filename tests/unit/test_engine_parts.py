@@ -23,8 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.downloads import checking, download, parts, queue, source, transfer
-from engine.checkpoint.downloads.pace import Waits
+from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import DownloadState
 from engine.checkpoint.mirror import PACKAGES_VARIABLE
 from engine.cli import main
@@ -36,6 +35,7 @@ from engine.parts.install import install
 from engine.parts.wheels import EngineChoice, begin_download, choose_engine, downloads_folder
 from tests.bundles import PLATFORM, make_bundle, make_lock, make_own_wheels, make_wheel
 from tests.hub_server import Fault, HubServer
+from tests.quick_downloads import make_quick
 
 UV = shutil.which("uv", path=sysconfig.get_path("scripts")) or shutil.which("uv")
 pytestmark = pytest.mark.skipif(UV is None, reason="uv is not installed")
@@ -45,15 +45,8 @@ BIG = random.Random(5).randbytes(6 * PART)
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", PART)
-    monkeypatch.setattr(os, "fsync", lambda _: None)
+    make_quick(monkeypatch, PART)
     monkeypatch.setattr(os, "sync", lambda: None)
-    monkeypatch.setattr(Waits, "FIRST_S", 0.01)
-    monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
-    monkeypatch.setattr(source, "STALL_S", 0.5)
-    monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
-    monkeypatch.setattr(checking, "_LOOK_S", 0.01)
-    monkeypatch.setattr(download, "_LOOK_S", 0.02)
 
 
 @pytest.fixture

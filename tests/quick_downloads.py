@@ -1,0 +1,24 @@
+"""Downloads in small parts and with little patience, for tests against servers of this machine."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from engine.checkpoint.downloads import checking, download, parts, source, transfer
+from engine.checkpoint.downloads.pace import Waits
+
+
+def make_quick(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+    """Until the test ends, parts have so many bytes, and nothing waits for long."""
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power is cut here, and the disk may be slow
+    monkeypatch.setattr(Waits, "FIRST_S", 0.01)
+    monkeypatch.setattr(Waits, "LONGEST_S", 0.05)
+    monkeypatch.setattr(source, "STALL_S", 0.5)
+    monkeypatch.setattr(transfer, "_SILENT_S", 0.1)
+    monkeypatch.setattr(transfer, "_LOOK_S", 0.01)
+    monkeypatch.setattr(checking, "_LOOK_S", 0.01)
+    monkeypatch.setattr(download, "_LOOK_S", 0.02)
+    monkeypatch.setattr(download, "_REPORT_S", 0.02)
