@@ -16,7 +16,7 @@ from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import Layers, routing
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture  # of its own for each test: a stream keeps what failed on it until somebody asks
 def device() -> Iterator[Device]:
     with open_emulated(DeviceProfile("tiny", "for tests", 2**24, 20.0, 20.0, 1.0)) as device:
         yield device
