@@ -26,6 +26,7 @@ class MadeUpRay:
         started: (node, spec) of every engine.
         answered: (node, row's question) of every answer that was given.
         unreachable: why no link can be opened.
+        foreseen: rows per second that a node's plan predicts.
     """
 
     def __init__(self, nodes: list[str], speed: int = 7, chance: random.Random | None = None, trouble: float = 0.0):
@@ -37,6 +38,7 @@ class MadeUpRay:
         self.started: list[tuple[str, dict[str, Any]]] = []
         self.answered: list[tuple[str, str]] = []
         self.unreachable = ""
+        self.foreseen = 0.0
         self.on_look: Callable[[MadeUpRay], None] = lambda _cluster: None
         self.engines: dict[str, tuple[int, deque[tuple[int, dict[str, Any]]]]] = {}
         self.said: list[Message] = []
@@ -66,7 +68,8 @@ class MadeUpRay:
                 self.said.append({"said": "opened", **about, "about": {"refused": self.refusals[node]}})
                 return
             precision = command["spec"]["config"]["precision"].replace("auto", "int8")
-            found = {"digest": command["spec"]["digest"] or "d", "precision": precision, "at_once": 8}
+            digest = command["spec"]["digest"] or "d"
+            found = {"digest": digest, "precision": precision, "at_once": 8, "rows_per_s": self.foreseen}
             self.engines[node] = (command["life"], deque())
             self.said.append({"said": "opened", **about, "about": found})
             return

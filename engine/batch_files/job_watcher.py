@@ -53,8 +53,9 @@ _TELLING_TOKENS = 2
 _PARTS = 6
 
 
-PlaceState = Literal["working", "resting", "out"]
-"""`resting`: it is asked again after a pause.  `out`: somebody has to do something first, as where a key is wrong."""
+PlaceState = Literal["starting", "working", "resting", "out"]
+"""`starting`: it will answer.  `resting`: it is asked again after a pause.  `out`: somebody has to do something first,
+as where a key is wrong."""
 
 
 @dataclass(frozen=True, slots=True)

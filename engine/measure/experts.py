@@ -29,7 +29,7 @@ _AT_ONCE = 8
 _MOST_EXPERTS = 2048
 _FEWEST = 2
 """Experts in memory at least, so that none is read again while still cached."""
-_NARROWEST = 256
+NARROWEST = 256
 """Smallest inner width that still stands for the expert."""
 _TILE = 32
 """Widths are multiples of this in quantised records."""
@@ -176,7 +176,7 @@ def _fitting(shape: ExpertShape, precision: str, room_bytes: int) -> ExpertShape
     part = shape
     while _FEWEST * expert_layout(part, precision).nbytes > room_bytes:
         part = ExpertShape(shape.hidden, part.inner // 2 // _TILE * _TILE)
-        if part.inner < _NARROWEST:
+        if part.inner < NARROWEST:
             raise NotMeasuredError("too little free RAM for one expert")
     return part
 

@@ -9,7 +9,8 @@ see `RayNode`; `stop` (node, life).  When they end, so does this process, and Ra
 
 Events, `said` being the kind:
 `refused` (why): the cluster cannot be used; `nodes` (nodes: id, name, host, cpus, gpus, memory): every two seconds, as
-a sign of life too; `opened` (node, life, about); `answers` (node, life, answers, under_way); `gone` (node, life, why).
+a sign of life too; `doing` (node, life, what): see `RayNode.doing`; `opened` (node, life, about); `answers` (node,
+life, answers, under_way); `gone` (node, life, why).
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ class RayDriver:
         actor = _Actor(command["node"], command["life"], maker.remote())
         self._actors[actor.node] = actor
         self._call(actor, "open", command["spec"])
+        self._call(actor, "doing", "")
 
     def _call(self, actor: _Actor, kind: str, *values: Any) -> None:
         ref = getattr(actor.handle, kind).remote(*values)
@@ -167,7 +169,10 @@ class RayDriver:
 
     def _came(self, actor: _Actor, kind: str, value: Any) -> None:
         about = {"node": actor.node, "life": actor.life}
-        if kind == "open":
+        if kind == "doing" and value:
+            self._emit({"said": "doing", **about, "what": value})
+            self._call(actor, "doing", value)
+        elif kind == "open":
             self._emit({"said": "opened", **about, "about": value})
             if "refused" in value:
                 self._end(actor)

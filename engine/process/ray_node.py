@@ -46,6 +46,7 @@ class RayNode:
         self._answers: list[list[Any]] = []
         self._about: dict[str, Any] | None = None
         self._broken = ""
+        self._doing = "starts"
         self._is_dry = self._is_closing = False
         self._thread: threading.Thread | None = None
         self._model: ModelRows | None = None
@@ -67,6 +68,12 @@ class RayNode:
             self._changed.wait_for(lambda: self._about is not None)
             assert self._about is not None
             return self._about
+
+    def doing(self, known: str) -> str:
+        """What it does before it can answer rows, as the end of a sentence, once that is not `known`; then empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._doing != known)
+            return self._doing
 
     def give(self, rows: list[list[Any]]) -> None:
         """More rows: (ticket, fields of `RowRequest`)."""
@@ -110,7 +117,7 @@ class RayNode:
             with contextlib.ExitStack() as held:
                 about = self._opened(spec, held)
                 with self._changed:
-                    self._about = about
+                    self._about, self._doing = about, ""
                     self._changed.notify_all()
                 while self._model is not None and not self._is_closing:
                     self._answer_rows(self._model)
@@ -121,7 +128,7 @@ class RayNode:
             with self._changed:
                 if self._about is None:
                     self._about = {"refused": why}
-                self._broken = why
+                self._broken, self._doing = why, ""
                 self._changed.notify_all()
 
     def _opened(self, spec: dict[str, Any], held: contextlib.ExitStack) -> dict[str, Any]:
@@ -135,10 +142,13 @@ class RayNode:
         if isinstance(found, str):
             return {"refused": found}
         from engine.runtime.engine import Engine  # after the model was looked for: it takes seconds
+        from engine.tuning.untuned import measure_untuned
 
         engine = Engine()
         held.callback(engine.unload)
         config: EngineConfig = replace(from_fields(EngineConfig, spec["config"]), model=str(found))
+        has_measured = measure_untuned(config, lambda: self._does("measures itself"), lambda: self._is_closing)
+        self._does("loads the model")
         info = engine.load(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
         sample = [(share, from_fields(RowRequest, fields)) for share, fields in spec["sample"]]
         plan, rows = engine.open_rows(from_fields(BatchJob, spec["job"]), sample)
@@ -151,9 +161,15 @@ class RayNode:
             "device": info.device,
             "threads": info.threads,
             "at_once": 1 if rows.note else plan.policy.rows,
-            "tokens_per_s": plan.prediction.tokens_per_s if plan.prediction is not None else 0.0,
+            "measured": has_measured,
+            "rows_per_s": plan.prediction.tokens_per_s / plan.rows.generated_tokens if plan.prediction else 0.0,
             "note": " ".join(filter(None, (info.device_note, rows.note))),
         }
+
+    def _does(self, what: str) -> None:
+        with self._changed:
+            self._doing = what
+            self._changed.notify_all()
 
     def _answer_rows(self, model: ModelRows) -> None:
         with self._changed:

@@ -28,6 +28,8 @@ _MOST_READ = 16384
 _LEAST_READ = 64
 _MEMORY_S = 60.0
 """How far back a rate looks."""
+_FORESEEN_S = 10.0
+"""What a rate that was only predicted weighs, in seconds of real answers."""
 _LATENCY_S = 30.0
 """How long a row takes at a node that has not answered any."""
 _NEWEST = 0.2
@@ -149,11 +151,19 @@ class Blocks(Generic[Row]):
         self.steps += 1
         return item.ticket
 
-    def join(self, node: str, places: int, now: float) -> None:
-        """A node can take rows, `places` of them at the same time; an earlier one of its name has left."""
+    def join(self, node: str, places: int, now: float, rate: float = 0.0) -> None:
+        """A node can take rows; an earlier one of its name has left.
+
+        Args:
+            places: rows that it answers at the same time.
+            rate: rows per second that its plan predicts; 0 if unknown.
+        """
         assert node not in self._nodes
-        self._nodes[node] = _Node(node, max(1, min(places, MOST_HELD)), since_s=now)
-        self._count(self._nodes[node], 0.0, self._nodes[node].places)
+        made = _Node[Row](node, max(1, min(places, MOST_HELD)), since_s=now)
+        if rate > 0:
+            made.rows, made.seconds = rate * _FORESEEN_S, _FORESEEN_S
+        self._nodes[node] = made
+        self._count(made, made.rate(now), made.window(now))
 
     def leave(self, node: str, *, died: bool) -> list[Row]:
         """A node is gone: others get what it held.  Safe to call for one that never joined.

@@ -14,6 +14,7 @@ _FIRST_REST_S, _LONGEST_REST_S = 1.0, 60.0
 MOST_FAILURES = 6
 """Lives of a node in a row that answered nothing, after which it is left alone."""
 _MEMORY_S = 60.0
+_STATES: dict[str, PlaceState] = {"opening": "starting", "working": "working", "refused": "out", "gone": "out"}
 
 
 @dataclass(eq=False)
@@ -25,6 +26,7 @@ class RayNodeState:
         life: how often an engine was started there.
         stage: `new`, `opening`, `working`, `resting` until `rests_until_s`, `refused` or `gone`.
         why: not `working`, as the end of a sentence.
+        doing: while it is `opening`, as what follows its name in a sentence.
         failures: lives in a row that answered nothing.
         at_once: rows that it answers at the same time.
         under_way, under_way_tokens: rows in its sweeps, and the tokens generated for them.
@@ -39,6 +41,7 @@ class RayNodeState:
     life: int = 0
     stage: str = "new"
     why: str = ""
+    doing: str = ""
     failures: int = 0
     rests_until_s: float = 0.0
     at_once: int = 0
@@ -55,7 +58,7 @@ class RayNodeState:
     def begin(self, now: float) -> None:
         """An engine starts there."""
         self.life += 1
-        self.stage, self.why, self._since_s = "opening", "the model is being loaded there", now
+        self.stage, self.why, self.doing, self._since_s = "opening", "", "starts", now
 
     def works(self, about: dict[str, Any], now: float) -> None:
         """It answers from now on."""
@@ -93,17 +96,22 @@ class RayNodeState:
         self._recent = self._recent * fades + answer["generated_tokens"]
         self._recent_s, self._since_s = self._recent_s * fades + passed, now
 
+    @property
+    def says(self) -> str:
+        """Why it does not answer, as a sentence; empty if it does."""
+        if self.stage == "opening":
+            return f"{self.name} {self.doing}."
+        return f"{self.name}: {self.why}." if self.why else ""
+
     def pace(self, held: int) -> PlacePace:
         """For people; `held` rows have been handed to it."""
-        state: PlaceState = "working" if self.stage == "working" else "resting"
-        if self.stage in ("refused", "gone"):
-            state = "out"
+        state = _STATES.get(self.stage, "resting")
         rate = self._recent / self._recent_s if self._recent_s > 0 and self.stage == "working" else 0.0
         return PlacePace(
             self.name,
             self.host,
             state,
-            f"{self.name}: {self.why}." if self.why else "",
+            self.says,
             held,
             self.at_once,
             self.rows,

@@ -120,7 +120,7 @@ class RayRows:
         waiting = [node for node in self._nodes.values() if node.stage in ("opening", "resting")]
         if not waiting:
             return f"The Ray cluster at {self.address} has no node that can answer: it waits for one to join."
-        return f"No node answers yet; {waiting[0].name}: {waiting[0].why}."
+        return " ".join(filter(None, ("No node answers yet.", waiting[0].says)))
 
     @property
     def places(self) -> tuple[PlacePace, ...]:
@@ -248,7 +248,9 @@ class RayRows:
             node = self._nodes.get(event["node"])
             if node is None or node.life != event["life"] or node.stage not in ("opening", "working"):
                 return
-            if said == "opened":
+            if said == "doing":
+                node.doing = event["what"]
+            elif said == "opened":
                 self._opened(node, event["about"], now)
             elif said == "gone":
                 self._given_up += self._blocks.leave(node.ident, died=True)
@@ -319,7 +321,7 @@ class RayRows:
         config = replace(self._asked.config, precision=about["precision"])
         self._asked = replace(self._asked, digest=about["digest"], config=config)
         node.works(about, now)
-        self._blocks.join(node.ident, node.at_once, now)
+        self._blocks.join(node.ident, node.at_once, now, float(about["rows_per_s"]))
         self._to_give.add(node.ident)
 
     def _lead_no_more(self, node: RayNodeState) -> None:

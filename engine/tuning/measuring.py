@@ -17,6 +17,7 @@ from engine.tuning.messages import TuningNumber
 from engine.tuning.result import TUNING_KINDS, TuningKind
 
 if TYPE_CHECKING:
+    from engine.measure.measuring import MeasurementSet
     from engine.measure.run import MeasurementProgress, Row
 
 OnMeasured = Callable[[str, float, TuningNumber | None], None]
@@ -57,26 +58,40 @@ def measured_machine(
         EngineError: there is no such device.
         RequestCancelled: soon after `cancelled()`.
     """
-    # Imported late: planning alone must not wait for torch.
-    from engine.devices.opening import open_devices
-    from engine.measure.measuring import SETS, measure_machine
-    from engine.measure.run import MeasurementCancelledError
+    from engine.measure.measuring import SETS  # imported late: planning alone must not wait for torch
 
-    spec = _device_spec(config)
+    spec = device_spec(config)
     name = "" if spec == "cpu" else spec
     if not again and (kept := _good_enough(load_measurements(probe, name), kind)) is not None:
         return MeasuredMachine(kept, name, kept=True)
     if spec != "cpu":
         before_measuring()
+    found = take_measurements(SETS[kind], probe, spec, on_progress, cancelled)
+    return MeasuredMachine(found, found.device, kept=False)
+
+
+def take_measurements(
+    what: MeasurementSet, probe: Probe, spec: str, on_progress: OnMeasured, cancelled: Callable[[], bool]
+) -> Measurements:
+    """Measures the CPU and a device; nothing is saved.
+
+    Args:
+        spec: see `device_spec`.
+
+    Raises:
+        EngineError, RequestCancelled: as `measured_machine`.
+    """
+    from engine.devices.opening import open_devices
+    from engine.measure.measuring import measure_machine
+    from engine.measure.run import MeasurementCancelledError
+
     devices = open_devices(spec)
     try:
-        device = devices[0]
-        name = "" if device.name == "cpu" else device.name.partition("#")[0]
         new_folder(models_dir())
-        measurements = measure_machine(
-            SETS[kind],
+        return measure_machine(
+            what,
             probe,
-            device,
+            devices[0],
             models_dir(),
             on_progress=lambda progress: _tell(progress, on_progress),
             cancelled=cancelled,
@@ -86,7 +101,6 @@ def measured_machine(
     finally:
         for one in devices:
             one.close()
-    return MeasuredMachine(measurements, name, kept=False)
 
 
 def number_of(row: Row) -> TuningNumber | None:
@@ -120,8 +134,8 @@ def _tell(progress: MeasurementProgress, on_progress: OnMeasured) -> None:
     on_progress(progress.name, progress.done, number_of(progress.found) if progress.found is not None else None)
 
 
-def _device_spec(config: EngineConfig) -> str:
-    """One device: of several equal ones, the first."""
+def device_spec(config: EngineConfig) -> str:
+    """The device to be measured: of several equal ones, the first; `cpu` without one."""
     from engine.devices.opening import CARD_KINDS, automatic
 
     name = automatic() if config.device == "auto" else config.device

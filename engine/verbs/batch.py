@@ -398,6 +398,8 @@ def pace_text(pace: Pace) -> str:
 def _place_text(place: PlacePace) -> str:
     """A place in a few words."""
     name = place.name or "this PC"
+    if place.state == "starting":
+        return place.why.removesuffix(".")
     if place.state != "working":
         return f"{name} rests"
     return f"{name} {place.tokens_per_s:,.0f} tokens/s"

@@ -16,7 +16,7 @@ from engine.devices.host_memory import PageableMemory
 from engine.devices.opening import CARD_KINDS, automatic, card_count, open_devices
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.runtime.load.model import load_model
-from engine.tuning.measuring import _device_spec
+from engine.tuning.measuring import device_spec
 from tests.engine.on_devices import PROMPT, answer, chatting, reference
 from tests.fake_cards import FakeCards
 
@@ -51,8 +51,8 @@ def test_the_first_kind_of_card_that_is_there(
     assert card_count("cuda:0") == 1
     assert card_count("xpu") == max(1, intel)
     spec = "cpu" if expected[0] == "cpu" else f"{expected[0]}:0"
-    assert _device_spec(EngineConfig("", device="auto")) == spec
-    assert _device_spec(EngineConfig("", device="xpu")) == "xpu:0"
+    assert device_spec(EngineConfig("", device="auto")) == spec
+    assert device_spec(EngineConfig("", device="xpu")) == "xpu:0"
 
 
 def test_intels_cards_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

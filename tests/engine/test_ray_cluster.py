@@ -97,13 +97,14 @@ class ClusterUnderFire:
                 if self._is_running():
                     kill()
                     made += 1
-            self._finish()
+            self.finish()
         return jobs
 
     def _is_running(self) -> bool:
         return self._asking is not None and self._asking.poll() is None
 
-    def _finish(self) -> None:
+    def finish(self) -> str:
+        """Waits for the job's end, and looks at its result; returns what was said meanwhile."""
         assert self._asking is not None
         said, noted = self._asking.communicate(timeout=600)
         assert self._asking.returncode == 0, noted.decode()[-2000:]
@@ -115,6 +116,7 @@ class ClusterUnderFire:
         assert [int(row["id"]) for row in rows] == list(range(self.rows))
         assert all(row["answer"] == self._known[int(row["id"])] for row in rows)
         assert list(self.folder.glob(".*")) == []
+        return noted.decode()
 
     def _look(self) -> None:
         """What was kept before is there, unchanged, and each row once."""
@@ -129,6 +131,21 @@ class ClusterUnderFire:
             self._asking.kill()
             self._asking.communicate()
         self.ray.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_a_node_that_nobody_tuned_measures_itself_once(tmp_path: Path, switchyard_home: Path) -> None:
+    job = ClusterUnderFire(tmp_path / "job", switchyard_home, rows=30, nodes=1)
+    with contextlib.closing(job):
+        job.begin(again=True)
+        assert " measures itself." in job.finish()
+        (kept,) = switchyard_home.glob("data/measurements/*.json")
+        measured = kept.read_bytes()
+        assert json.loads(measured)["kind"] == "brief"
+        job.begin(again=True)
+        assert "measures itself" not in job.finish()
+        assert kept.read_bytes() == measured
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,6 +38,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("node") / "tiny")
 
 
+@pytest.fixture(autouse=True)
+def _known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is measured, unless a test wants it."""
+    monkeypatch.setattr("engine.tuning.untuned.measure_untuned", lambda *_: False)
+
+
 @pytest.fixture
 def node() -> Iterator[RayNode]:
     made = RayNode()
@@ -59,6 +66,35 @@ def test_rows_are_answered_while_others_come(node: RayNode, model: Path) -> None
             found[ticket] = answer
     assert sorted(found) == list(range(100, 140))
     assert json.loads(json.dumps(found[100]))["finish_reason"] in ("length", "stop")
+
+
+def test_a_node_says_what_it_does_and_what_its_plan_predicts(
+    node: RayNode, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, may_go_on = list[str](), threading.Event()
+
+    def measured(config: EngineConfig, on_begin: Callable[[], None], _cancelled: object) -> bool:
+        assert (config.model, config.threads) == (str(model), 1)
+        on_begin()
+        return may_go_on.wait(20)
+
+    def listen() -> None:
+        while not said or said[-1]:
+            said.append(node.doing(said[-1] if said else ""))
+            if said[-1] == "measures itself":
+                may_go_on.set()
+
+    monkeypatch.setattr("engine.tuning.untuned.measure_untuned", measured)
+    listener = threading.Thread(target=listen)
+    listener.start()
+    about = node.open(spec(model))
+    listener.join(20)
+    assert about["measured"]
+    assert about["rows_per_s"] > 0
+    assert [each for each in said if each != "starts"] in (
+        ["measures itself", "loads the model", ""],
+        ["measures itself", ""],
+    )
 
 
 def test_an_answer_keeps_to_its_choices_and_a_bad_row_fails_alone(node: RayNode, model: Path) -> None:

@@ -62,6 +62,15 @@ def test_a_node_shows_what_it_can_do_before_it_gets_more() -> None:
     assert len(blocks.hand_out("a", 2.0)) == 80  # 4 rows per second
 
 
+def test_a_predicted_rate_counts_until_answers_come() -> None:
+    blocks = filled(5000, is_read=False)
+    blocks.join("a", 8, 0.0, rate=10.0)
+    first = blocks.hand_out("a", 0.0)
+    assert len(first) == 200
+    blocks.answered("a", [ticket for ticket, _row in first], 200.0)  # one a second
+    assert blocks.rate("a", 200.0) == pytest.approx(1.0, rel=0.05)
+
+
 def test_blocks_follow_rates_and_are_bounded() -> None:
     blocks = Blocks[int]()
     for name, each_s in (("fast", 0.001), ("middle", 0.1), ("slow", 10.0)):

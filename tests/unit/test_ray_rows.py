@@ -158,6 +158,23 @@ def test_the_first_node_decides_the_precision_of_all() -> None:
     rows.close()
 
 
+def test_what_a_node_does_before_it_answers_is_said() -> None:
+    cluster = MadeUpRay(["a"])
+    rows = opened(cluster)
+    while not cluster.started:
+        rows._step()
+    assert rows.waits == "No node answers yet. a starts."
+    cluster.said.insert(0, {"said": "doing", "node": "a", "life": 1, "what": "measures itself"})
+    opening = cluster.said.pop()
+    rows._step()
+    assert rows.waits == "No node answers yet. a measures itself."
+    assert [(place.state, place.why) for place in rows.places] == [("starting", "a measures itself.")]
+    cluster.said.append(opening)
+    rows._step()
+    assert rows.waits == ""
+    rows.close()
+
+
 def test_nodes_on_one_machine_share_it() -> None:
     cluster = MadeUpRay([])
     for name in ("a", "b"):

@@ -189,6 +189,8 @@ def place_text(place: PlacePace) -> str:
     """What a place does, or why it does nothing."""
     if place.state == "out":
         return translate("Batch", "Not asked: {0}").format(place.why)
+    if place.state == "starting":
+        return place.why
     if place.state == "resting":
         return translate("Batch", "Rests, and is asked again: {0}").format(place.why)
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(place.tokens_per_s)) if place.tokens_per_s else ""
