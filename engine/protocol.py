@@ -45,6 +45,8 @@ from engine.telemetry.messages import (
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
 PROTOCOL_VERSION = 4
+WAITS = "--waits"
+"""The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
 """Interval of `Heartbeat`, also while the worker computes; several missing ones mean that it hangs."""
 

@@ -3,19 +3,23 @@
 Three threads, and one for each job, and for each chat that another server answers.  The reader takes commands and
 handles `Cancel` itself; the engine (main) thread answers chats, other programs and the rows of jobs together, and does
 all else one at a time; the writer sends events.
-`Ready` is sent before torch is imported; where an installed package does not have it yet, other servers are asked all
-the same, and everything else says what is missing.
+`Ready` is sent before torch is imported, which with `WAITS` only the first request does that needs a model; where an
+installed package does not have it yet, other servers are asked all the same, and everything else says what is missing.
 When stdin ends, the window is gone, and this process exits a moment later, whatever it is computing.
 """
 
 from __future__ import annotations
 
 if __name__ == "__main__":  # first of all: torch's library is linked while Python imports what follows
-    from engine.process.importing import load_torch_meanwhile
+    import sys
 
-    load_torch_meanwhile()
+    if "--waits" not in sys.argv:  # `WAITS`, whose module takes a while itself
+        from engine.process.importing import load_torch_meanwhile
+
+        load_torch_meanwhile()
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +47,7 @@ from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource
 from engine.protocol import (
     PROTOCOL_VERSION,
+    WAITS,
     Cancel,
     Failed,
     Generate,
@@ -359,8 +364,12 @@ def read_commands(
                 others.serve(command)
 
 
-def serve(make_engine: Callable[[], WorkerEngine]) -> None:
-    """Runs the engine process; does not return."""
+def serve(make_engine: Callable[[], WorkerEngine], *, at_once: bool = True) -> None:
+    """Runs the engine process; does not return.
+
+    Args:
+        at_once: the engine is made before anything is asked of it, and not with the first request that needs one.
+    """
     commands_fd, events_fd = claim_pipes()
     writer = EventWriter(events_fd, on_broken=lambda: end_process(0))
     writer.start()
@@ -380,6 +389,8 @@ def serve(make_engine: Callable[[], WorkerEngine]) -> None:
 
     threading.Thread(target=read, name="command-reader", daemon=True).start()
     set_up_process()
+    if not at_once:
+        requests.wait()
     Worker(requests, writer, telemetry, others).run(make_engine)
     writer.flush(SHUTDOWN_GRACE_S)
     end_process(0)
@@ -390,8 +401,8 @@ def _real_engine() -> WorkerEngine:
 
 
 def main() -> None:
-    """Entry of `python -m engine.worker`."""
-    serve(_real_engine)
+    """Entry of `python -m engine.worker [WAITS]`."""
+    serve(_real_engine, at_once=WAITS not in sys.argv)
 
 
 if __name__ == "__main__":

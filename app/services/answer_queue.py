@@ -91,10 +91,12 @@ class AnswerQueue(QObject):
     Signals:
         changed: the answer (a `Message`) that has grown or ended, with its full text so far.
         phase_changed: id of an answer, and its `Phase`.
+        model_wanted: an answer is to come from the model on this PC.
     """
 
     changed = Signal(object)
     phase_changed = Signal(str, object)
+    model_wanted = Signal()
 
     def __init__(
         self,
@@ -131,6 +133,8 @@ class AnswerQueue(QObject):
             remote: another server's model answers, and no other.
         """
         self._waiting.append(_Turn(answer, messages, sampling, remote))
+        if remote is None:
+            self.model_wanted.emit()
         self._start_waiting()
 
     def refuse(self, answer: Message, reason: str) -> None:

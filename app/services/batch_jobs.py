@@ -40,6 +40,7 @@ class BatchJobs(QObject):
         answered: a job's key and its newly finished `BatchRow`s.
         listed: the jobs of earlier sessions have been read.
         trouble: one sentence on what could not be saved.
+        model_wanted: a job waits for the model on this PC.
     """
 
     changed = Signal(object)
@@ -47,6 +48,7 @@ class BatchJobs(QObject):
     answered = Signal(str, object)
     listed = Signal()
     trouble = Signal(str)
+    model_wanted = Signal()
 
     def __init__(
         self,
@@ -213,6 +215,8 @@ class BatchJobs(QObject):
 
     def start_more(self, *_: object) -> None:
         """Starts waiting jobs as far as more may run now."""
+        if any(self._entries[key].needs_model or self._entries[key].job.ray for key in self._turns):
+            self.model_wanted.emit()  # the nodes of a cluster run the model that is loaded here
         for key in list(self._turns):
             if not self._held and self._can_start(key):
                 self._turns.remove(key)

@@ -29,6 +29,7 @@ from engine.common.model_info import ModelInfo
 from engine.protocol import (
     HEARTBEAT_S,
     PROTOCOL_VERSION,
+    WAITS,
     Cancel,
     ChatMessage,
     Command,
@@ -170,9 +171,9 @@ class EngineClient(QObject):
 
     # --- the process ------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, *, at_once: bool = True) -> None:
         """Start the worker; no effect while one runs.  Until an installed package has fetched its engine, it asks other
-        servers alone."""
+        servers alone, as it does without `at_once` until a model is needed."""
         if self._worker is not None:
             return
         try:
@@ -181,7 +182,8 @@ class EngineClient(QObject):
         except EngineError as error:
             self._why_none = error.message
             return
-        worker = WorkerProcess(self._command or own, variables, self._patience_ticks, self)
+        command = [*(self._command or own), *([] if at_once else [WAITS])]
+        worker = WorkerProcess(command, variables, self._patience_ticks, self)
         worker.message.connect(self._on_message)
         worker.responding_changed.connect(self._on_responding)
         worker.ended.connect(self._on_ended)
@@ -194,7 +196,7 @@ class EngineClient(QObject):
         """Kill the worker, start another and reload the last model; returns that load, if there is one."""
         config = self._last_config
         self._drop_worker("", self.tr("The engine was restarted before this request was done."))
-        self.start()
+        self.start(at_once=config is not None)
         return self.load(config) if config is not None else None
 
     def shutdown(self) -> None:

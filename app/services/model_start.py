@@ -1,4 +1,4 @@
-"""Loads the user's model: located off the GUI thread, then loaded by the engine."""
+"""Loads the user's model, now or when somebody needs it: located off the GUI thread, then loaded by the engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
+from app.services.engine_part import is_needed
 from app.services.engine_request import Request
 from app.services.settings import STARTER, Settings
 from engine.common.config import EngineConfig, Guesses
@@ -30,12 +31,29 @@ class ModelStart(QObject):
         self._settings = settings
         self._looking = LatestTask(self)
         self._load: Request | None = None
+        self._is_put_off = False
+        settings.changed.connect(self._on_setting)
 
     def begin(self) -> None:
         """Starts the engine and loads the default model; the latest choice wins."""
+        self._is_put_off = False
         self._client.start()
         model = self._settings.default_model
         self._looking.ask(lambda: _resolve(model), self._begin_load, lambda error: self._on_not_found(model, error))
+
+    def put_off(self) -> None:
+        """Starts the engine alone, for who asks other servers: the default model is loaded once it is needed."""
+        self._is_put_off = True
+        self._client.start(at_once=False)
+
+    def need(self) -> None:
+        """Somebody waits for a model on this PC: loads the default one if that was put off."""
+        if not self._is_put_off:
+            return
+        if is_needed():
+            self.starter_missing.emit()
+        else:
+            self.begin()
 
     def open(self, model: str) -> None:
         """Loads the model at a path for now, if it is one: else the one that is loaded stays."""
@@ -57,14 +75,19 @@ class ModelStart(QObject):
         load = self._client.restart()
         if load is not None:
             self._follow(load)
-        else:  # it died before any model was requested, or after it was unloaded
+        elif not self._is_put_off:  # it died before any model was requested, or after it was unloaded
             self.begin()
 
     def close(self) -> None:
         """Waits for a running search."""
         self._looking.close()
 
+    def _on_setting(self, key: str) -> None:
+        if key == "serve_others" and self._settings.serves_others:
+            self.need()  # other programs ask for the model that is loaded here
+
     def _begin_load(self, path: Path) -> None:
+        self._is_put_off = False
         self._follow(self._client.load(wanted_config(self._settings, str(path))))
 
     def _follow(self, load: Request) -> None:

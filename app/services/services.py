@@ -61,6 +61,8 @@ class Services:
     ) -> Services:
         """The services of an engine and a store, not started yet."""
         devices = devices or DeviceMonitor()
+        start, answers = ModelStart(client, settings), AnswerQueue(client, store)
+        answers.model_wanted.connect(start.need)
         return cls(
             settings=settings,
             theme=theme,
@@ -68,11 +70,11 @@ class Services:
             store=store,
             devices=devices,
             telemetry=TelemetryHub(client, settings, devices),
-            model_start=ModelStart(client, settings),
+            model_start=start,
             download=StarterDownload(),
             hardware_change=HardwareChange(devices),
             tuning_outrun=TuningOutrun(client),
-            answers=AnswerQueue(client, store),
+            answers=answers,
             token_counter=TokenCounter(),
         )
 
@@ -83,6 +85,7 @@ class Services:
 
         jobs = BatchJobs(self.client, at_once=lambda: self.settings.jobs_at_once)
         self.settings.changed.connect(jobs.start_more)
+        jobs.model_wanted.connect(self.model_start.need)
         return jobs
 
     @cached_property

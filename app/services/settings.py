@@ -94,6 +94,15 @@ class Settings(QObject):
         self.set("chat_model", value)
 
     @property
+    def last_model(self) -> str:
+        """What was to answer in the chat that was on screen last, as `chat_model`."""
+        return self.get("last_model", self.chat_model)
+
+    @last_model.setter
+    def last_model(self, value: str) -> None:
+        self.set("last_model", value)
+
+    @property
     def threads(self) -> int | None:
         """CPU threads for computing; None lets the engine decide."""
         value = self.get("threads", 0)

@@ -97,6 +97,11 @@ class RequestQueue:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             return self._waiting.popleft() if self._waiting else None
 
+    def wait(self) -> None:
+        """Waits until there is something to take, or the queue is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+
     def waits(self, *kinds: type[Request]) -> bool:
         """Whether the next request of the window is there and of one of these kinds."""
         if not self._waiting:

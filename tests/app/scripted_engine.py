@@ -104,7 +104,7 @@ class ScriptedEngine(QObject):
         self.set_state(EngineState.STARTING)
         return self.load(EngineConfig("")) if self.knows_a_model else None
 
-    def start(self) -> None:
+    def start(self, *, at_once: bool = True) -> None:
         self.set_state(EngineState.READY)
 
     def start_tuning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,10 +154,16 @@ def test_several_jobs_run_at_once_and_each_has_its_own_progress(
 def test_a_job_waits_for_a_model(engine: ScriptedBatches, switchyard_home: Path, tmp_path: Path) -> None:
     waiting = ScriptedBatches(loaded=False)
     jobs = BatchJobs(waiting)
+    wanted: list[bool] = []
+    jobs.model_wanted.connect(lambda: wanted.append(True))
     key = jobs.add(a_job(tmp_path))
     assert state(jobs, key) is JobState.QUEUED
+    assert wanted
     waiting.end_loading()
     assert state(jobs, key) is JobState.RUNNING
+    wanted.clear()
+    jobs.add(replace(a_job(tmp_path, "there"), endpoints=("Rack",)))
+    assert not wanted
     jobs.close_down()
 
 

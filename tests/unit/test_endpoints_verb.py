@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,18 @@ def test_a_key_comes_from_the_standard_input_or_the_environment(
     assert {each.key for each in server.posted} == {f"{SECRET}2"}
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     assert told(capsys, "endpoints", "add", "other", server.url, "--key-stdin", code=2)
+
+
+def test_a_chat_elsewhere_loads_nothing_here(server: BadEndpoint, switchyard_home: Path) -> None:
+    script = (
+        "import sys; from engine import cli; "
+        f"assert cli.main(['chat', '--model', 'endpoint:{server.url}', '--prompt', 'Hello']) == 0; "
+        "print({'torch', 'transformers', 'engine.runtime.engine'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", script]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["Hello", "set()"]
 
 
 def test_a_chat_elsewhere(server: BadEndpoint, capsys: pytest.CaptureFixture[str]) -> None:

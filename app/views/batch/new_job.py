@@ -47,12 +47,14 @@ class NewJob(QWidget):
     replace_wanted: a `BatchJob` whose output already exists; total rows as above.
     cancelled: close the form.
     file_wanted: choose another input.
+    model_wanted: the rows are to be answered by the model on this PC, and none is loaded.
     """
 
     start_wanted = Signal(object, object)
     replace_wanted = Signal(object, object)
     cancelled = Signal()
     file_wanted = Signal()
+    model_wanted = Signal()
 
     def __init__(
         self,
@@ -286,6 +288,8 @@ class NewJob(QWidget):
         wrong += [self.places.problem(), self.output.problem()]
         problem = next((text for text in wrong if text), "") if ready else ""
         loaded = self._client.model is not None or not self.places.needs_model
+        if ready and not loaded:
+            self.model_wanted.emit()
         can_try = loaded or self.places.is_remote
         self.sample.set_able(
             ready and not problem and can_try, problem or ("" if can_try else self.tr("No model is loaded."))

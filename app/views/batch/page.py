@@ -310,6 +310,7 @@ class BatchPage(Page):
         self.empty.folder_wanted.connect(self.choose_folder)
         head.folder_wanted.connect(self.choose_folder)
         self.form.file_wanted.connect(self.choose_files)
+        self.form.model_wanted.connect(jobs.model_wanted)
         self.form.cancelled.connect(self._leave_form)
         self.form.start_wanted.connect(self._start)
         self.form.replace_wanted.connect(self._ask_replace)

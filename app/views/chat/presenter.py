@@ -76,6 +76,8 @@ class ChatPresenter(QObject):
         self._draft_timer.timeout.connect(self._save_draft)
         self._draft = ""
         self.queue.changed.connect(self._on_answer)
+        self.shown.connect(self._remember)
+        self.changed.connect(self._remember)
         store.listed.connect(self._on_listed)
         store.loaded.connect(self._on_loaded)
         store.imported.connect(self._on_imported)
@@ -88,8 +90,14 @@ class ChatPresenter(QObject):
         return self._conversation
 
     def begin(self) -> None:
-        """Show an empty chat, then the list and the last chat once they are read."""
-        self._show(self._new_conversation(), MessageTree(), stored=False)
+        """Show an empty chat, then the list and the last chat once they are read.
+
+        An empty chat that another server was to answer is shown again instead.
+        """
+        empty, last = self._new_conversation(), self._settings.last_model
+        if is_remote(last) and self._endpoints.find(last) is not None:
+            empty, self._began_elsewhere = replace(empty, model=last), last
+        self._show(empty, MessageTree(), stored=False)
         self._store.list_conversations()
 
     def new_chat(self) -> None:
@@ -164,6 +172,12 @@ class ChatPresenter(QObject):
     def remote(self) -> RemoteModel | None:
         """That server's model; None if the model on this PC was chosen, or the server was removed."""
         return self._endpoints.find(self._conversation.model)
+
+    _began_elsewhere = ""
+    """What was to answer when the window was last closed, if it is another server's."""
+
+    def _remember(self, conversation: Conversation) -> None:
+        self._settings.last_model = conversation.model if is_remote(conversation.model) else ""
 
     def _new_conversation(self) -> Conversation:
         return replace(new_conversation(), model=self._settings.chat_model)
@@ -392,10 +406,10 @@ class ChatPresenter(QObject):
         own = [self._conversation] if self._is_stored else []
         read = [conversation for conversation in conversations if conversation.id not in {c.id for c in own}]
         self.list_model.set_conversations([*read, *own])
-        last = self._settings.get(LAST_CHAT, "")
-        if self._is_untouched and self.list_model.conversation(last) is not None:
+        last = self.list_model.conversation(self._settings.get(LAST_CHAT, ""))
+        if self._is_untouched and last is not None and self._began_elsewhere in ("", last.model):
             self._opens_last = True
-            self.open(last)
+            self.open(last.id)
 
     @property
     def _is_untouched(self) -> bool:

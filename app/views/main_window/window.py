@@ -24,6 +24,7 @@ from app.widgets.page import BATCH, CHAT, FIRST_RUN, TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
 from app.widgets.shortcuts import add_shortcut, keys_of
+from engine.remote.endpoint import is_remote
 
 if TYPE_CHECKING:
     from app.services.services import Services
@@ -79,6 +80,9 @@ class MainWindow(QMainWindow):
         self.pages = QStackedWidget(self)
         self._entries = {entry.name: entry for entry in (*pages, first_run)}
         self._needs_model = False
+        last = settings.last_model
+        self._begins_elsewhere = is_remote(last) and services.endpoints.find(last) is not None
+        """Whether another server was to answer when the window was last closed."""
         self._shown = pages[0].name
         self._built: dict[str, Page] = {}
         self._lay_out()
@@ -120,16 +124,24 @@ class MainWindow(QMainWindow):
         return self._built[name]
 
     def begin(self) -> None:
-        """Starts the engine, the default model and the sensors, without waiting for them."""
+        """Starts the engine, the default model unless another server is to answer, and the sensors, without waiting for
+        them."""
         self.services.devices.start()
+        start = self.services.model_start
+        is_put_off = self._begins_elsewhere and not self.services.settings.serves_others
         if is_needed():
             part = self.services.engine_part
-            part.ready.connect(self.services.model_start.begin)
-            self._on_no_model()
-            self.services.client.start()  # for chats that other servers answer
+            part.ready.connect(start.begin)
+            if is_put_off:
+                start.put_off()
+            else:
+                self._on_no_model()
+                self.services.client.start()  # for chats that other servers answer
             part.look()
+        elif is_put_off:
+            start.put_off()
         else:
-            self.services.model_start.begin()
+            start.begin()
         # Loads numpy and drivers, in its own thread.
         QTimer.singleShot(_LATER_MS, self._begin_later)
 
