@@ -28,10 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.common.foreign import parse_json
+from engine.common.installed import bundle
 
 RAY = "2.60"
 """The series of versions that works with ours; a cluster has one version on all its nodes."""
-INSTALL = "pip install 'switchyard[ray]'"
+INSTALL = f'pip install "ray=={RAY}.*" in Switchyard\'s environment'
+"""By Ray's own name: the index has another project called `switchyard`."""
 _NODES_S = 2.0
 _TAKE_S = 1.0
 _WAIT_S = 0.1
@@ -216,7 +218,7 @@ def _end_of(error: Exception) -> str:
     """Why an actor is gone, as the end of a sentence."""
     text = " ".join(str(error).split())
     if "No module named 'engine" in text:
-        return f"Switchyard is not installed there for Ray's Python: run {INSTALL}"
+        return "Switchyard is not installed there for Ray's Python: install both into one environment on that node"
     kind = type(error).__name__
     if kind == "ActorUnschedulableError":
         return "the node left the cluster"
@@ -242,7 +244,10 @@ def main() -> int:
     try:
         import ray
     except ImportError:
-        emit({"said": "refused", "why": f"Jobs on a cluster need Ray, which is not installed: run {INSTALL}."})
+        lacking = f"is not installed: run {INSTALL}"
+        if bundle() is not None:
+            lacking = "packages to double-click do not have: use Switchyard's wheels, or a checkout"
+        emit({"said": "refused", "why": f"Jobs on a cluster need Ray, which {lacking}."})
         return 1
     commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
 

@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,18 +45,19 @@ pytestmark = [
 
 
 def run(*command: str | Path, **variables: str) -> str:
-    done = subprocess.run(
-        [str(word) for word in command],
-        env={**UNTESTED, **variables},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
+    with tempfile.TemporaryFile() as said:  # no pipe: what Wine leaves running would keep it open
+        done = subprocess.run(
+            [str(word) for word in command],
+            env={**UNTESTED, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+        said.seek(0)
+        text = said.read().decode(errors="replace").replace("\r\n", "\n")
+    assert done.returncode == 0, text[-3000:]
+    return text
 
 
 @dataclass(frozen=True)
@@ -211,14 +213,19 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
 def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     prefix = tmp_path_factory.mktemp("wine")
 
-    def wine(*command: str | Path) -> str:
+    def wine(*command: str | Path, **variables: str) -> str:
         places = {"WINEPREFIX": str(prefix), "TMP": str(prefix), "TEMP": str(prefix), "TMPDIR": str(prefix)}
-        return run(WINE, *command, WINEDEBUG="-all", DISPLAY="", **places)
+        return run(WINE, *command, **{"WINEDEBUG": "-all", "DISPLAY": "", **places, **variables})
 
     wine("winecfg", "-v", "win10")
     yield wine
     wine("wineboot", "--kill")
     shutil.rmtree(prefix, ignore_errors=True)
+
+
+def _windows(shown: dict[str, str]) -> str:
+    """Numbers of the windows of a display that are ours, a line each."""
+    return run("sh", "-c", "xdotool search --onlyvisible --name Switchyard || true", **shown).strip()
 
 
 @pytest.fixture
@@ -264,13 +271,47 @@ class TestSetup:
         self._remove(wine, f"{local}\\Programs\\Switchyard", *options)
         assert self._data(wine, local) == left
 
+    def test_removing_in_a_window_asks_about_models_and_chats(
+        self, made: Made, wine: Callable[..., str], local: str
+    ) -> None:
+        (setup,) = made.older.glob("*-Setup.exe")
+        program = f"{local}\\Programs\\Switchyard"
+        wine(setup, "/S")
+        self._write_data(wine, local)
+        before = self._data(wine, local)
+        wine("wineboot", "--kill")  # what was started without a display shows nothing on one
+        with try_package.display() as shown:
+            wine(f"{program}\\uninstall.exe", **shown)
+            self._press(shown, "alt+h", "Escape")
+            self._until_none(lambda: _windows(shown))
+            assert wine("cmd", "/c", f"dir /b {program}").strip()
+            assert self._data(wine, local) == before
+            wine(f"{program}\\uninstall.exe", **shown)
+            self._press(shown, "alt+m", "alt+h", "alt+h", "Return")
+            self._until_none(lambda: wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip())
+            self._press(shown, "Return")
+            self._until_none(lambda: _windows(shown))
+            wine("wineboot", "--kill")
+        assert self._data(wine, local) == {"chats.sqlite3"}
+
     @staticmethod
-    def _remove(wine: Callable[..., str], program: str, *options: str) -> None:
-        wine(f"{program}\\uninstall.exe", "/S", *options)
-        until = time.monotonic() + 120  # the copy of itself that removes the rest is waited for by nobody
-        while wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip() and time.monotonic() < until:
+    def _press(shown: dict[str, str], *keys: str) -> None:
+        run("timeout", "60", "xdotool", "search", "--sync", "--onlyvisible", "--name", "Switchyard", **shown)
+        for key in keys:
+            time.sleep(1)  # a window takes keys a little later than it is seen
+            run("xdotool", "key", "--clearmodifiers", key, **shown)
+
+    @staticmethod
+    def _until_none(found: Callable[[], str]) -> None:
+        until = time.monotonic() + 120
+        while found() and time.monotonic() < until:
             time.sleep(1)
-        assert not wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip()
+        assert not found()
+
+    def _remove(self, wine: Callable[..., str], program: str, *options: str) -> None:
+        wine(f"{program}\\uninstall.exe", "/S", *options)
+        # The copy of itself that removes the rest is waited for by nobody.
+        self._until_none(lambda: wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip())
 
     @staticmethod
     def _write_data(wine: Callable[..., str], local: str) -> None:

@@ -20,7 +20,7 @@ from engine.batch_files.journal import journal_path
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.loopback_ray import CHECKOUT, LoopbackRay, until
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'switchyard[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 
 KILLS = int(os.environ.get("SWITCHYARD_TEST_RAY_KILLS", "20"))
 ROWS, NODES = 1000, 3

@@ -36,7 +36,8 @@ def test_a_cluster_of_this_version_is_used_and_told_nothing_else() -> None:
 
 def test_another_ray_here_is_said() -> None:
     said = connecting(never, version="2.9.0")
-    assert said == "Ray 2.9.0 is installed here, and Switchyard works with Ray 2.60: run pip install 'switchyard[ray]'."
+    wanted = 'run pip install "ray==2.60.*" in Switchyard\'s environment.'
+    assert said == f"Ray 2.9.0 is installed here, and Switchyard works with Ray 2.60: {wanted}"
 
 
 def test_another_ray_there_is_said() -> None:
@@ -66,7 +67,8 @@ def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypat
     assert said == [
         {
             "said": "refused",
-            "why": "Jobs on a cluster need Ray, which is not installed: run pip install 'switchyard[ray]'.",
+            "why": "Jobs on a cluster need Ray, which is not installed: "
+            'run pip install "ray==2.60.*" in Switchyard\'s environment.',
         },
         {"said": "ended"},
     ]

@@ -4,6 +4,7 @@ Target amd64-unicode
 !include "MUI2.nsh"
 !include "LogicLib.nsh"
 !include "FileFunc.nsh"
+!include "nsDialogs.nsh"
 !include "x64.nsh"
 !include "WinVer.nsh"
 
@@ -11,6 +12,10 @@ Target amd64-unicode
 !define VERSION "@VERSION@"
 !define UNINSTALL "Software\Microsoft\Windows\CurrentVersion\Uninstall\${NAME}"
 !define CLASSES "Software\Classes"
+Var Models ; what is handed on about them: --models or --keep-models
+Var Chats
+Var ModelsBox
+Var ChatsBox
 
 Name "${NAME}"
 OutFile "@OUTPUT@"
@@ -35,7 +40,7 @@ VIAddVersionKey LegalCopyright "The Switchyard developers, Apache-2.0"
 !insertmacro MUI_PAGE_DIRECTORY
 !insertmacro MUI_PAGE_INSTFILES
 !insertmacro MUI_PAGE_FINISH
-!insertmacro MUI_UNPAGE_CONFIRM
+UninstPage custom un.Ask un.Answer
 !insertmacro MUI_UNPAGE_INSTFILES
 !insertmacro MUI_LANGUAGE "English"
 
@@ -68,6 +73,21 @@ again:
     ${EndIf}
 FunctionEnd
 
+; Virus scanners hold new files for a moment, and with them their folders: $1 is 0 if a folder could not be moved in 5 s.
+!macro move FROM TO
+    StrCpy $1 10
+    ${DoWhile} $1 > 0
+        ClearErrors
+        Rename "${FROM}" "${TO}"
+        ${IfNot} ${Errors}
+            StrCpy $1 -1
+        ${Else}
+            Sleep 500
+            IntOp $1 $1 - 1
+        ${EndIf}
+    ${Loop}
+!macroend
+
 ; The new version is unpacked beside the old one, and takes its place when it is whole: what stops in the middle (a full
 ; disk, a kill) leaves the old one working.
 Section
@@ -83,17 +103,16 @@ Section
         SetErrorLevel 2
         Quit
     ${EndIf}
+    SetOutPath "$TEMP" ; nothing that is started now keeps the folder open
     WriteUninstaller "$INSTDIR.partial\uninstall.exe"
     ; Modules are compiled once, so that the window opens fast from the first time on.
     DetailPrint "Preparing the program"
     nsExec::Exec '"$INSTDIR.partial\python\python.exe" -I -m compileall -q --invalidation-mode unchecked-hash -s "$INSTDIR.partial" "$INSTDIR.partial\window"'
     Pop $0
-    SetOutPath "$TEMP"
     RMDir /r "$INSTDIR.old"
     ${If} ${FileExists} "$INSTDIR\bundle.json"
-        ClearErrors
-        Rename "$INSTDIR" "$INSTDIR.old"
-        ${If} ${Errors}
+        !insertmacro move "$INSTDIR" "$INSTDIR.old"
+        ${If} $1 == 0
             RMDir /r "$INSTDIR.partial"
             MessageBox MB_ICONSTOP "$INSTDIR is in use: close Switchyard and all windows that show this folder, then try again. Nothing was changed." /SD IDOK
             SetErrorLevel 3
@@ -102,9 +121,8 @@ Section
     ${Else}
         RMDir "$INSTDIR"
     ${EndIf}
-    ClearErrors
-    Rename "$INSTDIR.partial" "$INSTDIR"
-    ${If} ${Errors}
+    !insertmacro move "$INSTDIR.partial" "$INSTDIR"
+    ${If} $1 == 0
         Rename "$INSTDIR.old" "$INSTDIR"
         RMDir /r "$INSTDIR.partial"
         MessageBox MB_ICONSTOP "$INSTDIR holds other files: choose an empty folder. Nothing was changed." /SD IDOK
@@ -146,7 +164,19 @@ Section
     System::Call 'shell32::SHChangeNotify(i 0x08000000, i 0, p 0, p 0)'
 SectionEnd
 
+; What is the user's stays, unless /MODELS or /CHATS is given, or its box is ticked on the page before removing.
 Function un.onInit
+    ${GetParameters} $0
+    !macro given OPTION KEPT WORD
+        StrCpy ${KEPT} "--keep-${WORD}"
+        ClearErrors
+        ${GetOptions} $0 "${OPTION}" $1
+        ${IfNot} ${Errors}
+            StrCpy ${KEPT} "--${WORD}"
+        ${EndIf}
+    !macroend
+    !insertmacro given "/MODELS" $Models "models"
+    !insertmacro given "/CHATS" $Chats "chats"
 again:
     ClearErrors
     Rename "$INSTDIR\python\pythonw.exe" "$INSTDIR\python\pythonw.exe.free"
@@ -158,28 +188,41 @@ again:
     Rename "$INSTDIR\python\pythonw.exe.free" "$INSTDIR\python\pythonw.exe"
 FunctionEnd
 
-; Asks about models and chats; in silence both stay, unless /MODELS or /CHATS is given.
+Function un.Ask
+    !insertmacro MUI_HEADER_TEXT "Remove ${NAME}" "Your models and chats stay, unless you tick them."
+    nsDialogs::Create 1018
+    Pop $0
+    ${NSD_CreateLabel} 0 0 100% 24u "${NAME} is removed from $INSTDIR, with its engine and what it can make again."
+    Pop $0
+    ${NSD_CreateCheckBox} 0 34u 100% 12u "Remove my downloaded &models, too"
+    Pop $ModelsBox
+    ${NSD_CreateCheckBox} 0 50u 100% 12u "Remove my c&hats, jobs and settings, too"
+    Pop $ChatsBox
+    ${NSD_CreateLabel} 0 74u 100% 24u "What is not ticked stays on this PC, and ${NAME} finds it when it is installed again."
+    Pop $0
+    ${If} $Models == "--models"
+        ${NSD_Check} $ModelsBox
+    ${EndIf}
+    ${If} $Chats == "--chats"
+        ${NSD_Check} $ChatsBox
+    ${EndIf}
+    nsDialogs::Show
+FunctionEnd
+
+Function un.Answer
+    !macro ticked BOX KEPT WORD
+        StrCpy ${KEPT} "--keep-${WORD}"
+        ${NSD_GetState} ${BOX} $0
+        ${If} $0 == ${BST_CHECKED}
+            StrCpy ${KEPT} "--${WORD}"
+        ${EndIf}
+    !macroend
+    !insertmacro ticked $ModelsBox $Models "models"
+    !insertmacro ticked $ChatsBox $Chats "chats"
+FunctionEnd
+
 Section "Uninstall"
-    StrCpy $1 "--keep-models"
-    StrCpy $2 "--keep-chats"
-    MessageBox MB_YESNO|MB_ICONQUESTION|MB_DEFBUTTON2 "Remove your downloaded models, too?" /SD IDNO IDNO keepmodels
-    StrCpy $1 "--models"
-keepmodels:
-    MessageBox MB_YESNO|MB_ICONQUESTION|MB_DEFBUTTON2 "Remove your chats, jobs and settings, too?" /SD IDNO IDNO keepchats
-    StrCpy $2 "--chats"
-keepchats:
-    ${GetParameters} $0
-    ClearErrors
-    ${GetOptions} $0 "/MODELS" $3
-    ${IfNot} ${Errors}
-        StrCpy $1 "--models"
-    ${EndIf}
-    ClearErrors
-    ${GetOptions} $0 "/CHATS" $3
-    ${IfNot} ${Errors}
-        StrCpy $2 "--chats"
-    ${EndIf}
-    nsExec::Exec '"$INSTDIR\python\pythonw.exe" -I -X utf8 "$INSTDIR\uninstall.py" $1 $2'
+    nsExec::Exec '"$INSTDIR\python\pythonw.exe" -I -X utf8 "$INSTDIR\uninstall.py" $Models $Chats'
     Pop $0
 
     Delete "$SMPROGRAMS\${NAME}.lnk"
