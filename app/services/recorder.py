@@ -15,7 +15,7 @@ from PySide6.QtCore import QObject, Signal, SignalInstance
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
-from engine.telemetry.messages import CacheReport, ExpertMap, TelemetryCounters, TelemetrySpans
+from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace, TelemetryCounters, TelemetrySpans
 
 if TYPE_CHECKING:
     from engine.hardware.sensors import SensorSample
@@ -100,13 +100,10 @@ class HistoryRecorder(QObject):
         """Queues a sensor sample."""
         self._inbox.put(lambda state: state.take_sample(sample, at_ns))
 
-    def begin_session(self, model: ModelInfo, config: EngineConfig | None) -> None:
-        """Starts a session for this model."""
-        self._inbox.put(lambda state: state.session.begin(_about(model, config)))
-
-    def end_session(self) -> None:
-        """Ends the session: the engine has ended."""
-        self._inbox.put(lambda state: state.session.end())
+    def begin_session(self, model: ModelInfo | None, config: EngineConfig | None = None) -> None:
+        """Starts a session for this model, or for an engine without any, whose requests other servers answer."""
+        about = {} if model is None else _about(model, config)
+        self._inbox.put(lambda state: state.session.begin(about))
 
     def write_sessions(self, on: bool) -> None:
         """Turns writing sessions to disk on or off."""
@@ -164,6 +161,8 @@ class _ThreadState:
             self.session.report(at_ns, message)
         elif isinstance(message, ExpertMap):
             self.session.expert_map(at_ns, message)
+        elif isinstance(message, RequestPlace):
+            self.session.place(at_ns, message)
 
     def take_sample(self, sample: SensorSample, at_ns: int) -> None:
         from app.services.history.gauges import gauges_of

@@ -14,12 +14,15 @@ import numpy as np
 from app.services.history.clock import MOST_SPAN_NS
 from app.services.history.history import History
 from engine.common.errors import EngineError
+from engine.common.plain_text import plain_line
 from engine.protocol import decode
-from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
 from engine.telemetry.records import Records
 from engine.telemetry.session_file import RecordedSession, list_sessions, read_session
 
 _PIECE = 2**15
+_LONGEST_PLACE = 40
+"""Characters of a server's name."""
 _GAP_NS = 60_000_000_000
 OPENED_SPANS = 2**21
 """Kept singly of an opened session: 113 MB; older ones are shown as sums."""
@@ -87,11 +90,14 @@ def open_session(entry: SessionEntry) -> OpenedSession:
         if kind == "machine":
             history.add_gauges(at_ns, {name: value for name, value in content.items() if _is_number(value)})
             continue
-        message = _message({"experts": "ExpertMap", "cache": "CacheReport"}.get(kind, ""), content)
+        names = {"experts": "ExpertMap", "cache": "CacheReport", "place": "RequestPlace"}
+        message = _message(names.get(kind, ""), content)
         if isinstance(message, ExpertMap):
             maps.append((at_ns, message))
         elif isinstance(message, CacheReport):
             reports.append((at_ns, message))
+        elif isinstance(message, RequestPlace):
+            history.places[message.number] = plain_line(message.place)[:_LONGEST_PLACE]
     return OpenedSession(entry.name, recorded.about, history, recorded, maps, reports)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.telemetry.messages import CacheReport, ExpertMap
+from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
 from engine.telemetry.records import Records
 from engine.telemetry.session_file import SessionWriter
 
@@ -20,7 +20,8 @@ REPORT_EVERY_NS = 5_000_000_000
 
 
 class SessionRecording:
-    """One session per loaded model; its file is created with the first data after `begin`.
+    """One session per loaded model, and one of what other servers answer before there is any; its file is created with
+    the first data after `begin`.
 
     Nothing here raises: on a full disk the recording ends, and `problem` is called with one sentence.
     """
@@ -77,6 +78,10 @@ class SessionRecording:
     def expert_map(self, at_ns: int, experts: ExpertMap) -> None:
         if self._writer is not None and self._is_due("experts", at_ns, MAP_EVERY_NS):
             self._do(lambda writer: writer.note("experts", at_ns, dataclasses.asdict(experts)))
+
+    def place(self, at_ns: int, place: RequestPlace) -> None:
+        """Which server answers a request, as a note that readers without servers' names pass over."""
+        self._do(lambda writer: writer.note("place", at_ns, dataclasses.asdict(place)))
 
     def _is_due(self, kind: str, at_ns: int, every_ns: int) -> bool:
         due = at_ns >= self._due_ns.get(kind, 0)

@@ -68,6 +68,8 @@ class TelemetryHub(QObject):
         self._analyser = Analyser(clock_ns, self)
         self._marks: list[tuple[int, str]] = []
         """Events from before the history was ready."""
+        self._places: dict[int, str] = {}
+        """Shared with the history."""
         self._started = self._closed = False
         self._watchers: set[object] = set()
         self._map_watchers: set[object] = set()
@@ -90,6 +92,8 @@ class TelemetryHub(QObject):
         self._watch()
         if self._client.model is not None:
             self._on_model(self._client.model)
+        else:
+            self.recorder.begin_session(None)
         self.recorder.start()
         self.devices.start()
 
@@ -144,9 +148,7 @@ class TelemetryHub(QObject):
                 self._pulse_due_s = now_ns / 1e9 + _PULSE_S
                 self._client.watch_telemetry(on=True, expert_map=True)
         elif isinstance(message, RequestPlace):
-            if self.history is not None:
-                self.history.places[message.number] = message.place
-            return
+            self._places[message.number] = message.place
         self.recorder.take(message, now_ns)
 
     def _on_sample(self, sample: SensorSample) -> None:
@@ -167,7 +169,7 @@ class TelemetryHub(QObject):
             died = state is EngineState.DIED
             text = self.tr("The engine ended unexpectedly") if died else self.tr("The engine ended")
             self._mark(self._clock_ns(), text)
-            self.recorder.end_session()
+            self.recorder.begin_session(None)  # ends the one before; the next engine may be asked for no model
 
     def _on_setting(self, key: str) -> None:
         if key == RECORD_SETTING:
@@ -180,6 +182,7 @@ class TelemetryHub(QObject):
         from app.services.history.history import History
 
         self.history = History()
+        self.history.places = self._places
         for mark in self._marks:
             self.history.add_mark(*mark)
         self._marks.clear()

@@ -12,12 +12,19 @@ from pytestqt.qtbot import QtBot
 
 from app.services import analyser, recorder
 from app.services.analyser import Findings, Machine, Stretch
+from app.services.history.history import History
 from app.services.recorder import Recorded
+from app.services.session_library import open_session, sessions_in
 from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
+from app.views.monitor.sessions import session_words
+from app.widgets.timeline.requests import request_label
+from engine.common.paths import sessions_dir
 from engine.telemetry.analysis import Waiting
-from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
+from engine.telemetry.lanes import WRITTEN_ELSEWHERE
+from engine.telemetry.messages import RequestPlace, TelemetryCounters, TelemetrySpans
+from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
 from tests.app.cache_reports import report
 from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
@@ -141,3 +148,38 @@ def test_what_happened_before_the_history_was_there_is_marked_in_it(
     assert len(hub.history.marks_between(0, 2**62)) >= 1
     hub.close()
     hub.deleteLater()
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_recorded_session_says_which_server_answered(
+    engine: WatchedEngine, settings: Settings, qtbot: QtBot, *, is_loaded: bool
+) -> None:
+    if not is_loaded:
+        engine.model = None  # nor is one ever loaded by who asks other servers alone
+    hub = TelemetryHub(engine, settings, steady_devices())  # type: ignore[arg-type]
+    hub.start()
+    now = time.perf_counter_ns()
+    recorder = Recorder()
+    for number, place in ((3, "Rack"), (4, "Cellar")):
+        engine.recorded.emit(RequestPlace(number, place))
+        recorder.request_did(WRITTEN_ELSEWHERE, now - 10**9, now, number, 7)
+    spans = recorder.take_spans()
+    engine.recorded.emit(TelemetrySpans(now, time.time(), len(spans), pack(spans), 0))
+    qtbot.waitUntil(lambda: hub.history is not None and hub.history.has_requests, timeout=20_000)
+    assert hub.history is not None
+    assert hub.history.places == {3: "Rack", 4: "Cellar"}  # though they were told before the history was there
+    hub.close()
+    hub.deleteLater()
+    (entry,) = sessions_in(sessions_dir())
+    session = open_session(entry)
+    written = session.history.requests_between(*spans_range(session.history))
+    labels = [request_label(span, session.history.places) for span in written]
+    assert sorted(labels) == ["written at Cellar ×7", "written at Rack ×7"]
+    assert session_words(session) == ("Starter · cpu · bf16" if is_loaded else "Rack · Cellar")
+    assert session.history.copy().places == session.history.places
+
+
+def spans_range(history: History) -> tuple[int, int]:
+    assert history.start_ns is not None
+    assert history.end_ns is not None
+    return history.start_ns, history.end_ns + 1

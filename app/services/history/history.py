@@ -260,7 +260,7 @@ class History:
         other = History(self._spans.most, self._steps.most)
         other._spans, other._steps = self._spans.copy(), self._steps.copy()
         other._runs, other._gauges = self._runs.copy(), self._gauges.copy()
-        other._requests = self._requests.copy()
+        other._requests, other.places = self._requests.copy(), dict(self.places)
         other._sums = {name: series.copy() for name, series in self._sums.items()}
         for key, busy in self._busy.items():
             other._busy[key] = BusyTime()

@@ -74,7 +74,7 @@ def session_title(entry: SessionEntry) -> str:
 
 
 def session_words(session: OpenedSession) -> str:
-    """How it ran: `starter · cpu · bf16 · 2 threads`."""
+    """How it ran: `starter · cpu · bf16`, or at which servers if no model was loaded here."""
     about = session.about
     parts = [str(about[key]) for key in ("model", "device", "precision") if about.get(key)]
-    return " · ".join(parts)
+    return " · ".join(parts or dict.fromkeys(session.history.places.values()))
