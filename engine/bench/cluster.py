@@ -1,155 +1,104 @@
-"""`switchyard bench cluster --simulated`: what it takes to plan a job for many nodes, which are made up here.
+"""`switchyard bench cluster`: what it takes to hand out a job's rows to many nodes, which are made up here.
 
-Nodes answer rows in a time of their own, die and come back; nothing but the bookkeeping is real.  The steps that it
-takes are counted: unlike seconds they are the same on every machine.
+All but the nodes is what a real job runs: `engine.remote.ray_rows`, which reads rows as nodes want them.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
+import psutil
+
+from engine.batch_files.rows import RowRequest
 from engine.bench.report import Report, row
-from engine.remote.ray_blocks import Blocks
+from engine.bench.simulated_ray import SimulatedRay
+from engine.common.chat import ChatMessage
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.remote.ray_rows import ClusterJob, RayRows
 
-_BACK_S = 5.0
-"""How long a node that died is away, on average."""
-
-
-@dataclass(slots=True)
-class _Node:
-    name: str
-    places: int
-    rate: float
-    life: int = 0
-    waiting: deque[int] = field(default_factory=deque)
-    answering: set[int] = field(default_factory=set)
-
-
-class SimulatedCluster:
-    """A job on made-up nodes, in their own time.
-
-    Args:
-        rows: of the job.
-        nodes: (rows at the same time, rows per second) of each.
-        chance: whatever is random.
-        trouble: how likely a node dies, or leaves, with each answer.
-
-    Attributes:
-        now: seconds so far.
-        counted: rows whose answers counted.
-        given_up: rows that seemed to end nodes.
-        most_held: most rows that a node held.
-    """
-
-    def __init__(
-        self, rows: int, nodes: Sequence[tuple[int, float]], chance: random.Random, *, trouble: float = 0.0
-    ) -> None:
-        self.blocks = Blocks[int]()
-        self.now = 0.0
-        self.counted: list[int] = []
-        self.given_up: list[int] = []
-        self.most_held = 0
-        self._left = iter(range(rows))
-        self._row_of: dict[int, int] = {}
-        self._chance, self._trouble = chance, trouble
-        self._order = count()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._nodes = [_Node(f"node {number}", places, rate) for number, (places, rate) in enumerate(nodes)]
-        for node in self._nodes:
-            self._later(chance.uniform(0, 1) if trouble else 0.0, lambda node=node: self._join(node))  # type: ignore[misc]
-
-    def run(self) -> None:
-        """Until every row has its answer."""
-        self._read()
-        while self.blocks.open_rows or not self.blocks.is_read:
-            self.now, _order, happens = heapq.heappop(self._events)
-            happens()
-
-    def _later(self, seconds: float, happens: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (self.now + seconds, next(self._order), happens))
-
-    def _read(self) -> None:
-        for _ in range(self.blocks.lacks):
-            entry = next(self._left, None)
-            if entry is None:
-                self.blocks.is_read = True
-                return
-            self._row_of[self.blocks.add(entry)] = entry
-
-    def _join(self, node: _Node) -> None:
-        self.blocks.join(node.name, node.places, self.now)
-        self._look(node, node.life)
-
-    def _look(self, node: _Node, life: int) -> None:
-        """A node without work asks for more again and again, as ours do."""
-        if life != node.life:
-            return
-        self._give(node)
-        if not node.answering:
-            self._later(1.0, lambda: self._look(node, life))
-
-    def _give(self, node: _Node) -> None:
-        self._read()
-        given = self.blocks.hand_out(node.name, self.now)
-        node.waiting.extend(ticket for ticket, _row in given)
-        self.most_held = max(self.most_held, self.blocks.held(node.name))
-        self._begin(node)
-
-    def _begin(self, node: _Node) -> None:
-        while node.waiting and len(node.answering) < node.places:
-            ticket, life = node.waiting.popleft(), node.life
-            node.answering.add(ticket)
-            takes = node.places / node.rate * self._chance.uniform(0.7, 1.3)
-            self._later(takes, lambda ticket=ticket, life=life: self._end(node, life, ticket))  # type: ignore[misc]
-
-    def _end(self, node: _Node, life: int, ticket: int) -> None:
-        if life != node.life and self._chance.random() < 0.5:
-            return  # the rest of what a dead node answered comes late
-        for first in self.blocks.answered(node.name, [ticket], self.now):
-            self.counted.append(self._row_of.pop(first))
-        if life != node.life:
-            return
-        node.answering.discard(ticket)
-        if self._chance.random() < self._trouble:
-            self._lose(node)
-            return
-        self._begin(node)
-        self._look(node, life)
-
-    def _lose(self, node: _Node) -> None:
-        """It is gone, and comes back some time."""
-        self.given_up += self.blocks.leave(node.name, died=self._chance.random() < 0.5)
-        node.life += 1
-        node.waiting.clear()
-        node.answering.clear()
-        self._later(self._chance.uniform(0, 2 * _BACK_S), lambda: self._join(node))
+_PLACES = 16
+_SLOWEST, _FASTEST = 1.0, 8.0
+"""Rows per second of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
     """What to simulate: jobs of so many rows, each on so many nodes."""
 
-    nodes: tuple[int, ...] = (10, 100, 1000)
+    nodes: tuple[int, ...] = (1, 10, 100, 1000)
     rows: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
 
 
+@dataclass(frozen=True, slots=True)
+class SimulatedJob:
+    """A job that was simulated.
+
+    Attributes:
+        steps: rows and nodes that were looked at; unlike seconds they are the same on every machine.
+        planning_s: processor time, with that of the simulation.
+        busy: share of what the nodes could have answered in its time.
+        most_open: most rows that were read and had no answer.
+        memory: bytes that the process grew by.
+    """
+
+    steps: int
+    planning_s: float
+    busy: float
+    most_open: int
+    memory: int
+
+
+def simulate(rows: int, nodes: int, seed: int = 1) -> SimulatedJob:
+    """Runs a job, and makes sure that each row is answered once."""
+    chance = random.Random(seed)
+    kinds = [(_PLACES, chance.uniform(_SLOWEST, _FASTEST)) for _ in range(nodes)]
+    answered = bytearray(rows)
+    process = psutil.Process()
+    before = most_memory = process.memory_info().rss
+    most_open = count = 0
+
+    def on_row(answer: RowAnswer) -> None:
+        nonlocal count, most_open, most_memory
+        assert not answered[answer.row]
+        answered[answer.row] = 1
+        count += 1
+        if count % 4096 == 0:
+            most_open = max(most_open, cluster.open_rows)
+            most_memory = max(most_memory, process.memory_info().rss)
+
+    link = SimulatedRay(kinds, chance)
+    asked = ClusterJob(("m",), "d", EngineConfig("m", precision="bf16"), BatchJob("in", "out", ray="auto"), ())
+    begun_s = time.process_time()
+    cluster = RayRows("simulated", asked, lambda _address: link, link.clock)
+    assert cluster.open(never)
+    outcome = cluster.run(_requests(rows), on_row, never, never)
+    took_s = time.process_time() - begun_s
+    cluster.close()
+    assert outcome is BatchOutcome.FINISHED
+    assert count == rows
+    busy = rows / (sum(rate for _places, rate in kinds) * link.now)
+    return SimulatedJob(cluster.steps, took_s, busy, max(most_open, min(rows, 1)), most_memory - before)
+
+
+def _requests(rows: int) -> Iterator[RowRequest]:
+    sampling = SamplingParams()
+    for index in range(rows):
+        yield RowRequest(index, (ChatMessage("user", f"What is said about {index}?"),), sampling)
+
+
 def bench_cluster(plan: ClusterPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: steps and microseconds of planning for each row of a job."""
+    """Adds rows: steps and microseconds of planning for each row of a job, and what is in memory."""
     for nodes in plan.nodes:
         for rows in plan.rows:
-            say(f"{rows:,} rows on {nodes:,} simulated nodes")
-            chance = random.Random(1)
-            cluster = SimulatedCluster(rows, [(16, chance.uniform(1, 8)) for _ in range(nodes)], chance)
-            begun_s = time.perf_counter()
-            cluster.run()
-            took_s = time.perf_counter() - begun_s
-            assert len(cluster.counted) == rows
-            name = f"{rows:,} rows on {nodes:,} nodes"
-            report.rows.append(row(f"{name}: steps for each row", [cluster.blocks.steps / rows], "steps"))
-            report.rows.append(row(f"{name}: with what is simulated", [took_s / rows * 1e6], "us"))
+            name = f"{rows:,} rows on {nodes:,} node{'s' if nodes != 1 else ''}"
+            say(f"simulating {name}")
+            job = simulate(rows, nodes)
+            report.rows.append(row(f"{name}: steps for each row", [job.steps / rows], "steps"))
+            report.rows.append(row(f"{name}: with what is simulated", [job.planning_s / rows * 1e6], "us"))
+            report.rows.append(row(f"{name}: most rows in memory", [job.most_open], "rows"))
+            report.rows.append(row(f"{name}: memory", [job.memory / 1e6], "MB"))
+            report.rows.append(row(f"{name}: of what its nodes could answer in that time", [job.busy], ""))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,13 +121,15 @@ class RayNodeState:
         )
 
 
-def settings_for(node: RayNodeState, nodes: Iterable[RayNodeState], asked: EngineConfig) -> EngineConfig:
+def settings_for(node: RayNodeState, asked: EngineConfig, *, shares: bool) -> EngineConfig:
     """The settings of the engine on a node: budgets that were asked for hold for each.
 
-    Nodes that share a machine get what their raylets were started with (`--memory`, `--num-cpus`): each engine would
-    take the whole machine otherwise.  A machine of its own is left to the node's own measurements.
+    Args:
+        shares: whether other nodes are on its machine.  They get what their raylets were started with (`--memory`,
+            `--num-cpus`): each engine would take the whole machine otherwise.  A machine of its own is left to the
+            node's own measurements.
     """
-    if sum(other.host == node.host and other.stage != "gone" for other in nodes) < 2:
+    if not shares:
         return asked
     ram_bytes = asked.ram_bytes or node.memory or None
     return replace(asked, ram_bytes=ram_bytes, threads=asked.threads or max(1, int(node.cpus)))

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
-from engine.common.config import BatchJob, EngineConfig
+from engine.common.chat import ChatMessage
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.common.json_fields import from_fields
@@ -93,6 +95,7 @@ class RayRows:
         self._to_give: set[str] = set()
         self._given_up: list[RowRequest] = []
         self._on_row: RowCallback = _nobody
+        self._fields = _Fields()
 
     # --- what a job asks --------------------------------------------------------------------------
 
@@ -126,6 +129,16 @@ class RayRows:
     def places(self) -> tuple[PlacePace, ...]:
         """See `RowExecutor`."""
         return tuple(node.pace(self._blocks.held(node.ident)) for node in self._nodes.values())
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that were read and have no answer: what is in memory of a job."""
+        return self._blocks.open_rows
+
+    @property
+    def steps(self) -> int:
+        """See `Blocks`."""
+        return self._blocks.steps
 
     @property
     def model(self) -> tuple[str, str]:
@@ -185,6 +198,8 @@ class RayRows:
         events = self._link.events(_WAIT_S) if self._link is not None else self._rest()
         for event in events:
             self._heard(event, self._clock())
+        if any(event["said"] != "answers" for event in events):
+            self._blocks.coming = sum(node.stage == "opening" for node in self._nodes.values())
         now = self._clock()
         # Only what was waited here counts: this computer may have slept.
         self._silent_s = 0.0 if events else self._silent_s + min(_ROUND_S, now - self._looked_s)
@@ -194,11 +209,11 @@ class RayRows:
             self._round_s = now
             self._start_nodes(now)
             self._to_give.update(self._nodes)
+            self._require_hope(now)
         for ident in self._to_give:
             self._give(self._nodes[ident], now)
         self._to_give.clear()
         self._give_up()
-        self._require_hope(now)
 
     def _rest(self) -> list[Message]:
         time.sleep(_WAIT_S)
@@ -211,7 +226,7 @@ class RayRows:
         if tickets := self._blocks.in_vain(node.ident):
             self._link.send({"do": "drop", **about, "tickets": tickets})
         if block := self._blocks.hand_out(node.ident, now):
-            rows = [[ticket, asdict(row)] for ticket, row in block]
+            rows = [[ticket, self._fields.of(row)] for ticket, row in block]
             self._link.send({"do": "give", **about, "rows": rows})
 
     def _answers(self, event: Message, now: float) -> None:
@@ -224,8 +239,8 @@ class RayRows:
         answers = {int(ticket): answer for ticket, answer in event["answers"]}
         for ticket in self._blocks.answered(node.ident, answers, now):
             node.answered(answers[ticket], now)
-            answer: RowAnswer = from_fields(RowAnswer, answers[ticket])
-            self._on_row(replace(answer, row=self._row_of.pop(ticket), by=""))  # our own engine: as if it were here
+            own = {"row": self._row_of.pop(ticket), "by": ""}  # our own engine: as if it were here
+            self._on_row(from_fields(RowAnswer, {**answers[ticket], **own}))
 
     def _give_up(self) -> None:
         rows, self._given_up = self._given_up, []
@@ -256,7 +271,6 @@ class RayRows:
                 self._given_up += self._blocks.leave(node.ident, died=True)
                 node.fails(event["why"], now)
                 self._lead_no_more(node)
-        self._blocks.coming = sum(node.stage == "opening" for node in self._nodes.values())
 
     def _see(self, found: list[dict[str, Any]]) -> None:
         """The nodes that are in the cluster now."""
@@ -265,9 +279,9 @@ class RayRows:
             if ident not in self._nodes:
                 values = (each["name"], each["host"], each["cpus"], each["gpus"], each["memory"])
                 self._nodes[ident] = RayNodeState(ident, *values)
-        names = [node.name for node in self._nodes.values()]
+        names = Counter(node.name for node in self._nodes.values())
         for node in self._nodes.values():
-            if names.count(node.name) > 1:  # several on one machine
+            if names[node.name] > 1:  # several on one machine
                 node.name = f"{node.name} ({node.ident[:6]})"
             if node.ident not in there and node.stage != "gone":
                 self._given_up += self._blocks.leave(node.ident, died=False)
@@ -279,6 +293,8 @@ class RayRows:
 
     def _start_nodes(self, now: float) -> None:
         """Starts engines where none is: on one node alone first, as long as it is to decide the precision."""
+        if self._link is None:
+            return
         ready = [
             node
             for node in self._nodes.values()
@@ -289,23 +305,24 @@ class RayRows:
                 return
             ready = [max(ready, key=lambda node: node.memory)]
             self._leader = ready[0].ident
-        for node in ready:
-            node.begin(now)
-            self._start(node)
-
-    def _start(self, node: RayNodeState) -> None:
-        if self._link is None:
+        if not ready:
             return
-        config = settings_for(node, self._nodes.values(), self._asked.config)
+        sharing = Counter(node.host for node in self._nodes.values() if node.stage != "gone")
         spec = {
             "version": version(),
             "models": list(self._asked.models),
             "digest": self._asked.digest,
-            "config": asdict(config),
             "job": asdict(self._asked.job),
             "sample": [[share, asdict(row)] for share, row in self._asked.sample],
         }
-        spec = json.loads(json.dumps(spec))
+        for node in ready:
+            node.begin(now)
+            self._start(node, spec, shares=sharing[node.host] > 1)
+
+    def _start(self, node: RayNodeState, spec: dict[str, Any], *, shares: bool) -> None:
+        assert self._link is not None
+        config = settings_for(node, self._asked.config, shares=shares)
+        spec = json.loads(json.dumps({**spec, "config": asdict(config)}))
         cpus = min(node.cpus, config.threads or node.cpus)
         gpus = 0.0 if config.device == "cpu" else node.gpus
         self._link.send(
@@ -376,3 +393,29 @@ class RayRows:
 
 def _nobody(_answer: RowAnswer) -> None:
     """While no job runs nothing is kept: rows are answered for `run` alone."""
+
+
+class _Fields:
+    """`asdict` of rows, without doing again what is the same object in one row after the other."""
+
+    def __init__(self) -> None:
+        self._sampling: tuple[SamplingParams, dict[str, Any]] | None = None
+
+    def of(self, row: RowRequest) -> dict[str, Any]:
+        """Not to be changed."""
+        if self._sampling is None or self._sampling[0] is not row.sampling:
+            self._sampling = row.sampling, asdict(row.sampling)
+        return {
+            "row": row.row,
+            "messages": [_of_message(message) for message in row.messages],
+            "sampling": self._sampling[1],
+            "constraint": row.constraint and asdict(row.constraint),
+        }
+
+
+def _of_message(message: ChatMessage) -> dict[str, Any]:
+    """`asdict`, which takes longer than all the rest of a row where there is nothing to be copied."""
+    return asdict(message) if message.tool_calls else {name: getattr(message, name) for name in _OF_MESSAGE}
+
+
+_OF_MESSAGE = tuple(field.name for field in fields(ChatMessage))

@@ -237,7 +237,7 @@ def add_parser(subparsers: Any) -> None:
 
     cluster = kinds.add_parser("cluster", help="planning for each row of a job on up to 1,000 simulated nodes")
     cluster.add_argument("--simulated", action="store_true", required=True, help="nodes are made up; no others are yet")
-    cluster.add_argument("--nodes", type=_lengths, default=(10, 100, 1000), metavar="N,N", help="a run for each")
+    cluster.add_argument("--nodes", type=_lengths, default=(1, 10, 100, 1000), metavar="N,N", help="a run for each")
     cluster.add_argument("--rows", type=_lengths, default=(100_000, 1_000_000), metavar="N,N", help="a run for each")
     cluster.add_argument("--json", action="store_true", help="print one JSON document")
     cluster.set_defaults(run=_run_cluster)

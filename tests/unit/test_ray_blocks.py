@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.bench.cluster import SimulatedCluster
 from engine.remote.ray_blocks import MOST_HELD, SUSPECTED, Blocks
+from tests.simulated_cluster import SimulatedCluster
 
 
 def filled(rows: int, *, is_read: bool = True) -> Blocks[int]:

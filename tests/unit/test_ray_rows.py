@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,10 +15,11 @@ from hypothesis import strategies as st
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.rows import RowRequest
-from engine.common.chat import ChatMessage
+from engine.batch_files.rows import Constraint, RowRequest
+from engine.common.chat import ChatMessage, ToolCall
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.json_fields import from_fields
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.remote import ray_job
 from engine.remote.ray_nodes import MOST_FAILURES
@@ -259,3 +263,31 @@ def test_a_job_stopped_before_a_node_answers_has_no_result(home: Path, monkeypat
     assert not run_job(home, cluster, monkeypatch, lambda _done: True).finished
     assert cluster.closed
     assert not (home / "out.jsonl").exists()
+
+
+def test_rows_travel_as_their_fields() -> None:
+    """The same as `asdict` makes, for rows of all kinds in any order."""
+    cluster = MadeUpRay(["a"])
+    call = ToolCall("c1", "look", "{}")
+    plain, hot = SamplingParams(), SamplingParams(temperature=1.0, stop=("x",))
+    said = ChatMessage("user", "a"), ChatMessage("assistant", "", "thought", (call,)), ChatMessage("tool", "b")
+    sent = [
+        RowRequest(number, said[: number + 1], sampling, constraint)
+        for number, (sampling, constraint) in enumerate(
+            [(plain, None), (plain, Constraint(choices=("x", "y"))), (hot, Constraint(schema="{}")), (plain, None)]
+        )
+    ]
+    given = list[dict[str, Any]]()
+    send = cluster.send
+
+    def note(command: dict[str, Any]) -> None:
+        given.extend(fields for _ticket, fields in command.get("rows", []))
+        send(command)
+
+    cluster.send = note  # type: ignore[method-assign]
+    rows = opened(cluster)
+    assert rows.open(never)
+    assert rows.run(iter(sent), lambda _answer: None, never, never) is BatchOutcome.FINISHED
+    rows.close()
+    assert [json.loads(json.dumps(fields)) for fields in given] == [json.loads(json.dumps(asdict(row))) for row in sent]
+    assert [from_fields(RowRequest, json.loads(json.dumps(fields))) for fields in given] == sent
