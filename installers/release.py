@@ -6,6 +6,7 @@
     .venv/bin/python installers/release.py appimage app      their folders; with --runtime, or on a Mac, packages
     .venv/bin/python installers/release.py offline           the engine's part of this machine's kind, as one file
     .venv/bin/python installers/release.py window list       a newer version for installed packages, and the signed list
+    .venv/bin/python installers/release.py engines           nothing: reads all builds of the engine's part for Windows
     .venv/bin/python installers/release.py all               all that can be made here; the rest is said
 
 They come into `dist` (`--out`). Needed: `pip install --group release`, and of Debian's packages makeself, nsis and
@@ -25,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packages import linux, macos, windows
-from packages.bundle import Bundle, has_kernels, lay_out
+from packages.bundle import Bundle, has_kernels, lay_out, python_of
 from packages.kernels import PLATFORMS, build_kernels_wheel
-from packages.offline import write_offline_file
+from packages.offline import builds_of, write_offline_file
 from packages.project import CHECKOUT, PackagingError
 from packages.pythons import DEBIAN_VERSION, VERSION
 from packages.update import new_key, write_list, write_window
@@ -136,6 +137,17 @@ def make_offline(making: Making) -> list[Path]:
     return [write_offline_file(making.out, making.platform, python, making.build, making.near)]
 
 
+def check_engines(making: Making) -> list[Path]:
+    """For Windows: whether each listed build of the engine's part has all libraries that it imports."""
+    with tempfile.TemporaryDirectory(prefix="switchyard-engines-", dir=making.out) as folder:
+        bundle = making.lay_out("windows-x86_64", "nsis", folder)
+        windows.bring_runtime(bundle.root)
+        for build in builds_of(bundle.platform.name, python_of(bundle)):
+            windows.check_engine(bundle, build)
+            print(f"engines: {bundle.platform.name} {build} has all libraries that it imports", flush=True)
+    return []
+
+
 def make_window(making: Making) -> list[Path]:
     """A newer version of the window, for installed packages on Linux and Windows."""
     made = []
@@ -165,7 +177,7 @@ MAKERS = {
     "app": make_app,
     "offline": make_offline,
 }
-ASKED_FOR = {"window": make_window, "list": make_list, "key": make_key}
+ASKED_FOR = {"window": make_window, "list": make_list, "key": make_key, "engines": check_engines}
 """Not among `all`."""
 
 

@@ -145,7 +145,7 @@ def try_deb(package: Path, newer: Path, root: Path | None) -> None:
         before = _files(admin.root)
         given = [_for_user(each, folder) for each in (package, newer)]
         engine, starter = _engine_of(package, folder), _starter_of(package, folder)
-        with _somebody(admin, folder / "Übung mit Leerzeichen") as user:
+        with somebody(admin, folder / "Übung mit Leerzeichen") as user:
             command = Path("/usr/bin/switchyard")
             for number, each in enumerate(given):
                 # A version that is there already is installed again.
@@ -228,6 +228,8 @@ def ask(command: Path, starter: Path | None, user: User) -> None:
 
 
 def _open_window(command: list[Path], user: User, variables: dict[str, str]) -> None:
+    told = Path(user.variables["HOME"]) / "startup.json"
+    variables = {**variables, "SWITCHYARD_STARTUP_REPORT": str(told)}
     begun = time.monotonic()
     window = subprocess.Popen([*user.prefix, *map(str, command)], env={**user.variables, **variables}, cwd="/")
     try:
@@ -238,8 +240,11 @@ def _open_window(command: list[Path], user: User, variables: dict[str, str]) -> 
                 capture_output=True,
                 check=False,
             )
-            if found.returncode == 0:
-                print(f"the window was open after {time.monotonic() - begun:.1f} s")
+            written = user.root / told.relative_to("/")
+            if found.returncode == 0 and written.exists():
+                usable_s = json.loads(written.read_text(encoding="utf-8"))["window_usable_s"]
+                print(f"the window was open after {time.monotonic() - begun:.1f} s, and usable after {usable_s:.1f} s")
+                written.unlink()
                 return
             time.sleep(0.05)
         raise StepError("the window did not open")
@@ -325,7 +330,7 @@ def administrator(root: Path | None) -> Iterator[User]:
 
 
 @contextmanager
-def _somebody(admin: User, home: Path) -> Iterator[User]:
+def somebody(admin: User, home: Path) -> Iterator[User]:
     """A user whom the system knows, so that removing a package finds the home."""
     name = "switchyard-try"
     admin.step("user", ["useradd", "--create-home", "--home-dir", admin.seen(home), name])

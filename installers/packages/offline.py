@@ -49,6 +49,12 @@ def write_offline_file(
         return unfinished.replace(file)
 
 
+def builds_of(platform: str, python: str, lock: Path = ENGINE_LOCK) -> list[str]:
+    """Builds of PyTorch that the list has for a system and a version of Python."""
+    lists = json.loads(lock.read_text(encoding="utf-8"))["lists"]
+    return [each["build"] for each in lists if (each["platform"], each["python"]) == (platform, python)]
+
+
 def wheels_of(platform: str, python: str, build: str, lock: Path = ENGINE_LOCK) -> dict[str, dict[str, Any]]:
     """What the list says of each wheel of an engine's part, by file name.
 
@@ -56,10 +62,10 @@ def wheels_of(platform: str, python: str, build: str, lock: Path = ENGINE_LOCK) 
         PackagingError: it has no such part.
     """
     document = json.loads(lock.read_text(encoding="utf-8"))
-    lists = [each for each in document["lists"] if each["platform"] == platform and each["python"] == python]
-    wanted = next((each for each in lists if each["build"] == build), None)
+    place = {"platform": platform, "python": python, "build": build}
+    wanted = next((each for each in document["lists"] if place.items() <= each.items()), None)
     if wanted is None:
-        builds = ", ".join(each["build"] for each in lists) or "none"
+        builds = ", ".join(builds_of(platform, python, lock)) or "none"
         raise PackagingError(f"{lock.name} has no {build} build for {platform} and Python {python}; it has {builds}.")
     return {file: document["wheels"][file] for file in wanted["files"]}
 

@@ -14,6 +14,8 @@ from packages.offline import fetch_wheel, wheels_of
 from packages.project import CHECKOUT, FILES, PackagingError, run
 
 _SIZES = (16, 24, 32, 48, 64, 128, 256)
+_OF_DRIVERS = {"cu": ("nvcuda.dll", "nvml.dll"), "xpu": ("ze_loader.dll",)}
+"""What builds of PyTorch for cards find where the card works."""
 
 
 def finish(bundle: Bundle) -> None:
@@ -61,19 +63,25 @@ def bring_runtime(root: Path) -> None:
             shutil.copy2(library, root / "python" / library.name)
 
 
-def check_engine(bundle: Bundle) -> None:
-    """Whether every library that the engine's part imports comes with it, with our Python, or with Windows.
+def check_engine(bundle: Bundle, build: str = "cpu") -> None:
+    """Whether every library that the engine's part imports comes with it, our Python, Windows, or the card's driver.
+
+    Args:
+        build: of PyTorch.
 
     Raises:
         PackagingError: one does not, or a wheel could not be fetched.
     """
     with tempfile.TemporaryDirectory(prefix="switchyard-engine-") as name:
-        listed = wheels_of(bundle.platform.name, python_of(bundle), "cpu")
+        listed = wheels_of(bundle.platform.name, python_of(bundle), build)
         compiled = {file: said for file, said in listed.items() if not file.endswith("-any.whl")}
         wheels = [fetch_wheel(file, said, Path(name)) for file, said in compiled.items()]
-        if missing := missing_for_wheels(wheels, bundle.root / "python"):
-            library, users = min(missing.items())
-            raise PackagingError(f"{library}, which {min(users)} of the engine's part needs, is nowhere on Windows.")
+        missing = missing_for_wheels(wheels, bundle.root / "python")
+    for library, users in sorted(missing.items()):
+        if library not in _OF_DRIVERS.get(build.rstrip("0123456789."), ()):
+            raise PackagingError(
+                f"{library}, which {min(users)} of the engine's part ({build}) needs, is nowhere on Windows."
+            )
 
 
 def build_setup(bundle: Bundle, target: Path, level: int) -> Path:

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,7 +45,7 @@ pytestmark = [
 ]
 
 
-def run(*command: str | Path, **variables: str) -> str:
+def run(*command: str | Path, code: int = 0, **variables: str) -> str:
     with tempfile.TemporaryFile() as said:  # no pipe: what Wine leaves running would keep it open
         done = subprocess.run(
             [str(word) for word in command],
@@ -56,7 +57,7 @@ def run(*command: str | Path, **variables: str) -> str:
         )
         said.seek(0)
         text = said.read().decode(errors="replace").replace("\r\n", "\n")
-    assert done.returncode == 0, text[-3000:]
+    assert done.returncode == code, text[-3000:]
     return text
 
 
@@ -132,21 +133,28 @@ def offer_processors(lock: Path, near: Path) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The least Debian that apt runs on, which trusts whom this machine trusts."""
+@contextmanager
+def least_debian(folder: Path, release: str, *options: str) -> Iterator[Path]:
+    """The least system that apt runs on."""
     if shutil.which("debootstrap") is None or os.geteuid() != 0:
         pytest.skip("needs debootstrap, and its rights")
-    root = tmp_path_factory.mktemp("debian") / "root"
-    apart = ("unshare", "--mount")  # what is mounted in it ends with the command, so the folder can be removed
-    run(*apart, "debootstrap", "--variant=minbase", "--include=ca-certificates", "bookworm", root)
-    for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
-        shutil.copy2(certificate, root / "usr" / "local" / "share" / "ca-certificates")
-    run("chroot", root, "/usr/sbin/update-ca-certificates")
+    root = folder / "root"
+    # What is mounted in it ends with the command, so the folder can be removed.
+    run("unshare", "--mount", "debootstrap", "--variant=minbase", *options, release, root)
     yield root
     mounted = Path("/proc/self/mounts").read_text(encoding="utf-8")
     assert str(root) not in mounted
     shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module")
+def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Debian 12 which trusts whom this machine trusts."""
+    with least_debian(tmp_path_factory.mktemp("debian"), "bookworm", "--include=ca-certificates") as root:
+        for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
+            shutil.copy2(certificate, root / "usr" / "local" / "share" / "ca-certificates")
+        run("chroot", root, "/usr/sbin/update-ca-certificates")
+        yield root
 
 
 def test_packages_install_answer_upgrade_and_leave_nothing(made: Made, debian: Path) -> None:
@@ -154,6 +162,66 @@ def test_packages_install_answer_upgrade_and_leave_nothing(made: Made, debian: P
     assert said.count(f"installed, used, upgraded to {NEWER} and removed") == 2
     if list(made.older.glob("*-engine-*.zip")):
         assert said.count("the starter answered") == 4
+
+
+def test_two_versions_stand_side_by_side(made: Made, debian: Path) -> None:
+    (package,), (archive,) = made.older.glob("*_amd64.deb"), made.newer.glob("*.run")
+    folder = debian / "tmp" / "side by side"
+    folder.mkdir(mode=0o755)
+    for each in (package, archive):
+        shutil.copyfile(each, folder / each.name)
+    with try_package.administrator(debian) as admin:
+        admin.step("install", ["apt-get", "install", "-y", "-qq", admin.seen(folder / package.name)])
+        with try_package.somebody(admin, folder / "home") as user:
+            user.step("install", ["sh", user.seen(folder / archive.name)])
+            older, newer = Path("/usr/bin/switchyard"), user.seen(folder / "home" / ".local" / "bin" / "switchyard")
+            try_package.use([older], user, made.version)
+            try_package.use([newer], user, NEWER)
+            with try_package.display() as shown:
+                environment = {**user.variables, **shown}
+                window = subprocess.Popen([*user.prefix, older], env=environment, cwd="/")
+                run("timeout", "60", "xdotool", "search", "--sync", "--onlyvisible", "--name", "Switchyard", **shown)
+                user.step("the other one", [newer], **shown)  # brings the window forward, and ends
+                assert window.poll() is None
+                window.terminate()
+                window.wait(30)
+            user.step("remove", [user.seen(folder / "home" / ".local" / "bin" / "switchyard-uninstall")])
+            try_package.use([older], user, made.version)
+        admin.step("remove", ["apt-get", "purge", "-y", "-qq", "--autoremove", "switchyard"])
+    shutil.rmtree(folder)
+
+
+def test_a_program_on_a_disk_that_is_read_only_works(made: Made, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs the right to mount")
+    (package,) = made.older.glob("*_amd64.deb")
+    disk, home = tmp_path / "disk", tmp_path / "home"
+    home.mkdir()
+    run("dpkg", "-x", package, disk)
+    locked = 'mount --bind "$1" "$1"; mount -o remount,ro,bind "$1"; shift; exec "$@"'
+    prefix = ("unshare", "--mount", "sh", "-euc", locked, "sh", str(disk))
+    user = try_package.User({**UNTESTED, "HOME": str(home)}, prefix)
+    with pytest.raises(try_package.StepError, match="Read-only file system"):
+        user.step("writing", ["touch", disk / "opt" / "written"])
+    try_package.use([disk / "opt" / "switchyard" / "switchyard"], user, made.version)
+
+
+@pytest.mark.parametrize(
+    ("release", "architecture", "sentence"),
+    [
+        ("bullseye", "amd64", "Switchyard needs glibc 2.36 or newer, and this system has 2.31: "),
+        ("bookworm", "i386", "for 64-bit systems, and this one's programs are of 32 bits: "),
+    ],
+)
+def test_a_system_that_does_not_suit_is_told_in_a_sentence(
+    made: Made, tmp_path: Path, release: str, architecture: str, sentence: str
+) -> None:
+    (archive,) = made.older.glob("*.run")
+    with least_debian(tmp_path, release, f"--arch={architecture}", "--include=xz-utils") as root:
+        shutil.copyfile(archive, root / "tmp" / "it.run")
+        said = run("chroot", root, "/bin/sh", "/tmp/it.run", code=2, HOME="/root", PATH="/usr/sbin:/usr/bin:/sbin:/bin")
+        assert sentence in said.splitlines()[-1]
+        assert not list((root / "root").glob(".local/**/*"))
 
 
 def test_desktops_understand_what_is_installed(made: Made, debian: Path) -> None:
@@ -213,9 +281,9 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
 def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     prefix = tmp_path_factory.mktemp("wine")
 
-    def wine(*command: str | Path, **variables: str) -> str:
+    def wine(*command: str | Path, code: int = 0, **variables: str) -> str:
         places = {"WINEPREFIX": str(prefix), "TMP": str(prefix), "TEMP": str(prefix), "TMPDIR": str(prefix)}
-        return run(WINE, *command, **{"WINEDEBUG": "-all", "DISPLAY": "", **places, **variables})
+        return run(WINE, *command, code=code, **{"WINEDEBUG": "-all", "DISPLAY": "", **places, **variables})
 
     wine("winecfg", "-v", "win10")
     yield wine
@@ -270,6 +338,16 @@ class TestSetup:
         self._write_data(wine, local)
         self._remove(wine, f"{local}\\Programs\\Switchyard", *options)
         assert self._data(wine, local) == left
+        named = wine("cmd", "/c", r"dir /s /b C:\users\*switchyard* 2>nul & exit 0").split()
+        assert set(named) <= {f"{local}\\Switchyard"}
+        assert bool(named) is bool(left)
+
+    def test_a_windows_that_is_too_old_is_refused(self, made: Made, wine: Callable[..., str], local: str) -> None:
+        (setup,) = made.older.glob("*-Setup.exe")
+        wine("winecfg", "-v", "win7")
+        wine(setup, "/S", code=2)
+        wine("winecfg", "-v", "win10")
+        assert not wine("cmd", "/c", f"dir /b {local}\\Programs\\Switchyard* 2>nul & exit 0").strip()
 
     def test_removing_in_a_window_asks_about_models_and_chats(
         self, made: Made, wine: Callable[..., str], local: str

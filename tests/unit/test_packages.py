@@ -112,6 +112,31 @@ def test_libraries_count_only_where_their_process_looks(tmp_path: Path, monkeypa
     assert dlls.missing_libraries(engine, python) == {}
 
 
+@pytest.mark.parametrize(
+    ("build", "missing", "named"),
+    [
+        ("cpu", (), ""),
+        ("cpu", ("nvcuda.dll",), "nvcuda.dll"),
+        ("cu130", ("nvcuda.dll", "nvml.dll"), ""),
+        ("cu130", ("nvcuda.dll", "cudnn64_9.dll"), "cudnn64_9.dll"),
+        ("xpu", ("ze_loader.dll",), ""),
+    ],
+)
+def test_an_engine_for_a_card_may_need_its_driver_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, build: str, missing: tuple[str, ...], named: str
+) -> None:
+    monkeypatch.setattr(windows, "python_of", lambda bundle: "3.13")
+    monkeypatch.setattr(windows, "wheels_of", lambda *of: {})
+    users = dict.fromkeys(missing, {"torch/lib/torch_cuda.dll"})
+    monkeypatch.setattr(windows, "missing_for_wheels", lambda wheels, python: users)
+    laid_out = bundle.Bundle(tmp_path, PLATFORMS["windows-x86_64"], read_project(), "python/python.exe")
+    if not named:
+        windows.check_engine(laid_out, build)
+    else:
+        with pytest.raises(PackagingError, match=f"^{named}, .*nowhere on Windows"):
+            windows.check_engine(laid_out, build)
+
+
 def test_kernels_of_other_sources_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import zipfile
 
