@@ -8,7 +8,6 @@ from PySide6.QtCore import QCoreApplication, QEvent, QModelIndex, QPersistentMod
 from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
     QAbstractItemView,
-    QComboBox,
     QListView,
     QPushButton,
     QStyle,
@@ -24,6 +23,7 @@ from app.theme import themed
 from app.widgets.asking import ask
 from app.widgets.card import Card, set_message, warning_label
 from app.widgets.download_words import download_text, download_words, rate_words
+from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import file_size
 from app.widgets.shortcuts import native, note_keys
@@ -55,7 +55,7 @@ class DownloadsCard(Card):
         super().__init__("", parent)
         self.set_heading(self.tr("Downloads"))
         self.list = DownloadsView(self)
-        self.limit = QComboBox(self)
+        self.limit = ComboBox(self)
         self.limit.setAccessibleName(self.tr("Speed limit"))
         for amount in _LIMITS:
             text = self.tr("at most {0}").format(rate_words(amount)) if amount else self.tr("no speed limit")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSlider, QVBoxLayout, QWidget
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.theme import use_tabular_figures
 from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.fields import Slider
 from app.widgets.fit_table import FitTable
 from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars
 from app.widgets.plan_bars import PlanBars
@@ -246,8 +247,8 @@ class FitCardView(QWidget):
         if row is not None and not row.candidate.problem and self.download.isEnabled():
             (self.anyway_wanted if row.verdict == TOO_LARGE else self.download_wanted).emit(row)
 
-    def _slider(self, name: str) -> QSlider:
-        slider = QSlider(Qt.Orientation.Horizontal, self)
+    def _slider(self, name: str) -> Slider:
+        slider = Slider(self)
         slider.setAccessibleName(name)
         slider.setPageStep(1)
         slider.setMinimumWidth(90)

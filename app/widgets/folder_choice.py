@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
 
 from app.services.background import LatestTask
 from app.services.downloads import FOLDER_KEY
 from app.services.settings import Settings
+from app.widgets.fields import ComboBox
 from app.widgets.quantities import SEPARATOR, file_size
 from engine.common.paths import models_dir
 
@@ -36,9 +37,9 @@ class FolderChoice(QWidget):
         self._looking = LatestTask(self)
         name = QLabel(self.tr("Download to"), self)
         name.setProperty("role", "secondary")
-        self.combo = QComboBox(self)
+        self.combo = ComboBox(self)
         self.combo.setAccessibleName(self.tr("Folder that downloads go into"))
-        self.combo.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToContents)
+        self.combo.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
         name.setBuddy(self.combo)
         row = QHBoxLayout(self)
         row.setContentsMargins(0, 0, 0, 0)

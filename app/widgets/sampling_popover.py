@@ -9,19 +9,10 @@ from functools import partial
 
 from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QIntValidator
-from PySide6.QtWidgets import (
-    QComboBox,
-    QDoubleSpinBox,
-    QGridLayout,
-    QHBoxLayout,
-    QLabel,
-    QLineEdit,
-    QPushButton,
-    QSpinBox,
-    QWidget,
-)
+from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
 
 from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
+from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.popover import Popover
 from app.widgets.quantities import number
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
@@ -84,7 +75,7 @@ class SamplingPopover(Popover):
 
     def _make_fields(self) -> None:
         """In the order of the Tab key, which is that of `_lay_out_fields`."""
-        self.thinking = QComboBox(self)
+        self.thinking = ComboBox(self)
         self.thinking.activated.connect(self._on_thinking)
         self.temperature = self._decimal(0.0, 2.0, 0.1)
         self.top_k = self._whole(0, 10_000)
@@ -326,8 +317,8 @@ class SamplingPopover(Popover):
         grid.addWidget(field, row, column + 1, 1, span)
         return label
 
-    def _decimal(self, least: float, most: float, step: float) -> QDoubleSpinBox:
-        box = QDoubleSpinBox(self)
+    def _decimal(self, least: float, most: float, step: float) -> DoubleSpinBox:
+        box = DoubleSpinBox(self)
         box.setRange(least, most)
         box.setSingleStep(step)
         box.setDecimals(2)
@@ -335,8 +326,8 @@ class SamplingPopover(Popover):
         box.valueChanged.connect(self._on_edited)
         return box
 
-    def _whole(self, least: int, most: int) -> QSpinBox:
-        box = QSpinBox(self)
+    def _whole(self, least: int, most: int) -> SpinBox:
+        box = SpinBox(self)
         box.setRange(least, most)
         box.setGroupSeparatorShown(True)
         box.lineEdit().setTextMargins(*TEXT_MARGINS)

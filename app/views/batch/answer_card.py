@@ -7,18 +7,17 @@ from dataclasses import replace
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import (
     QButtonGroup,
-    QDoubleSpinBox,
     QGridLayout,
     QLabel,
     QPlainTextEdit,
     QPushButton,
     QSizePolicy,
-    QSpinBox,
     QWidget,
 )
 
 from app.views.batch.template_card import ShortEdit
 from app.widgets.card import Card, set_message, warning_label
+from app.widgets.fields import DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
 from engine.common.config import SamplingParams
@@ -40,10 +39,10 @@ class AnswerCard(Card):
         super().__init__(self.tr("Answers"), parent)
         self._sampling = SamplingParams()
         self._filling = False
-        self.max_tokens = QSpinBox(self)
+        self.max_tokens = SpinBox(self)
         self.max_tokens.setRange(1, MOST_TOKENS)
         self.max_tokens.setGroupSeparatorShown(True)
-        self.temperature = QDoubleSpinBox(self)
+        self.temperature = DoubleSpinBox(self)
         self.temperature.setRange(0.0, 2.0)
         self.temperature.setSingleStep(0.1)
         self.temperature.setDecimals(2)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
+from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
+from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
 from app.widgets.text_table import TextTable
@@ -145,8 +146,8 @@ class InputCard(Card):
             parts.insert(0, rows)
         self.caption.setText(SEPARATOR.join(parts))
 
-    def _combo(self, name: str) -> QComboBox:
-        combo = QComboBox(self)
+    def _combo(self, name: str) -> ComboBox:
+        combo = ComboBox(self)
         combo.setAccessibleName(name)
         combo.setToolTip(name)
         combo.activated.connect(self._on_form)

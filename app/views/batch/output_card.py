@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QComboBox, QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
 
 from app.services.batch_input import InputPreview, free_output, usual_suffix
 from app.views.batch.dialogs import ask_folder
 from app.widgets.card import Card, muted_label
 from app.widgets.chip import ElidedLabel
+from app.widgets.fields import ComboBox
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
 
 
@@ -25,7 +26,7 @@ class OutputCard(Card):
         self.name = QLineEdit(self)
         self.name.setAccessibleName(self.tr("Name of the result file"))
         self.name.textEdited.connect(self._on_name)
-        self.format = QComboBox(self)
+        self.format = ComboBox(self)
         self.format.setAccessibleName(self.tr("File type"))
         for suffix in OUTPUT_SUFFIXES:
             self.format.addItem(suffix[1:], suffix)

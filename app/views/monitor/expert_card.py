@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QSlider, QSpacerItem, QTableView, QWidget
+from PySide6.QtWidgets import QPushButton, QSizePolicy, QSpacerItem, QTableView, QWidget
 
 from app.widgets.card import Card, muted_label
 from app.widgets.expert_map.data import MapData, map_data
 from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView
+from app.widgets.fields import Slider
 from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
@@ -57,7 +58,7 @@ class ExpertCard(Card):
         self._event: ExpertMap | None = None
         self._data: MapData | None = None
         self._replayed: list[tuple[int, ExpertMap]] | None = None
-        self.replay = QSlider(Qt.Orientation.Horizontal, self)
+        self.replay = Slider(self)
         self.replay.setAccessibleName(self.tr("Time in the recorded session"))
         self.replay.setToolTip(self.tr("Scrubs through the session's maps"))
         self.replay.valueChanged.connect(self._show_replayed)

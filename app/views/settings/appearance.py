@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QSlider, QWidget
+from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QWidget
 
 from app.services.settings import Settings, ThemeChoice
 from app.theme import ThemeController, use_tabular_figures
 from app.views.settings.card import SettingsCard
+from app.widgets.fields import Slider
 
 SMALLEST_PX, LARGEST_PX = 12, 20
 SLIDER_WIDTH_PX = 180
@@ -22,7 +23,7 @@ class AppearanceCard(SettingsCard):
         self._settings = settings
         self._theme = theme
         self.add_row(self.tr("Theme"), self.tr("System follows the desktop's setting."), self._themes())
-        self._size = QSlider(Qt.Orientation.Horizontal, self)
+        self._size = Slider(self)
         self._size.setRange(SMALLEST_PX, LARGEST_PX)
         self._size.setPageStep(1)
         self._size.setFixedWidth(SLIDER_WIDTH_PX)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QWidget
+from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
 
 from app.services.background import TaskQueue
 from app.views.settings.card import SettingsCard
+from app.widgets.fields import ComboBox
 from app.widgets.quantities import file_size
 from engine.common.kept_context import (
     KeptContextSettings,
@@ -40,7 +41,7 @@ class KeptCard(SettingsCard):
             ),
             self.keep,
         )
-        self.budget = QComboBox(self)
+        self.budget = ComboBox(self)
         for nbytes in sorted({*BUDGETS, self._settings.disk_bytes}):
             self.budget.addItem(file_size(nbytes), nbytes)
         self.budget.setCurrentIndex(self.budget.findData(self._settings.disk_bytes))

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QCheckBox, QComboBox, QPushButton, QSpinBox, QWidget
+from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
 
 from app.services.background import LatestTask
 from app.services.settings import MOST_JOBS_AT_ONCE, STARTER, Settings
 from app.views.settings.card import SettingsCard
+from app.widgets.fields import ComboBox, SpinBox
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
@@ -33,12 +34,12 @@ class ModelCard(SettingsCard):
         self.set_heading(self.tr("Model"))
         self._settings = settings
         self._listing = LatestTask(self)
-        self._model = QComboBox(self)
+        self._model = ComboBox(self)
         self._model.setFixedWidth(COMBO_WIDTH_PX)
         self._show(())
         self._model.activated.connect(self._choose)
         self.add_row(self.tr("Default model"), self.tr("Loaded when Switchyard starts."), self._model)
-        self._threads = QSpinBox(self)
+        self._threads = SpinBox(self)
         self._threads.setRange(0, os.cpu_count() or 1)
         self._threads.setSpecialValueText(self.tr("Automatic"))
         self._threads.setFixedWidth(140)
@@ -61,7 +62,7 @@ class ModelCard(SettingsCard):
             ),
             self.guesses,
         )
-        self._kv = QComboBox(self)
+        self._kv = ComboBox(self)
         self._kv.setFixedWidth(COMBO_WIDTH_PX)
         for precision, words in zip(_KV_PRECISIONS, (self.tr("As in the model"), self.tr("int8")), strict=True):
             self._kv.addItem(words, precision)
@@ -80,7 +81,7 @@ class ModelCard(SettingsCard):
         self._apply.setEnabled(False)
         self.add_row("", self.tr("Changes apply at the next start, or now with this button."), self._apply)
 
-        self.jobs = QSpinBox(self)
+        self.jobs = SpinBox(self)
         self.jobs.setRange(1, MOST_JOBS_AT_ONCE)
         self.jobs.setFixedWidth(140)
         self.jobs.lineEdit().setTextMargins(8, 0, 0, 0)

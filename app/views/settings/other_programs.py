@@ -5,17 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from PySide6.QtGui import QGuiApplication, QShowEvent
-from PySide6.QtWidgets import (
-    QCheckBox,
-    QComboBox,
-    QLabel,
-    QLineEdit,
-    QPlainTextEdit,
-    QPushButton,
-    QSpinBox,
-    QVBoxLayout,
-    QWidget,
-)
+from PySide6.QtWidgets import QCheckBox, QLabel, QLineEdit, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
 from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WRITTEN, ServedRequests
 from app.services.api_server import ApiServer, ServerState
@@ -23,6 +13,7 @@ from app.services.settings import ServedTo, Settings
 from app.theme import use_tabular_figures
 from app.views.settings.card import SettingsCard
 from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
 from app.widgets.text_table import TextTable
 
@@ -71,7 +62,7 @@ class OtherProgramsCard(SettingsCard):
         self._words = self.add_row(self.tr("Let other programs use the model"), " ", self.switch)
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
-        self.who = QComboBox(self)
+        self.who = ComboBox(self)
         self.who.setFixedWidth(COMBO_WIDTH_PX)
         names = (
             self.tr("This PC"),
@@ -83,7 +74,7 @@ class OtherProgramsCard(SettingsCard):
         self.who.setCurrentIndex(_SERVED.index(settings.serves))
         self.who.activated.connect(lambda: server.set_served(self.who.currentData()))
         self._who_words = self.add_row(self.tr("Who may use it"), " ", self.who)
-        self.port = QSpinBox(self)
+        self.port = SpinBox(self)
         self.port.setRange(1024, 65535)
         self.port.setGroupSeparatorShown(False)
         self.port.setKeyboardTracking(False)
@@ -113,7 +104,7 @@ class OtherProgramsCard(SettingsCard):
         self._key_words = muted_label(self._key_row)
         self._lay_out_key()
         self.details.add_wide(self._key_row)
-        self.language = QComboBox(self.details)
+        self.language = ComboBox(self.details)
         for name, text in _EXAMPLES.items():
             self.language.addItem(name, text)
         self.language.currentIndexChanged.connect(self._show)

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QDir, QEvent, Qt
 from PySide6.QtWidgets import (
-    QComboBox,
     QDialog,
     QDialogButtonBox,
-    QDoubleSpinBox,
     QFileDialog,
     QFrame,
     QGridLayout,
@@ -20,7 +18,6 @@ from PySide6.QtWidgets import (
     QMessageBox,
     QPushButton,
     QScrollArea,
-    QSpinBox,
     QVBoxLayout,
     QWidget,
 )
@@ -30,6 +27,7 @@ from app.theme import scaled, set_look
 from app.views.settings.server_words import found_text
 from app.widgets.asking import ask
 from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import number
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
@@ -59,7 +57,7 @@ class ServerDialog(QDialog):
         self.choose = QPushButton(self.tr("Choose…"), self)
         self.choose.setAccessibleName(self.tr("Choose a certificate's file"))
         self.choose.clicked.connect(self._choose_certificate)
-        self.model = QComboBox(self)
+        self.model = ComboBox(self)
         self.model.setAccessibleName(self.tr("Model"))
         self.at_once = self._limit(self.tr("Requests at once"), self.tr("as measured"))
         self.requests = self._limit(self.tr("Requests a minute"), self.tr("no limit"))
@@ -97,8 +95,8 @@ class ServerDialog(QDialog):
         line.setPlaceholderText(placeholder)
         return line
 
-    def _limit(self, name: str, none: str) -> QSpinBox:
-        box = QSpinBox(self)
+    def _limit(self, name: str, none: str) -> SpinBox:
+        box = SpinBox(self)
         box.lineEdit().setTextMargins(8, 0, 0, 0)
         box.setRange(0, _MOST)
         box.setGroupSeparatorShown(True)
@@ -106,8 +104,8 @@ class ServerDialog(QDialog):
         box.setAccessibleName(name)
         return box
 
-    def _price(self, name: str) -> QDoubleSpinBox:
-        box = QDoubleSpinBox(self)
+    def _price(self, name: str) -> DoubleSpinBox:
+        box = DoubleSpinBox(self)
         box.lineEdit().setTextMargins(8, 0, 0, 0)
         box.setRange(0, 1e6)
         box.setDecimals(3)

@@ -9,7 +9,6 @@ from PySide6.QtGui import QMouseEvent, QResizeEvent
 from PySide6.QtWidgets import (
     QBoxLayout,
     QButtonGroup,
-    QComboBox,
     QHBoxLayout,
     QLabel,
     QLineEdit,
@@ -22,6 +21,7 @@ from PySide6.QtWidgets import (
 from app.services.settings import STARTER
 from app.theme import set_look
 from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from engine.tuning.result import TuningKind
 
@@ -50,9 +50,9 @@ class RunCard(Card):
         self.caption.hide()
         self.setAccessibleName(self.tr("Tuning"))
         self._model, self._in_library, self._names = model, True, [model]
-        self.models = QComboBox(self)
+        self.models = ComboBox(self)
         self.models.setEditable(True)
-        self.models.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
+        self.models.setInsertPolicy(ComboBox.InsertPolicy.NoInsert)
         self.models.setAccessibleName(self.tr("Model"))
         self.models.setToolTip(
             self.tr("A library model, or a hub id such as Qwen/Qwen3-30B-A3B to see whether it would fit"),

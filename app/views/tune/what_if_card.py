@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import (
-    QComboBox,
-    QDoubleSpinBox,
-    QGridLayout,
-    QLabel,
-    QLineEdit,
-    QPushButton,
-    QSizePolicy,
-    QSpinBox,
-    QWidget,
-)
+from PySide6.QtWidgets import QGridLayout, QLabel, QLineEdit, QPushButton, QSizePolicy, QWidget
 
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.theme import use_tabular_figures
 from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.card import Card, muted_label
+from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
@@ -43,16 +34,16 @@ class WhatIfCard(Card):
         self._config: EngineConfig | None = None
         self._before: Plan | None = None
         self.planning = Planning(self)
-        self.card = QComboBox(self)
+        self.card = ComboBox(self)
         self.card.setEditable(True)
         self.typed = QLineEdit(self)
         self.typed.setProperty("bare", "true")
         self.card.setLineEdit(self.typed)
-        self.card.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
+        self.card.setInsertPolicy(ComboBox.InsertPolicy.NoInsert)
         self.card.addItem(self.tr("Graphics card as it is"))
         for choice in card_choices():
             self.card.addItem(choice.name, choice.machine)
-        self.card.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToMinimumContentsLengthWithIcon)
+        self.card.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToMinimumContentsLengthWithIcon)
         self.card.setMinimumContentsLength(16)
         self.vram = self._size(self.tr(" GB of VRAM"), self.tr("VRAM as it is"))
         self.ram = self._size(self.tr(" GB of RAM"), self.tr("RAM as it is"))
@@ -141,8 +132,8 @@ class WhatIfCard(Card):
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _size(self, suffix: str, special: str) -> QSpinBox:
-        box = QSpinBox(self)
+    def _size(self, suffix: str, special: str) -> SpinBox:
+        box = SpinBox(self)
         box.setRange(0, 4096)
         box.setSingleStep(4)
         box.setSuffix(suffix)
@@ -150,8 +141,8 @@ class WhatIfCard(Card):
         box.lineEdit().setTextMargins(10, 0, 0, 0)
         return box
 
-    def _speed(self, suffix: str, special: str) -> QDoubleSpinBox:
-        box = QDoubleSpinBox(self)
+    def _speed(self, suffix: str, special: str) -> DoubleSpinBox:
+        box = DoubleSpinBox(self)
         box.setRange(0, 1000)
         box.setDecimals(1)
         box.setSuffix(suffix)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QSpinBox, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.widgets.card import muted_label
+from app.widgets.fields import SpinBox
 from engine.telemetry.messages import TierReport
 
 
@@ -26,7 +27,7 @@ class SizeChooser(QWidget):
         super().__init__(parent)
         label = QLabel(self.tr("Experts kept"), self)
         label.setProperty("role", "secondary")
-        self.field = QSpinBox(self)
+        self.field = SpinBox(self)
         self.field.setAccessibleName(self.tr("Experts kept in this tier"))
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
