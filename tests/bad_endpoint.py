@@ -90,6 +90,7 @@ class BadEndpoint:
 
     Attributes:
         answer: what is done with a POST; `get`: with other GETs than that of the models.
+        entries: its list of models, in place of `models` and `owner`.
         asked: all requests.
     """
 
@@ -98,6 +99,7 @@ class BadEndpoint:
     models: tuple[str, ...] = (MODEL,)
     owner: str = "somebody"
     certificate: Path | None = None
+    entries: tuple[dict[str, Any], ...] = ()
     asked: list[Asked] = field(default_factory=list)
 
     def __enter__(self) -> BadEndpoint:
@@ -169,7 +171,8 @@ class BadEndpoint:
         if asked.path != "/v1/models":
             self.get(asked)
             return
-        asked.json({"object": "list", "data": [{"id": name, "owned_by": self.owner} for name in self.models]})
+        entries = list(self.entries) or [{"id": name, "owned_by": self.owner} for name in self.models]
+        asked.json({"object": "list", "data": entries})
 
 
 def write_certificate(folder: Path, host: str = "127.0.0.1", *, days: int = 2) -> tuple[Path, Path]:

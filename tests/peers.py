@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -10,13 +11,18 @@ import pytest
 from engine.bench.peers.editions import EDITIONS, Edition
 
 
-def _users_home(edition: Edition) -> object:
+def _users_home(edition: Edition) -> Path:
     with patch.dict(os.environ):
         os.environ.pop("SWITCHYARD_HOME", None)
         return edition.home()
 
 
 _HOMES = {edition.name: _users_home(edition) for edition in EDITIONS}
+
+
+def users_home(edition: Edition) -> Path:
+    """Where the user of this machine builds it."""
+    return _HOMES[edition.name]
 
 
 def built(edition: Edition) -> bool:

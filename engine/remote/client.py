@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import httpx2
@@ -31,6 +33,7 @@ from engine.remote.failures import (
     connection_error,
     no_such_server,
     refusal,
+    room_for_answer,
     said_in_stream,
     unreachable,
 )
@@ -137,7 +140,19 @@ class Client:
         if not self._found.server:
             with contextlib.suppress(RemoteError):  # it may answer all the same
                 self.models(cancelled)
-        return self._run(lambda tell: self._ask(request, model, tell), on_delta, cancelled)
+        context = dict(zip(self._found.models, self._found.contexts, strict=False)).get(model) or math.inf
+        most = request.sampling.max_tokens
+        while True:
+            # Some refuse more than they have room for, where others answer as far as there is.
+            most = int(min(most, context))
+            fitting = replace(request, sampling=replace(request.sampling, max_tokens=most))
+            try:
+                return self._run(partial(self._ask, fitting, model), on_delta, cancelled)
+            except RemoteError as error:
+                room = room_for_answer(error)
+                if room is None or room >= most:
+                    raise
+                most = room
 
     def only_model(self, cancelled: CancelCheck = never_cancelled) -> str:
         """The model to ask where nobody named one.

@@ -25,6 +25,11 @@ _MOST_WAIT_S = 24 * 3600.0
 _MODEL_WORDS = r"not a valid model|invalid model|unknown model|model \S+ (was )?not found|model \S* ?does not exist"
 _LOADING = 529
 """Besides 503, what some servers say while they are overloaded."""
+_MOST_ANSWER = re.compile(r"max_model_len=(\d+)|supports at most (\d+) completion tokens")
+_CONTEXT = re.compile(r"context length (?:is|of) (\d+)")
+_PROMPT = re.compile(r"(\d+) (?:tokens )?(?:in|from) the (?:input )?messages|has (\d+) input tokens")
+_SPARE = 16
+"""Tokens of a context that a server may keep to itself."""
 
 
 class Trouble(StrEnum):
@@ -115,6 +120,23 @@ def refusal(
         status=status,
         code=ErrorCode.PROMPT_TOO_LONG if is_long else None,
     )
+
+
+def room_for_answer(error: RemoteError) -> int | None:
+    """The most tokens of an answer that a server has room for, where it refused more of them; else None.
+
+    vLLM, SGLang and OpenAI refuse such requests, which others answer as far as there is room.
+    """
+    if error.kind is not Trouble.REFUSED:
+        return None
+    most, context, prompt = (said.search(error.message) for said in (_MOST_ANSWER, _CONTEXT, _PROMPT))
+    if most is not None:
+        room = int(most[1] or most[2])
+    elif context is not None and prompt is not None:
+        room = int(context[1]) - int(prompt[1] or prompt[2]) - _SPARE
+    else:
+        return None
+    return room if room > 0 else None
 
 
 def said_in_stream(endpoint: Endpoint, error: Any, *, model: str, key: str) -> RemoteError:

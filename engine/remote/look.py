@@ -142,7 +142,8 @@ def _can(client: Client, request: RemoteRequest, cancelled: CancelCheck) -> bool
 
 _VERSIONS: tuple[tuple[str, Server | None, Callable[[Any], Any]], ...] = (
     ("/version", "vllm", lambda said: said["version"]),
-    ("/get_server_info", "sglang", lambda said: said["version"]),
+    ("/server_info", "sglang", lambda said: said["version"]),
+    ("/get_server_info", "sglang", lambda said: said["version"]),  # before 0.5.6
     ("/props", "llama.cpp", lambda said: said["build_info"]),
     ("/api/version", "ollama", lambda said: said["version"]),
 )

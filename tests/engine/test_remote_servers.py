@@ -2,93 +2,84 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-import httpx2
 import pytest
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer
-from engine.bench.peers.editions import LLAMA_CPP
 from engine.common.config import BatchJob, SamplingParams
 from engine.remote.endpoint import Endpoint, save_endpoint
 from engine.remote.job import run_remote_job
-from tests.engine.test_serve_verb import served
-from tests.engine.tiny_families import tiny_checkpoint
-from tests.peers import _HOMES
+from tests.real_servers import (
+    llama_program,
+    llama_server,
+    note,
+    starter_gguf,
+    switchyard,
+    vllm_python,
+    vllm_server,
+)
+from tests.starter import starter_for_tests
 
-ROWS, TOKENS = 500, 32
+ROWS, TOKENS = 500, 8
 KILLS = int(os.environ.get("SWITCHYARD_TEST_KILLS", "20"))
-_GGUF = Path.home() / ".cache/Switchyard/gguf"
 _SEED = int(os.environ.get("SWITCHYARD_TEST_SEED", "21"))
 
 
-def note(text: str) -> None:
-    """For who measures: shown with `-s`."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+class Standing:
+    """The three servers of a job, with the starter, each in a folder of its own: one that was killed is started again.
 
+    Args:
+        folder: of all of them.
+    """
 
-@contextlib.contextmanager
-def switchyard(folder: Path, model: Path) -> Iterator[tuple[str, int]]:
-    """Address and process id of `switchyard serve`, which may be dead in the end."""
-    with contextlib.suppress(AssertionError), served(folder, model) as (url, server):
-        yield f"{url}/v1", server
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._number = folder, 0
+        model = starter_for_tests()
+        self._starts: dict[str, Callable[[Path], AbstractContextManager[tuple[str, int]]]] = {
+            "ours": lambda at: switchyard(at, model)
+        }
+        if llama_program() is not None:
+            gguf = starter_gguf(folder)
+            self._starts["llama"] = lambda at: llama_server(at, gguf, "-np", "4", "-c", "4096")
+        if vllm_python() is not None:
+            self._starts["vllm"] = lambda at: vllm_server(at, model)
+        for name in ("second", "third")[: 3 - len(self._starts)]:
+            self._starts[name] = lambda at: switchyard(at, model)
+        self._opened: dict[str, ExitStack] = {}
+        self.processes: dict[str, int] = {}
 
+    def start(self) -> None:
+        """Starts those that do not run."""
+        for name, start in self._starts.items():
+            if name in self._opened:
+                continue
+            self._number += 1
+            at = self._folder / f"{self._number}-{name}"
+            at.mkdir()
+            opened = self._opened[name] = ExitStack()
+            url, self.processes[name] = opened.enter_context(start(at))
+            save_endpoint(Endpoint(name, url, "starter"))
 
-def _program() -> Path:
-    home = _HOMES[LLAMA_CPP.name]
-    assert isinstance(home, Path)
-    return home / LLAMA_CPP.server().relative_to(LLAMA_CPP.home())
+    def bury(self, name: str) -> None:
+        """It was killed: what is left of it ends."""
+        self._opened.pop(name).close()
 
-
-@contextlib.contextmanager
-def llama_server(folder: Path, model: Path) -> Iterator[tuple[str, int]]:
-    """The same of llama.cpp's server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [
-        str(_program()),
-        "-m",
-        str(model),
-        "--port",
-        str(port),
-        "-np",
-        "4",
-        "-c",
-        "4096",
-        "-t",
-        "1",
-        "--no-webui",
-    ]
-    with open(folder / "llama.log", "wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        for _ in range(600):
-            with contextlib.suppress(httpx2.HTTPError):
-                if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
-                    break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}/v1", process.pid
-    finally:
-        process.kill()
-        process.wait()
+    def close(self) -> None:
+        for name in list(self._opened):
+            self.bury(name)
 
 
 class Killer:
@@ -128,35 +119,28 @@ def run(folder: Path, endpoints: Sequence[str], watcher: JobWatcher) -> JobEndin
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 @pytest.mark.skipif(os.name != "posix", reason="servers are killed by a signal")
 def test_a_server_that_is_killed_costs_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of ours and llama.cpp's, if that is built; a third of ours otherwise."""
-    gguf = next(_GGUF.glob("qwen3-moe-tiny*.gguf"), None)
-    model = tiny_checkpoint("mixtral", tmp_path / "tiny")
+    """Ours, llama.cpp's and vLLM, as far as they are here; more of ours for the others."""
     left = Path(tempfile.mkdtemp(prefix="k"))  # short, for sockets: a server that is killed leaves its own behind
     monkeypatch.setenv("TMPDIR", str(left))
     chance = random.Random(_SEED)
+    standing = Standing(tmp_path)
     try:
         for number in range(KILLS):
-            with ExitStack() as opened:
-                servers = {}
-                for name in ("first", "second", "third"):
-                    folder = tmp_path / f"{number}-{name}"
-                    folder.mkdir()
-                    if name == "third" and gguf is not None and _program().exists():
-                        servers[name] = opened.enter_context(llama_server(folder, gguf))
-                    else:
-                        servers[name] = opened.enter_context(switchyard(folder, model))
-                    # The peer is so much faster that it would leave nothing to the others.
-                    save_endpoint(Endpoint(name, servers[name][0], at_once=1 if name == "third" else None))
-                victim, at = chance.choice(list(servers)), chance.randrange(1, ROWS * 8 // 10)
-                killer = Killer(servers[victim][1], at)
-                begun_s = time.monotonic()
-                ending = run(folder, list(servers), killer.watcher())
-                assert (ending.finished, ending.pace.done, killer.answered) == (True, ROWS, ROWS)
-                places = ", ".join(f"{place.name} {place.rows} ({place.state})" for place in ending.pace.places)
-                seconds = time.monotonic() - begun_s
-                note(f"kill {number + 1}: {victim} after {at} rows; {places}; {seconds:.1f} s")
+            standing.start()
+            folder = tmp_path / f"job-{number}"
+            folder.mkdir()
+            victim, at = chance.choice(list(standing.processes)), chance.randrange(1, ROWS * 8 // 10)
+            killer = Killer(standing.processes[victim], at)
+            begun_s = time.monotonic()
+            ending = run(folder, list(standing.processes), killer.watcher())
+            assert (ending.finished, ending.pace.done, killer.answered) == (True, ROWS, ROWS)
+            places = ", ".join(f"{place.name} {place.rows} ({place.state})" for place in ending.pace.places)
+            seconds = time.monotonic() - begun_s
+            note(f"kill {number + 1}: {victim} after {at} rows; {places}; {seconds:.1f} s")
+            standing.bury(victim)
     finally:
-        shutil.rmtree(left)
+        standing.close()
+        shutil.rmtree(left, ignore_errors=True)
