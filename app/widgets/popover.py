@@ -1,9 +1,9 @@
-"""A small card inside the window that opens at a button and closes with Esc or a click elsewhere."""
+"""A small card in the window that opens at a button; Esc, a click elsewhere or what goes on elsewhere closes it."""
 
 from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QObject, QPoint, QSize, Qt
-from PySide6.QtGui import QKeyEvent, QMouseEvent
+from PySide6.QtGui import QFocusEvent, QKeyEvent, QMouseEvent
 from PySide6.QtWidgets import QApplication, QFrame, QLabel, QScrollArea, QVBoxLayout, QWidget
 
 GAP = 8
@@ -100,4 +100,9 @@ class Popover(QFrame):
                 self.hide()
                 # A click on its own button closes it without opening it again.
                 return watched is self._button
+        if isinstance(event, QFocusEvent) and event.type() == QEvent.Type.FocusIn and isinstance(watched, QWidget):
+            # As a new chat's composer does, which the card would hide.  Lists of its own fields are other windows.
+            is_moved = event.reason() == Qt.FocusReason.OtherFocusReason and watched.window() is self.window()
+            if is_moved and watched is not self._button and watched is not self and not self.isAncestorOf(watched):
+                self.hide()
         return False

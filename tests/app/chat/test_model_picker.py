@@ -195,3 +195,10 @@ def test_speeds_are_predicted_once(
     with qtbot.waitSignal(speeds.found):
         speeds.ask(["bad", "good"])
     assert asked == ["good", "bad", "good"]
+
+
+def test_it_closes_for_a_new_chat(picker: ModelPicker, page: ChatView, qtbot: QtBot) -> None:
+    assert picker.isVisible()
+    qtbot.keyClick(page, Qt.Key.Key_N, Qt.KeyboardModifier.ControlModifier)
+    qtbot.waitUntil(page.composer.box.hasFocus)
+    assert not picker.isVisible(), "it would hide what is written"
