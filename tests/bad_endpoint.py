@@ -90,7 +90,7 @@ class BadEndpoint:
 
     Attributes:
         answer: what is done with a POST; `get`: with other GETs than that of the models.
-        entries: its list of models, in place of `models` and `owner`.
+        entries: its list of models, in place of `models` and `owner`; `listed`: the whole answer around it.
         asked: all requests.
     """
 
@@ -100,6 +100,7 @@ class BadEndpoint:
     owner: str = "somebody"
     certificate: Path | None = None
     entries: tuple[dict[str, Any], ...] = ()
+    listed: dict[str, Any] | None = None
     asked: list[Asked] = field(default_factory=list)
 
     def __enter__(self) -> BadEndpoint:
@@ -172,7 +173,7 @@ class BadEndpoint:
             self.get(asked)
             return
         entries = list(self.entries) or [{"id": name, "owned_by": self.owner} for name in self.models]
-        asked.json({"object": "list", "data": entries})
+        asked.json(self.listed or {"object": "list", "data": entries})
 
 
 def write_certificate(folder: Path, host: str = "127.0.0.1", *, days: int = 2) -> tuple[Path, Path]:

@@ -37,11 +37,12 @@ def holds_openai_requests(source: RowSource) -> bool:
     return {"custom_id", "body"} <= set(source.columns)
 
 
-def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
+def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = False) -> RowRequest:
     """The request in a row.
 
     Args:
         defaults: for everything missing in its body.
+        elsewhere: see `read_messages`.
 
     Raises:
         BadRequestError: it cannot be answered as requested.
@@ -56,7 +57,7 @@ def openai_request(row: Row, defaults: SamplingParams) -> RowRequest:
     if not isinstance(body, Mapping):
         raise BadRequestError("has no body")
     _refuse_what_is_not_given(body)
-    messages = read_messages(body.get("messages"))
+    messages = read_messages(body.get("messages"), elsewhere=elsewhere)
     sampling = replace(defaults, **read_sampling(body))
     return RowRequest(row.index, messages, sampling, read_constraint(body))
 

@@ -21,18 +21,21 @@ class BadRequestError(ValueError):
     """A request that cannot be answered; the message completes a sentence about it."""
 
 
-def read_messages(value: Any) -> tuple[ChatMessage, ...]:
+def read_messages(value: Any, *, elsewhere: bool = False) -> tuple[ChatMessage, ...]:
     """The conversation.
+
+    Args:
+        elsewhere: another server reads it, pictures and all: what is more than text goes along as it is.
 
     Raises:
         BadRequestError: it is empty, or not one of texts.
     """
     if not isinstance(value, list) or not value:
         raise BadRequestError("has no messages")
-    return tuple(_message(entry) for entry in value)
+    return tuple(_message(entry, elsewhere=elsewhere) for entry in value)
 
 
-def _message(entry: Any) -> ChatMessage:
+def _message(entry: Any, *, elsewhere: bool) -> ChatMessage:
     if not isinstance(entry, Mapping):
         raise BadRequestError("has a message that is not an object")
     role = entry.get("role")
@@ -40,7 +43,10 @@ def _message(entry: Any) -> ChatMessage:
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use system, user, assistant or tool")
     calls = _calls(entry.get("tool_calls")) if role == "assistant" else ()
-    content = entry.get("content")
+    content, parts = entry.get("content"), ""
+    if elsewhere and isinstance(content, list) and _are_more_than_text(content):
+        parts = json.dumps(content, ensure_ascii=False)
+        content = [part for part in content if part.get("type") in _TEXTS]
     text = "" if content is None and (calls or role == "assistant") else read_text(content)
     reasoning = entry.get("reasoning_content")
     answers = entry.get("tool_call_id") or entry.get("name") or ""
@@ -50,7 +56,17 @@ def _message(entry: Any) -> ChatMessage:
         reasoning if role == "assistant" and isinstance(reasoning, str) else "",
         calls,
         str(answers) if role == "tool" else "",
+        parts,
     )
+
+
+_TEXTS = frozenset(("text", "input_text", "output_text"))
+
+
+def _are_more_than_text(content: list[Any]) -> bool:
+    """Whether these are parts in OpenAI's form, and some are something else."""
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in content]
+    return all(isinstance(kind, str) for kind in kinds) and not _TEXTS.issuperset(kinds)
 
 
 def read_text(value: Any) -> str:
@@ -63,7 +79,7 @@ def read_text(value: Any) -> str:
         return value
     if isinstance(value, list):
         kinds = {str(part.get("type")) if isinstance(part, Mapping) else "" for part in value}
-        if kinds <= {"text", "input_text", "output_text"}:
+        if kinds <= _TEXTS:
             return "".join(str(part.get("text", "")) for part in value)
         if kinds & {"image_url", "image", "input_image"}:
             raise BadRequestError("has a picture; this program answers texts only")

@@ -20,7 +20,7 @@ from engine.batch_files.own_files import WrittenFile, is_own, is_there
 from engine.batch_files.prompts import OpenAiPrompts, Prompts, Template, TemplatePrompts, parse_template, template_of
 from engine.batch_files.result_file import check_output, require_a_sheet
 from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, failed, grammar_of
-from engine.common.config import BatchJob, SamplingParams
+from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import remove_left_over
 
@@ -162,7 +162,7 @@ def prepare(job: BatchJob) -> PreparedJob:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"Answers to OpenAI requests are jsonl: use {output.with_suffix('.jsonl')}."
             )
-        prompts = OpenAiPrompts(job.sampling)
+        prompts = OpenAiPrompts(job.sampling, elsewhere=bool(job.endpoints) and HERE not in job.endpoints)
     else:
         template = _template(job.template, source) if job.template else template_of(source.columns)
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None

@@ -158,16 +158,18 @@ class OpenAiPrompts:
 
     Attributes:
         defaults: for whatever a request omits.
+        elsewhere: other servers alone answer, which may read more than text.
     """
 
     defaults: SamplingParams
+    elsewhere: bool = False
 
     def __call__(self, row: Row) -> RowRequest | Answer:
         """The row's request, or its outcome if it is invalid."""
         if row.problem:
             return failed(row.index, row.problem)
         try:
-            return openai_request(row, self.defaults)
+            return openai_request(row, self.defaults, elsewhere=self.elsewhere)
         except BadRequestError as error:
             return failed(row.index, str(error))
 

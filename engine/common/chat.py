@@ -1,7 +1,9 @@
-"""The turns of a conversation, and the tools that a model may call in it."""
+"""The turns of a conversation, pictures in them, and the tools that a model may call in it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,12 +32,35 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture in a turn; `media` is its type, such as `image/png`, and `data` its file in base64."""
+
+    media: str
+    data: str
+
+    @property
+    def url(self) -> str:
+        """All of it as an address (RFC 2397)."""
+        return f"data:{self.media};base64,{self.data}"
+
+
+def parts_with(text: str, pictures: Iterable[Picture]) -> str:
+    """`ChatMessage.parts` of a text about pictures, which come first; empty without any."""
+    parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": each.url}} for each in pictures]
+    if parts and text:
+        parts.append({"type": "text", "text": text})
+    return json.dumps(parts, ensure_ascii=False) if parts else ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation, as plain text.
+    """One turn of a conversation: plain text, and what only other servers read.
 
     Attributes:
         reasoning: what an assistant thought before its answer.
         tool_calls: what an assistant asked to run; `answers` is the id of the call whose result a tool's turn is.
+        parts: the content as a list in OpenAI's form, as JSON, where it holds more than text, such as pictures. Other
+            servers get it as it is; a model here reads `content` alone.
     """
 
     role: Role
@@ -43,3 +68,4 @@ class ChatMessage:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     answers: str = ""
+    parts: str = ""

@@ -27,6 +27,7 @@ class ErrorCode(StrEnum):
     DOWNLOAD_FAILED = "download_failed"
     BUSY = "busy"
     ENDPOINT_FAILED = "endpoint_failed"
+    PICTURES_NOT_READ = "pictures_not_read"
     # Internal errors: exit code 1, an offer to restart and to report.
     ENGINE_DIED = "engine_died"
     PROTOCOL = "protocol"

@@ -149,9 +149,10 @@ def chosen(constraint: Constraint, text: str) -> str:
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = json.loads(message.parts) if message.parts else message.content
+    found: dict[str, Any] = {"role": message.role, "content": content}
     if message.tool_calls:
-        found["content"] = message.content or None
+        found["content"] = content or None
         found["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls

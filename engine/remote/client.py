@@ -31,7 +31,9 @@ from engine.remote.failures import (
     RemoteError,
     Trouble,
     connection_error,
+    is_about_pictures,
     no_such_server,
+    pictures_not_read,
     refusal,
     room_for_answer,
     said_in_stream,
@@ -112,7 +114,10 @@ class Client:
         known = self._found
         if server == "other":
             server, version = known.server or server, known.version
-        found = Found(server, version, tuple(map(_id_of, entries)), tuple(map(_context_of, entries)), known.lacks)
+        models = tuple(map(_id_of, entries))
+        said_blind = {_id_of(each) for each in (*entries, *_details_in(said)) if _reads_pictures(each) is False}
+        blind = tuple(model for model in models if model in said_blind or model in known.blind)
+        found = Found(server, version, models, tuple(map(_context_of, entries)), known.lacks, blind)
         self._found = found
         return found
 
@@ -274,6 +279,14 @@ class Client:
         return self._document(content)
 
     async def _ask(self, request: RemoteRequest, model: str, tell: Callable[[RemoteDelta], None]) -> RemoteAnswer:
+        try:
+            return await self._answer(request, model, tell)
+        except RemoteError as error:
+            if any(message.parts for message in request.messages) and is_about_pictures(error):
+                raise pictures_not_read(self.endpoint, model, error) from None
+            raise
+
+    async def _answer(self, request: RemoteRequest, model: str, tell: Callable[[RemoteDelta], None]) -> RemoteAnswer:
         body, left_out = request_body(request, model, self._found.server, self._found.lacks)
         url, begun, first_s = f"{self.endpoint.url}/chat/completions", time.monotonic(), None
         gathered = Gathered()
@@ -421,6 +434,23 @@ def _context_of(entry: dict[str, Any]) -> int:
         if type(value) is int and 0 < value < 2**31:
             return value
     return 0
+
+
+def _details_in(said: dict[str, Any]) -> list[dict[str, Any]]:
+    """What llama.cpp's server says of its models beside OpenAI's list."""
+    details = said.get("models")
+    return [each for each in details[:MOST_MODELS] if isinstance(each, dict)] if isinstance(details, list) else []
+
+
+def _reads_pictures(entry: dict[str, Any]) -> bool | None:
+    """Whether a model does, as llama.cpp's server, Mistral or routers name it; None if nobody says."""
+    able, architecture = entry.get("capabilities"), entry.get("architecture")
+    if isinstance(able, list):
+        return bool({"multimodal", "vision"} & set(map(str, able)))
+    if isinstance(able, dict) and isinstance(able.get("vision"), bool):
+        return bool(able["vision"])
+    taken = architecture.get("input_modalities") if isinstance(architecture, dict) else None
+    return "image" in taken if isinstance(taken, list) else None
 
 
 _OWNERS: dict[str, Server] = {

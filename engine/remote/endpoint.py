@@ -47,6 +47,7 @@ class Found:
         version: of the server, empty if it does not say.
         models: their ids; contexts: the longest context of each in tokens, 0 if unknown.
         lacks: what it was seen not to do.
+        blind: ids of models that read no pictures, as it says, or as was seen.
     """
 
     server: Server = ""
@@ -54,6 +55,7 @@ class Found:
     models: tuple[str, ...] = ()
     contexts: tuple[int, ...] = ()
     lacks: tuple[Lack, ...] = ()
+    blind: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,17 @@ class RemoteModel:
     model: str = ""
     key: str = field(default="", repr=False)
     chosen: tuple[str, ...] | None = None
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether it is known to read no pictures."""
+        return self.model in self.endpoint.found.blind
+
+
+def without_sight(endpoint: Endpoint, model: str) -> Endpoint:
+    """The endpoint, of which a model was seen to read no pictures."""
+    found = endpoint.found
+    return replace(endpoint, found=replace(found, blind=tuple(dict.fromkeys((*found.blind, model)))))
 
 
 def called(endpoint: Endpoint) -> str:

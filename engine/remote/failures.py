@@ -23,6 +23,10 @@ from engine.remote.endpoint import Endpoint, called
 _LONGEST_SAID = 240
 _MOST_WAIT_S = 24 * 3600.0
 _MODEL_WORDS = r"not a valid model|invalid model|unknown model|model \S+ (was )?not found|model \S* ?does not exist"
+_PICTURE_WORDS = r"image|picture|multi-?modal|vision|mmproj|content.{0,40}(string|text)"
+_THIS_PICTURE = (
+    r"too (large|big|many|small)|invalid (image|picture|base)|decod|corrupt|download|fetch|at most [1-9]|dimens"
+)
 _LOADING = 529
 """Besides 503, what some servers say while they are overloaded."""
 _MOST_ANSWER = re.compile(r"max_model_len=(\d+)|supports at most (\d+) completion tokens")
@@ -60,6 +64,7 @@ class RemoteError(EngineError):
         kind: see `Trouble`.
         retry_after_s: for `BUSY`: how long it asks to be left alone; None if it does not say.
         status: of HTTP; 0 without an answer.
+        said: the server's own words, if they say more than the status.
     """
 
     def __init__(
@@ -70,9 +75,10 @@ class RemoteError(EngineError):
         retry_after_s: float | None = None,
         status: int = 0,
         code: ErrorCode | None = None,
+        said: str = "",
     ) -> None:
         super().__init__(code or _CODES.get(kind, ErrorCode.ENDPOINT_FAILED), message)
-        self.kind, self.retry_after_s, self.status = kind, retry_after_s, status
+        self.kind, self.retry_after_s, self.status, self.said = kind, retry_after_s, status, said
 
 
 def refusal(
@@ -107,7 +113,7 @@ def refusal(
     if status == 408:
         return unreachable(endpoint, "it waited too long for the request", status=status)
     if status >= 500 and status != 501:
-        return RemoteError(Trouble.SERVER, f"{who} failed while it answered{quote}", status=status)
+        return RemoteError(Trouble.SERVER, f"{who} failed while it answered{quote}", status=status, said=said)
     if _is_about_the_model(status, said, code, model):
         what = f"has no model {model[:80]!r}" if model else "wants the name of a model"
         return RemoteError(Trouble.WRONG_MODEL, f"{who} {what}: choose another of its models.", status=status)
@@ -119,6 +125,25 @@ def refusal(
         f"{who} cannot answer this{quote}",
         status=status,
         code=ErrorCode.PROMPT_TOO_LONG if is_long else None,
+        said=said,
+    )
+
+
+def is_about_pictures(error: RemoteError) -> bool:
+    """Whether a request with pictures was refused because they are some: llama.cpp's server fails, others refuse it."""
+    is_its = error.kind in (Trouble.REFUSED, Trouble.SERVER) and error.code is not ErrorCode.PROMPT_TOO_LONG
+    said = error.said.lower()
+    return is_its and bool(re.search(_PICTURE_WORDS, said)) and not re.search(_THIS_PICTURE, said)
+
+
+def pictures_not_read(endpoint: Endpoint, model: str, error: RemoteError) -> RemoteError:
+    """The error for a model that reads text alone."""
+    return RemoteError(
+        Trouble.REFUSED,
+        f"{called(endpoint)} reads no pictures with {model[:80]}: send the text alone, or choose another model.",
+        status=error.status,
+        code=ErrorCode.PICTURES_NOT_READ,
+        said=error.said,
     )
 
 

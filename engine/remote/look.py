@@ -5,14 +5,17 @@ What a server can do is asked of the server: a handful of requests for one or a 
 
 from __future__ import annotations
 
+import base64
+import struct
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, Tool
+from engine.common.chat import ChatMessage, Picture, Tool, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, never_cancelled
 from engine.common.plain_text import plain_line
@@ -50,6 +53,18 @@ _SCHEMA = Constraint(
 )
 
 
+def _pictured() -> ChatMessage:
+    """A question about a grey picture of 64 x 64 pixels: some models refuse smaller ones."""
+    rows = zlib.compress(b"".join(b"\0" + b"\x80" * 64 for _ in range(64)))
+    chunks = ((b"IHDR", struct.pack(">IIBBBBB", 64, 64, 8, 0, 0, 0, 0)), (b"IDAT", rows), (b"IEND", b""))
+    file = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    )
+    text = "What colour is this?"
+    picture = Picture("image/png", base64.b64encode(file).decode("ascii"))
+    return ChatMessage("user", text, parts=parts_with(text, (picture,)))
+
+
 @dataclass(frozen=True, slots=True)
 class About:
     """What a look at an endpoint found.
@@ -81,6 +96,8 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
     found = _with_version(client, found, cancelled)
     model = model or client.endpoint.model or (found.models[0] if len(found.models) == 1 else "")
     found = lacking(found, set())
+    if model:
+        found = replace(found, blind=tuple(each for each in found.blind if each != model))  # it is asked again
     client.has_found(found)
     if not model:
         return About(found, "", latency_s)
@@ -105,6 +122,8 @@ def about(client: Client, model: str = "", cancelled: CancelCheck = never_cancel
         if lack not in lacks and not _can(client, request, cancelled):
             lacks.add(lack)
     found = lacking(found, lacks)
+    if not _can(client, RemoteRequest((_pictured(),), few, model), cancelled):
+        found = replace(found, blind=(*found.blind, model))
     client.has_found(found)
     return About(found, model, latency_s, answer.first_token_s, "")
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from engine.common.chat import ChatMessage
+from engine.common.chat import ChatMessage, parts_with
 from engine.common.config import THINKINGS, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
@@ -218,6 +218,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--prompt", metavar="T", help="the prompt; piped input is then ignored")
     parser.add_argument("--system", metavar="S", help="system prompt")
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a PNG, JPEG, WebP or GIF file to send with the prompt to another server's model; may be repeated",
+    )
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     add_sampling_options(parser)
     parser.add_argument(
@@ -237,8 +244,13 @@ def run(args: argparse.Namespace) -> int:
     converses = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if converses and args.json:
         raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a prompt: give --prompt or pipe text in.")
+    if args.picture and converses:
+        raise EngineError(ErrorCode.INVALID_REQUEST, "--picture needs a prompt: give --prompt or pipe text in.")
     if is_remote(args.model):
         return _elsewhere(args, given, None if converses else _question(args))
+    if args.picture:
+        what = "--picture needs a model of another server (endpoint:NAME/MODEL): those of this PC read text only."
+        raise EngineError(ErrorCode.INVALID_REQUEST, what)
     if converses:
         engine, info = load_engine(args)
         try:
@@ -255,13 +267,16 @@ def _heading(info: ModelInfo) -> str:
 
 def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None) -> int:
     """Has a server elsewhere answer the question, or converses with it."""
+    from engine.remote.picture_files import read_pictures
     from engine.verbs import remote_chat
+
+    parts = parts_with(question or "", read_pictures(args.picture or ()))
 
     def use(talk: remote_chat.RemoteTalk, heading: str, sampling: SamplingParams) -> int:
         if question is None:
             return converse(talk, heading, sampling, args.system)
         note(f"switchyard: {heading}")
-        told = _whole_answer(talk, args, sampling, question)
+        told = _whole_answer(talk, args, sampling, question, parts)
         emit(remote_chat.document(told, args), as_json=args.json, human="")
         return 0
 
@@ -347,13 +362,13 @@ def _question(args: argparse.Namespace) -> str:
 
 
 def _whole_answer(
-    talker: Talker[_Answer], args: argparse.Namespace, sampling: SamplingParams, question: str
+    talker: Talker[_Answer], args: argparse.Namespace, sampling: SamplingParams, question: str, parts: str = ""
 ) -> _Answer:
     """The answer, which is shown as it comes unless a document is wanted."""
     system = [ChatMessage("system", args.system)] if args.system else []
     shown = _Shown(quiet=args.json)
     result = talker.generate(
-        [*system, ChatMessage("user", question)],
+        [*system, ChatMessage("user", question, parts=parts)],
         sampling,
         on_progress=lambda _done, _total: None,
         on_text=shown.on_text,

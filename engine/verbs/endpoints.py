@@ -197,6 +197,7 @@ def _document(endpoint: Endpoint) -> dict[str, Any]:
         "version": found.version,
         "models": list(found.models),
         "lacks": list(found.lacks),
+        "blind": list(found.blind),
     }
 
 
@@ -227,5 +228,7 @@ def _words(endpoint: Endpoint, seen: About) -> str:
     elif not seen.model:
         lines.append("  not tried   it has several models: name one with --model or #MODEL-ID")
     lines += [f"  cannot      {LACKS[lack]}" for lack in found.lacks]
+    if seen.model in found.blind:
+        lines.append("  cannot      this model reads no pictures")
     lines.append(f"  to chat     switchyard chat --model {remote_name(endpoint, seen.model or 'MODEL')!r}")
     return "\n".join(lines)

@@ -35,6 +35,7 @@ def test_it_says_who_it_is_and_lacks_nothing(client: Client) -> None:
     seen = about(client)
     assert (seen.found.server, seen.found.version, seen.found.lacks) == ("switchyard", version(), ())
     assert "mixtral" in seen.found.models
+    assert seen.found.blind == ("mixtral",)
     assert seen.problem == ""
 
 

@@ -32,6 +32,11 @@ def found_text(found: Found) -> str:
     lines = [SEPARATOR.join((f"{server} {found.version}".strip(), models))]
     if found.lacks:
         lines.append(translate("Servers", "It cannot: {0}.").format("; ".join(map(lack_text, found.lacks))))
+    if found.blind:
+        named = ", ".join(found.blind[:_MOST_NAMED]) if len(found.models) > 1 else translate("Servers", "Its model")
+        if len(found.blind) > _MOST_NAMED:
+            named = translate("Servers", "{0} and {1} more").format(named, count(len(found.blind) - _MOST_NAMED))
+        lines.append(translate("Servers", "{0}: text only, no pictures.").format(named))
     return "\n".join(lines)
 
 
