@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from engine.telemetry.recorder import RECORDER
 
 _BUNDLES = 16
 """Sets of shapes whose views are cached: decode steps repeat their shapes, prompts rarely do."""
+_ROOMY_SHARE = 8
+"""Buffers are larger than needed only up to one part in so many of a device's free memory: another has to fit, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +143,21 @@ class Activations:
         return self._rows[:needed].view(dtype).view(shape)
 
     def _room(self, needed: int) -> torch.Tensor:
-        """Device memory of so many bytes, or some more if there is more.
+        """Device memory of so many bytes, or some more if there is plenty.
 
         Raises:
             DeviceMemoryError: it does not fit on the device.
         """
-        memory = self.device.memory
-        try:
-            return memory.allocate(_roomy(needed), MemoryCategory.ACTIVATIONS)
-        except DeviceMemoryError:
-            return memory.allocate(needed, MemoryCategory.ACTIVATIONS)
+        memory, roomy = self.device.memory, _roomy(needed)
+        if roomy <= memory.free // _ROOMY_SHARE:
+            with contextlib.suppress(DeviceMemoryError):
+                return memory.allocate(roomy, MemoryCategory.ACTIVATIONS)
+        return memory.allocate(needed, MemoryCategory.ACTIVATIONS)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that `shrink` would free."""
+        return sum(buffer.nbytes for buffer in (self._landed, self._rows) if buffer is not None)
 
     def shrink(self) -> int:
         """Frees the device's buffers until the next step needs some, perhaps smaller ones; returns the bytes freed.
@@ -157,7 +165,7 @@ class Activations:
         Raises:
             EngineError: the device failed.
         """
-        freed = sum(buffer.nbytes for buffer in (self._landed, self._rows) if buffer is not None)
+        freed = self.nbytes
         if freed:
             if self._going_up is not None:
                 self._going_up.wait()

@@ -144,7 +144,13 @@ class HybridExperts(ExpertLayer):
         return torch.cat(results)
 
     def _attempt(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        is_prefill: bool,
+        *,
+        is_last: bool = False,
     ) -> torch.Tensor:
         """Runs a step; if memory or a copy fails, retries with less memory or on the CPU."""
         keeps = not is_prefill and self.mode != CACHE_OFF
@@ -178,9 +184,12 @@ class HybridExperts(ExpertLayer):
                 return self._attempt(hidden, index, weights, is_prefill)
             return self._recompute(step, missed, index, weights)
         if self.cache.give_back(refused.asked):
-            return self._attempt(hidden, index, weights, is_prefill)
-        if len(index) > DECODE_TOKENS:
+            return self._attempt(hidden, index, weights, is_prefill, is_last=is_last)
+        freed = self.activations.shrink()  # buffers of a larger step take from the others of a smaller one
+        if len(index) > 1:
             return self._in_pieces(hidden, index, weights, 2, is_prefill)
+        if freed and not is_last:
+            return self._attempt(hidden, index, weights, is_prefill, is_last=True)
         raise refused
 
     def _can_halve_groups(self, step: Step) -> bool:

@@ -425,7 +425,8 @@ class VramCache:
     def close(self) -> None:
         """Waits for copies and work in flight, then frees all memory.  Idempotent."""
         with self._lock:
-            self.cancel()
+            with contextlib.suppress(EngineError):
+                self.cancel()
             for copy in list(self._tier.copies.values()):  # the device may have failed or been closed
                 with contextlib.suppress(EngineError):
                     copy.handle.wait()

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +26,7 @@ from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native.build import BuildError, find_compiler
+from tests.starter import CACHE
 
 FOLDER = Path(__file__).parent / "emulated_cuda"
 OPTIONS = (
@@ -44,18 +52,76 @@ _turn = Lock()
 
 _OPTIMISED = {"attention_kernels": "-O0"}
 """There are so many of them that compiling takes longer than what they are asked."""
+_FORMATS = {
+    "PRODUCTS": ("Int8", "Int4", "Lut4", "PlainBf16", "PlainFp16", "PlainFp32"),
+    "GROUPS": ("Int8", "Int4", "Lut4"),
+}
+_UNITS = {
+    "kernels": [f"{kind}({name})" for kind, names in _FORMATS.items() for name in names],
+    "attention_kernels": [
+        f"HEADS({kv}, {width})" for kv in ("KvBf16", "KvFp16", "KvFp32", "KvInt8") for width in (64, 128, 256)
+    ],
+}
+"""What takes longest to compile, by the header that declares it."""
+_KEPT_DAYS = 7
+
+
+def compiled(
+    options: Sequence[str], sources: Sequence[str], headers: Sequence[str] = tuple(_UNITS), within_s: float = 300
+) -> list[str]:
+    """Object files of these sources and of all kernels that these headers declare, several compiled at a time.
+
+    They are kept in `.cache`, by all that they are made from, until they have not been asked for in a week.
+
+    Raises:
+        BuildError: the compiler refuses one.
+    """
+    compiler = replace(find_compiler(), within_s=within_s)
+    made_from = hashlib.sha256(repr((compiler.command, compiler_version(compiler.command), options)).encode())
+    for path in sorted(path for folder in (FOLDER, SOURCES) for path in folder.iterdir() if path.is_file()):
+        made_from.update(path.name.encode() + b"\0" + path.read_bytes())
+    kept = CACHE / "emulated_cuda"
+    place = kept / made_from.hexdigest()[:16]
+    place.mkdir(parents=True, exist_ok=True)
+    (CACHE / ".gitignore").write_text("*\n", encoding="utf-8")
+    os.utime(place)
+    for old in kept.iterdir():
+        if old.stat().st_mtime < place.stat().st_mtime - _KEPT_DAYS * 86400:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def make(name: str, source: str, *defines: str) -> str:
+        made = place / f"{re.sub(r'[^0-9A-Za-z]+', '-', name)}.o"
+        if not made.exists():
+            with TemporaryDirectory(dir=place) as scratch:
+                new = Path(scratch) / made.name
+                compiler.run(*OPTIONS, *options, *defines, "-c", str(FOLDER / source), "-o", str(new))
+                new.replace(made)  # whole or not at all: others may be compiling the same
+        return str(made)
+
+    units = [(unit, header) for header in headers for unit in _UNITS[header]]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        ours = [pool.submit(make, source, source) for source in sources]
+        theirs = [
+            pool.submit(make, unit, "unit.cpp", f'-DEMULATED_HEADER="{header}.h"', f"-DEMULATED_UNIT={unit}")
+            for unit, header in units
+        ]
+        return [each.result() for each in (*ours, *theirs)]
+
+
+def compiler_version(command: str) -> str:
+    """What it says of itself."""
+    return subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
 
 
 @cache
 def emulator(kernels: str) -> ctypes.CDLL:
     """A library of kernels; what is undefined in C++ ends the process."""
+    checked = ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all")
+    options = (*checked, _OPTIMISED.get(kernels, "-O1"), "-fPIC")
+    objects = compiled(options, (f"{kernels}.cpp", "emulated_card.cpp"), (kernels,))
     with TemporaryDirectory() as folder:
         library = Path(folder) / f"{kernels}.so"
-        sources = (str(FOLDER / f"{kernels}.cpp"), str(FOLDER / "emulated_card.cpp"))
-        checked = ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all")
-        find_compiler().run(
-            *OPTIONS, *checked, _OPTIMISED.get(kernels, "-O1"), "-fPIC", "-shared", *sources, "-o", str(library)
-        )
+        find_compiler().run(*checked, "-pthread", "-shared", *objects, "-o", str(library))
         return ctypes.CDLL(str(library))
 
 

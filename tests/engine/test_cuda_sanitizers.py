@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.native.build import find_compiler
-from tests.engine.emulated_cuda_card import FOLDER, OPTIONS, needs_compiler
+from tests.engine.emulated_cuda_card import FOLDER, OPTIONS, compiled, needs_compiler
 from tests.engine.native_programs import FOLDER as NATIVE_FOLDER
 from tests.engine.native_programs import HEADERS, run_program, sanitizing
 
@@ -20,18 +20,24 @@ pytestmark = needs_compiler
 
 
 _COMPILING_S = 1200
-"""All kernels with checks in them, beside whatever else the machine does."""
-_NATIVE = (f"-I{HEADERS}", f"-I{NATIVE_FOLDER}", str(HEADERS / "thread_pool.cpp"))
+"""A source with checks in it, beside whatever else the machine does."""
 
 
-def sanitized(folder: Path, sanitizer: str, *more: str, name: str = "driver") -> Path:
-    """A driver with a sanitizer; skips the test where the compiler has no such sanitizer."""
-    program = folder / name
-    options = sanitizing(folder, sanitizer, *more)
-    sources = (str(FOLDER / f"{name}.cpp"), str(FOLDER / "emulated_card.cpp"))
-    native = _NATIVE if name == "exchange_driver" else ()
+def every_kernel(folder: Path, sanitizer: str, *more: str) -> Path:
+    """The driver of all kernels with a sanitizer; skips the test where the compiler has no such sanitizer."""
+    program, options = folder / "driver", sanitizing(folder, sanitizer, *more)
+    objects = compiled(options, ("driver.cpp", "emulated_card.cpp"), within_s=_COMPILING_S)
+    find_compiler().run("-pthread", *options, *objects, "-o", str(program))
+    return program
+
+
+def the_exchange(folder: Path, sanitizer: str, *more: str) -> Path:
+    """The same of what a card and the host tell each other, with the real host side."""
+    program, options = folder / "exchange_driver", sanitizing(folder, sanitizer, *more)
+    sources = (FOLDER / "exchange_driver.cpp", FOLDER / "emulated_card.cpp", HEADERS / "thread_pool.cpp")
     compiler = replace(find_compiler(), within_s=_COMPILING_S)
-    compiler.run(*OPTIONS, *options, *sources, *native, "-o", str(program))
+    headers = (f"-I{HEADERS}", f"-I{NATIVE_FOLDER}")
+    compiler.run(*OPTIONS, *options, *headers, *map(str, sources), "-o", str(program))
     return program
 
 
@@ -50,14 +56,14 @@ def test_the_driver_knows_the_kernels() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
 def test_no_wrong_access_and_nothing_undefined(tmp_path: Path) -> None:
-    assert_clean(sanitized(tmp_path, "address,undefined,float-cast-overflow"), 300)
+    assert_clean(every_kernel(tmp_path, "address,undefined,float-cast-overflow"), 300)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2400)
 def test_no_data_race(tmp_path: Path) -> None:
     """A block's threads are threads of this machine."""
-    assert_clean(sanitized(tmp_path, "thread", "-DEMULATED_THREADS"), 25)
+    assert_clean(every_kernel(tmp_path, "thread", "-DEMULATED_THREADS"), 25)
 
 
 _WHOLE_BLOCK, _ONE = "32", "1"
@@ -66,7 +72,7 @@ _WHOLE_BLOCK, _ONE = "32", "1"
 
 def test_tokens_of_a_card_beside_the_host_have_the_same_bits(tmp_path: Path) -> None:
     """Every token that is not given up, with random slots, changes, delays, cancels and late answers."""
-    assert_clean(sanitized(tmp_path, "thread", name="exchange_driver"), 20_000, _ONE)
+    assert_clean(the_exchange(tmp_path, "thread"), 20_000, _ONE)
 
 
 @pytest.mark.exhaustive
@@ -80,4 +86,4 @@ def test_tokens_of_a_card_beside_the_host_have_the_same_bits(tmp_path: Path) -> 
     ],
 )
 def test_many_tokens_of_a_card(sanitizer: str, more: tuple[str, ...], steps: int, threads: str, tmp_path: Path) -> None:
-    assert_clean(sanitized(tmp_path, sanitizer, *more, name="exchange_driver"), steps, threads)
+    assert_clean(the_exchange(tmp_path, sanitizer, *more), steps, threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from engine.devices.emulated import open_emulated
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.misses import CACHE_OFF, MIXED, modes
 from engine.hardware.profiles import DeviceProfile
-from tests.engine.hybrid_layers import Layers, routing
+from tests.engine.hybrid_layers import HIDDEN, Layers, routing
 
 
 @pytest.fixture  # of its own for each test: a stream keeps what failed on it until somebody asks
@@ -97,6 +98,25 @@ def test_activations_that_find_no_room_take_it_from_the_cache(device: Device) ->
             assert 0 < layers.cache.slots < 12
         finally:
             device.memory.limit(total)
+
+
+@pytest.mark.parametrize("mode", modes())
+def test_a_step_of_any_size_has_room_where_a_token_has(device: Device, mode: str) -> None:
+    """Whatever the buffers are that another step has left."""
+    dice, generator, total = random.Random(mode), torch.Generator().manual_seed(4), device.memory.total
+    of_a_token = 2 * 3 * HIDDEN * 4  # its experts' outputs, and those that the CPU computes
+    for tokens in (1, 2, 40, 43, 64, 90, 128, 300):
+        with Layers(device, slots=dice.randrange(3), mode=mode) as layers:
+            layers.check(0, routing(generator, dice.randint(1, 300), 3))
+            layers.cache.wait()
+            used = device.memory.use().used - layers.cache.nbytes - layers.activations.nbytes
+            try:
+                device.memory.limit(used + dice.choice([of_a_token, 1500, 8192, dice.randint(of_a_token, 40_000)]))
+                layers.check(0, routing(generator, tokens, 3))
+                layers.check(1, routing(generator, 1, 3))
+                layers.cache.wait()
+            finally:
+                device.memory.limit(total)
 
 
 @pytest.mark.parametrize("where", ["cpu", "device"])

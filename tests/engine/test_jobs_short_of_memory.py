@@ -15,10 +15,8 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.planner.schedules import HYBRID, KLOTSKI, Schedule
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from tests.engine.loaded_tiny import NO_END
@@ -130,19 +128,3 @@ def test_where_one_row_alone_has_no_room_the_rows_wait_for_the_others_to_leave(
             loaded.devices.have_news(monotonic())
         executor.run(source, answers.append)
         assert_right(answers, expected)
-
-
-def test_a_prompt_is_read_in_shorter_pieces(expected: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt, sampling = [*PROMPT, *PROMPT], SamplingParams(max_tokens=NEW_TOKENS)
-    with opened(expected, monkeypatch) as loaded:
-        alone, after = Alone(loaded), Alone(loaded)
-        take_all_but(loaded, 312_000)
-        answer = alone.generate_from_ids(prompt, sampling, end_ids=NO_END)
-        assert isinstance(alone._session, KvSession)
-        assert alone._session._chunk_tokens < len(prompt)
-        alone.clear()
-        emulated.OTHERS.clear()
-        assert answer.token_ids == after.generate_from_ids(prompt, sampling, end_ids=NO_END).token_ids
-        assert isinstance(after._session, KvSession)
-        assert after._session._chunk_tokens > len(prompt)
-        after.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -26,9 +27,10 @@ from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout
 from engine.runtime.kept.copying import from_cache, into_cache
 from engine.runtime.kept.prefixes import Found, KeptPrefixes, Reused
 from engine.runtime.kept.state import CacheForm, HeldState
-from engine.runtime.kv.growing import GrowingWindowLayer, grown_capacity
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer, grown_capacity
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
+from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import (
     KvSnapshot,
     can_continue,
@@ -85,6 +87,8 @@ class KvSession:
         self._drafter = HeadDrafter(loaded.model, head, loaded.context_tokens) if head is not None else None
         self._before: KvSnapshot | None = None
         self._chunk_tokens = loaded.chunk_tokens
+        self._fitting_tokens = loaded.context_tokens
+        """Of a prompt at once that there has been memory for."""
         self._pieces = PromptPieces(loaded)
         self._in_chunks = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
@@ -345,7 +349,8 @@ class KvSession:
         """After a piece of a prompt for which there was no memory: from now on they are shorter, if they can be."""
         if not self._in_chunks or tokens <= PAGE_TOKENS:
             return False
-        self._chunk_tokens = max(PAGE_TOKENS, tokens // 2)
+        self._fitting_tokens = max(PAGE_TOKENS, tokens // 2)
+        self._chunk_tokens = min(self._chunk_tokens, self._fitting_tokens)
         return True
 
     def _leave_graphs(self) -> None:
@@ -360,8 +365,8 @@ class KvSession:
         restart_angles(self._model)
         # Of an answer that depends on what is computed together, tokens come one by one, as they came before.
         read = min(self._prompt_tokens, len(ids)) if len(ids) > self._exact else len(ids)
-        singles = [(place, place + 1) for place in range(read, len(ids))]
-        for start, end in [*self._chunks(0, read, self._chunk_tokens), *singles]:
+        singles = ((place, place + 1) for place in range(read, len(ids)))
+        for start, end in chain(self._chunks(0, read, self._chunk_tokens), singles):
             logits = self._forward(torch.tensor([ids[start:end]], device=self._device), ids[start:end])
         assert logits is not None
         return logits
@@ -373,7 +378,7 @@ class KvSession:
             return
         last = total - SNAPSHOT_TOKENS
         while begin < total:
-            end = min(begin + piece, total)
+            end = min(begin + min(piece, self._fitting_tokens), total)
             if begin < last < end and self._forgets():
                 end = last
             yield begin, end
@@ -572,7 +577,11 @@ class KvRoom:
         held = self._held(cache)
         for index, kv in enumerate(self._devices.kv):
             now = max(0, held[index] // rows - kv.fixed) // kv.per_token if kv.per_token else 0
-            capacity = now if tokens <= now else grown_capacity(now, tokens, self._most_tokens)
+            capacity = now
+            if tokens > now:
+                wanted = grown_capacity(now, tokens, self._most_tokens)
+                capacity = tokens + min(wanted - tokens, self._spare_tokens(index, tokens, rows))
+                self._bound(cache, index, self._most_tokens if capacity == wanted else capacity)
             self._resize(index, max(held[index], rows * (kv.fixed + capacity * kv.per_token)), tokens)
 
     def count(self, cache: Cache | None) -> None:
@@ -595,6 +604,24 @@ class KvRoom:
             assert self._devices is not None
             self._devices.experts.take_back()
 
+    def _spare_tokens(self, index: int, tokens: int, rows: int) -> int:
+        """Of more tokens than so many there is room for, those that leave as much to the steps' activations."""
+        assert self._devices is not None
+        kv, experts, use = self._devices.kv[index], self._devices.experts, self._devices.devices[index].memory.use()
+        if not kv.per_token:
+            return self._most_tokens
+        there = use.total - use.used + self._reservations[index].nbytes
+        there += sum(cache.nbytes for cache in experts.caches[index])
+        there += sum(each.nbytes for each in experts.activations[index : index + 1])
+        return max(0, there - rows * (kv.fixed + tokens * kv.per_token)) // (2 * rows * kv.per_token)
+
+    def _bound(self, cache: Cache | None, index: int, most_tokens: int) -> None:
+        """Lets a device's layers have no room for more than so many tokens."""
+        assert self._devices is not None
+        for number, layer in enumerate(getattr(cache, "layers", ())):
+            if isinstance(layer, GrowingLayer | NarrowLayer) and self._devices.layers.of_cache_layer(number) == index:
+                layer.most_tokens = most_tokens
+
     def _held(self, cache: Cache | None) -> list[int]:
         held = [0] * len(self._reservations)
         assert self._devices is not None
@@ -609,7 +636,7 @@ class KvRoom:
             reservation.resize(nbytes)
             return
         except DeviceMemoryError as error:
-            short = error.asked - error.free
+            short = error.asked - error.free + self._devices.devices[index].memory.excess
             experts = self._devices.experts
             if experts.give_back(index, short) < short and index < len(experts.activations):
                 experts.activations[index].shrink()  # what earlier steps needed: no step is under way

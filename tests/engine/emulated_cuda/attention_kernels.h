@@ -16,6 +16,21 @@ bool emulate_heads(int rows, emulated::Index grid, std::uint64_t seed, const Att
     }
 }
 
+// Each is compiled apart, see unit.cpp.
+#define HEADS(Kv, WIDTH) template bool emulate_heads<Kv, WIDTH>(int, emulated::Index, std::uint64_t, const AttentionArguments&)
+extern HEADS(KvBf16, 64);
+extern HEADS(KvBf16, 128);
+extern HEADS(KvBf16, 256);
+extern HEADS(KvFp16, 64);
+extern HEADS(KvFp16, 128);
+extern HEADS(KvFp16, 256);
+extern HEADS(KvFp32, 64);
+extern HEADS(KvFp32, 128);
+extern HEADS(KvFp32, 256);
+extern HEADS(KvInt8, 64);
+extern HEADS(KvInt8, 128);
+extern HEADS(KvInt8, 256);
+
 template <class Kv>
 bool emulate_width(int width, int rows, emulated::Index grid, std::uint64_t seed, const AttentionArguments& arguments) {
     switch (width) {

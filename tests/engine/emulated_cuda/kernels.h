@@ -24,6 +24,15 @@ bool emulate_rows(int rows, emulated::Index grid, std::uint64_t seed, const Prod
     }
 }
 
+// What compiles longest is compiled apart, see unit.cpp.
+#define PRODUCTS(Format) template bool emulate_rows<Format>(int, emulated::Index, std::uint64_t, const ProductArguments&)
+extern PRODUCTS(Int8);
+extern PRODUCTS(Int4);
+extern PRODUCTS(Lut4);
+extern PRODUCTS(PlainBf16);
+extern PRODUCTS(PlainFp16);
+extern PRODUCTS(PlainFp32);
+
 inline bool emulate_product(const char* format, int rows, emulated::Index grid, std::uint64_t seed, const ProductArguments& arguments) {
     const auto is = [format](const char* name) { return std::strcmp(format, name) == 0; };
     if (is("Int8")) return emulate_rows<Int8>(rows, grid, seed, arguments);
@@ -88,6 +97,11 @@ bool emulate_tiles(int tiles, bool has_units, emulated::Index grid, std::uint64_
         default: return false;
     }
 }
+
+#define GROUPS(Format) template bool emulate_tiles<Format>(int, bool, emulated::Index, std::uint64_t, const GroupProductArguments&)
+extern GROUPS(Int8);
+extern GROUPS(Int4);
+extern GROUPS(Lut4);
 
 inline bool emulate_group_product(const char* format, int tiles, bool has_units, emulated::Index grid, std::uint64_t seed, const GroupProductArguments& arguments) {
     const auto is = [format](const char* name) { return std::strcmp(format, name) == 0; };
