@@ -14,6 +14,7 @@ from app.services.chat_store import AnswerStats, ChatStore, Message, MessageStat
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
 from app.services.sampling_presets import THINKING_TOKENS, own_sampling
+from engine.common.chat import Picture, Role, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
@@ -66,23 +67,38 @@ class _Turn:
     first_tokens: int = 0
 
 
-def prompt_of(system_prompt: str, lineage: Iterable[Message]) -> tuple[ChatMessage, ...]:
+UNSEEN = "[a picture]"
+"""What a model that reads text only gets of a message without any."""
+
+
+def prompt_of(system_prompt: str, lineage: Iterable[Message], *, sees: bool = False) -> tuple[ChatMessage, ...]:
     """The messages to send: empty answers are left out, and consecutive turns of one role are merged.
 
     What was thought goes along: which of it the model reads again, its chat template decides.
+
+    Args:
+        sees: the model reads pictures; else they are left out.
     """
-    turns: list[ChatMessage] = []
+    turns: list[tuple[Role, str, str, tuple[Picture, ...]]] = []
     if system_prompt.strip():
-        turns.append(ChatMessage("system", system_prompt))
+        turns.append(("system", system_prompt, "", ()))
     for message in lineage:
-        if not message.content.strip():
+        content, pictures = message.content, message.pictures if sees else ()
+        if not content.strip() and message.pictures and not sees:
+            content = UNSEEN
+        if not content.strip() and not pictures:
             continue
-        if turns and turns[-1].role == message.role:
-            reasoning = "\n\n".join(filter(None, (turns[-1].reasoning, message.reasoning)))
-            turns[-1] = ChatMessage(message.role, f"{turns[-1].content}\n\n{message.content}", reasoning)
+        if turns and turns[-1][0] == message.role:
+            _, before, thought, shown = turns.pop()
+            content = "\n\n".join(filter(None, (before, content)))
+            reasoning = "\n\n".join(filter(None, (thought, message.reasoning)))
+            turns.append((message.role, content, reasoning, (*shown, *pictures)))
         else:
-            turns.append(ChatMessage(message.role, message.content, message.reasoning))
-    return tuple(turns)
+            turns.append((message.role, content, message.reasoning, pictures))
+    return tuple(
+        ChatMessage(role, content, reasoning, parts=parts_with(content, pictures))
+        for role, content, reasoning, pictures in turns
+    )
 
 
 class AnswerQueue(QObject):

@@ -19,6 +19,7 @@ from engine.remote.endpoint import (
     remove_endpoint,
     save_endpoint,
     saved_endpoints,
+    without_sight,
 )
 from engine.remote.keys import forget_key, key_of_this_run, save_key
 
@@ -130,6 +131,17 @@ class Endpoints(QObject):
             done(stays)
 
         self._doing.add(doing, on_kept, failed)
+
+    def saw_blind(self, model: str) -> None:
+        """The server's model that `endpoint:NAME/MODEL` means has refused pictures: it is sent none until it is tested
+        again."""
+        remote = self.find(model)
+        if remote is None or remote.is_blind:
+            return
+        seen = without_sight(remote.endpoint, remote.model)
+        self._entries = tuple(seen if each is remote.endpoint else each for each in self._entries)
+        self.changed.emit()
+        self._doing.add(lambda: save_endpoint(seen), failed=lambda _error: None)  # then it is found out again
 
     def remove(self, endpoint: Endpoint, failed: Failed) -> None:
         """Forgets it and its key."""

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.common.chat import Picture
+from engine.common.chat import Picture, media_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
 from engine.common.sizes import about
@@ -16,16 +16,6 @@ MOST_PICTURES = 8
 MOST_PICTURE_BYTES = 16 * 10**6
 MOST_ALL_BYTES = 24 * 10**6
 """Of the pictures of one request, which goes to the engine's process as one line."""
-
-
-def media_of(data: bytes) -> str:
-    """The type of a picture's file by its first bytes; empty if it is none that servers read."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "image/webp"
-    for begins, media in ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif")):
-        if data.startswith(begins):
-            return f"image/{media}"
-    return ""
 
 
 def read_pictures(paths: Sequence[Path]) -> tuple[Picture, ...]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-from PySide6.QtCore import QEventLoop, QSize, QTimer, Signal
+from PySide6.QtCore import QEventLoop, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
 
 import app.services.downloads as downloading
@@ -796,6 +797,42 @@ def _chat_elsewhere_empty(stage: Stage) -> None:
     stage.chat.presenter.choose_model(remote_name(ELSEWHERE, "Qwen/Qwen3-235B-A22B"))
 
 
+def _picture(width: int, height: int) -> QImage:
+    """A made-up photo of hills under a sun."""
+    image = QImage(width, height, QImage.Format.Format_RGB32)
+    image.fill(QColor("#9ec9e8"))
+    painter = QPainter(image)
+    painter.setPen(Qt.PenStyle.NoPen)
+    for colour, shape in (("#f2c14e", (0.7, 0.1, 0.2)), ("#5b8c5a", (-0.2, 0.55, 0.9)), ("#3c6e47", (0.4, 0.65, 0.9))):
+        painter.setBrush(QColor(colour))
+        painter.drawEllipse(round(shape[0] * width), round(shape[1] * height), *(round(shape[2] * width),) * 2)
+    painter.end()
+    return image
+
+
+def _chat_pictures(stage: Stage) -> None:
+    """A chat about pictures at another server, with one more to be sent."""
+    _chat_elsewhere_empty(stage)
+    chat = stage.chat
+    stage.services.endpoints.agree(ELSEWHERE)
+    chat.attaching.give([_picture(1200, 800), _picture(600, 900)])
+    stage.until(lambda: len(chat.presenter.pictures) == 2)
+    chat.presenter.send("Which of these two was taken in the morning?")
+    stage.engine.write("The first: the sun stands low on the right, and the hills have hardly any shadow.")
+    stage.engine.finish()
+    chat.attaching.give([_picture(900, 900), _picture(300, 900)])
+    stage.until(lambda: len(chat.presenter.pictures) == 2)
+    chat.composer.box.setPlainText("And these?")
+
+
+def _chat_pictures_unread(stage: Stage) -> None:
+    """The same chat with a model of this PC."""
+    _chat_pictures(stage)
+    stage.chat.presenter.attach(())
+    stage.chat.presenter.choose_model("")
+    stage.chat.attaching.choose()
+
+
 def _chat_elsewhere_models(stage: Stage) -> None:
     """The models on this PC, and those of other servers."""
     _add_servers(stage)
@@ -851,6 +888,8 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-models": _chat_models,
     "chat-elsewhere": _chat_elsewhere,
     "chat-elsewhere-empty": _chat_elsewhere_empty,
+    "chat-pictures": _chat_pictures,
+    "chat-pictures-unread": _chat_pictures_unread,
     "chat-elsewhere-models": _chat_elsewhere_models,
     "chat-elsewhere-question": _chat_elsewhere_question,
     "chat-loading": _chat_loading,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
+from PySide6.QtGui import QColor, QImage
 from pytestqt.qtbot import QtBot
 
 from app.main import first_run_entry, page_entries
@@ -198,3 +200,27 @@ def test_a_model_that_is_opened_is_the_one_that_was_needed(
     assert isinstance(engine.loads[0], Request)
     start.need()
     assert begun == []
+
+
+def test_pictures_reach_the_server_and_are_there_when_the_window_is_opened_again(
+    open_window: Callable[[], Opened], server: BadEndpoint, qtbot: QtBot
+) -> None:
+    first = open_window()
+    first.chat.presenter.choose_model(f"endpoint:Rack/{MODEL}")
+    picture = QImage(30, 20, QImage.Format.Format_RGB32)
+    picture.fill(QColor("teal"))
+    with qtbot.waitSignal(first.chat.presenter.attached):
+        first.chat.attaching.give([picture])
+    assert first.ask("What is it?").content == "Hello"
+    shown, text = server.posted[-1].body["messages"][0]["content"]
+    sent = QImage.fromData(base64.b64decode(shown["image_url"]["url"].partition(",")[2]))
+    assert sent.pixelColor(3, 3).name() == "#008080"
+    assert text == {"type": "text", "text": "What is it?"}
+    server.answer = lambda asked: asked.error(400, "This model takes no images.")
+    assert "reads no pictures" in first.ask("Really?").reason
+    server.answer = lambda asked: asked.stream("Yes")
+    assert first.ask("Really?").content == "Yes"
+    assert all(isinstance(each["content"], str) for each in server.posted[-1].body["messages"])
+
+    again = open_window()
+    qtbot.waitUntil(lambda: len(again.chat.presenter.shown_pictures) == 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import sqlite3
@@ -19,6 +20,7 @@ from app.services.chat_store.records import (
     sampling_to_json,
 )
 from app.services.chat_store.schema import transaction
+from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 
 PURGE_AFTER_S = 3600.0
@@ -178,10 +180,8 @@ class ChatDatabase:
                     f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?)",
                     conversation_values(conversation),
                 )
-                c.executemany(
-                    f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})",
-                    (message_values(message) for message in messages),
-                )
+                for message in messages:
+                    self._insert(message)
 
     def change_conversation(self, conversation_id: str, changes: dict[str, Any]) -> None:
         """Change only these fields, so that two windows on one file do not overwrite each other's changes."""
@@ -212,16 +212,39 @@ class ChatDatabase:
         rows = self.connection.execute(
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
-        return tuple(message_from_row(row) for row in rows)
+        pictures = self._pictures(conversation_id)
+        found = map(message_from_row, rows)
+        return tuple(dataclasses.replace(each, pictures=tuple(pictures.get(each.id, ()))) for each in found)
+
+    def _pictures(self, conversation_id: str) -> dict[str, list[Picture]]:
+        """By the ids of their messages."""
+        rows = self.connection.execute(
+            "SELECT message_id, media, data FROM pictures "
+            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY message_id, place",
+            (conversation_id,),
+        )
+        found: dict[str, list[Picture]] = {}
+        for message_id, media, data in rows:
+            if isinstance(data, bytes):
+                picture = Picture(text_of(media), base64.b64encode(data).decode("ascii"))
+                found.setdefault(text_of(message_id), []).append(picture)
+        return found
+
+    def _insert(self, message: Message) -> None:
+        self.connection.execute(f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})", message_values(message))
+        self.connection.executemany(
+            "INSERT INTO pictures (message_id, place, media, data) VALUES (?,?,?,?)",
+            (
+                (message.id, place, picture.media, base64.b64decode(picture.data))
+                for place, picture in enumerate(message.pictures)
+            ),
+        )
 
     def add_message(self, message: Message) -> None:
         """Add a message and put it on the visible path."""
-        with transaction(self.connection) as c:
+        with transaction(self.connection):
             self._unchoose(message.conversation_id, message.parent_id)
-            c.execute(
-                f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})",
-                message_values(dataclasses.replace(message, chosen=True)),
-            )
+            self._insert(dataclasses.replace(message, chosen=True))
 
     def update_message(self, message: Message) -> None:
         """Write a message's text and reasoning, state, reason and stats."""

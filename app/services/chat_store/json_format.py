@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
@@ -19,6 +20,7 @@ from app.services.chat_store.records import (
     sampling_from_dict,
 )
 from app.services.chat_store.tree import sound
+from engine.common.chat import Picture, media_of
 from engine.common.foreign import parse_json
 
 FORMAT = "switchyard-chats"
@@ -112,7 +114,15 @@ def _message(raw: dict[str, Any], conversation_id: str) -> Message:
         chosen=bool(raw.get("chosen", False)),
         reasoning=_text(raw.get("reasoning", "")),
         reasoning_s=_time(raw.get("reasoning_s", 0.0)),
+        pictures=tuple(map(_picture, raw.get("pictures", ()))),
     )
+
+
+def _picture(raw: dict[str, Any]) -> Picture:
+    data = base64.b64decode(raw["data"], validate=True)
+    if media_of(data) != raw["media"]:
+        raise ValueError("no picture of that kind")
+    return Picture(raw["media"], base64.b64encode(data).decode("ascii"))
 
 
 def _stats(raw: dict[str, Any]) -> AnswerStats:

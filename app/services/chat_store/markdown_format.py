@@ -24,6 +24,7 @@ _THOUGHT = re.compile(
     r"(.*?)\n\n</details>\n<!-- switchyard:answer -->\n\n",
     re.DOTALL,
 )
+_SHOWN = re.compile(r"<!-- switchyard:pictures -->\n[^\n]*\n<!-- switchyard:text -->\n\n")
 _FOREIGN = re.compile(r"^#{1,6}[ \t]*(you|user|human|assistant|system|system prompt)[ \t]*:?[ \t]*\r?$", re.I | re.M)
 _FOREIGN_ROLES: dict[str, Role] = {"assistant": "assistant", "system": "system", "system prompt": "system"}
 
@@ -42,7 +43,7 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
     parts = [f"# {title}\n\n"]
     if conversation.system_prompt:
         parts.append(_turn("system", conversation.system_prompt))
-    parts.extend(_turn(message.role, message.content, _folded(message)) for message in path)
+    parts.extend(_turn(message.role, message.content, _folded(message) + _shown(message)) for message in path)
     return "".join(parts)
 
 
@@ -57,6 +58,15 @@ def _folded(message: Message) -> str:
     summary = f"<summary>Thought for {message.reasoning_s:.0f} s</summary>"
     head = f"{_MARK}thought {message.reasoning_s:.2f} -->\n<details>\n{summary}\n\n"
     return f"{head}{_escaped(message.reasoning)}\n\n</details>\n{_MARK}answer -->\n\n"
+
+
+def _shown(message: Message) -> str:
+    """That a message had pictures, which are not in the document."""
+    count = len(message.pictures)
+    if not count:
+        return ""
+    words = "A picture" if count == 1 else f"{count} pictures"
+    return f"{_MARK}pictures -->\n*{words}, not in this file: an export as JSON has them.*\n{_MARK}text -->\n\n"
 
 
 def _escaped(text: str) -> str:
@@ -115,6 +125,7 @@ def _own(text: str) -> tuple[str, list[_Read]] | None:
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
     for mark, end in zip(marks, ends, strict=True):
         content = text[mark.end() : end].removesuffix("\n").removesuffix("\n")
+        content = content[shown.end() :] if (shown := _SHOWN.match(content)) else content
         thought = _THOUGHT.match(content)
         reasoning, seconds = (_unescaped(thought[2]), float(thought[1])) if thought else ("", 0.0)
         content = _unescaped(content[thought.end() :] if thought else content)

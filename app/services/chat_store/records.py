@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.protocol import Role
@@ -53,6 +54,7 @@ class Message:
         reason_code: the `ErrorCode` (or `cancelled`, `interrupted`) behind `reason`.
         chosen: whether this sibling is on the visible path.
         reasoning: what the model thought before it answered, for `reasoning_s` seconds.
+        pictures: what a user's message shows; never changed after it was added.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Message:
     chosen: bool = True
     reasoning: str = ""
     reasoning_s: float = 0.0
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import sqlite3
@@ -24,6 +25,7 @@ from app.services.chat_store.pages import Pages, Record, Value
 from app.services.chat_store.records import ROLES, Conversation, Message, MessageState
 from app.services.chat_store.schema import check_contents, check_header, connect, damaged, is_damage, migrate
 from app.services.chat_store.tree import sound
+from engine.common.chat import Picture, media_of
 from engine.common.files import private_file, private_folder, restrict_files
 
 RECOVERED_TITLE = "Recovered chat"
@@ -154,6 +156,12 @@ def _salvage(path: Path) -> _Salvaged:
     message_rows: dict[tuple[int, Value], Record] = {}
     for row in pages.rows(_is_message):
         message_rows.setdefault((row.rowid, row.values[1]), row)
+    shown: dict[str, list[tuple[int, Picture]]] = {}
+    for row in pages.rows(_is_picture):
+        _, message_id, place, media, data = row.values
+        if row.is_whole and isinstance(place, int) and isinstance(data, bytes) and media_of(data) == media:
+            picture = Picture(media_of(data), base64.b64encode(data).decode("ascii"))
+            shown.setdefault(text_of(message_id), []).append((place, picture))
     index = _Index(pages)
     # A row that an index still lists was not deleted, no matter where it is found.
     missing_conversations = index.conversations - {rowid for rowid, _ in conversation_rows}
@@ -169,6 +177,7 @@ def _salvage(path: Path) -> _Salvaged:
     conversations = [_conversation(row) for _, row in _in_order(conversation_rows) if row.values[1] not in deleted]
     kept = {conversation.id for conversation in conversations}
     messages = [_message(row) for _, row in _in_order(message_rows) if not _was_deleted(row, kept, deleted, index)]
+    messages = [_with_pictures(each, shown.get(each.id, ())) for each in messages]
     known = sum(conversation not in deleted for conversation in index.messages.values())
     return _Salvaged(conversations, messages, known)
 
@@ -238,6 +247,16 @@ def _is_conversation(values: tuple[Value, ...]) -> bool:
         and all(isinstance(values[place], int | float) for place in (3, 4, 5))
         and isinstance(values[-1], int | float | None)
     )
+
+
+def _is_picture(values: tuple[Value, ...]) -> bool:
+    return len(values) == 5 and values[0] is None and isinstance(values[1], str) and isinstance(values[4], bytes)
+
+
+def _with_pictures(message: Message, shown: Iterable[tuple[int, Picture]]) -> Message:
+    """The message with its pictures in their order; without a place twice, which a row before its deletion may have."""
+    places = dict(shown)
+    return replace(message, pictures=tuple(places[place] for place in sorted(places)))
 
 
 def _is_message(values: tuple[Value, ...]) -> bool:

@@ -93,7 +93,21 @@ _VERSION_3: Migration = (
     "INSERT INTO messages_fts (rowid, content) SELECT seq, content FROM messages WHERE state <> 'streaming'",
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3)
+# What users' messages show.  They go with their message, so with its chat.
+_VERSION_4: Migration = (
+    """
+    CREATE TABLE pictures (
+        seq INTEGER PRIMARY KEY,
+        message_id TEXT NOT NULL REFERENCES messages (id) ON DELETE CASCADE,
+        place INTEGER NOT NULL,
+        media TEXT NOT NULL,
+        data BLOB NOT NULL,
+        UNIQUE (message_id, place)
+    )
+    """,
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
-from PySide6.QtGui import QDesktopServices, QKeySequence, QResizeEvent, QShowEvent
+from PySide6.QtGui import QDesktopServices, QDragEnterEvent, QDropEvent, QKeySequence, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
@@ -16,9 +16,11 @@ from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
+from app.services.pictures import sources_in
 from app.services.settings import STARTER, Settings
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
+from app.views.chat.attaching import Attaching
 from app.views.chat.batch_hint import BatchHint
 from app.views.chat.close_guard import UnsavedTextGuard
 from app.views.chat.composer import Composer
@@ -26,7 +28,7 @@ from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, translate
+from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, translate, unseen_text
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
@@ -89,6 +91,7 @@ class ChatView(Page):
         self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
         self._pages = QStackedWidget(self)
         self.toast = Toast(self)
+        self.setAcceptDrops(True)
         self._shows_chats = False
         self._close_guard = UnsavedTextGuard(store, self)
         self.setFocusProxy(self.composer)
@@ -180,6 +183,8 @@ class ChatView(Page):
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
+        self.attaching = Attaching(do, self.composer, self.notice_banner.show_text, self)
+        do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
         self.composer.sampling_changed.connect(do.set_sampling)
         do.shown.connect(self._on_shown)
@@ -214,6 +219,7 @@ class ChatView(Page):
             (QKeySequence(standard.Undo), self.tr("Restore the deleted chat"), self._undo),
             (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
             (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
+            (QKeySequence("Ctrl+Shift+A"), self.tr("Attach pictures"), self.attaching.choose),
             (QKeySequence("Ctrl+L"), self.tr("Write a message"), self.composer.setFocus),
         ):
             add_shortcut(self, keys, words, do)
@@ -266,9 +272,20 @@ class ChatView(Page):
         else:
             self.choose_model()
 
+    def dragEnterEvent(self, event: QDragEnterEvent) -> None:
+        if sources_in(event.mimeData()):
+            event.acceptProposedAction()
+        else:
+            event.ignore()  # a model is for the window
+
+    def dropEvent(self, event: QDropEvent) -> None:
+        event.acceptProposedAction()
+        self.attaching.give(sources_in(event.mimeData()))
+
     def close_down(self) -> None:
         """Save everything that is only in memory; called before the window closes."""
         self.presenter.flush()
+        self.attaching.close()
         self._importing.close()
 
     def showEvent(self, event: QShowEvent) -> None:
@@ -402,6 +419,7 @@ class ChatView(Page):
     def _on_shown(self, conversation: Conversation) -> None:
         self._on_changed(conversation)
         self.composer.show_conversation(conversation, with_draft=True)
+        self.composer.show_pictures(self.presenter.pictures)
         self.panel.set_current(conversation.id)
         for turn in self.transcript.turns:
             self.transcript.set_phase(turn.message_id, self.presenter.queue.phase(turn.message_id))
@@ -424,8 +442,12 @@ class ChatView(Page):
         self.title_bar.set_remote(remote, gone)
         self.picker.set_chosen(model)
         self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
-        self.sent_note.setText(self._sent_words(remote) if remote is not None else gone)
-        self.sent_note.setVisible(self.presenter.is_elsewhere)
+        words = self._sent_words(remote) if remote is not None else gone
+        if not gone and not self.presenter.reads_pictures:
+            there = self.presenter.shown_pictures or self.presenter.pictures
+            words = f"{words} {unseen_text(remote)}".strip() if there else words
+        self.sent_note.setText(words)
+        self.sent_note.setVisible(bool(words))
         self._show_hint()
 
     def _sent_words(self, remote: RemoteModel) -> str:
@@ -445,6 +467,8 @@ class ChatView(Page):
         rows = self.presenter.model.rows
         self._pages.setCurrentWidget(self.transcript if rows else self.empty)
         self.composer.set_answering(self.presenter.answering_id is not None)
+        if self.presenter.shown_pictures:
+            self._show_place()
         self._count()
 
     def _on_edited(self, text: str) -> None:

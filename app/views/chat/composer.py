@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
@@ -9,18 +11,25 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLay
 from app.services.chat_store import Conversation
 from app.theme import set_look, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.icon_button import IconButton
+from app.views.chat.picture_row import PictureRow
 from app.views.chat.system_prompt_popover import SystemPromptPopover
 from app.widgets.quantities import count, percent
 from app.widgets.sampling_popover import SamplingPopover
+from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 
 SPACING_PX = 10
 
 
 class Composer(QFrame):
-    """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit."""
+    """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit;
+    `pictures_wanted` (choose files), `pictured` (pictures that were pasted or dropped), `picture_removed` (which)."""
 
     sent = Signal(str)
+    pictures_wanted = Signal()
+    pictured = Signal(list)
+    picture_removed = Signal(int)
     stopped = Signal()
     edited = Signal(str)
     system_prompt_changed = Signal(str)
@@ -39,6 +48,12 @@ class Composer(QFrame):
         self.box.entered.connect(self._send)
         self.box.focused.connect(self._show_focus)
         self.box.textChanged.connect(self._on_text)
+        self.box.takes_pictures = True
+        self.box.pictured.connect(self.pictured)
+        self.pictures = PictureRow(self, removable=True)
+        self.pictures.removed.connect(self.picture_removed)
+        self._has_pictures = False
+        self.picture_button = IconButton("image", self.tr("Attach pictures"), self.pictures_wanted.emit, self)
         self.system_button = self._chip(self.tr("System prompt"))
         self.system_button.clicked.connect(self.edit_system_prompt)
         self.sampling_button = self._chip("")
@@ -55,6 +70,7 @@ class Composer(QFrame):
         self._sampling.changed.connect(self.sampling_changed)
         self._row = row = QHBoxLayout()
         row.setSpacing(SPACING_PX)
+        row.addWidget(self.picture_button)
         row.addWidget(self.system_button)
         row.addWidget(self.sampling_button)
         row.addStretch(1)
@@ -63,6 +79,7 @@ class Composer(QFrame):
         self._column = column = QVBoxLayout(self)
         column.setContentsMargins(15, 13, 13, 12)
         column.setSpacing(12)
+        column.addWidget(self.pictures)
         column.addWidget(self.box)
         column.addLayout(row)
         self.setFocusProxy(self.box)
@@ -111,6 +128,12 @@ class Composer(QFrame):
         self.box.moveCursor(self.box.textCursor().MoveOperation.End)
         self._show_button()
 
+    def show_pictures(self, pictures: Sequence[Picture]) -> None:
+        """Shows what will be sent with the text."""
+        self.pictures.show_pictures(pictures)
+        self._has_pictures = bool(pictures)
+        self._show_button()
+
     def set_answering(self, answering: bool) -> None:
         """Show Stop instead of Send."""
         if answering != self._answering:
@@ -140,8 +163,9 @@ class Composer(QFrame):
     def _fit_meter(self) -> None:
         """Shows the longest form of the meter that fits beside the buttons."""
         margins = self._column.contentsMargins()
-        buttons = (self.system_button, self.sampling_button, self.send_button)
-        taken = sum(button.sizeHint().width() + SPACING_PX for button in buttons) + 2 * SPACING_PX
+        buttons = (self.picture_button, self.system_button, self.sampling_button, self.send_button)
+        hints = (button.sizeHint().expandedTo(button.minimumSize()).width() for button in buttons)
+        taken = sum(hint + SPACING_PX for hint in hints) + 2 * SPACING_PX
         room = self.width() - margins.left() - margins.right() - taken
         metrics = self.meter.fontMetrics()
         fits = (words for words in self._meter_words if metrics.horizontalAdvance(words) + 2 <= room)
@@ -166,8 +190,12 @@ class Composer(QFrame):
         return button
 
     def _send(self) -> None:
-        if not self._answering and self.text.strip():
+        if not self._answering and self._can_send:
             self.sent.emit(self.text)
+
+    @property
+    def _can_send(self) -> bool:
+        return bool(self.text.strip()) or self._has_pictures
 
     def _on_button(self) -> None:
         if self._answering:
@@ -184,7 +212,7 @@ class Composer(QFrame):
         self.send_button.setAccessibleName(self.tr("Stop the answer") if self._answering else self.tr("Send"))
         kind = "" if self._answering else "primary"
         set_look(self.send_button, "kind", kind)
-        self.send_button.setEnabled(self._answering or bool(self.text.strip()))
+        self.send_button.setEnabled(self._answering or self._can_send)
         self._fit_meter()
 
     def _show_focus(self, focused: bool) -> None:

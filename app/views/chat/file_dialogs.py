@@ -10,6 +10,7 @@ from PySide6.QtCore import QDir, Qt
 from PySide6.QtWidgets import QFileDialog, QWidget
 
 from app.services.chat_store import Conversation
+from app.services.pictures import SUFFIXES
 from app.views.chat.phrases import translate
 
 
@@ -41,4 +42,19 @@ def ask_import_path(parent: QWidget, then: Callable[[Path], None]) -> None:
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
     dialog.fileSelected.connect(lambda path: then(Path(path)))
+    dialog.open()
+
+
+def ask_pictures(parent: QWidget, then: Callable[[list[Path]], None]) -> None:
+    """Ask for pictures to send."""
+    endings = " ".join(f"*{suffix}" for suffix in SUFFIXES)
+    dialog = QFileDialog(
+        parent,
+        translate("Chat", "Attach pictures"),
+        QDir.homePath(),
+        translate("Chat", "Pictures ({0})").format(endings),
+    )
+    dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+    dialog.setFileMode(QFileDialog.FileMode.ExistingFiles)
+    dialog.filesSelected.connect(lambda paths: then([Path(path) for path in paths]))
     dialog.open()

@@ -6,16 +6,20 @@ from PySide6.QtCore import QEvent, QMimeData, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QKeyEvent, QKeySequence, QResizeEvent
 from PySide6.QtWidgets import QPlainTextEdit, QSizePolicy, QWidget
 
+from app.services.pictures import sources_in
 from app.widgets.dropped_model import dropped_model
 
 MOST_LINES = 10
 
 
 class GrowingEdit(QPlainTextEdit):
-    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus)."""
+    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus), `pictured` (pictures that
+    were pasted or dropped, if it `takes_pictures`)."""
 
     entered = Signal()
     focused = Signal(bool)
+    pictured = Signal(list)
+    takes_pictures = False
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -30,7 +34,16 @@ class GrowingEdit(QPlainTextEdit):
 
     def canInsertFromMimeData(self, source: QMimeData) -> bool:
         # A model dropped here is meant for the window.
+        if self.takes_pictures and sources_in(source):
+            return True
         return dropped_model(source) is None and super().canInsertFromMimeData(source)
+
+    def insertFromMimeData(self, source: QMimeData) -> None:
+        sources = sources_in(source) if self.takes_pictures else []
+        if sources:
+            self.pictured.emit(sources)
+        else:
+            super().insertFromMimeData(source)
 
     def event(self, event: QEvent) -> bool:
         # With nothing to undo here, Ctrl+Z goes to the page, which restores a deleted chat.

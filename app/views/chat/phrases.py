@@ -14,7 +14,7 @@ from app.widgets.quantities import SEPARATOR, count, duration, file_size, number
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
-from engine.remote.endpoint import Endpoint, called
+from engine.remote.endpoint import Endpoint, RemoteModel, called
 
 translate = QCoreApplication.translate
 
@@ -173,6 +173,22 @@ def not_taken_text(names: Sequence[str]) -> str:
     return translate("Chat", "It does not take this chat's {0}.").format(
         ", ".join(words.get(one, one) for one in names)
     )
+
+
+def text_only_text(remote: RemoteModel | None) -> str:
+    """Why no pictures can be sent."""
+    if remote is None:
+        return translate("Chat", "Models on this PC read text only: choose one of another server to send pictures.")
+    return translate("Chat", "{0} of {1} reads text only: choose another model to send pictures.").format(
+        remote.model or translate("Chat", "The model"), remote.endpoint.name
+    )
+
+
+def unseen_text(remote: RemoteModel | None) -> str:
+    """That who answers reads nothing of the pictures in a chat."""
+    if remote is None:
+        return translate("Chat", "Models on this PC read text only: the pictures in this chat are not read.")
+    return translate("Chat", "It reads text only: the pictures in this chat are not sent.")
 
 
 def gone_text(model: str) -> str:

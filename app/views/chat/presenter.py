@@ -20,7 +20,9 @@ from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.views.chat.phrases import gone_text, translate
+from engine.common.chat import Picture
 from engine.common.config import SamplingParams
+from engine.common.errors import ErrorCode
 from engine.remote.endpoint import RemoteModel, is_remote
 
 DRAFT_MS = 400
@@ -37,12 +39,14 @@ class ChatPresenter(QObject):
         changed: the current `Conversation` has new fields.
         deleted: a `Conversation` that `undo_delete` can restore.
         draft_replaced: new text for the composer.
+        attached: the pictures that go with the next message of the current chat.
     """
 
     shown = Signal(object)
     changed = Signal(object)
     deleted = Signal(object)
     draft_replaced = Signal(str)
+    attached = Signal(object)
 
     def __init__(
         self,
@@ -67,6 +71,8 @@ class ChatPresenter(QObject):
         self.queue = answers
         self._trees: dict[str, MessageTree] = {}
         self._deleted: list[Conversation] = []
+        self._attached: dict[str, tuple[Picture, ...]] = {}
+        """By chat; kept in memory alone until they are sent."""
         self._wanted = ""
         self._wanted_message = ""
         self._opens_last = False
@@ -231,9 +237,31 @@ class ChatPresenter(QObject):
         last = rows[-1].message if rows else None
         return last.id if last is not None and last.state is MessageState.STREAMING else None
 
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """What goes with the next message."""
+        return self._attached.get(self._conversation.id, ())
+
+    def attach(self, pictures: Sequence[Picture]) -> None:
+        """These go with the next message, and no others."""
+        self._attached[self._conversation.id] = tuple(pictures)
+        self.attached.emit(self.pictures)
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether who answers may read them: another server's model that has not refused any."""
+        remote = self.remote
+        return remote is not None and not remote.is_blind
+
+    @property
+    def shown_pictures(self) -> tuple[Picture, ...]:
+        """Those in the chat on screen."""
+        return tuple(picture for row in self.model.rows for picture in row.message.pictures)
+
     def send(self, text: str) -> bool:
         """Send a message; False if it is empty or an answer is still being written."""
-        if not text.strip() or self.answering_id is not None:
+        pictures = self.pictures
+        if not (text.strip() or pictures) or self.answering_id is not None:
             return False
         self._draft_timer.stop()
         self._draft = ""
@@ -242,15 +270,17 @@ class ChatPresenter(QObject):
         if self._client.model is not None and not is_remote(self._conversation.model):
             changes["model"] = self._client.model.name
         if not self._conversation.title:
-            changes["title"] = title_from(text)
+            changes["title"] = title_from(text) or translate("Chat", "Picture")
         self._change(self._conversation.id, **changes)
-        self._ask(text, self.model.tree.leaf_id())
+        self.attach(())
+        self._ask(text, self.model.tree.leaf_id(), pictures)
         return True
 
     def resend(self, message_id: str, text: str) -> None:
         """Send an edited message as another version; what followed the first one is kept."""
-        if text.strip() and self.answering_id is None:
-            self._ask(text, self.model.tree[message_id].parent_id)
+        edited = self.model.tree[message_id]
+        if (text.strip() or edited.pictures) and self.answering_id is None:
+            self._ask(text, edited.parent_id, edited.pictures)
 
     def regenerate(self, message_id: str) -> None:
         """Answer again, as another version."""
@@ -358,8 +388,9 @@ class ChatPresenter(QObject):
             self._store_if_new()
             self._change(self._conversation.id, draft=self._draft)
 
-    def _ask(self, text: str, parent_id: str | None) -> None:
-        question = Message(new_id(), self._conversation.id, parent_id, "user", text, created_at=self._now())
+    def _ask(self, text: str, parent_id: str | None, pictures: tuple[Picture, ...] = ()) -> None:
+        now = self._now()
+        question = Message(new_id(), self._conversation.id, parent_id, "user", text, created_at=now, pictures=pictures)
         self.model.add(question)
         self._store.add_message(question)
         self._answer(question.id)
@@ -370,7 +401,8 @@ class ChatPresenter(QObject):
         answer = Message(
             new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
         )
-        messages = prompt_of(self._conversation.system_prompt, self.model.tree.lineage(parent_id))
+        lineage = self.model.tree.lineage(parent_id)
+        messages = prompt_of(self._conversation.system_prompt, lineage, sees=self.reads_pictures)
         self.model.add(answer)
         self._store.add_message(answer)
         if self.is_elsewhere and self.remote is None:
@@ -393,6 +425,9 @@ class ChatPresenter(QObject):
     # --- from the store and the queue ---
 
     def _on_answer(self, answer: Message) -> None:
+        if answer.reason_code == ErrorCode.PICTURES_NOT_READ:
+            asked = self.list_model.conversation(answer.conversation_id)
+            self._endpoints.saw_blind(asked.model if asked is not None else "")
         tree = self._trees.get(answer.conversation_id)
         if tree is None or answer.id not in tree:
             return

@@ -12,6 +12,7 @@ from app.models.conversation import MessageRow
 from app.theme import scaled
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
+from app.views.chat.picture_row import PictureRow
 from app.views.chat.version_switch import VersionSwitch
 
 BUBBLE_PX = 540
@@ -42,6 +43,8 @@ class UserMessage(QWidget):
         )
         self._inside = QVBoxLayout(self._bubble)
         self._inside.setContentsMargins(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
+        self._pictures = PictureRow(self._bubble)
+        self._inside.addWidget(self._pictures)
         self._inside.addWidget(self._text)
         self._versions = VersionSwitch(self)
         self._versions.step.connect(self.version_stepped)
@@ -72,6 +75,8 @@ class UserMessage(QWidget):
         escaped = html.escape(row.message.content)
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
+        self._pictures.show_pictures(row.message.pictures)
+        self._text.setVisible(self._editor is None and (bool(row.message.content) or not row.message.pictures))
         self._versions.show_version(row.version, row.versions)
         self._fit()
 
@@ -110,7 +115,7 @@ class UserMessage(QWidget):
             self._editor.deleteLater()
             self._editor = None
             self._actions.deleteLater()
-            self._text.show()
+            self._text.setVisible(bool(self._row.message.content) or not self._row.message.pictures)
             for button in self._buttons:
                 button.show()
             self._fit()
@@ -151,7 +156,7 @@ class UserMessage(QWidget):
     def _resend(self) -> None:
         if self._editor is not None:
             text = self._editor.toPlainText()
-            if text.strip():
+            if text.strip() or self._row.message.pictures:
                 self.stop_editing()
                 self.resent.emit(text)
 
@@ -162,7 +167,9 @@ class UserMessage(QWidget):
         """As wide as the text needs, up to a limit."""
         widest = scaled(BUBBLE_PX)
         if self._editor is not None:
-            self._bubble.setFixedWidth(min(widest, max(self.width() - EDIT_BESIDE_PX, 120)))
+            width = min(widest, max(self.width() - EDIT_BESIDE_PX, 120))
+            self._bubble.setFixedWidth(width)
+            self._fit_pictures(width - 2 * PADDING.width())
             return
         most = min(widest, max(self.width() - BESIDE_PX, 120))
         metrics = QFontMetrics(self._text.font())
@@ -175,7 +182,12 @@ class UserMessage(QWidget):
         longest = max(
             (metrics.horizontalAdvance(line[:2000]) for line in self._row.message.content.split("\n")), default=0
         )
-        width = min(longest + 3, room)
+        width = max(min(longest + 3, room), self._pictures.widest(room))
+        self._fit_pictures(width)
         self._bubble.setFixedWidth(width + 2 * PADDING.width())
         self._text.setMinimumHeight(0)  # or the minimum would bound heightForWidth from below
         self._text.setFixedHeight(max(self._text.heightForWidth(width), metrics.lineSpacing()))
+
+    def _fit_pictures(self, width: int) -> None:
+        if not self._pictures.isHidden():
+            self._pictures.setFixedHeight(self._pictures.heightForWidth(width))

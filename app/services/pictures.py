@@ -1,0 +1,187 @@
+"""Pictures for other servers: read from files or the clipboard off the GUI thread, made small enough, and without what
+a camera wrote into them, such as the place.
+
+They become PNG or JPEG, which every server reads: some read no WebP, and only a GIF's first picture.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PySide6.QtCore import QBuffer, QByteArray, QCoreApplication, QMimeData, QObject, QSize, Qt
+from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
+
+from app.services.background import TaskQueue
+from engine.common.chat import Picture
+from engine.common.foreign import reason
+from engine.common.sizes import about
+from engine.remote.picture_files import MOST_ALL_BYTES, MOST_PICTURES
+
+MOST_SIDE_PX = 2048
+"""A larger picture is scaled down; models see no more of it."""
+MOST_FILE_BYTES = 100 * 10**6
+MOST_PNG_BYTES = 1_500_000
+JPEG_QUALITY = 90
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_FORMATS = ("png", "jpeg", "webp", "gif")
+
+translate = QCoreApplication.translate
+
+Source = Path | QImage
+
+
+class NotAPictureError(Exception):
+    """The argument is a sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Pictures that can be sent, and a sentence for each that cannot."""
+
+    pictures: tuple[Picture, ...]
+    problems: tuple[str, ...]
+
+
+class Pictures(QObject):
+    """Prepares them one after the other."""
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._doing = TaskQueue(self)
+
+    def prepare(self, sources: Sequence[Source], beside: Sequence[Picture], done: Callable[[Prepared], object]) -> None:
+        """`done` is told of the pictures that may go with those that a message has already.
+
+        Args:
+            beside: all pictures of the chat: a request takes only so many bytes.
+        """
+        some, all_there = tuple(sources), sum(len(each.data) for each in beside) * 3 // 4
+        self._doing.add(lambda: _prepared(some, all_there), done)
+
+    def close(self) -> None:
+        """Waits for what is being prepared."""
+        self._doing.close()
+
+
+def sources_in(data: QMimeData) -> list[Source]:
+    """The pictures that are dragged or pasted: files, or one that is no file; a text with a picture of it is a text."""
+    files = [Path(url.toLocalFile()) for url in data.urls() if url.isLocalFile()]
+    found: list[Source] = [path for path in files if path.suffix.lower() in SUFFIXES]
+    if not found and not files and data.hasImage() and not data.hasText():
+        image = data.imageData()
+        found = [image] if isinstance(image, QImage) and not image.isNull() else []
+    return found
+
+
+def too_many() -> str:
+    """Why a message takes no more of them."""
+    return translate("Pictures", "A message takes up to {0} pictures.").format(MOST_PICTURES)
+
+
+def thumbnail(picture: Picture, most: QSize) -> QImage:
+    """A small image of it, which fits into a size in real pixels; null if it is damaged."""
+    data = QByteArray(base64.b64decode(picture.data))
+    buffer = QBuffer(data)
+    reader = QImageReader(buffer)
+    size = reader.size()
+    if size.isValid() and (size.width() > most.width() or size.height() > most.height()):
+        reader.setScaledSize(size.scaled(most, Qt.AspectRatioMode.KeepAspectRatio).expandedTo(QSize(1, 1)))
+    return reader.read()
+
+
+def size_of(picture: Picture) -> QSize:
+    """Its pixels."""
+    data = QByteArray(base64.b64decode(picture.data))  # the buffer does not keep it
+    buffer = QBuffer(data)
+    return QImageReader(buffer).size()
+
+
+def _prepared(sources: Sequence[Source], nbytes: int) -> Prepared:
+    pictures: list[Picture] = []
+    problems: list[str] = []
+    for source in sources:
+        try:
+            picture = _encoded(source if isinstance(source, QImage) else _read(source), _is_photo(source))
+        except NotAPictureError as error:
+            problems.append(str(error))
+            continue
+        nbytes += len(picture.data) * 3 // 4
+        if nbytes > MOST_ALL_BYTES:
+            words = translate("Pictures", "A chat takes {0} of pictures: start a new chat for more.")
+            problems.append(words.format(about(MOST_ALL_BYTES)))
+            break
+        pictures.append(picture)
+    return Prepared(tuple(pictures), tuple(dict.fromkeys(problems)))
+
+
+def _is_photo(source: Source) -> bool:
+    return isinstance(source, Path) and source.suffix.lower() in (".jpg", ".jpeg")
+
+
+def _read(path: Path) -> QImage:
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb"):
+            pass
+    except OSError as error:
+        raise NotAPictureError(
+            translate("Pictures", "{0} cannot be read ({1}).").format(path.name, reason(error))
+        ) from None
+    if nbytes > MOST_FILE_BYTES:
+        words = translate("Pictures", "{0} is larger than {1}: make it smaller first.")
+        raise NotAPictureError(words.format(path.name, about(MOST_FILE_BYTES)))
+    reader = QImageReader(str(path))
+    reader.setDecideFormatFromContent(True)
+    reader.setAutoTransform(True)
+    if bytes(reader.format().data()).decode("ascii", "replace") not in _FORMATS:
+        words = translate("Pictures", "{0} is no PNG, JPEG, WebP or GIF picture.")
+        raise NotAPictureError(words.format(path.name))
+    image = reader.read()
+    if image.isNull():
+        is_large = reader.size().width() * reader.size().height() * 4 > QImageReader.allocationLimit() * 2**20 > 0
+        words = (
+            translate("Pictures", "{0} has too many pixels: make it smaller first.")
+            if is_large
+            else translate("Pictures", "{0} is damaged and cannot be shown.")
+        )
+        raise NotAPictureError(words.format(path.name))
+    return image
+
+
+def _encoded(image: QImage, is_photo: bool) -> Picture:
+    """As PNG, or as JPEG if that would be large or it was one."""
+    if max(image.width(), image.height()) > MOST_SIDE_PX:
+        side = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
+        fit = image.size().scaled(side, Qt.AspectRatioMode.KeepAspectRatio).expandedTo(QSize(1, 1))
+        image = image.scaled(fit, Qt.AspectRatioMode.IgnoreAspectRatio, Qt.TransformationMode.SmoothTransformation)
+    plain = image.convertToFormat(
+        QImage.Format.Format_ARGB32 if image.hasAlphaChannel() else QImage.Format.Format_RGB32
+    )
+    for name in plain.textKeys():
+        plain.setText(name, "")  # a PNG keeps what programs wrote into it
+    if not is_photo:
+        data = _written(plain, "PNG", -1)
+        if len(data) <= MOST_PNG_BYTES:
+            return Picture("image/png", base64.b64encode(data).decode("ascii"))
+    return Picture("image/jpeg", base64.b64encode(_written(_on_white(plain), "JPEG", JPEG_QUALITY)).decode("ascii"))
+
+
+def _on_white(image: QImage) -> QImage:
+    if not image.hasAlphaChannel():
+        return image
+    page = QImage(image.size(), QImage.Format.Format_RGB32)
+    page.fill(QColor("white"))
+    painter = QPainter(page)
+    painter.drawImage(0, 0, image)
+    painter.end()
+    return page
+
+
+def _written(image: QImage, kind: str, quality: int) -> bytes:
+    buffer = QBuffer()
+    buffer.open(QBuffer.OpenModeFlag.WriteOnly)
+    image.save(buffer, kind, quality)  # type: ignore[call-overload]
+    return bytes(buffer.data().data())

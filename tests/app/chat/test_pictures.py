@@ -1,0 +1,271 @@
+"""Pictures in chats that another server answers: attached, made small, shown, sent, kept, and refused in a sentence."""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from PySide6.QtCore import QMimeData, QPointF, Qt, QUrl
+from PySide6.QtGui import QColor, QDragEnterEvent, QDropEvent, QGuiApplication, QImage
+from PySide6.QtTest import QTest
+from PySide6.QtWidgets import QFileDialog, QLabel
+from pytestqt.qtbot import QtBot
+
+from app.services.chat_store import ChatStore, Conversation, Message
+from app.services.chat_store.recovery import open_checked, recover
+from app.services.pictures import MOST_SIDE_PX, Pictures, Prepared, Source, size_of, sources_in
+from app.views.chat.chat_view import ChatView
+from app.views.chat.picture_row import PictureRow
+from engine.common.chat import Picture
+from engine.common.errors import ErrorCode
+from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
+from engine.remote.picture_files import MOST_PICTURES
+from tests.app.scripted_engine import ScriptedEngine
+
+HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))
+
+
+def image(width: int = 40, height: int = 30, *, clear: bool = False) -> QImage:
+    found = QImage(width, height, QImage.Format.Format_ARGB32)
+    found.fill(QColor(0, 0, 0, 0) if clear else QColor("teal"))
+    return found
+
+
+@pytest.fixture
+def page(open_page: Callable[[], ChatView]) -> ChatView:
+    save_endpoint(HERE)
+    found = open_page()
+    found.presenter.choose_model("endpoint:Here/m")
+    return found
+
+
+def attach(page: ChatView, qtbot: QtBot, *sources: Source) -> tuple[Picture, ...]:
+    with qtbot.waitSignal(page.presenter.attached):
+        page.attaching.give(sources or (image(),))
+    return page.presenter.pictures
+
+
+def write(page: ChatView, text: str = "") -> None:
+    page.composer.box.setPlainText(text)
+    QTest.keyClick(page.composer.box, Qt.Key.Key_Return)
+
+
+def prepared(qtbot: QtBot, *sources: Source) -> Prepared:
+    service, found = Pictures(), list[Prepared]()
+    service.prepare(sources, (), found.append)
+    qtbot.waitUntil(lambda: bool(found))
+    service.close()
+    return found[0]
+
+
+@pytest.mark.parametrize(("name", "media"), [("a.png", "png"), ("a.jpg", "jpeg"), ("a.webp", "png"), ("a.gif", "png")])
+def test_each_kind_of_file_becomes_one_that_every_server_reads(
+    qtbot: QtBot, tmp_path: Path, name: str, media: str
+) -> None:
+    file = tmp_path / name
+    if name.endswith("gif"):  # Qt writes none
+        file.write_bytes(base64.b64decode("R0lGODlhAQABAIAAAAUEBAAAACwAAAAAAQABAAACAkQBADs="))
+    else:
+        assert image().save(str(file))
+    (found,) = prepared(qtbot, file).pictures
+    assert found.media == f"image/{media}"
+    assert size_of(found).width() in (40, 1)
+
+
+def test_what_is_large_is_scaled_down_and_what_a_camera_wrote_stays_here(qtbot: QtBot, tmp_path: Path) -> None:
+    large = image(5000, 1000)
+    large.setText("Place", "51.5 N")
+    file = tmp_path / "large.png"
+    large.save(str(file))
+    assert b"51.5 N" in file.read_bytes()
+    (found,) = prepared(qtbot, file).pictures
+    assert (size_of(found).width(), size_of(found).height()) == (MOST_SIDE_PX, MOST_SIDE_PX // 5)
+    assert b"51.5 N" not in base64.b64decode(found.data)
+    assert prepared(qtbot, image(clear=True)).pictures[0].media == "image/png"
+
+
+def test_what_is_no_picture_is_said_once_each(qtbot: QtBot, tmp_path: Path) -> None:
+    text, torn = tmp_path / "a.png", tmp_path / "torn.png"
+    text.write_text("no picture")
+    image(300, 300).save(str(torn))
+    torn.write_bytes(torn.read_bytes()[:60])
+    found = prepared(qtbot, text, torn, tmp_path / "gone.png", image())
+    assert len(found.pictures) == 1
+    assert [each.split()[0] for each in found.problems] == ["a.png", "torn.png", "gone.png"]
+    assert all(each.endswith(".") for each in found.problems)
+
+
+def test_they_are_sent_before_the_text_and_shown_in_the_chat(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    assert not page.composer.send_button.isEnabled()
+    (picture,) = attach(page, qtbot)
+    assert page.composer.send_button.isEnabled()
+    assert page.composer.pictures.isVisible()
+    write(page, "What is it?")
+    (message,) = engine.requests[0].command.messages
+    assert json.loads(message.parts) == [
+        {"type": "image_url", "image_url": {"url": picture.url}},
+        {"type": "text", "text": "What is it?"},
+    ]
+    assert page.presenter.pictures == ()
+    assert page.composer.pictures.isHidden()
+    shown = page.transcript.turns[0].findChildren(PictureRow)[0]
+    assert shown.findChildren(QLabel)[0].accessibleName() == "Picture 1 of 1, 40 by 30 pixels"
+    engine.write("Teal.")
+    engine.finish()
+    write(page, "Really?")
+    assert [bool(each.parts) for each in engine.requests[1].command.messages] == [True, False, False]
+    engine.finish()
+    page._resend(page.presenter.model.rows[0].message.id, "And now?")  # an edited message keeps them
+    assert json.loads(engine.requests[2].command.messages[0].parts)[0]["image_url"]["url"] == picture.url
+
+
+def test_a_message_may_be_a_picture_alone(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    attach(page, qtbot)
+    write(page)
+    assert len(json.loads(engine.requests[0].command.messages[0].parts)) == 1
+    assert page.presenter.conversation.title == "Picture"
+    engine.finish()
+    page.presenter.choose_model("")
+    page.presenter.regenerate(page.presenter.model.rows[-1].message.id)
+    assert [each.content for each in engine.requests[1].command.messages] == ["[a picture]"]
+
+
+def test_they_are_pasted_dropped_and_chosen_and_taken_away_again(page: ChatView, qtbot: QtBot, tmp_path: Path) -> None:
+    QGuiApplication.clipboard().setImage(image())
+    with qtbot.waitSignal(page.presenter.attached):
+        page.composer.box.paste()
+    file = tmp_path / "a.png"
+    image().save(str(file))
+    data = QMimeData()
+    data.setUrls([QUrl.fromLocalFile(str(file)), QUrl.fromLocalFile(str(tmp_path / "notes.txt"))])
+    enter = QDragEnterEvent(
+        page.rect().center(), Qt.DropAction.CopyAction, data, Qt.MouseButton.LeftButton, Qt.KeyboardModifier.NoModifier
+    )
+    page.dragEnterEvent(enter)
+    assert enter.isAccepted()
+    drop = QDropEvent(
+        QPointF(5, 5), Qt.DropAction.CopyAction, data, Qt.MouseButton.LeftButton, Qt.KeyboardModifier.NoModifier
+    )
+    with qtbot.waitSignal(page.presenter.attached):
+        page.dropEvent(drop)
+    page.composer.picture_button.click()
+    (dialog,) = page.findChildren(QFileDialog)
+    with qtbot.waitSignal(page.presenter.attached):
+        dialog.filesSelected.emit([str(file)])
+    dialog.close()
+    assert len(page.presenter.pictures) == 3
+    assert page.composer.pictures.buttons[0].accessibleName() == "Remove picture 1"
+    QTest.keyClick(page.composer.pictures.buttons[0], Qt.Key.Key_Space)
+    assert len(page.presenter.pictures) == 2
+    assert page.focusWidget() is page.composer.box
+    text = QMimeData()
+    text.setText("words")
+    text.setImageData(image())
+    assert sources_in(text) == []  # a spreadsheet's cells are words, with a picture of them
+
+
+def test_there_is_an_end_to_them(page: ChatView, qtbot: QtBot) -> None:
+    assert len(attach(page, qtbot, *[image()] * (MOST_PICTURES + 1))) == MOST_PICTURES
+    assert page.notice_banner.text == f"A message takes up to {MOST_PICTURES} pictures."
+
+
+def test_unsent_ones_stay_with_their_chat(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    write(page, "Hello")
+    engine.finish()
+    first = page.presenter.conversation.id
+    attach(page, qtbot)
+    page.new_chat()
+    assert page.composer.pictures.isHidden()
+    page.presenter.open(first)
+    assert page.composer.pictures.isVisible()
+
+
+def test_models_of_this_pc_say_that_they_read_text_only(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    attach(page, qtbot)
+    write(page, "What is it?")
+    engine.finish()
+    page.presenter.choose_model("")
+    assert "the pictures in this chat are not read" in page.sent_note.text()
+    assert page.sent_note.isVisible()
+    page.attaching.give([image()])
+    assert page.notice_banner.text.startswith("Models on this PC read text only")
+    assert page.presenter.pictures == ()
+    write(page, "And you?")
+    assert not any(each.parts for each in engine.requests[1].command.messages)
+    engine.finish()
+    page.new_chat()
+    assert page.sent_note.isHidden()
+
+
+def test_a_model_that_refuses_them_is_sent_none_any_more(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    attach(page, qtbot)
+    write(page, "What is it?")
+    engine.fail(ErrorCode.PICTURES_NOT_READ, "Here reads no pictures with m: send the text alone.")
+    assert page.presenter.model.rows[-1].message.reason.startswith("Here reads no pictures")
+    assert page.sent_note.text().endswith("It reads text only: the pictures in this chat are not sent.")
+    qtbot.waitUntil(lambda: saved_endpoints()[0].found.blind == ("m",))
+    page.presenter.regenerate(page.presenter.model.rows[-1].message.id)  # the chat goes on
+    assert [each.parts for each in engine.requests[1].command.messages] == [""]
+    page.attaching.give([image()])
+    assert page.notice_banner.text == "m of Here reads text only: choose another model to send pictures."
+    page.presenter.choose_model("endpoint:Here/blind")
+    assert page.presenter.reads_pictures  # nobody has said that of this one
+
+
+def test_they_are_kept_with_the_chat_branched_exported_and_deleted_with_it(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, tmp_path: Path
+) -> None:
+    def kept() -> int:
+        assert store.flush()
+        with closing(sqlite3.connect(store.path)) as connection:
+            return int(connection.execute("SELECT count(*) FROM pictures").fetchone()[0])
+
+    def loaded(conversation_id: str) -> Message:
+        with qtbot.waitSignal(store.loaded) as heard:
+            store.load(conversation_id)
+        messages: tuple[Message, ...] = heard.args[1]
+        return messages[0]
+
+    pictures = attach(page, qtbot, image(), image(50, 50))
+    write(page, "Which?")
+    engine.write("Both.")
+    engine.finish()
+    chat = page.presenter.conversation.id
+    assert loaded(chat).pictures == pictures
+    page.presenter.branch(page.presenter.model.rows[-1].message.id)
+    assert loaded(page.presenter.conversation.id).pictures == pictures
+    assert kept() == 4
+    for name in ("chat.json", "chat.md"):
+        with qtbot.waitSignal(store.exported):
+            store.export_chats([chat], tmp_path / name)
+        with qtbot.waitSignal(store.imported) as heard:
+            store.import_chats(tmp_path / name)
+        again = loaded(heard.args[0][0].id)
+        assert again.content == "Which?"
+        assert again.pictures == (pictures if name.endswith("json") else ())
+    assert "2 pictures, not in this file" in (tmp_path / "chat.md").read_text()
+    assert kept() == 6
+    store.delete(chat)
+    store._write(lambda database: database.purge(now=2.0**33))
+    assert kept() == 4
+
+
+def test_a_damaged_file_of_chats_gives_them_back(tmp_path: Path, qtbot: QtBot) -> None:
+    (small,), (large,) = prepared(qtbot, image()).pictures, prepared(qtbot, image(900, 900)).pictures
+    path = tmp_path / "chats.sqlite3"
+    database = open_checked(path)
+    database.create_conversation(Conversation("c"))
+    database.add_message(Message("q", "c", None, "user", "Which?", pictures=(large, small)))
+    database.add_message(Message("a", "c", "q", "assistant", "Both."))
+    database.close()
+    database, recovery = recover(path)  # reads the pages alone
+    assert (recovery.messages, recovery.lost) == (2, 0)
+    assert [each.pictures for each in database.messages("c")] == [(large, small), ()]
+    database.close()
