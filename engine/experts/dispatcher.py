@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,9 +23,10 @@ from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ways_of
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.partial_sums import PartialSums, Routing
+from engine.experts.prompt_choice import PromptChoice
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.recording import record_uses
-from engine.experts.shares import split_among
+from engine.experts.shares import Estimate, ends_s, split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
@@ -41,7 +43,7 @@ STEP_ELEMENTS = 2**26
 
 
 _JOINS_PER_WAIT = 64
-"""Where a step's end is not waited for, one in so many is, to learn what joining both sides costs."""
+"""Where a step's end is not waited for, one in so many is, to learn what joining both sides costs, or being alone."""
 _NEARLY_ALL = 10
 """Where a prompt needs all but one in so many experts of a layer, it is taken to need those of the next layer."""
 _GIVE_BACK_SHARE = 4
@@ -62,6 +64,7 @@ class HybridExperts(ExpertLayer):
     Attributes:
         tokens: steps of a single token that the device computes by itself, if it does.
         after: the layer that is computed after this one, in the same cache, if there is one.
+        prompts: how misses of prompts are served where there is a choice; layers that are alike share it.
     """
 
     tokens: CardTokens | None = None
@@ -81,7 +84,10 @@ class HybridExperts(ExpertLayer):
     ) -> None:
         number = layer if number is None else number
         super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
+        self.prompts = PromptChoice()
         self._joins, self._ahead_since_s = 0, 0.0
+        self._before: tuple[float, tuple[bool, float] | None] | None = None
+        """Of the layer before, in this prompt: when its routing had come, and its price."""
         self.serve_by(mode)
 
     def serve_by(self, mode: str) -> None:
@@ -222,39 +228,61 @@ class HybridExperts(ExpertLayer):
         if RECORDER.on and not step.is_prefill:
             record_uses(routing.experts, lookup.hits)
         begun_s = clock.now()
+        self._observe_before(begun_s)
         if step.is_prefill and self._ahead_since_s:
             self.latency.observe_between(begun_s - self._ahead_since_s)
-            self._ahead_since_s = 0.0
+        self._ahead_since_s = 0.0
         if lookup.hits and self._cpu_is_sooner(step, routing):
             self._compute_all_on_cpu(step)
         else:
-            if lookup.hits:
-                step.pending.append(sums.on_device(self.cache.kernel(self.make_kernel), lookup.hits))
-                step.pending_experts = len(lookup.hits)
+            step.hits_wait = bool(lookup.hits)
             if lookup.misses:
-                self.submit(step)
+                if not (step.is_prefill and self.source.has_all):
+                    self.compute_hits(step)  # otherwise the link begins before the host plans a prompt's hits
                 self._serve_misses(step)
             else:
+                self.plan_hits(step)
                 self._bring_ahead(step)
         step.pending.append(sums.finish())
         end = self.submit(step)
         assert end is not None
         self._notify_prefetcher(step)
         joined = bool(lookup.hits) and not (step.is_prefill or step.hits_on_cpu or step.fetched)
-        self._joins += joined
-        learns = joined and (self.latency.is_new_to_joining or self._joins % _JOINS_PER_WAIT == 0)
+        apart = step.hits_on_cpu > 0
+        self._joins += joined or apart
+        is_new = (joined and self.latency.is_new_to_joining(len(routing.experts))) or (
+            apart and self.latency.is_new_to_being_alone(len(routing.experts))
+        )
+        learns = is_new or ((joined or apart) and self._joins % _JOINS_PER_WAIT == 0)
         if not self.device.compute_follows_caller or end.failure is not None or learns:
             end.wait()
             if joined:
                 self.latency.observe_both(*self._tokens(lookup, routing), clock.now() - begun_s)
+            elif apart:
+                self.latency.observe_alone(
+                    [routing.tokens(expert) for expert in routing.experts], clock.now() - begun_s
+                )
         self.cache.release(lookup, end)
+        if self.after is not None:
+            self.after._before = (begun_s, step.price) if step.is_prefill else None
         return sums.result
+
+    def _observe_before(self, now_s: float) -> None:
+        """The layer before is done when the routing of this one has come, which waits for it."""
+        before, self._before = self._before, None
+        if before is not None and before[1] is not None:
+            self.prompts.observe(now_s - before[0], before[1][1], is_shared=before[1][0])
 
     def _cpu_is_sooner(self, step: Step, routing: Routing) -> bool:
         """Whether to skip the device: small experts finish on the CPU before a kernel launch on the device would."""
         if step.is_prefill or self.mode != MIXED or not self.source.has_all:
             return False
-        return self.latency.prefers_cpu_alone(*self._tokens(step.lookup, routing))
+        hits, misses = self._tokens(step.lookup, routing)
+        coming = [miss for miss in step.lookup.misses for way in self._away if miss in way.ahead()]
+        for expert in coming:  # these are as good as there
+            hits.append(routing.tokens(expert))
+            misses.remove(routing.tokens(expert))
+        return self.latency.prefers_cpu_alone(hits, misses)
 
     def _tokens(self, lookup: Lookup, routing: Routing) -> tuple[list[int], list[int]]:
         """Token counts of each hit, and of each miss."""
@@ -305,7 +333,6 @@ class HybridExperts(ExpertLayer):
         shares = self._share(step, experts, busy_s)
         for way, mine in shares if len(shares) > 1 else ():
             way.prepare(step, mine)
-        fetched, begun_s = step.fetched, clock.now()
         for way, mine in shares:
             if way.keeps_caller:
                 on_caller.append((way, mine))
@@ -313,9 +340,7 @@ class HybridExperts(ExpertLayer):
             else:
                 way.serve(step, mine, held)
                 step.fetched += len(mine)
-        fetched = step.fetched - fetched
-        if fetched and not step.is_prefill:
-            self.latency.observe_fetching(fetched, clock.now() - begun_s)
+        self.compute_hits(step)
         if step.keeps and on_cpu:
             # Queued behind the urgent copies, and overlapped with the CPU, which reads the same records.
             self.cache.post_fetch(self.layer, on_cpu, held, max(0, self.source.lendable))
@@ -323,8 +348,6 @@ class HybridExperts(ExpertLayer):
         step.on_cpu += len(on_cpu)
         if step.on_cpu + step.fetched == len(step.lookup.misses):
             self._bring_ahead(step)  # behind this layer's own copies, while the CPU computes
-        if fetched and step.is_prefill:  # what the next layer is spared was paid for here
-            self.latency.observe_fetching(fetched, clock.now() - begun_s, is_prompt=True)
         for way, mine in on_caller:
             way.serve(step, mine, held)
 
@@ -336,6 +359,9 @@ class HybridExperts(ExpertLayer):
         if len(ways) < 2:
             return [(ways[0] if ways else self._host, experts)]
         late, routing = step.lookup.late, step.routing
+        has_choice = step.is_prefill and self.source.has_all and len(ways) == 2 and not ways[1].keeps_caller
+        if has_choice and not late and self.prompts.rests(len(step.hidden)):
+            return [(ways[1], experts)]
         coming = [way.ahead() for way in ways]
         taken = late.union(*coming)
         free = [(expert, routing.tokens(expert)) for expert in experts if expert not in taken]
@@ -344,12 +370,27 @@ class HybridExperts(ExpertLayer):
         if kept_s:
             estimates[0] = replace(estimates[0], busy_s=kept_s)
         shares = split_among(free, estimates)
+        if has_choice and free:
+            shares = self._as_measured(step, shares, estimates)
         for mine, ahead in zip(shares, coming, strict=True):
             if ahead:
                 mine[:0] = [expert for expert in experts if expert in ahead and expert not in late]
         if late:  # already being copied to a slot: do not copy it twice
             shares[0] = [*(expert for expert in experts if expert in late), *shares[0]]
         return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
+
+    def _as_measured(self, step: Step, shares: list[list[int]], estimates: list[Estimate]) -> list[list[int]]:
+        """This share of a prompt's misses, or all of them fetched if that has been sooner than its price says."""
+        everyone = sorted(chain.from_iterable(shares), key=step.routing.tokens, reverse=True)
+        alone = [[], everyone]
+        shared_s, alone_s = (
+            ends_s(estimates, [[step.routing.tokens(expert) for expert in mine] for mine in some])
+            for some in (shares, alone)
+        )
+        is_shared = bool(shares[0]) and self.prompts.takes_part(shared_s, alone_s)
+        self.prompts.decided(len(step.hidden), is_shared=is_shared)
+        step.price = is_shared, shared_s if is_shared else alone_s
+        return shares if is_shared else alone
 
     def _bring_ahead(self, step: Step) -> None:
         """Lets experts of the next layer come once those of this one are on their way: a prompt needs nearly all."""
@@ -382,7 +423,7 @@ class HybridExperts(ExpertLayer):
         for way in self._ways:
             way.forget()
         if self.after is not None:
-            self.after._ahead_since_s = 0.0
+            self.after._ahead_since_s, self.after._before = 0.0, None
         with contextlib.suppress(EngineError):  # a device that cannot recover raises again on its next use
             self.device.recover()
         self.activations.forget_uses()

@@ -70,6 +70,11 @@ class HostPrice:
     _seconds: float = 0.0
     _observed: int = 0
 
+    @property
+    def is_new(self) -> bool:
+        """Whether it has been observed only a few times."""
+        return self._observed < _FIRST_PRICES
+
     def asked(self) -> float:
         """Seconds; 0 before anything was observed."""
         self._seconds *= _PRICE_DECAY
@@ -81,6 +86,20 @@ class HostPrice:
         if self._observed > _FIRST_PRICES:
             took_s = min(took_s, _MAX_RATIO * self._seconds)
         self._seconds += max(self.weight, 1 / self._observed) * (took_s - self._seconds)
+
+
+@dataclass
+class _Sides:
+    """Of steps with about so many experts: what they take beyond computing, which grows with the experts.
+
+    Attributes:
+        joining_s: where both sides compute; joins: how often that was observed.
+        alone: where the CPU computes everything.
+    """
+
+    joining_s: float = 0.0
+    joins: int = 0
+    alone: HostPrice = field(default_factory=HostPrice)
 
 
 @dataclass
@@ -116,8 +135,7 @@ class LatencyModel:
     _fetching_prompt: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
     _entering: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
     _between: HostPrice = field(default_factory=lambda: HostPrice(_PROMPT_WEIGHT), init=False, compare=False)
-    _joining_s: float = field(default=0.0, init=False, compare=False)
-    _joins: int = field(default=0, init=False, compare=False)
+    _of_size: dict[int, _Sides] = field(default_factory=dict, init=False, compare=False)
 
     def __post_init__(self) -> None:
         numbers = [getattr(self, item.name) for item in fields(self) if item.type in ("float", "int")]
@@ -184,16 +202,23 @@ class LatencyModel:
         """
         here_s = _sum_s(self.cpu_s, misses)
         there_s = self.hits_s(hits)
-        alone_s = here_s + _sum_s(self.cpu_s, hits)
-        if alone_s >= max(here_s, there_s) + self._joining_s:
+        sides = self._sides(len(hits) + len(misses))
+        alone_s = here_s + _sum_s(self.cpu_s, hits) + sides.alone.asked()
+        if alone_s >= max(here_s, there_s) + sides.joining_s:
             return False
-        self._joining_s *= _JOINING_DECAY  # so that one bad observation does not rule out the device forever
+        sides.joining_s *= _JOINING_DECAY  # so that one bad observation does not rule out the device forever
         return True
 
-    @property
-    def is_new_to_joining(self) -> bool:
-        """Whether the cost of joining both sides has been observed only a few times."""
-        return self._joins < _FIRST_JOINS
+    def is_new_to_joining(self, experts: int) -> bool:
+        """Whether the cost of joining both sides has been observed only a few times, for about so many experts."""
+        return self._sides(experts).joins < _FIRST_JOINS
+
+    def is_new_to_being_alone(self, experts: int) -> bool:
+        """The same of what the CPU alone takes beside computing."""
+        return self._sides(experts).alone.is_new
+
+    def _sides(self, experts: int) -> _Sides:
+        return self._of_size.setdefault(experts.bit_length(), _Sides())
 
     def split(
         self, misses: Sequence[tuple[Key, int]], backlog_s: float = 0.0, busy_s: float = 0.0
@@ -206,9 +231,14 @@ class LatencyModel:
     def observe_both(self, hits: Sequence[int], misses: Sequence[int], took_s: float) -> None:
         """Both sides computed concurrently: the time beyond the slower side is the cost of joining them."""
         sides_s = max(self.hits_s(hits), _sum_s(self.cpu_s, misses))
-        self._joins += 1
-        weight = max(_EWMA_WEIGHT, 1 / self._joins)
-        self._joining_s += weight * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - self._joining_s)
+        sides = self._sides(len(hits) + len(misses))
+        sides.joins += 1
+        weight = max(_EWMA_WEIGHT, 1 / sides.joins)
+        sides.joining_s += weight * (min(max(took_s - sides_s, 0.0), _MAX_RATIO * sides_s) - sides.joining_s)
+
+    def observe_alone(self, experts: Sequence[int], took_s: float) -> None:
+        """The CPU computed all experts of a step, with these token counts, which took so long altogether."""
+        self._sides(len(experts)).alone.observe(max(0.0, took_s - _sum_s(self.cpu_s, experts)))
 
     def observe_fetching(self, experts: int, took_s: float, *, is_prompt: bool = False) -> None:
         """To let so many experts be fetched kept a step so long."""

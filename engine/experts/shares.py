@@ -46,6 +46,19 @@ class Estimate:
         return ended_s
 
 
+def ends_s(ways: Sequence[Estimate], tokens: Sequence[Sequence[int]]) -> float:
+    """When the last is done of experts with so many tokens each, most first, that are served in each way.
+
+    The first way's caller lets the others begin before it computes.
+    """
+    first, own = ways[0], tokens[0]
+    caller_s = first.busy_s + sum(len(some) * way.caller_s for way, some in zip(ways[1:], tokens[1:], strict=True))
+    if own:
+        caller_s += first.entry_s + sum(map(first.seconds, own))
+    away_s = (way.alone_s(some) for way, some in zip(ways[1:], tokens[1:], strict=True) if some)
+    return max(caller_s, *away_s, 0.0)
+
+
 def split_among(misses: Sequence[tuple[Key, int]], ways: Sequence[Estimate]) -> list[list[Key]]:
     """Assigns misses to ways, to minimise the time when the last of them is done.
 

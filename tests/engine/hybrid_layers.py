@@ -86,7 +86,7 @@ class Layers:
         ]
 
         for one, after in pairwise(self.layers):
-            one.after = after
+            one.after, after.prompts = after, one.prompts
         # What nothing was copied to must not matter.
         for segment in [*self.cache._memory.segments, *([self.cache.staging.segment] if self.cache.staging else [])]:
             segment.records.records.fill_(0xFF)

@@ -240,7 +240,7 @@ def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(
     for took_s in spans:
         model.observe_both(hits, misses, took_s)
     here_s = sum(map(model.cpu_s, misses))
-    both_s = max(here_s, model.hits_s(hits)) + model._joining_s
+    both_s = max(here_s, model.hits_s(hits)) + model._sides(len(hits) + len(misses)).joining_s
     alone_s = here_s + sum(map(model.cpu_s, hits))
     assert model.prefers_cpu_alone(hits, misses) == (alone_s < both_s)
 
@@ -251,6 +251,17 @@ def test_a_device_that_was_slow_to_join_is_tried_again() -> None:
         model.observe_both([1], [1], 1.0)
     assert model.prefers_cpu_alone([1], [1])
     assert any(not model.prefers_cpu_alone([1], [1]) for _ in range(2000))
+
+
+def test_what_the_cpu_alone_takes_beside_computing_counts_too() -> None:
+    model = replace(MIXTRAL)
+    for _ in range(100):
+        model.observe_both([1], [1], 1.0)
+    assert model.prefers_cpu_alone([1], [1])
+    for _ in range(100):
+        model.observe_alone([1, 1], 10.0)
+    assert not model.prefers_cpu_alone([1], [1])
+    assert model.is_new_to_joining(20)  # of which nothing is known yet
 
 
 # An RTX 4090 and int4 experts of Qwen3-30B-A3B: a launch takes 6 us, an expert's bytes 3 us more; the CPU takes 56 us.

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from engine.common import clock
 from engine.devices.clocked import open_clocked
 from engine.experts.latency import LatencyModel
-from engine.experts.shares import Estimate, split_among
+from engine.experts.prompt_choice import PromptChoice
+from engine.experts.shares import Estimate, ends_s, split_among
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.runtime.load.timed_card import timed
@@ -100,12 +101,6 @@ def test_neither_way_alone_is_faster(call_us: float, link_us: float, cpu_us: flo
 _seconds = st.floats(1e-6, 1e-2)
 
 
-def ended_s(first: Estimate, other: Estimate, here: Sequence[int], there: Sequence[int]) -> float:
-    """When both are done: the caller lets these be fetched, which takes its time, and then computes its own."""
-    away_s = other.alone_s(sorted(there, reverse=True)) if there else 0.0
-    return max(away_s, len(there) * other.caller_s + (first.entry_s + sum(map(first.seconds, here)) if here else 0.0))
-
-
 @given(
     tokens=st.lists(st.integers(1, 64), min_size=1, max_size=24),
     host=_seconds,
@@ -121,9 +116,13 @@ def test_no_share_ends_later_than_one_way_alone(
     other = Estimate(lambda _count: 1e-6, bring_s, caller_s=caller_s)
     here, there = split_among(list(enumerate(tokens)), [first, other])
     assert sorted([*here, *there]) == list(range(len(tokens)))
-    took_s = ended_s(first, other, [tokens[key] for key in here], [tokens[key] for key in there])
-    one_way_s = min(ended_s(first, other, tokens, []), ended_s(first, other, [], tokens))
-    assert took_s <= one_way_s / 0.97 * (1 + 1e-6)
+
+    def took_s(here: Sequence[int], there: Sequence[int]) -> float:
+        return ends_s([first, other], [here, sorted(there, reverse=True)])
+
+    shared_s = took_s([tokens[key] for key in here], [tokens[key] for key in there])
+    one_way_s = min(took_s(tokens, []), took_s([], tokens))
+    assert shared_s <= one_way_s / 0.97 * (1 + 1e-6)
 
 
 def test_a_processor_that_is_kept_too_long_to_compute_gets_nothing() -> None:
@@ -141,3 +140,42 @@ def test_as_many_experts_come_ahead_as_the_link_has_time_for() -> None:
     assert latency.fit_between_layers(0) == 0  # nothing is known yet
     latency.observe_between(1e-3)
     assert [latency.fit_between_layers(arriving) for arriving in (0, 3, 9)] == [5, 2, 0]
+
+
+def taken(choice: PromptChoice, layers: int, shared_s: float, alone_s: float) -> list[bool]:
+    """The ways of layers that take 9 ms with the processor and 7 without, whatever their prices, but for a few."""
+    ways = []
+    for number in range(layers):
+        way = choice.takes_part(shared_s, alone_s)
+        took_s = 30e-3 if number % 10 == 0 else 9e-3 if way else 7e-3  # something else has run meanwhile
+        choice.observe(took_s, shared_s if way else alone_s, is_shared=way)
+        ways.append(way)
+    return ways
+
+
+def test_what_layers_took_overrules_their_prices() -> None:
+    choice = PromptChoice()
+    ways = taken(choice, 300, shared_s=2e-3, alone_s=3e-3)
+    assert ways[0]
+    assert sum(ways) < 25
+    assert any(ways[100:])  # it is tried again
+    assert all(taken(choice, 10, shared_s=2e-3, alone_s=9e-3))  # where fetching takes so long, it is not
+
+
+def test_a_way_that_is_thought_much_dearer_is_not_tried() -> None:
+    choice = PromptChoice()
+    assert all(taken(choice, 50, shared_s=2e-3, alone_s=20e-3))
+
+
+def test_layers_are_priced_less_often_while_all_misses_are_fetched() -> None:
+    choice = PromptChoice()
+    assert not choice.rests(512)
+    choice.decided(512, is_shared=False)
+    assert [choice.rests(512) for _ in range(2)] == [True, False]
+    choice.decided(512, is_shared=False)
+    assert not choice.rests(200)
+    assert not choice.rests(1100)
+    assert [choice.rests(512) for _ in range(4)] == [True, True, True, False]
+    choice.decided(512, is_shared=False)
+    choice.decided(512, is_shared=True)
+    assert not choice.rests(512)

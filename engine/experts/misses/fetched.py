@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from engine.common import clock
 from engine.devices.device import Event
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.record_source import Held
@@ -81,6 +82,7 @@ class Fetched(Way):
         """Starts fetching these, those brought ahead first, and computing each group when it has arrived."""
         staging = self._layer.cache.staging
         assert staging is not None
+        begun_s = clock.now()
         there = staging.claim(self._layer.layer, experts)
         order = [*there, *(expert for expert in experts if expert not in there)]
         together = self._together(step)
@@ -95,6 +97,9 @@ class Fetched(Way):
             waiting.append(self._copy(step, some, there, held))
         while waiting:
             self._compute(step, waiting.popleft())
+        # One more in a group that is not full costs next to nothing, so those that are missing in it count, too.
+        counted = -(-len(order) // together) * together
+        self._layer.latency.observe_fetching(counted, clock.now() - begun_s, is_prompt=step.is_prefill)
 
     def ahead(self) -> Mapping[int, Staged]:
         """See `Way.ahead`."""
@@ -155,6 +160,7 @@ class Fetched(Way):
         return group
 
     def _compute(self, step: Step, group: _Group) -> None:
+        self._layer.compute_hits(step)  # they are there: only the first copies came before them
         compute, staging = self._layer.device.compute_stream, self._layer.cache.staging
         fetches = group.fetches
         kernel = fetches[0].segment.kernel(self._layer.make_kernel)

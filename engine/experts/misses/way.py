@@ -32,6 +32,8 @@ class Step:
         routing, sums, lookup: which token visits which expert, where the results go, and what the cache had.
         pending: work for the compute stream, to be submitted with the next work; pending_experts: experts in it.
         is_observed: whether the prefetcher has observed this step.
+        hits_wait: whether experts on the device have not been submitted yet.
+        price: whether the CPU computes misses of a prompt that could all be fetched, and seconds that this should take.
     """
 
     hidden: torch.Tensor
@@ -49,6 +51,8 @@ class Step:
     fetched: int = 0
     hits_on_cpu: int = 0
     is_observed: bool = False
+    hits_wait: bool = False
+    price: tuple[bool, float] | None = None
 
 
 class ExpertLayer(ExpertExecutor):
@@ -80,6 +84,19 @@ class ExpertLayer(ExpertExecutor):
     def number_in_model(self, number: int) -> None:
         """See `ExpertExecutor.number_in_model`."""
         self.cache.layer_numbers[self.layer] = number
+
+    def plan_hits(self, step: Step) -> None:
+        """Experts that are on the device are submitted with the next work, unless they have been."""
+        if step.hits_wait:
+            step.hits_wait = False
+            step.pending.append(step.sums.on_device(self.cache.kernel(self.make_kernel), step.lookup.hits))
+            step.pending_experts = len(step.lookup.hits)
+
+    def compute_hits(self, step: Step) -> None:
+        """Submits experts that are on the device, unless they have been."""
+        if step.hits_wait:
+            self.plan_hits(step)
+            self.submit(step)
 
     def submit(self, step: Step) -> Event | None:
         """Submits all pending work at once, because each submission has a cost."""

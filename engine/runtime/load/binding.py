@@ -265,7 +265,7 @@ def bind_to_devices(
         setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
     for cache in {id(experts.cache): experts.cache for experts in made}.values():
         for experts, after in pairwise([each for each in made if each.cache is cache]):
-            experts.after = after
+            experts.after, after.prompts = after, experts.prompts
     return made
 
 
