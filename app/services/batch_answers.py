@@ -64,5 +64,5 @@ def _prompts(entry: JobEntry) -> Iterator[tuple[int, str]]:
 
 
 def _row(answer: Answer, prompt: str, most: int | None = None) -> BatchRow:
-    asked, text, thought = (each[:most] for each in (prompt, answer.text, answer.reasoning))
+    asked, text, thought = (each[:most] for each in (prompt, answer.shown, answer.reasoning))
     return BatchRow(answer.row, asked, text, answer.finish_reason, answer.generated_tokens, answer.problem, thought)

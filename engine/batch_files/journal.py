@@ -109,17 +109,18 @@ CREATE TABLE IF NOT EXISTS manifest (
 CREATE TABLE IF NOT EXISTS answers (
     row INTEGER PRIMARY KEY, text TEXT NOT NULL, finish_reason TEXT NOT NULL,
     prompt_tokens INTEGER NOT NULL, generated_tokens INTEGER NOT NULL, problem TEXT NOT NULL,
-    reasoning TEXT NOT NULL DEFAULT '', answered_by TEXT NOT NULL DEFAULT ''
+    reasoning TEXT NOT NULL DEFAULT '', answered_by TEXT NOT NULL DEFAULT '',
+    tool_calls TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE IF NOT EXISTS written (
     path TEXT NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL, time_ns INTEGER NOT NULL, digest TEXT NOT NULL
 );
 """
-LATER_COLUMNS = ("reasoning", "answered_by")
+LATER_COLUMNS = ("reasoning", "answered_by", "tool_calls")
 """Those of answers that jobs of earlier versions lack."""
 _LOCK_S = 1.0
 """Lock timeout: listing jobs takes a lock briefly, and a killed worker may outlive its window a little."""
-_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem, reasoning, answered_by"
+_COLUMNS = "row, text, finish_reason, prompt_tokens, generated_tokens, problem, reasoning, answered_by, tool_calls"
 
 
 def journal_path(output: Path) -> Path:
@@ -196,14 +197,14 @@ class Journal:
         values = [
             (
                 *(a.row, _sound(a.text), a.finish_reason, a.prompt_tokens, a.generated_tokens),
-                *(_sound(a.problem), _sound(a.reasoning), _sound(a.by)),
+                *(_sound(a.problem), _sound(a.reasoning), _sound(a.by), _sound(a.tool_calls)),
             )
             for a in answers
         ]
         if not values:
             return
         with self._explained(), self._transaction():
-            self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+            self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
         """Whether this row is complete."""

@@ -21,6 +21,8 @@ from engine.common.config import SamplingParams
 URL = "/v1/chat/completions"
 
 
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
+"""What only other servers are asked for."""
 _NOT_GIVEN = {
     "stream": "a stream",
     "tools": "tools",
@@ -56,10 +58,14 @@ def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = Fals
         raise BadRequestError(f"asks for {str(url)[:60]!r}; only {URL} is answered")
     if not isinstance(body, Mapping):
         raise BadRequestError("has no body")
-    _refuse_what_is_not_given(body)
+    tools = (
+        {name: body[name] for name in _TOOLS if body.get(name) is not None} if elsewhere and body.get("tools") else {}
+    )
+    _refuse_what_is_not_given({name: value for name, value in body.items() if name not in tools})
     messages = read_messages(body.get("messages"), elsewhere=elsewhere)
     sampling = replace(defaults, **read_sampling(body))
-    return RowRequest(row.index, messages, sampling, read_constraint(body))
+    kept = json.dumps(tools, ensure_ascii=False) if tools else ""
+    return RowRequest(row.index, messages, sampling, read_constraint(body), kept)
 
 
 def _refuse_what_is_not_given(body: Mapping[str, Any]) -> None:
@@ -125,14 +131,16 @@ def _line(row: Row, answer: Answer, created_s: int) -> dict[str, Any]:
 def _completion(row: Row, answer: Answer, key: str, created_s: int) -> dict[str, Any]:
     body = row.fields.get("body")
     model = body.get("model") if isinstance(body, dict) else None
-    message = {"role": "assistant", "content": answer.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.tool_calls:
+        message |= {"content": answer.text or None, "tool_calls": json.loads(answer.tool_calls)}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     choice = {
         "index": 0,
         "message": message,
         "logprobs": None,
-        "finish_reason": _FINISH.get(answer.finish_reason, "stop"),
+        "finish_reason": "tool_calls" if answer.tool_calls else _FINISH.get(answer.finish_reason, "stop"),
     }
     return {
         "id": f"chatcmpl-{key}",

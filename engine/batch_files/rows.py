@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.common.chat import ChatMessage
+from engine.common.chat import ChatMessage, ToolCall, calls_text
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
@@ -195,12 +195,14 @@ class RowRequest:
         messages: the conversation to answer.
         sampling: including its own token limit.
         constraint: constraint on the answer, if any.
+        tools: the request's own fields about tools, as JSON: other servers get them as they are.
     """
 
     row: int
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     constraint: Constraint | None = None
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,7 @@ class Answer:
         problem: why it failed, completing a sentence about the row; empty on success.
         reasoning: what the model thought before its answer.
         by: the name of the endpoint that answered; empty for this machine.
+        tool_calls: what it asks to run, as JSON in OpenAI's form; empty if it is text.
     """
 
     row: int
@@ -225,10 +228,18 @@ class Answer:
     problem: str = ""
     reasoning: str = ""
     by: str = ""
+    tool_calls: str = ""
 
     @property
     def failed(self) -> bool:
         return bool(self.problem)
+
+    @property
+    def shown(self) -> str:
+        """The text, and calls of tools below it, for people to read."""
+        calls = json.loads(self.tool_calls) if self.tool_calls else []
+        named = [ToolCall(each["id"], each["function"]["name"], each["function"]["arguments"]) for each in calls]
+        return "\n".join(filter(None, (self.text, calls_text(named))))
 
 
 def failed(row: int, problem: str) -> Answer:

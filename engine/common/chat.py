@@ -31,6 +31,20 @@ class ToolCall:
     arguments: str
 
 
+def calls_text(calls: Iterable[ToolCall]) -> str:
+    """Calls of tools for people to read, one on each line: `weather({"city": "Paris"})`."""
+    return "\n".join(f"{call.name}({call.arguments})" for call in calls)
+
+
+def calls_as_json(calls: Iterable[ToolCall]) -> str:
+    """Calls of tools in OpenAI's form, as JSON; empty without any."""
+    listed = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in calls
+    ]
+    return json.dumps(listed, ensure_ascii=False) if listed else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """A picture in a turn; `media` is its type, such as `image/png`, and `data` its file in base64."""

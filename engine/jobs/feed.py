@@ -80,6 +80,7 @@ class Asking:
             problem,
             answer.reasoning,
             answer.by,
+            answer.tool_calls,
         )
         return ending, question_of(row.asked)
 

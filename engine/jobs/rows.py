@@ -45,6 +45,7 @@ class RowAnswer:
         error: why the row could not be answered, as a sentence; empty if it was.
         is_complete: whether the answer satisfies the row's constraint; another try may be made if not.
         by: the name of the endpoint that answered; empty for this machine.
+        tool_calls: as of `Answer`.
     """
 
     row: int
@@ -56,6 +57,7 @@ class RowAnswer:
     error: str = ""
     is_complete: bool = True
     by: str = ""
+    tool_calls: str = ""
 
 
 RowCallback = Callable[[RowAnswer], None]

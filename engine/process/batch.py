@@ -250,7 +250,7 @@ class JobEvents:
         self._failed += answer.failed
         self._tokens += answer.generated_tokens
         self._log.has_answered(self._tokens)
-        asked, text, thought = (each[:_MOST_CHARACTERS] for each in (question, answer.text, answer.reasoning))
+        asked, text, thought = (each[:_MOST_CHARACTERS] for each in (question, answer.shown, answer.reasoning))
         ended = answer.finish_reason, answer.generated_tokens, answer.problem
         row = BatchRow(answer.row, asked, text, *ended, thought)
         self._rows = [*self._rows, row][-_MOST_ROWS:]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from engine.common.chat import calls_text
 from engine.common.errors import RequestCancelled
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
@@ -70,6 +71,8 @@ class RemoteChats:
         asked = RemoteRequest(request.messages, request.sampling, remote.model, chosen=remote.chosen)
         try:
             answer = self._client(remote).ask(asked, on_delta, lambda: self._requests.is_cancelled(name))
+            if calls := calls_text(answer.tool_calls):  # of tools that the server itself offered: nobody here has any
+                self._send(Token(name, f"\n```\n{calls}\n```\n", max(pieces, 1)))
             self._requests.end(_finished(name, answer))
         except RequestCancelled:
             self._requests.end(Finished(name, "cancelled", 0, 0, pieces, 0.0, 0.0))

@@ -29,6 +29,7 @@ class RemoteRequest:
         chosen: the fields of `sampling` that somebody chose; the others are left to the server. None: all are meant.
         model: its id; empty for the endpoint's own choice.
         must_call: the answer is a call of a tool.
+        own_tools: in the place of both: the request's fields about tools, as JSON.
         constraint: what the whole answer must satisfy.
     """
 
@@ -39,6 +40,7 @@ class RemoteRequest:
     must_call: bool = False
     constraint: Constraint | None = None
     chosen: tuple[str, ...] | None = None
+    own_tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,8 @@ def request_body(
         body["tools"] = [_tool(each) for each in request.tools]
         if request.must_call:
             body["tool_choice"] = "required"
+    if request.own_tools:
+        body |= json.loads(request.own_tools)
     if request.constraint is not None and "schema" not in lacks:
         body["response_format"] = {
             "type": "json_schema",

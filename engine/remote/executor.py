@@ -17,6 +17,7 @@ from typing import Protocol
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
+from engine.common.chat import calls_as_json
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
 from engine.remote.answer_check import AnswerCheck
@@ -246,7 +247,9 @@ class SpreadRows:
             return running.is_unwanted
 
         row = turn.row
-        request = RemoteRequest(row.messages, row.sampling, server.model, constraint=row.constraint)
+        request = RemoteRequest(
+            row.messages, row.sampling, server.model, constraint=row.constraint, own_tools=row.tools
+        )
         try:
             answer = server.client.ask(request, came, cancelled)
         except RemoteError as error:
@@ -264,15 +267,17 @@ class SpreadRows:
         self._running.pop(running.turn, None)
         turn = running.turn
         text, is_complete = answer.text, True
-        if turn.row.constraint is not None:
+        calls = calls_as_json(answer.tool_calls)
+        if turn.row.constraint is not None and not calls:
             text, is_complete = self._check.kept(turn.row.constraint, text)
         generated = answer.pieces if answer.generated_tokens is None else answer.generated_tokens
         read = answer.prompt_tokens
         if read is None:  # about; the server does not count
             read = sum(len(message.content) for message in turn.row.messages) // 4
         finish = answer.finish_reason
+        counts = finish, read, generated
         ended = RowAnswer(
-            turn.row.row, text, finish, read, generated, answer.reasoning, is_complete=is_complete, by=turn.at
+            turn.row.row, text, *counts, answer.reasoning, is_complete=is_complete, by=turn.at, tool_calls=calls
         )
         self._answered(turn, ended, on_row)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine import cli
+from engine.batch_files.job_list import read_answers
+from engine.batch_files.journal import journal_path
 from tests.bad_endpoint import Asked, BadEndpoint
 
 
@@ -76,3 +78,39 @@ def test_no_model_and_no_torch_is_needed(tmp_path: Path, switchyard_home: Path) 
         )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_tools_of_a_row_go_along_and_calls_come_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}, "strict": True}]
+    body = {"messages": [{"role": "user", "content": "Paris?"}], "tools": tools, "tool_choice": "auto"}
+    plain = {"messages": [{"role": "user", "content": "Hello"}]}
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": each}
+        for name, each in (("tool", body), ("text", plain))
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def answer(asked: Asked) -> None:
+        if "tools" not in asked.body:
+            asked.stream("Hello")
+            return
+        assert (asked.body["tools"], asked.body["tool_choice"]) == (tools, "auto")
+        asked.begin_stream()
+        function = {"name": "weather", "arguments": '{"city":'}
+        asked.chunk({"tool_calls": [{"index": 0, "id": "c1", "type": "function", "function": function}]})
+        asked.chunk({"tool_calls": [{"index": 0, "function": {"arguments": ' "Paris"}'}}]})
+        asked.chunk({}, "tool_calls")
+        asked.raw(b"data: [DONE]\n\n")
+
+    with BadEndpoint(answer=answer) as server:
+        command = ["batch", str(source), "-o", str(output), "--endpoint", f"{server.url}#some/model", "--json"]
+        assert cli.main(command) == 0, capsys.readouterr().err
+    lines = [json.loads(line)["response"]["body"]["choices"][0] for line in output.read_text("utf-8").splitlines()]
+    (call,) = lines[0]["message"]["tool_calls"]
+    assert call == {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    assert (lines[0]["message"]["content"], lines[0]["finish_reason"]) == (None, "tool_calls")
+    assert (lines[1]["message"]["content"], lines[1]["finish_reason"]) == ("Hello", "stop")
+    assert "tool_calls" not in lines[1]["message"]
+    kept = read_answers(journal_path(output))
+    assert [each.shown for each in kept] == ['weather({"city": "Paris"})', "Hello"]

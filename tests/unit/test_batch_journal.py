@@ -79,11 +79,12 @@ def test_a_job_from_before_there_was_reasoning_goes_on(home: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("ALTER TABLE answers DROP COLUMN reasoning")
         connection.execute("ALTER TABLE answers DROP COLUMN answered_by")
+        connection.execute("ALTER TABLE answers DROP COLUMN tool_calls")
         connection.execute("INSERT INTO answers VALUES (0, 'old', 'stop', 1, 2, '')")
     assert [answer.text for answer in read_answers(path)] == ["old"]
     journal = Journal(path, _MANIFEST)
     assert not journal.has_reasoning
-    new = Answer(1, "new", "stop", 1, 2, reasoning="why", by="rack")
+    new = Answer(1, "new", "stop", 1, 2, reasoning="why", by="rack", tool_calls="[]")
     journal.record([new])
     assert journal.has_reasoning
     assert list(journal.answers()) == [Answer(0, "old", "stop", 1, 2), new]

@@ -81,6 +81,20 @@ def test_a_chat_is_answered(process: Process, server: BadEndpoint) -> None:
     assert process.requests.waiting() is None  # nothing for the engine to do
 
 
+def test_calls_of_a_server_s_own_tools_are_shown(process: Process, server: BadEndpoint) -> None:
+    def answer(asked: Asked) -> None:
+        asked.begin_stream()
+        function = {"name": "search", "arguments": '{"for": "rain"}'}
+        asked.chunk({"tool_calls": [{"index": 0, "id": "c", "function": function}]}, "tool_calls")
+        asked.raw(b"data: [DONE]\n\n")
+
+    server.answer = answer
+    process.ask(server)
+    process.wait_for(Finished)
+    text = "".join(event.text for event in process.events if isinstance(event, Token))
+    assert text.strip() == '```\nsearch({"for": "rain"})\n```'
+
+
 def test_only_what_was_chosen_is_sent(process: Process, server: BadEndpoint) -> None:
     process.ask(server, chosen=("max_tokens",))
     process.wait_for(Finished)
