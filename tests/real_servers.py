@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +18,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.gguf_texts import add_texts
@@ -26,7 +30,8 @@ from tests.starter import starter_for_tests
 
 VLLM_VARIABLE = "SWITCHYARD_TEST_VLLM"
 """Environment variable: the Python that has vLLM, where its program `vllm` is not found on the path."""
-_PATIENCE_S = 300.0
+_LOOKS, _LOOK_S = 3000, 0.1
+"""How often a server that starts is looked for: no clock, since all of it may be stopped meanwhile."""
 
 
 @contextlib.contextmanager
@@ -42,10 +47,22 @@ def llama_program() -> Path | None:
     return program if program.is_file() else None
 
 
-def starter_gguf(folder: Path) -> Path:
-    """The starter as a GGUF file, made in that folder."""
-    starter, path = starter_for_tests(), folder / "starter.gguf"
-    write_gguf(starter, path, Quantisation.BF16, add_vocabulary=lambda writer: add_texts(writer, starter))
+def cut_starter(folder: Path) -> Path:
+    """The starter's first two layers, which write nonsense fast, as a checkpoint in that folder."""
+    starter, cut = starter_for_tests(), folder / "cut"
+    shutil.copytree(starter, cut, ignore=shutil.ignore_patterns("*.safetensors", "switchyard-manifest.json"))
+    config = json.loads((cut / "config.json").read_text(encoding="utf-8"))
+    (cut / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}), encoding="utf-8")
+    with safe_open(starter / "model.safetensors", "pt") as tensors:
+        names = [name for name in tensors.keys() if not re.search(r"layers\.(?![01]\.)", name)]  # noqa: SIM118
+        save_file({name: tensors.get_tensor(name) for name in names}, cut / "model.safetensors", {"format": "pt"})
+    return cut
+
+
+def gguf_of(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint as a GGUF file, made in that folder."""
+    path = folder / "model.gguf"
+    write_gguf(checkpoint, path, Quantisation.BF16, add_vocabulary=lambda writer: add_texts(writer, checkpoint))
     return path
 
 
@@ -118,14 +135,13 @@ def _running(
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline:
+    for _ in range(_LOOKS):
         if process.poll() is not None:
             break
         with contextlib.suppress(httpx2.HTTPError):
             if httpx2.get(f"http://127.0.0.1:{port}/health").status_code == 200:
                 return
-        time.sleep(0.1)
+        time.sleep(_LOOK_S)
     said = log.read_text(encoding="utf-8", errors="replace")[-4000:]
     pytest.fail(f"The server did not come up: {' '.join(process.args)}\n{said}")  # type: ignore[arg-type]
 

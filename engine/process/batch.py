@@ -170,6 +170,8 @@ def answered_job(
         # Opening a huge pdf or ten thousand files takes long.
         prepared = run_in_background(lambda _between: prepare(request.job), watcher, lambda _share: None)
         ending = runner(prepared, watcher)
+        if ending.pace.places:
+            events.pace(ending.pace, "")  # the last rows of each
     except StoppedError:
         return finished_event(request.request_id, False, 0, 0, 0, 0.0)
     finally:

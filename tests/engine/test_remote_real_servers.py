@@ -21,7 +21,7 @@ from engine.remote.failures import RemoteError, Trouble
 from engine.remote.job import run_remote_job
 from engine.remote.look import about
 from tests.engine.test_serve_verb import served
-from tests.real_servers import llama_server, needs_vllm, starter_gguf, vllm_server
+from tests.real_servers import gguf_of, llama_server, needs_vllm, vllm_server
 from tests.starter import starter_for_tests
 
 pytestmark = [
@@ -64,7 +64,7 @@ def check_refusals(endpoint: Endpoint) -> None:
 
 
 def test_llama_cpps_server(tmp_path: Path) -> None:
-    with llama_server(tmp_path, starter_gguf(tmp_path), "--api-key", KEY, "-c", "2048") as (url, _pid):
+    with llama_server(tmp_path, gguf_of(starter_for_tests(), tmp_path), "--api-key", KEY, "-c", "2048") as (url, _pid):
         endpoint = endpoint_at(url, "llama")
         with Client(endpoint, KEY) as client:
             seen = about(client)

@@ -23,23 +23,23 @@ from engine.common.config import BatchJob, SamplingParams
 from engine.remote.endpoint import Endpoint, save_endpoint
 from engine.remote.job import run_remote_job
 from tests.real_servers import (
+    cut_starter,
+    gguf_of,
     llama_program,
     llama_server,
     note,
-    starter_gguf,
     switchyard,
     vllm_python,
     vllm_server,
 )
-from tests.starter import starter_for_tests
 
-ROWS, TOKENS = 500, 8
+ROWS, TOKENS = 500, 16
 KILLS = int(os.environ.get("SWITCHYARD_TEST_KILLS", "20"))
 _SEED = int(os.environ.get("SWITCHYARD_TEST_SEED", "21"))
 
 
 class Standing:
-    """The three servers of a job, with the starter, each in a folder of its own: one that was killed is started again.
+    """A job's three servers, with two layers of the starter: one that was killed is started again in another folder.
 
     Args:
         folder: of all of them.
@@ -47,12 +47,12 @@ class Standing:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
-        model = starter_for_tests()
+        model = cut_starter(folder)
         self._starts: dict[str, Callable[[Path], AbstractContextManager[tuple[str, int]]]] = {
             "ours": lambda at: switchyard(at, model)
         }
         if llama_program() is not None:
-            gguf = starter_gguf(folder)
+            gguf = gguf_of(model, folder)
             self._starts["llama"] = lambda at: llama_server(at, gguf, "-np", "4", "-c", "4096")
         if vllm_python() is not None:
             self._starts["vllm"] = lambda at: vllm_server(at, model)
@@ -71,7 +71,7 @@ class Standing:
             at.mkdir()
             opened = self._opened[name] = ExitStack()
             url, self.processes[name] = opened.enter_context(start(at))
-            save_endpoint(Endpoint(name, url, "starter"))
+            save_endpoint(Endpoint(name, url))
 
     def bury(self, name: str) -> None:
         """It was killed: what is left of it ends."""

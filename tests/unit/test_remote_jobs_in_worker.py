@@ -95,7 +95,7 @@ def test_a_job_ends_once_and_says_where_its_rows_are_answered(
     assert all(asked.key == SECRET for asked in server.posted)
     progress = [event for event in process.events if isinstance(event, BatchProgress)][-1]
     assert decode(encode(progress).rstrip(b"\n")) == progress
-    assert [place.name for place in progress.places] == ["rack"]
+    assert [(place.name, place.rows) for place in progress.places] == [("rack", 12)]
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 12
     process.jobs.close()
     assert sum(isinstance(event, BatchFinished) for event in process.events) == 1

@@ -54,7 +54,7 @@ def rows_text(job: JobEntry) -> str:
 
 def pace_text(job: JobEntry) -> tuple[str, str]:
     """The rate, and when the job will be done; empty without an estimate."""
-    if job.state is not JobState.RUNNING or job.beside_chat:
+    if job.state is not JobState.RUNNING or (job.beside_chat and not job.job.is_remote):
         return "", ""
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(job.tokens_per_s)) if job.tokens_per_s else ""
     if job.ends_high_s is None:
@@ -73,7 +73,7 @@ def status_text(job: JobEntry) -> str:
     if job.state is JobState.RUNNING:
         if job.blocked:
             return job.blocked
-        if job.beside_chat:
+        if job.beside_chat and not job.job.is_remote:
             return translate("Batch", "Shares the engine with your chat until the answer is complete.")
         if job.total is None and not job.done:
             return translate("Batch", "Reading the file…")
@@ -125,7 +125,13 @@ def _elsewhere_text(job: JobEntry) -> str:
         return translate("Batch", "Connecting to the Ray cluster…")
     if not hosts:
         return translate("Batch", "Asking the servers which models they have…")
-    return translate("Batch", "Rows are sent to {0}.").format(translate("Batch", " and to ").join(hosts))
+    sent = translate("Batch", "Rows are sent to {0}.").format(translate("Batch", " and to ").join(hosts))
+    if not job.needs_model:
+        return sent
+    here = translate("Batch", "This PC answers some as well; your chats go first.")
+    if job.beside_chat:
+        here = translate("Batch", "This PC answers your chat first.")
+    return f"{sent} {here}"
 
 
 def _running_text(job: JobEntry) -> str:
