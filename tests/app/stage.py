@@ -780,7 +780,7 @@ ELSEWHERE = endpoint_at(
 
 def _add_servers(stage: Stage) -> None:
     save_endpoint(ELSEWHERE)
-    found = Found("llama.cpp", "b7120", ("gpt-oss-20b",), (8192,), ())
+    found = Found("llama.cpp", "b7120", ("gpt-oss-20b",), (8192,), (), ("gpt-oss-20b",))
     save_endpoint(endpoint_at("http://127.0.0.1:8080/v1", "Beside", found=found))
     stage.services.endpoints.look_again()
 

@@ -339,8 +339,8 @@ class ChatView(Page):
             return
         endpoint = remote.endpoint
         details = self.tr(
-            "The whole chat goes there, now and with each further message: your messages, the answers and the system "
-            "prompt. What happens with it is up to who runs that server."
+            "The whole chat goes there, now and with each further message: your messages and their pictures, the "
+            "answers and the system prompt. What happens with it is up to who runs that server."
         )
         if endpoint.is_plain:
             details += " " + self.tr("The way there is not encrypted: others in the network can read it.")

@@ -43,6 +43,7 @@ class UserMessage(QWidget):
         )
         self._inside = QVBoxLayout(self._bubble)
         self._inside.setContentsMargins(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
+        self._inside.setSpacing(8)
         self._pictures = PictureRow(self._bubble)
         self._inside.addWidget(self._pictures)
         self._inside.addWidget(self._text)
