@@ -20,6 +20,7 @@ from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 
 SPACING_PX = 10
+LEAST_CHIP_PX = 60
 
 
 class Composer(QFrame):
@@ -58,6 +59,8 @@ class Composer(QFrame):
         self.system_button.clicked.connect(self.edit_system_prompt)
         self.sampling_button = self._chip("")
         self.sampling_button.clicked.connect(self.edit_sampling)
+        for chip in (self.system_button, self.sampling_button):
+            chip.setMinimumWidth(LEAST_CHIP_PX)  # of a page that is not shown, which keeps the list of chats beside it
         self.meter = QLabel(self)
         self.meter.setProperty("role", "secondary")
         self._meter_words: tuple[str, ...] = ("",)
