@@ -1,4 +1,4 @@
-"""`switchyard bench cluster`: what it takes to hand out a job's rows to many nodes, which are made up here.
+"""`switchyard bench cluster --simulated`: what it takes to hand out a job's rows to many nodes, which are made up here.
 
 All but the nodes is what a real job runs: `engine.remote.ray_rows`, which reads rows as nodes want them.
 """
@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import psutil
 
@@ -25,12 +26,11 @@ _SLOWEST, _FASTEST = 1.0, 8.0
 """Rows per second of a node."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterPlan:
+class ClusterPlan(NamedTuple):
     """What to simulate: jobs of so many rows, each on so many nodes."""
 
-    nodes: tuple[int, ...] = (1, 10, 100, 1000)
-    rows: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
+    nodes: tuple[int, ...]
+    rows: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

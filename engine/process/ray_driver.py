@@ -19,6 +19,8 @@ import contextlib
 import json
 import os
 import queue
+import re
+import socket
 import sys
 import threading
 import time
@@ -38,6 +40,9 @@ _NODES_S = 2.0
 _TAKE_S = 1.0
 _WAIT_S = 0.1
 _PROXY = "ray://"
+_PORTS = 2**16
+_REACH_S = 10.0
+_SIDES = 2
 
 Emit = Callable[[dict[str, Any]], None]
 
@@ -75,6 +80,8 @@ class RayDriver:
         installed = str(self._ray.__version__)
         if not installed.startswith(f"{RAY}."):
             return f"Ray {installed} is installed here, and Switchyard works with Ray {RAY}: run {INSTALL}."
+        if why := _nobody_at(address):
+            return why
         try:
             self._ray.init(
                 address=address,
@@ -198,15 +205,34 @@ class RayDriver:
             self._ray.kill(actor.handle)
 
 
+def _nobody_at(address: str) -> str:
+    """Why nothing can be reached there, as a sentence: Ray would try for long.  Empty for addresses of other forms."""
+    host, _colon, port = address.removeprefix(_PROXY).rpartition(":")
+    if not host or not port.isdigit() or int(port) >= _PORTS:
+        return ""
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
+    except OSError as error:
+        return _refusal(address, error)
+    return ""
+
+
 def _refusal(address: str, error: Exception) -> str:
     """Why there is no connection, as a sentence for the user."""
     text = " ".join(str(error).split())
     if "ersion mismatch" in text:
+        versions = re.findall(r"Ray: (\S+) Python: (\S+)", text)
+        ours = f"Ray {RAY} on all of its computers and on this one, with the same Python"
+        if len(versions) != _SIDES:
+            return (
+                f"The Ray cluster at {address} has another version of Ray or of Python ({text[:200]}): install {ours}."
+            )
+        (theirs, python), (here, python_here) = versions
         return (
-            f"The Ray cluster at {address} has another version of Ray or of Python than this computer: {text[:300]} "
-            f"Install the same on all of them (Ray {RAY})."
+            f"The Ray cluster at {address} runs Ray {theirs} with Python {python}, and this computer Ray {here} with "
+            f"Python {python_here}: install {ours}."
         )
-    if address.startswith(_PROXY) and "grpc" in text:
+    if address.startswith(_PROXY) and ("grpc" in text or "ray[client]" in text):
         return f"An address with {_PROXY} needs Ray's client: run pip install 'ray[client]', or use HOST:PORT."
     return (
         f"No Ray cluster answers at {address} ({type(error).__name__}: {text[:200]}): check the address, and run "

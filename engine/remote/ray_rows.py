@@ -6,6 +6,7 @@ held that died is handed out again, and its engine is started again after a paus
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections import Counter
@@ -16,6 +17,7 @@ from typing import Any
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 from engine.common.chat import ChatMessage
+from engine.common.collector import without_collector
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
@@ -36,6 +38,7 @@ _PATIENCE_S = 300.0
 """How long a job waits while no node answers."""
 _READS = 512
 """Rows read before messages are looked at again."""
+_COLLECT_S = 60.0
 SAMPLE_ROWS = 48
 
 
@@ -96,6 +99,7 @@ class RayRows:
         self._given_up: list[RowRequest] = []
         self._on_row: RowCallback = _nobody
         self._fields = _Fields()
+        self._collected_s = time.monotonic()
 
     # --- what a job asks --------------------------------------------------------------------------
 
@@ -165,15 +169,17 @@ class RayRows:
         self._blocks.is_read = False
         self._worked_s = self._looked_s = self._clock()
         try:
-            while True:
-                if cancelled():
-                    return BatchOutcome.CANCELLED
-                if should_yield():
-                    return BatchOutcome.YIELDED
-                self._read(rows)
-                if self._blocks.is_read and not self._blocks.open_rows:
-                    return BatchOutcome.FINISHED
-                self._step()
+            with without_collector():  # which would look through all open rows, again and again
+                while True:
+                    if cancelled():
+                        return BatchOutcome.CANCELLED
+                    if should_yield():
+                        return BatchOutcome.YIELDED
+                    self._read(rows)
+                    if self._blocks.is_read and not self._blocks.open_rows:
+                        return BatchOutcome.FINISHED
+                    self._step()
+                    self._collect()
         finally:
             self._on_row = _nobody
 
@@ -182,6 +188,13 @@ class RayRows:
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+    def _collect(self) -> None:
+        """What others leave in this process must not pile up for days."""
+        now = time.monotonic()
+        if now - self._collected_s >= _COLLECT_S:
+            self._collected_s = now
+            gc.collect()
 
     # --- rows -------------------------------------------------------------------------------------
 
@@ -352,7 +365,7 @@ class RayRows:
         if self._link is None and now >= self._links_at_s:
             self._link, self._silent_s = self._open_link(self.address), 0.0
         elif self._link is not None and self._silent_s > (_SILENT_S if self._has_heard else _CONNECTS_S):
-            self._lose_link("it has been silent", now)
+            self._lose_link("it has been silent" if self._has_heard else "", now)
 
     def _lose_link(self, why: str, now: float) -> None:
         """With it all engines on nodes end.
@@ -364,7 +377,7 @@ class RayRows:
         if not self._has_heard:
             raise EngineError(
                 ErrorCode.DEVICE_UNAVAILABLE,
-                why or f"The Ray cluster at {self.address} does not answer: check the address.",
+                why or f"The Ray cluster at {self.address} does not answer: check the address, and that it runs.",
             )
         self._why_lost = why.removesuffix(".") or "the connection ended"
         self._lost += 1

@@ -235,11 +235,16 @@ def add_parser(subparsers: Any) -> None:
     _add_common(serve, repeats=3)
     serve.set_defaults(run=_run_serve)
 
-    cluster = kinds.add_parser("cluster", help="planning for each row of a job on up to 1,000 simulated nodes")
-    cluster.add_argument("--simulated", action="store_true", required=True, help="nodes are made up; no others are yet")
-    cluster.add_argument("--nodes", type=_lengths, default=(1, 10, 100, 1000), metavar="N,N", help="a run for each")
-    cluster.add_argument("--rows", type=_lengths, default=(100_000, 1_000_000), metavar="N,N", help="a run for each")
-    cluster.add_argument("--json", action="store_true", help="print one JSON document")
+    cluster = kinds.add_parser("cluster", help="several nodes of a Ray cluster, a core each, against one; or simulated")
+    _add_model(cluster)
+    cluster.add_argument(
+        "--simulated", action="store_true", help="all but the nodes: what handing out a row takes, for up to 1,000"
+    )
+    cluster.add_argument("--nodes", type=_lengths, metavar="N,N", help="(default: 2; simulated 1,10,100,1000)")
+    cluster.add_argument("--rows", type=_lengths, metavar="N,N", help="(default: 512; simulated 100000,1000000)")
+    cluster.add_argument("--tokens", type=positive_int, default=12, metavar="N", help="of an answer (default 12)")
+    _add_common(cluster, repeats=5)
+    add_engine_options(cluster)
     cluster.set_defaults(run=_run_cluster)
 
     loops = kinds.add_parser("loops", help="how many answers to simple questions loop, with DRY and without")
@@ -531,10 +536,19 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 
 def _run_cluster(args: argparse.Namespace) -> int:
-    from engine.bench.cluster import ClusterPlan, bench_cluster
+    if args.simulated:
+        from engine.bench.cluster import ClusterPlan, bench_cluster
 
-    report = _report()
-    bench_cluster(ClusterPlan(args.nodes, args.rows), report, note)
+        report = _report()
+        nodes, rows = args.nodes or (1, 10, 100, 1000), args.rows or (100_000, 1_000_000)
+        bench_cluster(ClusterPlan(nodes, rows), report, note)
+        return _emit(report, args)
+    config, report = _config(args), _report()
+    from engine.bench.real_cluster import RealClusterPlan, bench_real_cluster
+
+    for nodes in args.nodes or (2,):
+        for rows in args.rows or (512,):
+            bench_real_cluster(config, RealClusterPlan(nodes, rows, args.tokens, args.repeats), report, note)
     return _emit(report, args)
 
 

@@ -13,10 +13,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from engine.batch_files.job_list import known_jobs, read_answers
 from engine.batch_files.journal import journal_path
+from engine.bench.real_cluster import RealClusterPlan, bench_real_cluster
+from engine.bench.report import Report
+from engine.common.config import EngineConfig
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.loopback_ray import CHECKOUT, LoopbackRay, until
 
@@ -25,6 +29,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'
 KILLS = int(os.environ.get("SWITCHYARD_TEST_RAY_KILLS", "20"))
 ROWS, NODES = 1000, 3
 _MOST_TOKENS = 60
+_NO_ROOM = 1_000_000
+"""Bytes: less than any engine needs."""
 
 
 class ClusterUnderFire:
@@ -146,6 +152,34 @@ def test_a_node_that_nobody_tuned_measures_itself_once(tmp_path: Path, switchyar
         job.begin(again=True)
         assert "measures itself" not in job.finish()
         assert kept.read_bytes() == measured
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_nodes_without_room_are_one_sentence(tmp_path: Path, switchyard_home: Path) -> None:
+    job = ClusterUnderFire(tmp_path / "job", switchyard_home, rows=30, nodes=0)
+    with contextlib.closing(job):
+        for _ in range(2):
+            job.ray.add(memory=_NO_ROOM)
+        asking = job.begin(again=True)
+        noted = asking.communicate(timeout=180)[1].decode()
+        assert asking.returncode == 2, noted
+        said = noted.splitlines()[-1]
+        assert said.startswith("switchyard: No node of the Ray cluster at ")
+        assert said.count("RAM") >= 2
+        assert not job.output.exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(len(psutil.Process().cpu_affinity()) < NODES - 1, reason="a node has a core of its own")
+def test_nodes_on_cores_of_their_own_are_measured(tmp_path: Path) -> None:
+    model = tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    report, said = Report({}), list[str]()
+    config = EngineConfig(str(model), precision="bf16")
+    bench_real_cluster(config, RealClusterPlan(nodes=2, rows=16, tokens=4, repeats=1), report, said.append)
+    assert [row.unit for row in report.rows] == ["rows/s", "rows/s", "cores", "cores"]
+    assert all(row.value > 0 for row in report.rows)
 
 
 @pytest.fixture

@@ -200,6 +200,15 @@ def test_a_cluster_that_cannot_be_reached_is_one_sentence() -> None:
     assert refused.value.code is ErrorCode.DEVICE_UNAVAILABLE
 
 
+def test_a_cluster_that_never_says_anything_is_one_sentence() -> None:
+    cluster = MadeUpRay(["a"])
+    rows = opened(cluster)
+    cluster.events = lambda _wait_s: []  # type: ignore[method-assign]
+    cluster.closed = True  # its clock goes on
+    with pytest.raises(EngineError, match=r"10.0.0.5:6379 does not answer: check the address, and that it runs"):
+        rows.open(never)
+
+
 def test_a_lost_cluster_is_waited_for_and_then_given_up() -> None:
     cluster = MadeUpRay(["a"], speed=1)
     rows, waits = opened(cluster), set[str]()

@@ -1,12 +1,13 @@
-"""`python -m tests.ray_nodes_process`: a Ray cluster on the loopback, for `tests.loopback_ray`.
+"""`python -m engine.bench.ray_nodes`: a Ray cluster on the loopback, for `engine.bench.local_ray`.
 
-Commands on stdin: `add CPUS MEMORY`; each is answered by a JSON line with the node's id and its raylet's process.
-When they end, the cluster does.
+Commands on stdin: `add CPUS MEMORY CORE`, CORE being the only one that the node may use, or -1 for all; each is
+answered by a JSON line with the node's id and its raylet's process.  When they end, the cluster does.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -31,6 +32,7 @@ def _added(cluster: Cluster, **options: int) -> Any:
 
 
 def main() -> None:
+    """Runs the process."""
     said, sys.stdout = sys.stdout, sys.stderr
 
     def say(**about: Any) -> None:
@@ -40,8 +42,13 @@ def main() -> None:
     cluster = Cluster(True, False, head_node_args={**_HERE, "num_cpus": 0, "memory": 10**9, "include_dashboard": False})
     say(address=cluster.address)
     for line in sys.stdin:
-        _add, cpus, memory = line.split()
+        _add, cpus, memory, core = line.split()
+        if int(core) >= 0:
+            mine = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {int(core)})  # what it starts meanwhile keeps to it
         node = _added(cluster, num_cpus=int(cpus), memory=int(memory))
+        if int(core) >= 0:
+            os.sched_setaffinity(0, mine)
         for _ in range(_LOOKS):  # Ray's own wait counts the time in which all of this is stopped
             if any(each["NodeID"] == node.node_id and each["Alive"] for each in cluster.global_state.node_table()):
                 break
