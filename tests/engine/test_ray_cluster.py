@@ -29,7 +29,7 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'
 KILLS = int(os.environ.get("SWITCHYARD_TEST_RAY_KILLS", "20"))
 ROWS, NODES = 1000, 3
 _MOST_TOKENS = 60
-_NO_ROOM = 1_000_000
+_NO_ROOM = 1000
 """Bytes: less than any engine needs."""
 
 
