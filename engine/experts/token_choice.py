@@ -56,6 +56,8 @@ class TokenChoice:
         self._tokens = 0
         self._chosen = [comb(per_token, misses) for misses in range(per_token + 1)]
         self._took_s = self._tables()
+        self._price_s: dict[int, float] = {}
+        """Of the present way's layers, by misses, since the last look."""
         self.by_itself = self.price_s(by_itself=True) <= self.price_s(by_itself=False)
 
     def price_s(self, *, by_itself: bool) -> float:
@@ -70,6 +72,8 @@ class TokenChoice:
     def observe(self, seconds: float, missed: int) -> None:
         """A token of the present way took so long, with so many experts missed in all layers."""
         ratio, way = missed / (self._layers * self._per_token), self.by_itself
+        if (price_s := self._price_s.get(missed)) is None:
+            price_s = self._price_s[missed] = self._layers_s(ratio, way)
         self.miss_ratio += _WEIGHT * (ratio - self.miss_ratio)
         self._tokens += 1
         if self._tokens > _FIRST:
@@ -77,13 +81,13 @@ class TokenChoice:
             seconds = min(seconds, _LONGEST * usual_s) if usual_s else seconds
             weight = max(_WEIGHT, 1 / (self._tokens - _FIRST))
             self._usual_s[way] += weight * (seconds - usual_s)
-            beyond_s = seconds - self._layers_s(ratio, way)
+            beyond_s = seconds - price_s
             self._beyond_s[way] += weight * (beyond_s - self._beyond_s[way])
         if self._tokens % _AGAIN == 0:
             self._look()
 
     def _look(self) -> None:
-        other, self._took_s = not self.by_itself, self._tables()
+        other, self._took_s, self._price_s = not self.by_itself, self._tables(), {}
         self._beyond_s[other] = self._first_s[other] + _FORGOTTEN * (self._beyond_s[other] - self._first_s[other])
         if self.price_s(by_itself=other) < _WORTH * self.price_s(by_itself=self.by_itself):
             self.by_itself, self._tokens = other, 0

@@ -74,10 +74,11 @@ class PolicySelector:
 
     Args:
         capacity: slots of the real pool.
-        candidates: names of the policies to simulate; the first is adopted initially.
+        candidates: names of the policies to simulate.
         popularity: from a calibration; adds `static` to the candidates.
         half_life: accesses after which a hit counts half in the choice.
         margin: by how much a candidate's hit rate, less what its copies cost, must be higher to be adopted.
+        adopted: the initial policy; the first candidate if None.
 
     Attributes:
         copy_price: hits that pay for a copy.
@@ -90,6 +91,7 @@ class PolicySelector:
         popularity: Mapping[Key, float] | None = None,
         half_life: float | None = None,
         margin: float = 0.01,
+        adopted: str | None = None,
     ) -> None:
         names = [*candidates, *(["static"] if popularity is not None else [])]
         self._shadows = [
@@ -100,7 +102,7 @@ class PolicySelector:
         self._accesses = 0.0
         self._patience = 4.0 * capacity
         self._copy_price = 0.0
-        self.adopted = names[0]
+        self.adopted = adopted if adopted is not None else names[0]
 
     @property
     def copy_price(self) -> float:
@@ -172,7 +174,7 @@ class PolicySampler:
             candidates.remove("static")
 
         def selector(capacity: int) -> PolicySelector:
-            return PolicySelector(max(capacity, 1), candidates, popularity)
+            return PolicySelector(max(capacity, 1), candidates, popularity, adopted=adopted)
 
         if ways is None:
             shared = selector(slots * parts // self._layers)

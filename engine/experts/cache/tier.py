@@ -152,7 +152,9 @@ class Tier(Generic[Source, Handle]):
         self.moved: dict[Key, Slot | None] = {}
         self.counters = counters if counters is not None else TierCounters()
         self.is_adaptive = policy == ADAPTIVE
-        self.policy = CANDIDATES[0] if self.is_adaptive else policy
+        self.policy = policy
+        if self.is_adaptive:  # what was used most is there at first, and stays until another policy proves better
+            self.policy = CANDIDATES[0] if popularity is None else "static"
         self.sampler: PolicySampler | None = None
         self._copier, self._experts, self._record_nbytes = copier, experts, record_nbytes
         self._popularity, self._seed = popularity, seed
