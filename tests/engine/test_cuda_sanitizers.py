@@ -43,7 +43,7 @@ def the_exchange(folder: Path, sanitizer: str, *more: str) -> Path:
 
 def assert_clean(program: Path, cases: int, *more: str) -> None:
     seed = int.from_bytes(os.urandom(3), "big")
-    done = run_program(program, str(seed), str(cases), *more, timeout_s=600, TSAN_OPTIONS="halt_on_error=1")
+    done = run_program(program, str(seed), str(cases), *more, timeout_s=1800, TSAN_OPTIONS="halt_on_error=1")
     assert done.returncode == 0, f"seed {seed}:\n{done.stderr[-4000:]}"
     assert done.stderr == ""
 
@@ -54,13 +54,13 @@ def test_the_driver_knows_the_kernels() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_no_wrong_access_and_nothing_undefined(tmp_path: Path) -> None:
     assert_clean(every_kernel(tmp_path, "address,undefined,float-cast-overflow"), 300)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_no_data_race(tmp_path: Path) -> None:
     """A block's threads are threads of this machine."""
     assert_clean(every_kernel(tmp_path, "thread", "-DEMULATED_THREADS"), 25)

@@ -80,5 +80,5 @@ def test_no_order_of_many_breaks_it(orders: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(9000)
 def test_no_data_race_in_many_steps(races: Path) -> None:
-    """About ten minutes beside other work."""
+    """Ten minutes on two idle cores, up to 41 beside other work."""
     _check(races, MANY_STEPS, 8400)

@@ -158,8 +158,9 @@ __device__ __forceinline__ void attend(const AttentionArguments& a) {
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
             const int key = min(round + i * AT_ONCE + which, end - 1);  // beyond the end: read again, and not counted
-            keys[i] = has_key ? pages.piece(0, key, piece) : typename Kv::Piece{};
-            values[i] = has_value ? pages.piece(1, key, piece) : typename Kv::Piece{};
+            keys[i] = values[i] = typename Kv::Piece{};
+            if (has_key) keys[i] = pages.piece(0, key, piece);
+            if (has_value) values[i] = pages.piece(1, key, piece);
             key_scales[i] = pages.scale(0, key);
             value_scales[i] = pages.scale(1, key);
         }

@@ -27,6 +27,7 @@ __device__ __forceinline__ float float_of_bits(u32 bits) { return __uint_as_floa
 __device__ __forceinline__ u32 word_of(const uint4& words, int at) {
     return at == 0 ? words.x : at == 1 ? words.y : at == 2 ? words.z : words.w;
 }
+__device__ __forceinline__ u16 half_at(const uint4& words, int at) { return static_cast<u16>(word_of(words, at / 2) >> (16 * (at & 1))); }
 
 // Elements of matrices and vectors, as they lie in memory.
 struct Bf16 {

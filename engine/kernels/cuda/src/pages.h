@@ -8,8 +8,6 @@
 constexpr int PAGE = 32;  // tokens
 constexpr int PIECE = 8;  // elements of a key or value that a lane reads
 
-__device__ __forceinline__ u16 half_at(const uint4& words, int at) { return static_cast<u16>(word_of(words, at / 2) >> (16 * (at & 1))); }
-
 struct KvBf16 {
     typedef uint4 Piece;
     static constexpr int BYTES = 2;
@@ -31,12 +29,10 @@ struct KvFp16 {
 };
 
 struct KvFp32 {
-    struct Piece { uint4 low, high; };
+    struct alignas(16) Piece { float numbers[PIECE]; };
     static constexpr int BYTES = 4;
     static constexpr bool HAS_SCALES = false;
-    static __device__ __forceinline__ float value(const Piece& piece, int at) {
-        return float_of_bits(at < 4 ? word_of(piece.low, at) : word_of(piece.high, at - 4));
-    }
+    static __device__ __forceinline__ float value(const Piece& piece, int at) { return piece.numbers[at]; }
     static __device__ __forceinline__ void set(u8* to, int at, float value, float) { reinterpret_cast<float*>(to)[at] = value; }
 };
 

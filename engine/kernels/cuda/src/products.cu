@@ -163,6 +163,27 @@ __device__ __forceinline__ int row_of_entry(const ProductArguments& a, int entry
     return row_of(static_cast<int>(blockIdx.y), Format::BLOCK, entry, a.pairing, a.rows);
 }
 
+// One of the elements in 16 bytes.  No union: some compilers would lay its elements out in memory.
+template <class Element>
+__device__ __forceinline__ Element element_of(const uint4& words, int at) {
+    if constexpr (sizeof(Element) == 4) return Element{float_of_bits(word_of(words, at))};
+    else return Element{half_at(words, at)};
+}
+
+// The first elements from an address on that is no multiple of 16, and zeros from `left` on.
+template <class Element>
+__device__ __forceinline__ uint4 first_elements(const Element* from, int left) {
+    u32 words[4] = {};
+    if constexpr (sizeof(Element) == 4) {
+#pragma unroll
+        for (int at = 0; at < 4; at++) words[at] = at < left ? __float_as_uint(from[at].value()) : 0;
+    } else {
+#pragma unroll
+        for (int at = 0; at < 8; at++) words[at / 2] |= (at < left ? static_cast<u32>(from[at].bits) : 0u) << (16 * (at & 1));
+    }
+    return uint4{words[0], words[1], words[2], words[3]};
+}
+
 // As `multiply_tiles` for rows of numbers: a warp multiplies two rows of the matrix.
 template <class Format, int ROWS>
 __device__ __forceinline__ void multiply_rows(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Format::BLOCK]) {
@@ -187,28 +208,21 @@ __device__ __forceinline__ void multiply_rows(const ProductArguments& a, const u
     float totals[ROWS][PER_WARP] = {};
 #pragma unroll 2
     for (int column = begin + lane_number() * VECTOR; column < end; column += STEP) {
-        union Vector { uint4 bits; Element elements[VECTOR]; };
-        Vector w[PER_WARP];
+        uint4 w[PER_WARP];
         if (in_vectors) {
 #pragma unroll
-            for (int i = 0; i < PER_WARP; i++) w[i].bits = __ldcs(reinterpret_cast<const uint4*>(weights[i] + column));
+            for (int i = 0; i < PER_WARP; i++) w[i] = __ldcs(reinterpret_cast<const uint4*>(weights[i] + column));
         } else {
-            for (int i = 0; i < PER_WARP; i++) {
-                for (int at = 0; at < VECTOR; at++) w[i].elements[at] = column + at < end ? weights[i][column + at] : Element::of(0);
-            }
+#pragma unroll
+            for (int i = 0; i < PER_WARP; i++) w[i] = first_elements(weights[i] + column, end - column);
         }
 #pragma unroll
         for (int row = 0; row < ROWS; row++) {
-            Vector v;
-            if (in_vectors) {
-                v.bits = *reinterpret_cast<const uint4*>(x[row] + column);
-            } else {
-                for (int at = 0; at < VECTOR; at++) v.elements[at] = column + at < end ? x[row][column + at] : Element::of(0);
-            }
+            const uint4 v = in_vectors ? *reinterpret_cast<const uint4*>(x[row] + column) : first_elements(x[row] + column, end - column);
 #pragma unroll
             for (int i = 0; i < PER_WARP; i++) {
 #pragma unroll
-                for (int at = 0; at < VECTOR; at++) totals[row][i] += w[i].elements[at].value() * v.elements[at].value();
+                for (int at = 0; at < VECTOR; at++) totals[row][i] += element_of<Element>(w[i], at).value() * element_of<Element>(v, at).value();
             }
         }
     }
