@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.batch_job import JobState
+from app.services.batch_job import JobEntry, JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_places import keys_for, on_each_node
 from app.views.batch import BatchPage
+from app.views.batch.phrases import pace_text, status_text
 from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchSampled, EndpointKey
@@ -187,3 +189,16 @@ def test_nodes_of_a_cluster_have_no_limits_of_this_pc() -> None:
     assert on_each_node(config, BatchJob("in.csv", "out.csv", ray="auto")) == EngineConfig("m", precision="int8")
     assert on_each_node(config, BatchJob("in.csv", "out.csv")) is None
     assert on_each_node(None, BatchJob("in.csv", "out.csv", ray="auto")) is None
+
+
+def test_a_chat_here_holds_up_nobody_elsewhere() -> None:
+    job = BatchJob("in.csv", "out.csv", endpoints=(HERE, "Rack"))
+    places = (PlacePace("Rack", "10.0.0.5:8000"), PlacePace(""))
+    entry = JobEntry("k", job, JobState.RUNNING, 0.0, done=1, total=6, tokens_per_s=20.0, places=places)
+    assert status_text(entry) == ("Rows are sent to Rack (10.0.0.5:8000). Chats go first on this PC.")
+    entry = replace(entry, beside_chat=True)
+    assert status_text(entry) == "Rows are sent to Rack (10.0.0.5:8000). This PC answers your chat first."
+    assert pace_text(entry)[0] == "20 tokens/s"
+    alone = replace(entry, job=replace(job, endpoints=()))
+    assert "Shares the engine with your chat" in status_text(alone)
+    assert pace_text(alone) == ("", "")

@@ -106,7 +106,7 @@ def test_the_chat_goes_first_and_every_row_is_answered_once(
 
     qtbot.waitUntil(lambda: bool(jobs.entries), timeout=WAIT_MS)
     qtbot.waitUntil(lambda: rows_at("Rack") >= 4, timeout=WAIT_MS)
-    assert f"Rows are sent to Rack ({server.url.split('/')[2]}). This PC answers some as well" in words(page.job_view)
+    assert f"Rows are sent to Rack ({server.url.split('/')[2]}). Chats go first on this PC." in words(page.job_view)
 
     # A chat, while the server is silent and this PC has rows of the job.
     shown.show_page(CHAT)

@@ -128,7 +128,7 @@ def _elsewhere_text(job: JobEntry) -> str:
     sent = translate("Batch", "Rows are sent to {0}.").format(translate("Batch", " and to ").join(hosts))
     if not job.needs_model:
         return sent
-    here = translate("Batch", "This PC answers some as well; your chats go first.")
+    here = translate("Batch", "Chats go first on this PC.")
     if job.beside_chat:
         here = translate("Batch", "This PC answers your chat first.")
     return f"{sent} {here}"
