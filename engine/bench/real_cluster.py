@@ -27,6 +27,7 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
+from engine.process.ray_driver import INSTALL
 from engine.remote.ray_link import Link, Message, RayLink
 from engine.remote.ray_rows import ClusterJob, RayRows
 
@@ -150,7 +151,7 @@ def bench_real_cluster(config: EngineConfig, plan: RealClusterPlan, report: Repo
     try:
         import ray  # noqa: F401
     except ImportError:
-        why = "Ray is not installed: run pip install 'switchyard[ray]'."
+        why = f"Ray is not installed: run {INSTALL}."
         raise EngineError(ErrorCode.INVALID_REQUEST, why) from None
     config = replace(config, device="cpu", threads=1)
     with_ray, limits = _with_ray(config, plan, cores, say), _without(config, plan, cores, say)
