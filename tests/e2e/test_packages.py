@@ -219,7 +219,8 @@ def test_a_system_that_does_not_suit_is_told_in_a_sentence(
     (archive,) = made.older.glob("*.run")
     with least_debian(tmp_path, release, f"--arch={architecture}", "--include=xz-utils") as root:
         shutil.copyfile(archive, root / "tmp" / "it.run")
-        said = run("chroot", root, "/bin/sh", "/tmp/it.run", code=2, HOME="/root", PATH="/usr/sbin:/usr/bin:/sbin:/bin")
+        login = ("env", "-i", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
+        said = run("chroot", root, *login, "/bin/sh", "/tmp/it.run", code=2)
         assert sentence in said.splitlines()[-1]
         assert not list((root / "root").glob(".local/**/*"))
 
