@@ -127,7 +127,7 @@ def test_an_engine_for_a_card_may_need_its_driver_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(windows, "python_of", lambda bundle: "3.13")
     monkeypatch.setattr(windows, "wheels_of", lambda *of: {})
-    users = dict.fromkeys(missing, {"torch/lib/torch_cuda.dll"})
+    users = {library: {"torch/lib/torch_cuda.dll"} for library in missing}
     monkeypatch.setattr(windows, "missing_for_wheels", lambda wheels, python: users)
     laid_out = bundle.Bundle(tmp_path, PLATFORMS["windows-x86_64"], read_project(), "python/python.exe")
     if not named:
