@@ -162,7 +162,7 @@ def prepare(job: BatchJob) -> PreparedJob:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"Answers to OpenAI requests are jsonl: use {output.with_suffix('.jsonl')}."
             )
-        prompts = OpenAiPrompts(job.sampling, elsewhere=bool(job.endpoints) and HERE not in job.endpoints)
+        prompts = OpenAiPrompts(job.sampling, elsewhere=any(name != HERE for name in job.endpoints))
     else:
         template = _template(job.template, source) if job.template else template_of(source.columns)
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None

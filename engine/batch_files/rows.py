@@ -204,6 +204,11 @@ class RowRequest:
     constraint: Constraint | None = None
     tools: str = ""
 
+    @property
+    def is_for_servers(self) -> bool:
+        """Whether it has pictures or tools, which models of this machine do not read in rows."""
+        return bool(self.tools) or any(message.parts for message in self.messages)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:

@@ -90,7 +90,7 @@ class SpreadRows:
     ) -> None:
         places = [server.place for server in servers]
         if here is not None:
-            places.append(Place(_HERE, most_at_once=here_at_once))
+            places.append(Place(_HERE, most_at_once=here_at_once, reads_all=False))
         self._spread = Spread(places, may_ask_twice=may_ask_twice)
         self._servers = {server.place.name: server for server in servers}
         self._patience_s = patience_s

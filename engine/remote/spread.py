@@ -45,6 +45,7 @@ class Place:
         most_at_once: rows at the same time at most; fewer where more make it no faster.
         requests_per_minute, tokens_per_minute: what may be asked of it; None: no limit.
         price_in, price_out: of a million tokens read and written; None: not known.
+        reads_all: whether it takes rows with pictures and tools, too.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Place:
     price_in: float | None = None
     price_out: float | None = None
     currency: str = ""
+    reads_all: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -109,6 +111,9 @@ class _Placed:
     def room(self) -> int:
         """How many more rows it may have: one alone after a fault, until that is answered."""
         return (1 if self.faults else self.width.rows) - len(self.turns)
+
+    def reads(self, row: _Open) -> bool:
+        return self.place.reads_all or not row.asked.is_for_servers
 
     def is_well(self, now: float) -> bool:
         return not self.faults and now >= self.rests_until_s
@@ -221,8 +226,11 @@ class Spread:
         return min(later) if later else None
 
     def _row_for(self, placed: _Placed, now: float) -> _Open | None:
-        others = [other for other in self._placed.values() if other is not placed and other.is_well(now)]
+        well = [other for other in self._placed.values() if other is not placed and other.is_well(now)]
         for row in self._waiting:
+            if not placed.reads(row):
+                continue
+            others = [other for other in well if other.reads(row)]
             if row.avoids == placed.place.name and others:
                 continue
             if any(turn.row.row == row.asked.row for turn in placed.turns):
@@ -258,6 +266,7 @@ class Spread:
             for row in self._open.values()
             if len(row.turns) == 1
             and row.turns[0].at != placed.place.name
+            and placed.reads(row)
             and now - row.turns[0].begun_s > _SLOW * placed.seconds
             and placed.free_at(now, _most_tokens(row.asked)) <= now
         ]
@@ -373,7 +382,7 @@ class Spread:
             pause = max(0.0, retry_after_s)
         if is_new or retry_after_s is not None:
             placed.rest(now, pause, why, is_out=is_out)
-        if self._stuck_since_s is None and not any(other.is_well(now) for other in self._placed.values()):
+        if self._stuck_since_s is None and not any(other.is_well(now) for other in self._useful()):
             self._stuck_since_s = now
 
     def _is_to_blame(self, row: _Open, trouble: Trouble, now: float) -> bool:
@@ -407,14 +416,19 @@ class Spread:
     @property
     def are_all_out(self) -> bool:
         """Whether nobody answers until somebody does something."""
-        return all(placed.is_out for placed in self._placed.values())
+        useful = self._useful()
+        return bool(useful) and all(placed.is_out for placed in useful)
+
+    def _useful(self) -> list[_Placed]:
+        """The places that can read a row that is left."""
+        return [placed for placed in self._placed.values() if any(map(placed.reads, self._open.values()))]
 
     def waits(self, now: float) -> str:
         """Why nothing is being answered, as a sentence; empty if something is."""
         if self._stuck_since_s is None:
             return ""
         parts = []
-        for placed in self._placed.values():
+        for placed in self._useful():
             left = placed.rests_until_s - now
             again = "" if left == math.inf else f", asked again in {left:.0f} s" if left >= 1 else ", being asked again"
             parts.append(f"{placed.place.name or 'this PC'}: {placed.why.rstrip('.')}{again}")

@@ -162,7 +162,11 @@ def test_rows_in_openai_s_format_go_to_other_servers_with_all_that_is_in_them(tm
     with BadEndpoint() as server, Client(endpoint_at(server.url, "Rack", model=MODEL)) as client:
         client.ask(RemoteRequest(asked.messages, SamplingParams()))
         assert server.posted[0].body["messages"][0]["content"] == content
-    for places in ((), (HERE, "Rack")):
+    both = prepare(BatchJob(str(source), str(tmp_path / "out.jsonl"), endpoints=(HERE, "Rack")))
+    (asked,) = map(both.prompts, both.source.rows())
+    assert isinstance(asked, RowRequest)
+    assert asked.is_for_servers
+    for places in ((), (HERE,)):
         prepared = prepare(BatchJob(str(source), str(tmp_path / "out.jsonl"), endpoints=places))
         (refused,) = map(prepared.prompts, prepared.source.rows())
         assert isinstance(refused, Answer)

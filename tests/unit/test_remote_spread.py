@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -78,11 +79,18 @@ class Run:
     spread: Spread
 
 
-def row(number: int, tokens: int = 16) -> RowRequest:
-    return RowRequest(number, (ChatMessage("user", "x" * 42),), SamplingParams(max_tokens=tokens))
+def row(number: int, tokens: int = 16, tools: str = "") -> RowRequest:
+    return RowRequest(number, (ChatMessage("user", "x" * 42),), SamplingParams(max_tokens=tokens), tools=tools)
 
 
-def simulate(servers: list[Server], rows: int, *, twice: bool = False, longest_s: float = 1e6) -> Run:
+def simulate(
+    servers: list[Server],
+    rows: int,
+    *,
+    twice: bool = False,
+    longest_s: float = 1e6,
+    with_tools: Callable[[int], bool] = lambda _number: False,
+) -> Run:
     spread = Spread([server.place for server in servers], may_ask_twice=twice)
     by_name = {server.place.name: server for server in servers}
     source, now = iter(range(rows)), 0.0
@@ -95,11 +103,12 @@ def simulate(servers: list[Server], rows: int, *, twice: bool = False, longest_s
             if number is None:
                 spread.is_read = True
                 break
-            spread.add(row(number))
+            spread.add(row(number, tools="{}" if with_tools(number) else ""))
             given += 1
         ahead = max(ahead, given - len(answered) - len(failed))
         while (turn := spread.next(now)) is not None:
             server = by_name[turn.at]
+            assert server.place.reads_all or not turn.row.is_for_servers
             server.most = max(server.most, sum(1 for _, _, other, _ in events if other.at == turn.at) + 1)
             ends, trouble = server.outcome(turn, now)
             heapq.heappush(events, (ends, next(order), turn, trouble))
@@ -160,6 +169,28 @@ def test_each_row_is_answered_once_whatever_the_places_do(found: list[Server], r
             assert place.requests_per_minute is None or len(within) <= place.requests_per_minute
     asked = sum(len(server.begun) for server in found)
     assert asked >= rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(servers(), st.integers(0, 80), st.integers(1, 5), st.booleans())
+def test_rows_with_tools_go_past_this_machine(found: list[Server], rows: int, each: int, twice: bool) -> None:
+    here = Server(Place("", reads_all=False), 4, 0.5)
+    ran = simulate([*found, here], rows, twice=twice, with_tools=lambda number: number % each == 0)
+    assert sorted(ran.answered) == list(range(rows))
+    assert ran.failed == []
+
+
+def test_who_waits_for_servers_is_told_so_while_this_machine_has_nothing_to_do() -> None:
+    spread = Spread([Place("s0"), Place("", reads_all=False)])
+    spread.add(row(0, tools="{}"))
+    spread.is_read = True
+    turn = spread.next(0.0)
+    assert turn is not None
+    assert turn.at == "s0"
+    spread.failed(turn, 1.0, Trouble.KEY, "s0 does not know the key.")
+    assert spread.waits(1.0) == "Waiting, since nobody answers (s0: s0 does not know the key, asked again in 60 s)."
+    assert spread.are_all_out
+    assert spread.next(2.0) is None
 
 
 @settings(max_examples=60, deadline=None)
