@@ -423,6 +423,7 @@ class _Fields:
             "messages": [_of_message(message) for message in row.messages],
             "sampling": self._sampling[1],
             "constraint": row.constraint and asdict(row.constraint),
+            "tools": row.tools,
         }
 
 

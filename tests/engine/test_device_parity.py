@@ -179,7 +179,7 @@ def test_experts_that_were_used_most_are_there_from_the_start(policy: str, check
     with opened(expected.folder, cache_slots=6, cache_policy=policy) as model:
         assert model.devices is not None
         (cache,) = model.devices.experts.caches[0]
-        assert (cache.policy == "static") == (policy == "static")
+        assert cache.policy == "static"  # `auto` can leave it
         cache.wait()
         assert sum(len(cache.residents(layer)) for layer in range(2)) > 0
         assert_equal(model, expected)

@@ -20,7 +20,7 @@ from engine.remote.client import Client
 from engine.remote.endpoint import endpoint_at
 from engine.remote.failures import RemoteError
 from engine.remote.look import about
-from tests.real_servers import llama_server, starter_gguf
+from tests.real_servers import gguf_of, llama_server
 from tests.starter import starter_for_tests
 
 SIDE, PATCH, WIDTH = 56, 14, 32
@@ -87,7 +87,7 @@ def pictured(shade: int) -> ChatMessage:
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 def test_a_model_that_sees_and_one_that_does_not(tmp_path: Path) -> None:
-    model = starter_gguf(tmp_path)
+    model = gguf_of(starter_for_tests(), tmp_path)
     width = json.loads((starter_for_tests() / "config.json").read_text("utf-8"))["hidden_size"]
     projector = write_projector(tmp_path / "mmproj.gguf", width)
     few = SamplingParams(max_tokens=4, temperature=0.0)

@@ -281,7 +281,7 @@ def test_rows_travel_as_their_fields() -> None:
     plain, hot = SamplingParams(), SamplingParams(temperature=1.0, stop=("x",))
     said = ChatMessage("user", "a"), ChatMessage("assistant", "", "thought", (call,)), ChatMessage("tool", "b")
     sent = [
-        RowRequest(number, said[: number + 1], sampling, constraint)
+        RowRequest(number, said[: number + 1], sampling, constraint, "[]" if number == 2 else "")
         for number, (sampling, constraint) in enumerate(
             [(plain, None), (plain, Constraint(choices=("x", "y"))), (hot, Constraint(schema="{}")), (plain, None)]
         )
