@@ -34,6 +34,8 @@ WINE = Path("/usr/lib/wine/wine64")
 NEWER = "9.0.0"
 UNTESTED = {name: value for name, value in os.environ.items() if not name.startswith(("SWITCHYARD_", "XDG_"))}
 """As users have them: without the folders of the tests."""
+LOGIN = ("env", "-i", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
+"""Before a command in another system, which has none of our folders."""
 _TOOLS = ("makeself", "makensis", "patchelf", "dpkg-deb", "Xvfb", "xdotool", "git")
 _MISSING = [name for name in _TOOLS if shutil.which(name) is None]
 _MISSING += [name for name in ("uv", "ziglang", "pefile") if find_spec(name) is None]
@@ -153,7 +155,7 @@ def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with least_debian(tmp_path_factory.mktemp("debian"), "bookworm", "--include=ca-certificates") as root:
         for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
             shutil.copy2(certificate, root / "usr" / "local" / "share" / "ca-certificates")
-        run("chroot", root, "/usr/sbin/update-ca-certificates")
+        run("chroot", root, *LOGIN, "update-ca-certificates")
         yield root
 
 
@@ -219,8 +221,7 @@ def test_a_system_that_does_not_suit_is_told_in_a_sentence(
     (archive,) = made.older.glob("*.run")
     with least_debian(tmp_path, release, f"--arch={architecture}", "--include=xz-utils") as root:
         shutil.copyfile(archive, root / "tmp" / "it.run")
-        login = ("env", "-i", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
-        said = run("chroot", root, *login, "/bin/sh", "/tmp/it.run", code=2)
+        said = run("chroot", root, *LOGIN, "/bin/sh", "/tmp/it.run", code=2)
         assert sentence in said.splitlines()[-1]
         assert not list((root / "root").glob(".local/**/*"))
 
