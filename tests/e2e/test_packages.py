@@ -32,8 +32,9 @@ import try_package  # noqa: E402
 TRY = CHECKOUT / "installers" / "try_package.py"
 WINE = Path("/usr/lib/wine/wine64")
 NEWER = "9.0.0"
-UNTESTED = {name: value for name, value in os.environ.items() if not name.startswith(("SWITCHYARD_", "XDG_"))}
-"""As users have them: without the folders of the tests."""
+_OF_TESTS = ("SWITCHYARD_", "XDG_", "PYTHON", "PYTEST_", "HF_", "QT_", "OMP_", "TMPDIR")
+UNTESTED = {name: value for name, value in os.environ.items() if not name.startswith(_OF_TESTS)}
+"""As users have them: without the folders of the tests, which other users cannot read, and without their settings."""
 LOGIN = ("env", "-i", "HOME=/root", "PATH=/usr/sbin:/usr/bin:/sbin:/bin")
 """Before a command in another system, which has none of our folders."""
 _TOOLS = ("makeself", "makensis", "patchelf", "dpkg-deb", "Xvfb", "xdotool", "git")
@@ -152,7 +153,7 @@ def least_debian(folder: Path, release: str, *options: str) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def debian(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A Debian 12 which trusts whom this machine trusts."""
-    with least_debian(tmp_path_factory.mktemp("debian"), "bookworm", "--include=ca-certificates") as root:
+    with least_debian(tmp_path_factory.mktemp("debian"), "bookworm", "--include=ca-certificates,xz-utils") as root:
         for certificate in Path("/usr/local/share/ca-certificates").glob("*.crt"):
             shutil.copy2(certificate, root / "usr" / "local" / "share" / "ca-certificates")
         run("chroot", root, *LOGIN, "update-ca-certificates")
@@ -253,7 +254,7 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
     home, tools = tmp_path / "home", tmp_path / "tools"
     home.mkdir()
     near = [made.older, made.older.parent / "near"]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "XDG_"))} | {
+    variables = UNTESTED | {
         "HOME": str(home),
         "UV_TOOL_DIR": str(tools / "uv"),
         "UV_TOOL_BIN_DIR": str(tools / "bin"),
