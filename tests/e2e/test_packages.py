@@ -49,7 +49,8 @@ pytestmark = [
 
 
 def run(*command: str | Path, code: int = 0, **variables: str) -> str:
-    with tempfile.TemporaryFile() as said:  # no pipe: what Wine leaves running would keep it open
+    # No pipe: what Wine leaves running would keep it open. And a file with a name, without which Wine knows no handle.
+    with tempfile.NamedTemporaryFile() as said:
         done = subprocess.run(
             [str(word) for word in command],
             env={**UNTESTED, **variables},
