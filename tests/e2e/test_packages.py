@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,18 +48,15 @@ pytestmark = [
 
 
 def run(*command: str | Path, code: int = 0, **variables: str) -> str:
-    # No pipe: what Wine leaves running would keep it open. And a file with a name, without which Wine knows no handle.
-    with tempfile.NamedTemporaryFile() as said:
-        done = subprocess.run(
-            [str(word) for word in command],
-            env={**UNTESTED, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        said.seek(0)
-        text = said.read().decode(errors="replace").replace("\r\n", "\n")
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**UNTESTED, **variables},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    text = done.stdout.decode(errors="replace").replace("\r\n", "\n")
     assert done.returncode == code, text[-3000:]
     return text
 
@@ -282,17 +278,21 @@ def test_wheels_give_command_and_window_and_go(made: Made, tmp_path: Path, insta
 
 
 @pytest.fixture(scope="module")
-def wine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    prefix = tmp_path_factory.mktemp("wine")
+def wine_s(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables of a Wine of its own, without a display."""
+    places = dict.fromkeys(("WINEPREFIX", "TMP", "TEMP", "TMPDIR"), str(tmp_path_factory.mktemp("wine")))
+    return {"WINEDEBUG": "-all", "DISPLAY": "", **places}
 
+
+@pytest.fixture(scope="module")
+def wine(wine_s: dict[str, str]) -> Iterator[Callable[..., str]]:
     def wine(*command: str | Path, code: int = 0, **variables: str) -> str:
-        places = {"WINEPREFIX": str(prefix), "TMP": str(prefix), "TEMP": str(prefix), "TMPDIR": str(prefix)}
-        return run(WINE, *command, code=code, **{"WINEDEBUG": "-all", "DISPLAY": "", **places, **variables})
+        return run(WINE, *command, code=code, **{**wine_s, **variables})
 
     wine("winecfg", "-v", "win10")
     yield wine
     wine("wineboot", "--kill")
-    shutil.rmtree(prefix, ignore_errors=True)
+    shutil.rmtree(wine_s["WINEPREFIX"], ignore_errors=True)
 
 
 def _windows(shown: dict[str, str]) -> str:
@@ -354,21 +354,23 @@ class TestSetup:
         assert not wine("cmd", "/c", f"dir /b {local}\\Programs\\Switchyard* 2>nul & exit 0").strip()
 
     def test_removing_in_a_window_asks_about_models_and_chats(
-        self, made: Made, wine: Callable[..., str], local: str
+        self, made: Made, wine: Callable[..., str], wine_s: dict[str, str], local: str
     ) -> None:
         (setup,) = made.older.glob("*-Setup.exe")
         program = f"{local}\\Programs\\Switchyard"
+        # Not by a pipe, which what a Wine with another display leaves running would keep open.
+        silently = ("sh", "-c", 'exec "$@" >/dev/null 2>&1', "sh", WINE)
         wine(setup, "/S")
         self._write_data(wine, local)
         before = self._data(wine, local)
         wine("wineboot", "--kill")  # what was started without a display shows nothing on one
         with try_package.display() as shown:
-            wine(f"{program}\\uninstall.exe", **shown)
+            run(*silently, f"{program}\\uninstall.exe", **{**wine_s, **shown})
             self._press(shown, "alt+h", "Escape")
             self._until_none(lambda: _windows(shown))
             assert wine("cmd", "/c", f"dir /b {program}").strip()
             assert self._data(wine, local) == before
-            wine(f"{program}\\uninstall.exe", **shown)
+            run(*silently, f"{program}\\uninstall.exe", **{**wine_s, **shown})
             self._press(shown, "alt+m", "alt+h", "alt+h", "Return")
             self._until_none(lambda: wine("cmd", "/c", f"dir /b {program} 2>nul & exit 0").strip())
             self._press(shown, "Return")
