@@ -65,15 +65,14 @@ class FlowLayout(QLayout):
     def _arrange(self, rect: QRect, *, move: bool) -> int:
         y = rect.y()
         for line in self._lines(rect.width()):
-            height = max(item.sizeHint().height() for item in line)
+            sizes = [_size_within(item, rect.width()) for item in line]
+            height = max(size.height() for size in sizes)
             x = rect.x()
-            for item in line:
-                size = item.sizeHint()
+            for item, size in zip(line, sizes, strict=True):
                 if self._ends_right and item is self._items[-1] and item is not line[0]:
                     x = rect.right() + 1 - size.width()
                 if move:
-                    place = QPoint(x, y + (height - size.height()) // 2)
-                    item.setGeometry(QRect(place, QSize(min(size.width(), rect.width()), size.height())))
+                    item.setGeometry(QRect(QPoint(x, y + (height - size.height()) // 2), size))
                 x += size.width() + self._gap
             y += height + self._gap
         return max(0, y - self._gap - rect.y())
@@ -92,6 +91,14 @@ class FlowLayout(QLayout):
             lines[-1].append(item)
             room -= needed + self._gap
         return lines
+
+
+def _size_within(item: QLayoutItem, width: int) -> QSize:
+    """What an item takes in a line of this width; one that is wider alone may wrap by itself."""
+    size = item.sizeHint()
+    if size.width() <= width:
+        return size
+    return QSize(width, item.heightForWidth(width) if item.hasHeightForWidth() else size.height())
 
 
 class Flow(QWidget):

@@ -54,6 +54,14 @@ def test_everything_has_room(stage: Stage, theme: ThemeController, number: int) 
     assert _check(stage, theme, _pairs(number)) == []
 
 
+@pytest.mark.parametrize("days", [1, 2, 3])
+def test_the_end_of_a_job_on_another_day_has_room(stage: Stage, theme: ThemeController, days: int) -> None:
+    SCENES["batch-servers-running"](stage)
+    stage.engine.tell(306, 500, failed=1, rate=1253.4, left=days * 86_400.0)
+    stage.until(lambda: "306" in stage.batch.job_view.progress.accessibleDescription())
+    assert _check(stage, theme, ((2, 2),)) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", ["light", "dark"])
 @pytest.mark.parametrize("name", SCENES)

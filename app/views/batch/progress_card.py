@@ -40,14 +40,14 @@ class ProgressCard(QFrame):
         self._status.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         for label in (self._percent, self._rows, self._rate, self._end):
             use_tabular_figures(label)
-        left, right = QWidget(self), QWidget(self)
-        for holder, labels in ((left, (self._percent, self._rows)), (right, (self._rate, self._end))):
-            line = QHBoxLayout(holder)
-            line.setContentsMargins(0, 0, 0, 0)
-            line.setSpacing(10)
-            for label in labels:
-                line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
-        self._right = right
+        left = QWidget(self)
+        line = QHBoxLayout(left)
+        line.setContentsMargins(0, 0, 0, 0)
+        line.setSpacing(10)
+        for label in (self._percent, self._rows):
+            line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
+        # An end on another day is long: in a narrow window it is below the rate.
+        self._right = right = Flow(self._rate, self._end, parent=self, gap=10)
         column = QVBoxLayout(self)
         column.setContentsMargins(16, 14, 16, 14)
         column.setSpacing(10)
