@@ -6,13 +6,20 @@ would come back with other settings.  Keys, the field's buttons and its list cha
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from PySide6.QtCore import Qt
 from PySide6.QtGui import QWheelEvent
 from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QSlider, QSpinBox, QWidget
 
+if TYPE_CHECKING:
+    _Widget = QWidget
+else:
+    _Widget = object  # Qt takes one class of its own among the bases: the field's
 
-class ComboBox(QComboBox):
-    """A choice from a list."""
+
+class _WheelPasses(_Widget):
+    """Stands before a field's own class."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -22,34 +29,21 @@ class ComboBox(QComboBox):
         event.ignore()  # so that what it lies in gets it
 
 
-class SpinBox(QSpinBox):
+class ComboBox(_WheelPasses, QComboBox):
+    """A choice from a list."""
+
+
+class SpinBox(_WheelPasses, QSpinBox):
     """A whole number."""
 
-    def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
 
-    def wheelEvent(self, event: QWheelEvent) -> None:
-        event.ignore()
-
-
-class DoubleSpinBox(QDoubleSpinBox):
+class DoubleSpinBox(_WheelPasses, QDoubleSpinBox):
     """A number."""
 
-    def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
 
-    def wheelEvent(self, event: QWheelEvent) -> None:
-        event.ignore()
-
-
-class Slider(QSlider):
+class Slider(_WheelPasses, QSlider):
     """A number on a horizontal line."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(Qt.Orientation.Horizontal, parent)
-        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
-
-    def wheelEvent(self, event: QWheelEvent) -> None:
-        event.ignore()
+        super().__init__(parent)
+        self.setOrientation(Qt.Orientation.Horizontal)

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QPoint, QPointF
-from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QScrollArea, QVBoxLayout, QWidget
 from pytestqt.qtbot import QtBot
 
 import app
-from app.services.api_server import ApiServer
-from app.services.endpoints import Endpoints
-from app.services.settings import Settings
-from app.theme import ThemeController
-from app.views.settings import SettingsPage
 from app.widgets.fields import ComboBox, DoubleSpinBox, Slider, SpinBox
-from tests.app.scripted_engine import ScriptedEngine
-
-Field = ComboBox | SpinBox | DoubleSpinBox | Slider
-
-
-def _value(field: Field) -> float:
-    return field.currentIndex() if isinstance(field, ComboBox) else field.value()
-
-
-def _turn_wheel(field: QWidget, steps: int) -> None:
-    """Turns the wheel over the middle of a field, as the system tells the window of it."""
-    window = field.window()
-    at = field.mapTo(window, field.rect().center())
-    QTest.wheelEvent(window.windowHandle(), QPointF(at), QPoint(0, 120 * steps))
+from tests.app.wheel import Field, turn_wheel, value_of
 
 
 def _combo() -> ComboBox:
@@ -58,38 +38,13 @@ def test_the_wheel_scrolls_the_page_and_not_a_field(qtbot: QtBot, make: Callable
     qtbot.waitExposed(area)
     if has_focus:
         field.setFocus()
-    before = _value(field)
+    before = value_of(field)
     for steps in (-1, 1):
         area.verticalScrollBar().setValue(1400)
         at = area.verticalScrollBar().value()
-        _turn_wheel(field, steps)
+        turn_wheel(field, steps)
         assert (area.verticalScrollBar().value() - at) * steps < 0
-        assert _value(field) == before
-
-
-@pytest.fixture
-def page(qtbot: QtBot, settings: Settings, theme: ThemeController) -> Iterator[SettingsPage]:
-    server = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
-    result = SettingsPage(settings, theme, server, Endpoints(settings))
-    qtbot.addWidget(result)
-    result.resize(1000, 800)
-    result.show()
-    yield result
-    result.close_down()
-    server.close()
-
-
-def test_scrolling_the_settings_changes_none(page: SettingsPage) -> None:
-    fields = [field for kind in (ComboBox, SpinBox, Slider) for field in page.findChildren(kind)]
-    assert len(fields) > 6
-    before = [_value(field) for field in fields]
-    area = page.findChild(QScrollArea)
-    assert area is not None
-    for field in fields:
-        for steps in (-1, 1):
-            area.ensureWidgetVisible(field)
-            _turn_wheel(field, steps)
-    assert [_value(field) for field in fields] == before
+        assert value_of(field) == before
 
 
 def test_the_window_has_no_other_fields() -> None:

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QAbstractButton, QCheckBox, QComboBox, QLabel, QPushButton, QSlider, QSpinBox, QWidget
+from PySide6.QtWidgets import (
+    QAbstractButton,
+    QCheckBox,
+    QComboBox,
+    QLabel,
+    QPushButton,
+    QScrollArea,
+    QSlider,
+    QSpinBox,
+    QWidget,
+)
 from pytestqt.qtbot import QtBot
 
 from app.services.api_server import ApiServer
@@ -20,12 +30,14 @@ from app.services.settings import Settings
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
+from app.widgets.fields import ComboBox, Slider, SpinBox
 from app.widgets.wrapped_label import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.common.paths import data_dir, models_dir
 from tests.app.scripted_engine import ScriptedEngine
+from tests.app.wheel import turn_wheel, value_of
 
 
 @pytest.fixture
@@ -48,6 +60,19 @@ def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiSe
 def _button(parent: QWidget, text: str) -> QPushButton:
     (found,) = [button for button in parent.findChildren(QPushButton) if button.text() == text]
     return found
+
+
+def test_scrolling_the_settings_changes_none(page: SettingsPage) -> None:
+    fields = [field for kind in (ComboBox, SpinBox, Slider) for field in page.findChildren(kind)]
+    assert len(fields) > 6
+    before = [value_of(field) for field in fields]
+    area = page.findChild(QScrollArea)
+    assert area is not None
+    for field in fields:
+        for steps in (-1, 1):
+            area.ensureWidgetVisible(field)
+            turn_wheel(field, steps)
+    assert [value_of(field) for field in fields] == before
 
 
 def test_a_theme_is_applied_and_kept(page: SettingsPage, settings: Settings, theme: ThemeController) -> None:

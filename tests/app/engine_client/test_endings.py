@@ -272,17 +272,24 @@ def test_the_worker_ends_with_an_application_that_quits() -> None:
     assert "Destroyed while process" not in done.stderr
 
 
+def _file_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program whose engine was installed whole; one file of that engine."""
+    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
+    part = make_part("engine-0.2.0-cpu")
+    file = part / "torch.so"
+    file.write_text("here")
+    note_files(part)
+    return file
+
+
 def test_an_engine_that_lost_files_and_does_not_start_says_so(
     make: Make, qtbot: QtBot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
-    part = make_part("engine-0.2.0-cpu")
-    (part / "torch.so").write_text("here")
-    note_files(part)
+    file = _file_of_the_engine(tmp_path, monkeypatch)
     client, _ = make([sys.executable, "-c", "raise SystemExit(3)"])
     client.start()
     qtbot.waitUntil(lambda: "exited unexpectedly (code 3)" in client.last_error, timeout=WAIT_MS)
-    (part / "torch.so").unlink()
+    file.unlink()
     client.start()
     qtbot.waitUntil(lambda: "has lost files since it was installed (torch.so)" in client.last_error, timeout=WAIT_MS)
     assert client.state is EngineState.DIED
@@ -292,11 +299,8 @@ def test_an_engine_that_lost_files_and_does_not_start_says_so(
 def test_lost_files_are_told_also_if_another_start_was_under_way(
     make: Make, qtbot: QtBot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(installed.BUNDLE_VARIABLE, str(make_bundle(tmp_path / "program")))
-    part = make_part("engine-0.2.0-cpu")
-    (part / "torch.so").write_text("here")
-    note_files(part)
-    (part / "torch.so").unlink()
+    file = _file_of_the_engine(tmp_path, monkeypatch)
+    file.unlink()
     client, _ = make([sys.executable, "-c", "raise SystemExit(3)"])
     again = [client.start]
 
