@@ -61,8 +61,8 @@ def seen(stub: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     driver._driver.cache_clear()
 
 
-def machine_code(kernel: Kernel, capability: tuple[int, int], version: str) -> bytes:
-    assert (capability, version) == ((8, 6), "13010")
+def machine_code(kernel: Kernel, capability: tuple[int, int], version: str, *, again: bool) -> bytes:
+    assert (capability, version, again) == ((8, 6), "13010", False)
     return b"\x7fELF\0" + kernel.name.encode()
 
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import torch
-
+from engine.kernels.cuda.card import Card
 from engine.kernels.cuda.compiled import Kernel, kept_code, sources_of
 from engine.kernels.cuda.launcher import DriverError
 from engine.kernels.cuda.nvrtc import CompileError, Machine, RunTimeCompiler, Usage
@@ -105,84 +102,37 @@ def _driver() -> ctypes.CDLL:
     refused = "it was not found"
     for path in _libraries(_DRIVERS):
         try:
-            library = ctypes.CDLL(str(path))
+            library = AmdCard._bound(ctypes.CDLL(str(path)))
         except OSError as error:
             refused = str(error)
             continue
-        pointer, number = ctypes.c_void_p, ctypes.c_uint
-        library.hipModuleLaunchKernel.argtypes = [pointer, *[number] * 7, pointer, pointer, pointer]
-        library.hipModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
         library.hipGetErrorString.restype = ctypes.c_char_p
         return library
     raise DriverError(f"AMD's HIP could not be loaded ({refused})")
 
 
-def _checked(result: int, did: str) -> None:
-    if result:
-        words = _driver().hipGetErrorString(result) or f"error {result}".encode()
-        raise DriverError(f"HIP could not {did}: {words.decode(errors='replace')}")
-
-
-class AmdCard:
-    """One card; kernels are compiled and loaded when they are first needed.
+class AmdCard(Card):
+    """One of AMD's; the version of its driver is HIP's.
 
     Attributes:
         architecture: such as gfx1100.
-        driver: version of HIP.
     """
 
+    _prefix, _launching, _telling = "hip", "hipModuleLaunchKernel", "hipRuntimeGetVersion"
+
     def __init__(self, index: int) -> None:
-        self._device = torch.device("cuda", index)
-        self._functions: dict[Kernel, ctypes.c_void_p] = {}
-        self._modules: list[ctypes.c_void_p] = []  # what functions are part of
-        version = ctypes.c_int()
-        _checked(_driver().hipRuntimeGetVersion(ctypes.byref(version)), "tell its version")
-        self.driver = str(version.value)
-        properties = torch.cuda.get_device_properties(self._device)
-        self.architecture = str(properties.gcnArchName).partition(":")[0]
-        self._multiprocessors = int(properties.multi_processor_count)
+        super().__init__(index)
+        self.architecture = str(self._properties.gcnArchName).partition(":")[0]
 
-    @property
-    def multiprocessors(self) -> int:
-        """Units that run blocks of threads."""
-        return self._multiprocessors
+    def _library(self) -> ctypes.CDLL:
+        return _driver()
 
-    def prepare(self, kernels: Sequence[Kernel]) -> None:
-        """Compiles kernels, several at a time.
-
-        Raises:
-            CompileError: one cannot be compiled.
-        """
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(self._code, kernels))
-
-    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: ctypes.Structure) -> None:
-        """Queues a kernel on PyTorch's current stream of this card.
-
-        Raises:
-            CompileError, DriverError: it cannot be compiled, loaded or started.
-        """
-        with torch.cuda.device(self._device):
-            function = self._functions.get(kernel) or self._load(kernel)
-            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            started = _driver().hipModuleLaunchKernel(
-                function, *grid, kernel.threads, 1, 1, 0, stream, parameters, None
-            )
-        _checked(started, f"start {kernel.name}")
+    def _checked(self, result: int, did: str) -> None:
+        if result:
+            words = _driver().hipGetErrorString(result) or f"error {result}".encode()
+            raise DriverError(f"HIP could not {did}: {words.decode(errors='replace')}")
 
     def _code(self, kernel: Kernel, *, again: bool = False) -> bytes:
         compiler, target = find_hiprtc(), self.architecture
         made_from = repr((kernel, _OPTIONS, compiler.version, target, self.driver))
         return kept_code(kernel, target, made_from, lambda: compile_for(kernel, target, compiler).code, again=again)
-
-    def _load(self, kernel: Kernel) -> ctypes.c_void_p:
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        if _driver().hipModuleLoadData(ctypes.byref(module), self._code(kernel)):  # kept by another driver, perhaps
-            loaded = _driver().hipModuleLoadData(ctypes.byref(module), self._code(kernel, again=True))
-            _checked(loaded, f"load {kernel.name}")
-        self._modules.append(module)
-        found = _driver().hipModuleGetFunction(ctypes.byref(function), module, kernel.entry.encode())
-        _checked(found, f"find {kernel.entry}")
-        self._functions[kernel] = function
-        return function
