@@ -8,6 +8,7 @@ from typing import Any
 from PySide6.QtCore import QAbstractListModel, QModelIndex, QObject, QPersistentModelIndex, Qt
 
 from app.services.chat_store import Conversation, Message, MessageTree
+from engine.common.chat import Picture
 
 ROW_ROLE = Qt.ItemDataRole.UserRole + 1
 
@@ -31,6 +32,10 @@ class ConversationModel(QAbstractListModel):
         self._conversation: Conversation | None = None
         self._tree = MessageTree()
         self._rows: list[MessageRow] = []
+        self._numbers: dict[str, int] = {}
+        """Of rows, by the ids of their messages."""
+        self._pictures: tuple[Picture, ...] | None = None
+        """Found when they are asked for."""
 
     @property
     def conversation(self) -> Conversation | None:
@@ -43,6 +48,22 @@ class ConversationModel(QAbstractListModel):
     @property
     def rows(self) -> tuple[MessageRow, ...]:
         return tuple(self._rows)
+
+    @property
+    def last(self) -> Message | None:
+        """The end of the visible path."""
+        return self._rows[-1].message if self._rows else None
+
+    @property
+    def pictures(self) -> tuple[Picture, ...]:
+        """Those of the visible path."""
+        if self._pictures is None:
+            self._pictures = tuple(picture for row in self._rows for picture in row.message.pictures)
+        return self._pictures
+
+    def row(self, number: int) -> MessageRow:
+        """The turn at a place, from 0."""
+        return self._rows[number]
 
     def rowCount(self, parent: Index | None = None) -> int:
         return 0 if parent is not None and parent.isValid() else len(self._rows)
@@ -61,6 +82,7 @@ class ConversationModel(QAbstractListModel):
         self._conversation = conversation
         self._tree = tree
         self._rows = self._visible()
+        self._note_rows()
         self.endResetModel()
 
     def set_conversation(self, conversation: Conversation) -> None:
@@ -73,7 +95,7 @@ class ConversationModel(QAbstractListModel):
         self._follow_tree()
 
     def update(self, message: Message) -> None:
-        """Update a message's text, state and stats."""
+        """Update a message's text, state and stats; its pictures stay."""
         self._tree.update(message)
         number = self.row_of(message.id)
         if number is not None:
@@ -87,7 +109,7 @@ class ConversationModel(QAbstractListModel):
 
     def row_of(self, message_id: str) -> int | None:
         """A message's row; None if it is not on the visible path."""
-        return next((number for number, row in enumerate(self._rows) if row.message.id == message_id), None)
+        return self._numbers.get(message_id)
 
     def _visible(self) -> list[MessageRow]:
         return [MessageRow(message, *self._tree.versions(message.id)) for message in self._tree.path()]
@@ -103,6 +125,7 @@ class ConversationModel(QAbstractListModel):
         if same < len(self._rows):
             self.beginRemoveRows(QModelIndex(), same, len(self._rows) - 1)
             del self._rows[same:]
+            self._note_rows()
             self.endRemoveRows()
         for number in range(same):
             if self._rows[number] != new[number]:
@@ -111,4 +134,9 @@ class ConversationModel(QAbstractListModel):
         if len(new) > same:
             self.beginInsertRows(QModelIndex(), same, len(new) - 1)
             self._rows.extend(new[same:])
+            self._note_rows()
             self.endInsertRows()
+
+    def _note_rows(self) -> None:
+        self._numbers = {row.message.id: number for number, row in enumerate(self._rows)}
+        self._pictures = None

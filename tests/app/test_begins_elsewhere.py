@@ -223,4 +223,4 @@ def test_pictures_reach_the_server_and_are_there_when_the_window_is_opened_again
     assert all(isinstance(each["content"], str) for each in server.posted[-1].body["messages"])
 
     again = open_window()
-    qtbot.waitUntil(lambda: len(again.chat.presenter.shown_pictures) == 1)
+    qtbot.waitUntil(lambda: len(again.chat.presenter.model.pictures) == 1)

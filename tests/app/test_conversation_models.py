@@ -18,6 +18,7 @@ from app.models.conversation_defaults import MAX_TITLE, title_from
 from app.models.conversation_list import ConversationListModel, Group, group_of
 from app.services.chat_store import Conversation, Message, MessageState, MessageTree, SearchHit
 from app.services.sampling_presets import Preset, own_sampling, preset_of
+from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from tests.app.scripted_engine import STARTER
@@ -141,6 +142,20 @@ def test_rows_are_the_visible_path(model: ConversationModel) -> None:
     assert path(model) == [("q", 1, 1), ("b", 2, 2), ("q2", 1, 1)]
     assert model.row_of("q2") == 2
     assert model.row_of("a") is None
+
+
+def test_pictures_are_those_of_the_visible_path(model: ConversationModel) -> None:
+    red, blue = Picture("image/png", "cmVk"), Picture("image/png", "Ymx1ZQ==")
+    model.add(message("q2", "a", pictures=(red, blue)))
+    assert model.pictures == (red, blue)
+    model.update(replace(message("q2", "a"), content="longer", pictures=(red, blue)))
+    assert model.pictures == (red, blue)
+    model.add(message("b", "q", "assistant"))
+    assert (model.pictures, model.last) == ((), model.tree["b"])
+    model.choose("a")
+    assert model.pictures == (red, blue)
+    model.show(conversation("d"), MessageTree())
+    assert (model.pictures, model.last, model.row_of("q2")) == ((), None, None)
 
 
 def test_an_update_tells_only_its_row(model: ConversationModel) -> None:

@@ -42,7 +42,7 @@ class Attaching(QObject):
         """Attaches these once they are prepared, as far as they can be sent."""
         if self._may():
             here = self._presenter.conversation.id
-            beside = (*self._presenter.shown_pictures, *self._presenter.pictures)
+            beside = (*self._presenter.model.pictures, *self._presenter.pictures)
             self._pictures.prepare(sources, beside, lambda prepared: self._on_prepared(here, prepared))
 
     def close(self) -> None:

@@ -191,8 +191,10 @@ class ChatView(Page):
         do.changed.connect(self._on_changed)
         do.deleted.connect(self._on_deleted)
         do.queue.phase_changed.connect(self.transcript.set_phase)
-        for signal in (do.model.rowsInserted, do.model.rowsRemoved, do.model.dataChanged, do.model.modelReset):
-            signal.connect(self._on_turns)
+        do.model.modelReset.connect(self._show_turns)
+        do.model.dataChanged.connect(self._on_turn_changed)
+        do.model.rowsInserted.connect(self._on_turns)
+        do.model.rowsRemoved.connect(self._on_turns)
 
     def _connect_services(self) -> None:
         client, store = self._client, self._store
@@ -444,7 +446,7 @@ class ChatView(Page):
         self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
         words = self._sent_words(remote) if remote is not None else gone
         if not gone and not self.presenter.reads_pictures:
-            there = self.presenter.shown_pictures or self.presenter.pictures
+            there = self.presenter.model.pictures or self.presenter.pictures
             words = f"{words} {unseen_text(remote)}".strip() if there else words
         self.sent_note.setText(words)
         self.sent_note.setVisible(bool(words))
@@ -463,12 +465,18 @@ class ChatView(Page):
         short = title if len(title) <= 40 else title[:39] + "…"
         self.toast.show_text(self.tr("“{0}” was deleted.").format(short), self.tr("Undo  Ctrl+Z"), self._undo)
 
-    def _on_turns(self) -> None:
-        rows = self.presenter.model.rows
-        self._pages.setCurrentWidget(self.transcript if rows else self.empty)
+    def _show_turns(self) -> None:
+        self._pages.setCurrentWidget(self.transcript if self.presenter.model.rowCount() else self.empty)
         self.composer.set_answering(self.presenter.answering_id is not None)
-        if self.presenter.shown_pictures:
-            self._show_place()
+
+    def _on_turns(self) -> None:
+        self._show_turns()
+        self._show_place()  # which says what becomes of pictures
+        self._count()
+
+    def _on_turn_changed(self) -> None:
+        """Often, while an answer is written: what a long chat takes time for is for `_on_turns`."""
+        self.composer.set_answering(self.presenter.answering_id is not None)
         self._count()
 
     def _on_edited(self, text: str) -> None:
@@ -524,9 +532,8 @@ class ChatView(Page):
         remote = self.presenter.remote
         model = self._client.model if not self.presenter.is_elsewhere else None
         limit = model.context_tokens if model is not None else self._context_of(remote)
-        path = [row.message for row in self.presenter.model.rows]
         draft = self.composer.text
-        last = path[-1] if path else None
+        last = self.presenter.model.last
         if last is not None and last.stats is not None and last.stats.prompt_tokens and not draft.strip():
             self._counting = ""
             self.composer.set_context(last.stats.prompt_tokens + last.stats.generated_tokens, limit, about=False)
@@ -535,7 +542,8 @@ class ChatView(Page):
             if model is None:
                 self.composer.set_context(None, None, about=True)
             return
-        texts = [self.presenter.conversation.system_prompt, *(message.content for message in path), draft]
+        path = (row.message.content for row in self.presenter.model.rows)
+        texts = [self.presenter.conversation.system_prompt, *path, draft]
         self._counting = self.presenter.conversation.id
         self._counter.count(self._counting, model.path, [text for text in texts if text.strip()])
 

@@ -233,8 +233,7 @@ class ChatPresenter(QObject):
     @property
     def answering_id(self) -> str | None:
         """The answer in the current chat that is waiting or being written."""
-        rows = self.model.rows
-        last = rows[-1].message if rows else None
+        last = self.model.last
         return last.id if last is not None and last.state is MessageState.STREAMING else None
 
     @property
@@ -252,11 +251,6 @@ class ChatPresenter(QObject):
         """Whether who answers may read them: another server's model that has not refused any."""
         remote = self.remote
         return remote is not None and not remote.is_blind
-
-    @property
-    def shown_pictures(self) -> tuple[Picture, ...]:
-        """Those in the chat on screen."""
-        return tuple(picture for row in self.model.rows for picture in row.message.pictures)
 
     def send(self, text: str) -> bool:
         """Send a message; False if it is empty or an answer is still being written."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 
-from PySide6.QtCore import QEvent, QModelIndex, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QMargins, QModelIndex, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QPushButton, QScrollArea, QWidget
 
 from app.icons import icon
 from app.models.conversation import ConversationModel, MessageRow
 from app.services.answer_queue import Phase
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.turn_column import TurnColumn
 from app.views.chat.user_message import UserMessage
 
 COLUMN_PX = 744
@@ -52,11 +53,8 @@ class Transcript(QScrollArea):
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
         self.setAccessibleName(self.tr("Conversation"))
-        self._page = QWidget(self)
-        self._column = QVBoxLayout(self._page)
-        self._column.setSpacing(TURN_GAP)
-        self._column.addStretch(1)
-        self.setWidget(self._page)
+        self._column = TurnColumn(self, TURN_GAP)
+        self.setWidget(self._column)
         self._jump = QPushButton(self)
         self._jump.setObjectName("jumpToLatest")
         self._jump.setIcon(icon("chevron-down"))
@@ -136,8 +134,8 @@ class Transcript(QScrollArea):
     def _on_inserted(self, _parent: QModelIndex, first: int, last: int) -> None:
         self.build_all()
         for number in range(first, last + 1):
-            self._insert(number, self._model.rows[number])
-        self._column.activate()  # so that the first paint does not show widgets of size zero
+            self._insert(number, self._model.row(number))
+        self._column.place()  # so that the first paint does not show widgets of size zero
 
     def _on_removed(self, _parent: QModelIndex, first: int, last: int) -> None:
         self.build_all()
@@ -148,7 +146,7 @@ class Transcript(QScrollArea):
     def _on_changed(self, first: QModelIndex, last: QModelIndex) -> None:
         unbuilt = len(self._unbuilt)  # how many of the first turns
         for number in range(first.row(), last.row() + 1):
-            row = self._model.rows[number]
+            row = self._model.row(number)
             if number < unbuilt:
                 self._unbuilt[number] = row
             else:
@@ -165,20 +163,19 @@ class Transcript(QScrollArea):
         turn: Turn
         message = row.message
         if message.role == "user":
-            turn = UserMessage(row, self._page)
+            turn = UserMessage(row, self._column)
             turn.resent.connect(lambda text: self.resent.emit(message.id, text))
         else:
-            turn = AnswerMessage(row, self._page)
+            turn = AnswerMessage(row, self._column)
             turn.acted.connect(lambda action: self.acted.emit(message.id, action))
             turn.link_activated.connect(self.link_activated)
             turn.set_engine_down(self._engine_is_down)
         turn.version_stepped.connect(lambda step: self.version_stepped.emit(message.id, step))
         self._turns.insert(number, turn)
-        self._column.insertWidget(number, turn)
+        self._column.insert(number, turn)
 
     def _discard(self, turn: Turn) -> None:
-        self._column.removeWidget(turn)
-        turn.hide()
+        self._column.remove(turn)
         turn.deleteLater()
 
     # --- scrolling ---
@@ -211,4 +208,5 @@ class Transcript(QScrollArea):
         # Centred in the full width, scroll bar included, so that it lines up with the composer.
         width = min(scaled(COLUMN_PX), self.width() - 48)
         side = max((self.width() - width) // 2, 24)
-        self._column.setContentsMargins(side, 26, max(side - (self.width() - self.viewport().width()), 8), 20)
+        right = max(side - (self.width() - self.viewport().width()), 8)
+        self._column.set_margins(QMargins(side, 26, right, 20))

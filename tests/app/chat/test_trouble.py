@@ -62,6 +62,7 @@ def test_the_engine_dies_is_restarted_and_the_chat_goes_on(
     assert "kept" in answer.note
     assert not answer._restart.isHidden()
     assert answer._note_again.isHidden()
+    qtbot.waitUntil(lambda: answer.height() >= answer.heightForWidth(answer.width()))
     qtbot.mouseClick(answer._restart, Qt.MouseButton.LeftButton)
     assert engine.restarts == 1
     engine.start_loading()
