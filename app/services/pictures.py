@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PySide6.QtCore import QBuffer, QByteArray, QCoreApplication, QMimeData, QObject, QSize, Qt
+from PySide6.QtCore import QBuffer, QCoreApplication, QMimeData, QObject, QSize, Qt
 from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
 
 from app.services.background import TaskQueue
@@ -26,6 +26,7 @@ MOST_FILE_BYTES = 100 * 10**6
 MOST_PNG_BYTES = 1_500_000
 JPEG_QUALITY = 90
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_MOST = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
 _FORMATS = ("png", "jpeg", "webp", "gif")
 
 translate = QCoreApplication.translate
@@ -81,22 +82,11 @@ def too_many() -> str:
     return translate("Pictures", "A message takes up to {0} pictures.").format(MOST_PICTURES)
 
 
-def thumbnail(picture: Picture, most: QSize) -> QImage:
-    """A small image of it, which fits into a size in real pixels; null if it is damaged."""
-    data = QByteArray(base64.b64decode(picture.data))
-    buffer = QBuffer(data)
-    reader = QImageReader(buffer)
-    size = reader.size()
-    if size.isValid() and (size.width() > most.width() or size.height() > most.height()):
-        reader.setScaledSize(size.scaled(most, Qt.AspectRatioMode.KeepAspectRatio).expandedTo(QSize(1, 1)))
-    return reader.read()
-
-
-def size_of(picture: Picture) -> QSize:
-    """Its pixels."""
-    data = QByteArray(base64.b64decode(picture.data))  # the buffer does not keep it
-    buffer = QBuffer(data)
-    return QImageReader(buffer).size()
+def fitting(size: QSize, most: QSize) -> QSize:
+    """The size itself, or the largest of its shape that fits into `most`."""
+    if size.width() <= most.width() and size.height() <= most.height():
+        return size
+    return size.scaled(most, Qt.AspectRatioMode.KeepAspectRatio).expandedTo(QSize(1, 1))
 
 
 def _prepared(sources: Sequence[Source], nbytes: int) -> Prepared:
@@ -139,9 +129,12 @@ def _read(path: Path) -> QImage:
     if bytes(reader.format().data()).decode("ascii", "replace") not in _FORMATS:
         words = translate("Pictures", "{0} is no PNG, JPEG, WebP or GIF picture.")
         raise NotAPictureError(words.format(path.name))
+    size = reader.size()
+    if size.isValid():
+        reader.setScaledSize(fitting(size, _MOST))  # while it is read: a photo of a camera takes little memory
     image = reader.read()
     if image.isNull():
-        is_large = reader.size().width() * reader.size().height() * 4 > QImageReader.allocationLimit() * 2**20 > 0
+        is_large = size.width() * size.height() * 4 > QImageReader.allocationLimit() * 2**20 > 0
         words = (
             translate("Pictures", "{0} has too many pixels: make it smaller first.")
             if is_large
@@ -153,9 +146,8 @@ def _read(path: Path) -> QImage:
 
 def _encoded(image: QImage, is_photo: bool) -> Picture:
     """As PNG, or as JPEG if that would be large or it was one."""
-    if max(image.width(), image.height()) > MOST_SIDE_PX:
-        side = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
-        fit = image.size().scaled(side, Qt.AspectRatioMode.KeepAspectRatio).expandedTo(QSize(1, 1))
+    fit = fitting(image.size(), _MOST)
+    if fit != image.size():
         image = image.scaled(fit, Qt.AspectRatioMode.IgnoreAspectRatio, Qt.TransformationMode.SmoothTransformation)
     plain = image.convertToFormat(
         QImage.Format.Format_ARGB32 if image.hasAlphaChannel() else QImage.Format.Format_RGB32

@@ -18,6 +18,7 @@ from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.pictures import sources_in
 from app.services.settings import STARTER, Settings
+from app.services.thumbnails import Thumbnails
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.attaching import Attaching
@@ -81,9 +82,10 @@ class ChatView(Page):
         self.title_bar = TitleBar(client, library, self)
         self.picker = ModelPicker(client, settings, library, speeds, endpoints, self)
         self.panel = ConversationPanel(list_model, self)
-        self.transcript = Transcript(self.presenter.model, self)
+        self._thumbnails = Thumbnails(self)
+        self.transcript = Transcript(self.presenter.model, self._thumbnails, self)
         self.empty = EmptyChat(self)
-        self.composer = Composer(self)
+        self.composer = Composer(self._thumbnails, self)
         self.batch_hint = BatchHint(client, self)
         self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
         self.trouble_banner = Banner("warning", self)
@@ -288,6 +290,7 @@ class ChatView(Page):
         """Save everything that is only in memory; called before the window closes."""
         self.presenter.flush()
         self.attaching.close()
+        self._thumbnails.close()
         self._importing.close()
 
     def showEvent(self, event: QShowEvent) -> None:

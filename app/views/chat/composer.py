@@ -9,6 +9,7 @@ from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.chat_store import Conversation
+from app.services.thumbnails import Thumbnails
 from app.theme import set_look, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
@@ -36,7 +37,7 @@ class Composer(QFrame):
     system_prompt_changed = Signal(str)
     sampling_changed = Signal(object)
 
-    def __init__(self, page: QWidget) -> None:
+    def __init__(self, thumbnails: Thumbnails, page: QWidget) -> None:
         """`page` is the widget that popovers open over."""
         super().__init__(page)
         self.setObjectName("composer")
@@ -51,7 +52,7 @@ class Composer(QFrame):
         self.box.textChanged.connect(self._on_text)
         self.box.takes_pictures = True
         self.box.pictured.connect(self.pictured)
-        self.pictures = PictureRow(self, removable=True)
+        self.pictures = PictureRow(thumbnails, self, removable=True)
         self.pictures.removed.connect(self.picture_removed)
         self._has_pictures = False
         self.picture_button = IconButton("image", self.tr("Attach pictures"), self.pictures_wanted.emit, self)

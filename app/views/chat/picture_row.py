@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from PySide6.QtCore import QSize, Qt, Signal
-from PySide6.QtGui import QImage, QPixmap
+from PySide6.QtGui import QPixmap
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QSizePolicy, QWidget
 
-from app.services.pictures import size_of, thumbnail
-from app.theme import scaled
+from app.services.pictures import fitting
+from app.services.thumbnails import Thumbnail, Thumbnails, size_of
+from app.theme import scaled, set_look
 from app.views.chat.icon_button import IconButton
 from app.widgets.flow_layout import FlowLayout
 from engine.common.chat import Picture
@@ -21,16 +23,20 @@ GAP_PX = 8
 class PictureRow(QWidget):
     """Wraps into lines.
 
+    Each takes its place at once, and is shown there when it is decoded.
+
     Args:
         removable: each has a button that takes it away.
 
-    Signals: `removed`, with the number of a picture from 0.
+    Signals: `removed`, with the number of a picture from 0; `resized`, when one takes another place than was expected.
     """
 
     removed = Signal(int)
+    resized = Signal()
 
-    def __init__(self, parent: QWidget, *, removable: bool = False) -> None:
+    def __init__(self, thumbnails: Thumbnails, parent: QWidget, *, removable: bool = False) -> None:
         super().__init__(parent)
+        self._thumbnails = thumbnails
         self._removable = removable
         self._pictures: tuple[Picture, ...] = ()
         self._flow = FlowLayout(self, GAP_PX)
@@ -74,19 +80,7 @@ class PictureRow(QWidget):
         return QSize(0, self._flow.minimumSize().height())
 
     def _framed(self, number: int, picture: Picture) -> QWidget:
-        ratio = self.devicePixelRatioF()
-        most = QSize(scaled(WIDEST_PX), scaled(HEIGHT_PX)) * ratio
-        image, pixels = thumbnail(picture, most), size_of(picture)
-        words = self.tr("Picture {0} of {1}, {2} by {3} pixels").format(
-            number + 1, len(self._pictures), pixels.width(), pixels.height()
-        )
-        shown = QLabel(self)
-        shown.setAccessibleName(words)
-        shown.setToolTip(words)
-        if image.isNull():
-            shown.setText(self.tr("damaged picture"))
-        else:
-            shown.setPixmap(_pixmap(image, ratio))
+        shown = self._place_of(number, picture)
         if not self._removable:
             return shown
         frame = QWidget(self)
@@ -100,8 +94,46 @@ class PictureRow(QWidget):
         self.buttons.append(button)
         return frame
 
+    def _place_of(self, number: int, picture: Picture) -> QLabel:
+        """Where a picture is shown, as large as it will be."""
+        ratio = self.devicePixelRatioF()
+        most = QSize(scaled(WIDEST_PX), scaled(HEIGHT_PX)) * ratio
+        place = QLabel(self)
+        place.setProperty("picture", "awaited")
+        pixels = size_of(picture)
+        self._name(place, number, pixels)
+        expected = fitting(pixels, most) if pixels.isValid() else QSize(most.height(), most.height())
+        place.setFixedSize(_in_window(expected, ratio))
+        known = self._thumbnails.ask(picture, most, place, lambda made: self._show_in(place, number, made, ratio))
+        if known is not None:
+            self._show_in(place, number, known, ratio)
+        return place
 
-def _pixmap(image: QImage, ratio: float) -> QPixmap:
-    found = QPixmap.fromImage(image)
-    found.setDevicePixelRatio(ratio)
-    return found
+    def _show_in(self, place: QLabel, number: int, made: Thumbnail, ratio: float) -> None:
+        if made.image.isNull():
+            place.setText(self.tr("damaged picture"))
+            size = place.sizeHint()
+        else:
+            image = QPixmap.fromImage(made.image)
+            image.setDevicePixelRatio(ratio)
+            place.setPixmap(image)
+            size = _in_window(made.image.size(), ratio)
+        set_look(place, "picture", "shown")
+        self._name(place, number, made.pixels)
+        if size != place.size():
+            place.setFixedSize(size)
+            self._flow.invalidate()
+            self.updateGeometry()
+            self.resized.emit()
+
+    def _name(self, place: QLabel, number: int, pixels: QSize) -> None:
+        words = self.tr("Picture {0} of {1}").format(number + 1, len(self._pictures))
+        if pixels.isValid():
+            words = self.tr("{0}, {1} by {2} pixels").format(words, pixels.width(), pixels.height())
+        place.setAccessibleName(words)
+        place.setToolTip(words)
+
+
+def _in_window(size: QSize, ratio: float) -> QSize:
+    """Real pixels as those of the window, rounded up, so that nothing is cut off."""
+    return QSize(math.ceil(size.width() / ratio), math.ceil(size.height() / ratio))

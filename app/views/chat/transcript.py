@@ -11,6 +11,7 @@ from PySide6.QtWidgets import QPushButton, QScrollArea, QWidget
 from app.icons import icon
 from app.models.conversation import ConversationModel, MessageRow
 from app.services.answer_queue import Phase
+from app.services.thumbnails import Thumbnails
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.turn_column import TurnColumn
@@ -42,9 +43,10 @@ class Transcript(QScrollArea):
     version_stepped = Signal(str, int)
     link_activated = Signal(QUrl)
 
-    def __init__(self, model: ConversationModel, parent: QWidget | None = None) -> None:
+    def __init__(self, model: ConversationModel, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._model = model
+        self._thumbnails = thumbnails
         self._turns: list[Turn] = []
         self._unbuilt: list[MessageRow] = []
         self._at_end = True
@@ -163,7 +165,7 @@ class Transcript(QScrollArea):
         turn: Turn
         message = row.message
         if message.role == "user":
-            turn = UserMessage(row, self._column)
+            turn = UserMessage(row, self._thumbnails, self._column)
             turn.resent.connect(lambda text: self.resent.emit(message.id, text))
         else:
             turn = AnswerMessage(row, self._column)

@@ -9,6 +9,7 @@ from PySide6.QtGui import QFontMetrics, QGuiApplication, QKeyEvent, QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation import MessageRow
+from app.services.thumbnails import Thumbnails
 from app.theme import scaled
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
@@ -29,7 +30,7 @@ class UserMessage(QWidget):
     resent = Signal(str)
     version_stepped = Signal(int)
 
-    def __init__(self, row: MessageRow, parent: QWidget | None = None) -> None:
+    def __init__(self, row: MessageRow, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._row = row
         self._editor: GrowingEdit | None = None
@@ -44,7 +45,8 @@ class UserMessage(QWidget):
         self._inside = QVBoxLayout(self._bubble)
         self._inside.setContentsMargins(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
         self._inside.setSpacing(8)
-        self._pictures = PictureRow(self._bubble)
+        self._pictures = PictureRow(thumbnails, self._bubble)
+        self._pictures.resized.connect(self._fit)
         self._inside.addWidget(self._pictures)
         self._inside.addWidget(self._text)
         self._versions = VersionSwitch(self)

@@ -5,20 +5,24 @@ from __future__ import annotations
 import base64
 import json
 import sqlite3
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QMimeData, QPointF, Qt, QUrl
-from PySide6.QtGui import QColor, QDragEnterEvent, QDropEvent, QGuiApplication, QImage
+from PySide6.QtCore import QMimeData, QObject, QPointF, QSize, Qt, QUrl
+from PySide6.QtGui import QColor, QDragEnterEvent, QDropEvent, QGuiApplication, QImage, QImageReader
 from PySide6.QtTest import QTest
-from PySide6.QtWidgets import QFileDialog, QLabel
+from PySide6.QtWidgets import QFileDialog, QLabel, QWidget
 from pytestqt.qtbot import QtBot
+from shiboken6 import delete
 
+from app.services import thumbnails
 from app.services.chat_store import ChatStore, Conversation, Message
 from app.services.chat_store.recovery import open_checked, recover
-from app.services.pictures import MOST_SIDE_PX, Pictures, Prepared, Source, size_of, sources_in
+from app.services.pictures import MOST_SIDE_PX, Pictures, Prepared, Source, sources_in
+from app.services.thumbnails import Thumbnail, Thumbnails, made, size_of
 from app.views.chat.chat_view import ChatView
 from app.views.chat.picture_row import PictureRow
 from engine.common.chat import Picture
@@ -124,6 +128,89 @@ def test_they_are_sent_before_the_text_and_shown_in_the_chat(
     engine.finish()
     page._resend(page.presenter.model.rows[0].message.id, "And now?")  # an edited message keeps them
     assert json.loads(engine.requests[2].command.messages[0].parts)[0]["image_url"]["url"] == picture.url
+
+
+def places(row: QWidget) -> list[QLabel]:
+    return row.findChildren(QLabel)
+
+
+def test_a_picture_takes_its_place_at_once_and_is_decoded_once_off_the_windows_thread(
+    page: ChatView, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(picture: Picture, most: QSize) -> Thumbnail:
+        threads.append(threading.current_thread())
+        return made(picture, most)
+
+    monkeypatch.setattr(thumbnails, "made", noted)
+    attach(page, qtbot, image(1000, 500))
+    (place,) = places(page.composer.pictures)
+    assert place.property("picture") == "awaited"
+    assert place.accessibleName() == "Picture 1 of 1, 1000 by 500 pixels"
+    size = place.size()
+    qtbot.waitUntil(lambda: not place.pixmap().isNull())
+    assert place.size() == size == place.pixmap().size()
+    write(page, "What is it?")
+    (again,) = places(page.transcript.turns[0].findChildren(PictureRow)[0])
+    assert not again.pixmap().isNull()  # it was kept
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()
+
+
+def test_no_picture_is_decoded_for_what_is_gone(qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on, seen = threading.Event(), list[Picture]()
+
+    def slow(picture: Picture, most: QSize) -> Thumbnail:
+        seen.append(picture)
+        may_go_on.wait(10)
+        return made(picture, most)
+
+    monkeypatch.setattr(thumbnails, "made", slow)
+    service, shown = Thumbnails(), list[Thumbnail]()
+    pictures = prepared(qtbot, *(image(10 + n, 10) for n in range(4))).pictures
+    receivers = [QObject() for _ in pictures]
+    for picture, receiver in zip(pictures, receivers, strict=True):
+        assert service.ask(picture, QSize(50, 50), receiver, shown.append) is None
+    for receiver in receivers[:3]:
+        delete(receiver)
+    may_go_on.set()
+    qtbot.waitUntil(lambda: bool(shown))
+    assert seen == [pictures[0], pictures[3]]  # the first had begun
+    assert [each.pixels.width() for each in shown] == [13]
+    may_go_on.clear()
+    service.ask(pictures[1], QSize(50, 50), service, shown.append)
+    service.ask(pictures[2], QSize(50, 50), service, shown.append)
+    may_go_on.set()
+    service.close()
+    qtbot.wait(1)
+    assert len(shown) == 1
+    assert pictures[2] not in seen
+
+
+def test_a_damaged_one_says_so(page: ChatView, qtbot: QtBot) -> None:
+    torn = base64.b64encode(base64.b64decode(prepared(qtbot, image(300, 300)).pictures[0].data)[:60]).decode()
+    page.presenter.attach((Picture("image/png", torn), Picture("image/png", "bm9uZQ==")))
+    write(page, "What are they?")
+    row = page.transcript.turns[0].findChildren(PictureRow)[0]
+    qtbot.waitUntil(lambda: [place.text() for place in places(row)] == ["damaged picture"] * 2)
+    assert places(row)[1].accessibleName() == "Picture 2 of 2"
+    qtbot.waitUntil(lambda: all(row.rect().contains(place.geometry()) for place in places(row)))
+
+
+def test_a_photo_of_a_camera_takes_little_memory(qtbot: QtBot, tmp_path: Path) -> None:
+    large = QImage(8000, 5000, QImage.Format.Format_Grayscale8)
+    large.fill(80)
+    file = tmp_path / "photo.jpg"
+    assert large.save(str(file))
+    usual = QImageReader.allocationLimit()
+    QImageReader.setAllocationLimit(32)  # MB: all of it takes 40
+    try:
+        (found,) = prepared(qtbot, file).pictures
+        assert not made(found, QSize(176, 88)).image.isNull()
+    finally:
+        QImageReader.setAllocationLimit(usual)
+    assert size_of(found) == QSize(MOST_SIDE_PX, 1280)
 
 
 def test_a_message_may_be_a_picture_alone(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
