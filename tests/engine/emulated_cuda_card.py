@@ -50,17 +50,19 @@ _turn = Lock()
 """The emulated card's blocks are no other thread's."""
 
 
-_OPTIMISED = {"attention_kernels": "-O0"}
-"""There are so many of them that compiling takes longer than what they are asked."""
+_OPTIMISED = {"attention_kernels": "-O0", "latent_kernels": "-O0"}
+"""Of these, compiling takes longer than what they are asked."""
 _FORMATS = {
     "PRODUCTS": ("Int8", "Int4", "Lut4", "PlainBf16", "PlainFp16", "PlainFp32"),
     "GROUPS": ("Int8", "Int4", "Lut4"),
 }
+_OF_LATENTS = {"EXPANSIONS": _FORMATS["PRODUCTS"], "LATENTS": ("KvBf16", "KvFp16", "KvFp32")}
 _UNITS = {
     "kernels": [f"{kind}({name})" for kind, names in _FORMATS.items() for name in names],
     "attention_kernels": [
         f"HEADS({kv}, {width})" for kv in ("KvBf16", "KvFp16", "KvFp32", "KvInt8") for width in (64, 128, 256)
     ],
+    "latent_kernels": [f"{kind}({name})" for kind, names in _OF_LATENTS.items() for name in names],
 }
 """What takes longest to compile, by the header that declares it."""
 _KEPT_DAYS = 7
@@ -152,7 +154,10 @@ class EmulatedCudaCard:
         return memory.data_ptr()
 
 
-_LIBRARIES = {"attention.cu": "attention_kernels"}
+_LIBRARIES = {
+    "attention.cu": "attention_kernels",
+    **dict.fromkeys(("latent_queries.cu", "latent_attention.cu", "latent_values.cu"), "latent_kernels"),
+}
 _kernels: dict[Kernel, int] = {}
 _library = torch.library.Library("switchyard_tests", "DEF")
 _library.define("launch(Tensor arguments, int kernel, int[] grid, int seed) -> ()")

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kernels.cuda.latent import CudaLatents
 from engine.kernels.cuda.norm import CudaNorm
 from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
 from engine.kernels.cuda.router import CudaRouter, Routing
-from engine.kernels.gpu import norms, rotations, routers
+from engine.kernels.gpu import latents, norms, rotations, routers
+from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.layers import CardLayer
 from engine.kernels.gpu.norms import CardNorm
 from engine.kernels.gpu.rotations import rotary_of
@@ -35,6 +37,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(found))
     monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(found))
     monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(found))
+    monkeypatch.setattr(latents, "latents_of", lambda device: CudaLatents(found))
     return found
 
 
@@ -163,7 +166,13 @@ def test_equal_experts_come_in_their_order() -> None:
 
 def fused_parts(model: Any) -> dict[str, int]:
     forwards = [module.__dict__.get("forward") for module in model.modules()]
-    kinds = {"norms": CardNorm, "routers": CardRouter, "sums": CardLayer, "later": rotations._Later}
+    kinds = {
+        "norms": CardNorm,
+        "latents": CardLatents,
+        "routers": CardRouter,
+        "sums": CardLayer,
+        "later": rotations._Later,
+    }
     functions = [each.__func__ for each in forwards if isinstance(each, MethodType)]
     rotated = [isinstance(each.__globals__.get("apply_rotary_pos_emb"), rotations.Rotation) for each in functions]
     counted = {name: sum(isinstance(forward, kind) for forward in forwards) for name, kind in kinds.items()}
@@ -182,8 +191,10 @@ WHOLE = {
     "gpt_oss": "rotations routers sums",
     "olmoe": "rotations later routers sums",
     "qwen2_moe": "rotations routers sums",
-    "deepseek_v3": "routers sums",
-    "deepseek_v2": "routers sums",
+    "deepseek_v3": "latents routers sums",
+    "deepseek_v2": "latents routers sums",
+    "glm4_moe_lite": "latents routers sums",
+    "mistral4": "routers sums",
     "glm4_moe": "rotations routers sums",
     "ernie4_5_moe": "rotations routers sums",
     "minimax_m2": "rotations later routers sums",

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine import kernels
 from engine.kernels import dense
 from engine.kernels.cuda.attention import CudaAttention
+from engine.kernels.cuda.latent import CudaLatents
 from engine.kernels.cuda.norm import CudaNorm
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.rotary import CudaRotary
 from engine.kernels.cuda.router import CudaRouter
 from engine.kernels.cuda.step_time import FUSED_OTHERS, QWEN3_30B_A3B, products
-from engine.kernels.gpu import norms, rotations, routers
+from engine.kernels.gpu import latents, norms, rotations, routers
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
 from engine.planner.engine_costs import STEP_LAUNCHES
@@ -82,6 +83,7 @@ def on_emulated_cards(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(card))
     monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(card))
     monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(card))
+    monkeypatch.setattr(latents, "latents_of", lambda device: CudaLatents(card))
     return card
 
 
@@ -128,6 +130,22 @@ def test_launches_of_a_layer(
     assert of_token <= STEP_LAUNCHES.token
     if family == "qwen3_moe":
         assert of_token == QWEN3_30B_A3B.of_token + 1
+
+
+_LATENTS = {"num_attention_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
+def test_launches_of_a_layer_with_latent_attention(
+    family: str, tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, more = (launches(family, layers, tmp_path, monkeypatch, **_LATENTS) for layers in (2, 3))
+    of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
+    of_latents = {"latent_queries": 1, "latent_attention": 1, "latent_values": 1}
+    # The first projections of queries and latents are one; a shared expert of this size is three, and has operators.
+    of_kernels = {"products": 8, "norm": 3, "router": 1, **of_latents}
+    assert {name: count for name, count in of_layer.items() if not name.startswith("aten")} == of_kernels
+    assert of_layer.total() - sum(of_kernels.values()) == 3
 
 
 @pytest.mark.parametrize(("family", "operators"), [("minimax_m2", 0), ("ernie4_5_moe", 3)])

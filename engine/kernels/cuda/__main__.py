@@ -15,6 +15,7 @@ from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel
 from engine.kernels.cuda.exchange import exchange_kernels
 from engine.kernels.cuda.groups import ROUND_KERNEL, group_kernels
+from engine.kernels.cuda.latent import latent_kernels
 from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import product_kernels
@@ -33,7 +34,8 @@ def all_kernels() -> list[Kernel]:
     unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
     products = [kernel for each in on_cards for kernel in product_kernels(each)]
     groups = [ROUND_KERNEL, *(kernel for each in on_cards for kernel in group_kernels(each))]
-    return [*products, *groups, *unpacking, *attention_kernels(), NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
+    attention = [*attention_kernels(), *latent_kernels()]
+    return [*products, *groups, *unpacking, *attention, NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
 
 
 def nvidia_kernels() -> list[Kernel]:

@@ -28,7 +28,7 @@ _COUNTERS = 1024
 
 TILED = {"int8": "Int8", "int4": "Int4", "lut4": "Lut4"}
 """Structs of formats.h by the name of the format."""
-_PLAIN = {torch.bfloat16: "PlainBf16", torch.float16: "PlainFp16", torch.float32: "PlainFp32"}
+PLAIN = {torch.bfloat16: "PlainBf16", torch.float16: "PlainFp16", torch.float32: "PlainFp32"}
 
 
 class ActivationArguments(ctypes.Structure):
@@ -173,7 +173,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _name(matrix: StoredMatrix) -> str:
-    return _PLAIN[matrix.dtype] if matrix.format is None else TILED[matrix.format.name]
+    return PLAIN[matrix.dtype] if matrix.format is None else TILED[matrix.format.name]
 
 
 def _rows_at_once(visits: int, tokens: int | None, experts: int) -> int:

@@ -14,7 +14,7 @@ from engine.formats.weight_format import TILE_ROWS
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.stored import CardKernels
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 """Modules that transformers' attention and MLPs call with the same tensor, one after the other."""
 
 

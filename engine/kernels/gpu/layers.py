@@ -67,7 +67,7 @@ def speed_up_layers(layers: Sequence[Any], last_norm: Any) -> int:
     """
     count = 0
     norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]] + [last_norm]
-    for layer, norm in zip(layers, norms, strict=True):
+    for layer, norm in zip(layers, norms[: len(layers)], strict=True):  # there may be no such layers
         if "forward" in layer.__dict__ or not all(hasattr(layer, name) for name in _PARTS):
             continue
         if not all(isinstance(_card_norm(layer, name), CardNorm) for name in (_PARTS[0], _PARTS[2])):

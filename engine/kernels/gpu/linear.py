@@ -19,6 +19,9 @@ class CardLinear:
     Args:
         matrix: on any device; copied to `device`.
         kernels: of the card, if it runs them.
+
+    Attributes:
+        matrix: on `device`, within `record`.
     """
 
     def __init__(
@@ -27,7 +30,7 @@ class CardLinear:
         self.record, self._stored = store(matrix, bias, device)
         self._kernels = kernels
         self._table = RecordTable([self.record])
-        self._matrix = matrix_in(self.record[0], self._stored, matrix)
+        self.matrix = matrix_in(self.record[0], self._stored, matrix)
         self._bias = part_in(self.record[0], self._stored.bias_at, bias) if bias is not None else None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -51,5 +54,5 @@ class CardLinear:
         tokens = input.reshape(-1, self._stored.columns).to(torch.bfloat16).contiguous()
         unpack = self._kernels.unpack if self._kernels is not None else dequantise
         bias = self._bias[begin:end] if self._bias is not None else None
-        out = torch.nn.functional.linear(tokens, unpack(rows_of(self._matrix, begin, end)), bias)
+        out = torch.nn.functional.linear(tokens, unpack(rows_of(self.matrix, begin, end)), bias)
         return out.view(*input.shape[:-1], end - begin).to(input.dtype)

@@ -45,12 +45,14 @@ class TabledAttention:
     def over(self, cache: TabledCache) -> Iterator[None]:
         """Within it the model attends over this cache."""
         self._cache, self._masks = cache, []
+        cache.window_of = self._window_of
         _active.append(self)
         try:
             with attending_by(IMPLEMENTATION, self._configs):
                 yield
         finally:
             _active.pop()
+            cache.window_of = None
             self._cache = None
 
     def mask(self, mask_function: Callable[..., Any]) -> torch.Tensor:
@@ -92,9 +94,7 @@ class TabledAttention:
         return self._kernels[place].attend(table, terms, queries, keys, values, held)[:, None]
 
     def _terms_of(self, keys: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> AttentionTerms:
-        window = next((w for m, w in zip(self._masks, self._windows, strict=False) if m is mask), None)
-        if window is None:
-            raise LookupError("its attention does not get the library's masks")
+        window = self._window_of(mask)
         scaling, sinks = options.get("scaling"), options.get("s_aux")
         return AttentionTerms(
             scale=float(scaling) if scaling is not None else keys.shape[-1] ** -0.5,
@@ -102,6 +102,12 @@ class TabledAttention:
             softcap=float(options.get("softcap") or 0),
             sinks=sinks.detach().float().contiguous() if sinks is not None else None,
         )
+
+    def _window_of(self, mask: torch.Tensor | None) -> int:
+        window = next((w for m, w in zip(self._masks, self._windows, strict=False) if m is mask), None)
+        if window is None:
+            raise LookupError("its attention does not get the library's masks")
+        return window
 
 
 def tabled_attention(model: Any, places: Iterable[torch.device], context_tokens: int) -> TabledAttention | None:

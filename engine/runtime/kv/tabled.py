@@ -7,11 +7,13 @@ the graph stays.  The kernel stores the token's own keys and values, so `update`
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer
 
+from engine.kernels.gpu.latents import LatentContext
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType
 from engine.runtime.kv.fixed import FixedCache, FixedPosition, FixedWindowLayer, is_one_window
@@ -129,10 +131,26 @@ class TabledCache(FixedCache):
     def __init__(self, layers: list[Any], position: FixedPosition, rows: int, offered: Offered) -> None:
         super().__init__(layers, position, rows)
         self.offered = offered
+        self.window_of: Callable[[torch.Tensor | None], int] | None = None
+        """A mask's, while a step attends over this cache."""
 
     def held_on(self, device: torch.device) -> torch.Tensor:
         """Tokens before the next one, int64 [1], on a device that has layers."""
         return self._position.on(device).rows
+
+    def latents(self, layer: int, mask: torch.Tensor | None) -> LatentContext:
+        """Of a layer that keeps latents.
+
+        Raises:
+            LookupError: the mask is not one of the step's, or the layer keeps none.
+        """
+        at = self.layers[layer]
+        if self.window_of is None or not isinstance(at, TabledLayer | TabledWindowLayer):
+            raise LookupError("its layer has no table")
+        window = self.window_of(mask)
+        if at.table.ring and window not in (0, at.table.ring):
+            raise LookupError("its window is not its cache's")
+        return LatentContext(at.table, self.held_on(at.table.entries.device), window)
 
     @classmethod
     def over(cls, cache: Cache, tokens: int, position: FixedPosition) -> TabledCache | str:

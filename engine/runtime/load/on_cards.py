@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.kernels.gpu.latents import speed_up_latents
 from engine.kernels.gpu.layers import speed_up_layers
 from engine.kernels.gpu.norms import speed_up_norms
 from engine.kernels.gpu.rotations import TRIED_POSITIONS, speed_up_rotations
@@ -17,7 +18,8 @@ _log = logging.getLogger(__name__)
 
 
 def speed_up_on_cards(model: Any) -> None:
-    """Lets kernels compute norms, residual sums, rotations and routers, wherever they give what the library gives.
+    """Lets kernels compute norms, residual sums, rotations, latent attention and routers, wherever they give what the
+    library gives.
 
     Args:
         model: in eval mode, with its weights where they are to be.
@@ -32,6 +34,10 @@ def speed_up_on_cards(model: Any) -> None:
         return None if rotary is None else rotary(hidden, torch.tensor([TRIED_POSITIONS], device=hidden.device))
 
     rotations = speed_up_rotations(model, angles) if rotary is not None else 0
+    latents = speed_up_latents(model, angles) if rotary is not None else 0
     routers = speed_up_routers(model)
     layers = speed_up_layers(decoder_layers(model), getattr(decoder, "norm", None))
-    _log.info("kernels compute %d norms, %d rotations, %d routers, %d layers' sums", norms, rotations, routers, layers)
+    _log.info(
+        "kernels compute %d norms, %d rotations, %d latent attentions, %d routers, %d layers' sums",
+        *(norms, rotations, latents, routers, layers),
+    )

@@ -5,6 +5,7 @@
 
 #include "attention_cases.h"
 #include "cases.h"
+#include "latent_cases.h"
 #include "norm_cases.h"
 #include "rotary_cases.h"
 #include "router_cases.h"
@@ -150,6 +151,18 @@ struct TiledRecord {
         for (int i = 0; at.bias_at >= 0 && i < at.rows; i++) set_element(SHAPES[3], record + at.bias_at + 2 * i, real(-1, 1));
     }
 };
+
+void go_through_latents(bool is_small) {
+    const Shape& shape = SHAPES[between(0, 5)];
+    const LatentSizes sizes(is_small);
+    TiledRecord layout(shape, sizes.rows(), sizes.rank, 0);
+    if (!shape.is_tiled) layout.at.weights_at = 0, layout.end = sizes.rows() * sizes.rank * shape.bytes;
+    const Exact record(static_cast<std::size_t>(layout.end));
+    if (shape.is_tiled) layout.fill(shape, record.data);
+    for (int i = 0; !shape.is_tiled && i < sizes.rows() * sizes.rank; i++) set_element(shape, record.data + i * shape.bytes, real(-0.1f, 0.1f));
+    const TileRows matrix{record.data + layout.at.weights_at, record.data + layout.at.scales_at, record.data + layout.at.zeros_at, record.data + layout.at.table_at};
+    check_latents(sizes, shape.name, matrix, [&](int row, int column) { return weight(shape, layout.at, record.data, row, column); }, is_small);
+}
 
 // Visits sorted by expert, some of them nobody's, by matrix units and without: both have to give the same bits.
 void go_through_groups(bool is_small) {
@@ -343,6 +356,7 @@ int main(int, char** argv) {
         go_through_a_case(is_small);
         go_through_groups(is_small);
         go_through_attention(is_small);
+        go_through_latents(is_small);
         go_through_norm();
         go_through_rotary();
         go_through_router(is_small);

@@ -6,10 +6,7 @@
 // context grows, nor when its pages move.  The token's own keys and values are stored on the way.
 #include "card.h"
 #include "pages.h"
-
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr int MOST_SPLITS = 64;
-constexpr float LEAST_SCORE = -3.0e38f;  // of heads that have seen no key
+#include "splits.h"
 
 // As `AttentionArguments` in attention.py.
 struct AttentionArguments {
@@ -60,11 +57,6 @@ __device__ __forceinline__ void join_lanes(Heads<ROWS>& mine) {
     }
 }
 
-__device__ __forceinline__ float* part_of(const AttentionArguments& a, int head, int split) {
-    const i64 at = static_cast<i64>(blockIdx.z) * a.heads + head;
-    return a.parts + (at * a.splits + split) * (2 + a.value_dim);
-}
-
 // Lets attending to nothing have its share of a head's total, of scores less `largest`; returns what others keep.
 __device__ __forceinline__ float fade_by_sink(const AttentionArguments& a, int head, float largest, float* total) {
     if (a.sinks == nullptr) return 1;
@@ -75,37 +67,6 @@ __device__ __forceinline__ float fade_by_sink(const AttentionArguments& a, int h
 
 __device__ __forceinline__ void set_answer(const AttentionArguments& a, int head, int i, float value) {
     set_state(a.out, a.states, (static_cast<i64>(blockIdx.z) * a.heads + head) * a.value_dim + i, value);
-}
-
-// Adds the parts up, by the block that ends last: a warp finds the shares of a head's parts, then all threads add.
-template <int ROWS>
-__device__ __forceinline__ void finish_parts(const AttentionArguments& a, int first_head, int count, int used) {
-    __shared__ float shares[ROWS][MOST_SPLITS];
-    for (int row = warp_number(); row < count; row += WARPS) {
-        const int head = first_head + row;
-        float largest = LEAST_SCORE, total = 0;
-        for (int split = lane_number(); split < used; split += LANES) largest = fmaxf(largest, __ldcg(part_of(a, head, split)));
-#pragma unroll
-        for (int bit = 1; bit < LANES; bit *= 2) largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, bit));
-        for (int split = lane_number(); split < used; split += LANES) {
-            const float* part = part_of(a, head, split);
-            const float fade = exp2f(__ldcg(part) - largest);
-            shares[row][split] = fade;
-            total += __ldcg(part + 1) * fade;
-        }
-        total = sum_over_lanes<1, LANES / 2>(total);
-        const float kept = fade_by_sink(a, head, largest, &total), factor = total == 0 ? 0 : kept / total;
-        for (int split = lane_number(); split < used; split += LANES) shares[row][split] *= factor;
-    }
-    __syncthreads();
-    for (int at = threadIdx.x; at < count * a.value_dim; at += THREADS) {
-        const int row = at / a.value_dim, i = at % a.value_dim;
-        const float* parts = part_of(a, first_head + row, 0) + 2 + i;
-        float sum = 0;
-#pragma unroll 8
-        for (int split = 0; split < used; split++) sum += __ldcg(parts + static_cast<i64>(split) * (2 + a.value_dim)) * shares[row][split];
-        set_answer(a, first_head + row, i, sum);
-    }
 }
 
 // Grid: parts of the keys; heads of keys, each as often as runs of ROWS queries share it; sequences.
@@ -121,16 +82,12 @@ __device__ __forceinline__ void attend(const AttentionArguments& a) {
     const int first_head = kv_head * group + in_group, count = min(ROWS, group - in_group);
     const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
 
-    const i64 held = a.held[sequence];
-    const int row_of_token = static_cast<int>(a.ring ? held % a.ring : held);
-    const int rows = static_cast<int>(a.ring && held >= a.ring ? a.ring : held + 1);
-    const int oldest = a.window && !a.ring ? max(0, rows - a.window) : 0;
-    const int share = ((rows - oldest + a.splits - 1) / a.splits + ROUND - 1) / ROUND * ROUND;
-    const int used = (rows - oldest + share - 1) / share;
+    const KeysOfBlock keys_of_block = keys_of(a.held[sequence], a.ring, a.window, a.splits, split, ROUND);
+    const int used = keys_of_block.used, begin = keys_of_block.begin, end = keys_of_block.end;
     if (split >= used) return;
-    const int begin = oldest + split * share, end = min(rows, begin + share);
     const Pages<Kv> pages{a.table + sequence * a.table_step, a.part_step, kv_head, a.key_dim, a.value_dim};
 
+    const int row_of_token = keys_of_block.row_of_token;
     if (row_of_token >= begin && row_of_token < end) {  // blocks of the same keys write the same
         const i64 from = static_cast<i64>(sequence) * a.kv_heads + kv_head;
         if (warp_number() == 0) pages.store(0, row_of_token, a.keys, a.states, from * a.key_dim);

@@ -233,3 +233,10 @@ struct Plain {
 typedef Plain<Bf16> PlainBf16;
 typedef Plain<Fp16> PlainFp16;
 typedef Plain<Fp32> PlainFp32;
+
+// One of the elements in 16 bytes.  No union: some compilers would lay its elements out in memory.
+template <class Element>
+__device__ __forceinline__ Element element_of(const uint4& words, int at) {
+    if constexpr (sizeof(Element) == 4) return Element{float_of_bits(word_of(words, at))};
+    else return Element{half_at(words, at)};
+}

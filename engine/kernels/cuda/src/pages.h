@@ -13,6 +13,7 @@ struct KvBf16 {
     static constexpr int BYTES = 2;
     static constexpr bool HAS_SCALES = false;
     static __device__ __forceinline__ float value(const Piece& piece, int at) { return Bf16{half_at(piece, at)}.value(); }
+    static __device__ __forceinline__ float element(const u8* row, int at) { return reinterpret_cast<const Bf16*>(row)[at].value(); }
     static __device__ __forceinline__ void set(u8* to, int at, float value, float) { reinterpret_cast<Bf16*>(to)[at] = Bf16::of(value); }
 };
 
@@ -21,6 +22,7 @@ struct KvFp16 {
     static constexpr int BYTES = 2;
     static constexpr bool HAS_SCALES = false;
     static __device__ __forceinline__ float value(const Piece& piece, int at) { return Fp16{half_at(piece, at)}.value(); }
+    static __device__ __forceinline__ float element(const u8* row, int at) { return reinterpret_cast<const Fp16*>(row)[at].value(); }
     // Comparisons, as minimum and maximum would lose what is no number.
     static __device__ __forceinline__ void set(u8* to, int at, float value, float) {
         value = value > 65504.0f ? 65504.0f : value < -65504.0f ? -65504.0f : value;
@@ -33,6 +35,7 @@ struct KvFp32 {
     static constexpr int BYTES = 4;
     static constexpr bool HAS_SCALES = false;
     static __device__ __forceinline__ float value(const Piece& piece, int at) { return piece.numbers[at]; }
+    static __device__ __forceinline__ float element(const u8* row, int at) { return reinterpret_cast<const float*>(row)[at]; }
     static __device__ __forceinline__ void set(u8* to, int at, float value, float) { reinterpret_cast<float*>(to)[at] = value; }
 };
 
@@ -50,6 +53,11 @@ struct KvInt8 {
     }
 };
 
+// A token's row of one head in a part of a sequence, by the part's entries in the table.
+__device__ __forceinline__ u8* row_in_pages(const i64* entries, int head, int token, int bytes) {
+    return reinterpret_cast<u8*>(entries[1 + token / PAGE]) + head * entries[0] + static_cast<i64>(token % PAGE) * bytes;
+}
+
 // One sequence's pages of one head.
 template <class Kv>
 struct Pages {
@@ -58,8 +66,7 @@ struct Pages {
     int head, key_dim, value_dim;
 
     __device__ __forceinline__ u8* row(int part, int token, int bytes) const {
-        const i64* entries = table + part * part_step;
-        return reinterpret_cast<u8*>(entries[1 + token / PAGE]) + head * entries[0] + static_cast<i64>(token % PAGE) * bytes;
+        return row_in_pages(table + part * part_step, head, token, bytes);
     }
     __device__ __forceinline__ u8* row(int part, int token) const {
         return row(part, token, (part == 0 ? key_dim : value_dim) * Kv::BYTES);

@@ -163,13 +163,6 @@ __device__ __forceinline__ int row_of_entry(const ProductArguments& a, int entry
     return row_of(static_cast<int>(blockIdx.y), Format::BLOCK, entry, a.pairing, a.rows);
 }
 
-// One of the elements in 16 bytes.  No union: some compilers would lay its elements out in memory.
-template <class Element>
-__device__ __forceinline__ Element element_of(const uint4& words, int at) {
-    if constexpr (sizeof(Element) == 4) return Element{float_of_bits(word_of(words, at))};
-    else return Element{half_at(words, at)};
-}
-
 // The first elements from an address on that is no multiple of 16, and zeros from `left` on.
 template <class Element>
 __device__ __forceinline__ uint4 first_elements(const Element* from, int left) {

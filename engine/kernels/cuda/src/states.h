@@ -14,3 +14,8 @@ __device__ __forceinline__ void set_state(u8* states, int type, i64 at, float va
     else if (type == 1) reinterpret_cast<Fp16*>(states)[at] = Fp16::of(value);
     else reinterpret_cast<float*>(states)[at] = value;
 }
+
+// A number as it is in a state.
+__device__ __forceinline__ float rounded_to(int type, float value) {
+    return type == 0 ? Bf16::of(value).value() : type == 1 ? Fp16::of(value).value() : value;
+}

@@ -1,0 +1,282 @@
+"""Multi-head latent attention of a model's single tokens on a card: three launches between its projections.
+
+The library expands the latents of the whole context to keys and values for every token.  Here queries and mixtures of
+latents go through that matrix instead (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.2), and the context is read where
+it lies.  Each attention module is tried: what it returns, and what it keeps of a token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+
+from engine.formats.tiles import TiledMatrix
+from engine.kernels.cuda.driver import card_of
+from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
+from engine.kernels.cuda.norm import STATES
+from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.gpu.norms import CardNorm
+from engine.kernels.gpu.pages import PageTable
+from engine.kernels.native.paged_attention import KvType
+
+_log = logging.getLogger(__name__)
+
+_PARTS = {
+    "q_proj",
+    "q_a_proj",
+    "q_a_layernorm",
+    "q_b_proj",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "kv_b_proj",
+    "o_proj",
+}
+_SIZES = ("num_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_CALLED = {"apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave", "apply_rotary_emb", "eager_attention_forward"}
+"""Functions of the library's file that such a module calls; one that calls another computes something else."""
+_PAIRED: tuple[LatentForm, ...] = (
+    LatentForm(takes_pairs=True, makes_pairs=False, angle_step=1, rounds_once=False),
+    LatentForm(takes_pairs=False, makes_pairs=False, angle_step=1, rounds_once=False),
+)
+_COMPLEX: tuple[LatentForm, ...] = (LatentForm(takes_pairs=True, makes_pairs=True, angle_step=2, rounds_once=True),)
+"""Forms where angles are cosines and sines, or complex numbers."""
+_TRIED_HELD = (1, 45)
+_UNLIKE = {torch.bfloat16: 0.04, torch.float16: 0.008, torch.float32: 1e-4}
+"""Of the largest number: the library rounds the keys and values that it makes."""
+_SAME = 0.9
+"""Of the numbers that are kept of a token have the same bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentContext:
+    """The context of one layer in a step of a single token.
+
+    Attributes:
+        held: int64 [1], tokens before.
+        window: tokens seen, itself included; 0: all.
+    """
+
+    table: PageTable
+    held: torch.Tensor
+    window: int
+
+
+class LatentCache(Protocol):
+    """A cache whose context lies in tables."""
+
+    def latents(self, layer: int, mask: torch.Tensor | None) -> LatentContext: ...
+
+
+def latents_of(device: torch.device) -> CudaLatents | None:
+    """The kernels of a card, if it runs any."""
+    card = card_of(device)
+    return CudaLatents(card) if card is not None else None
+
+
+class CardLatents:
+    """The `forward` of one attention module.
+
+    Attributes:
+        in_library: the one that it takes the place of.
+    """
+
+    def __init__(self, module: Any, kernel: CudaLatents, norm: CardNorm, form: LatentForm) -> None:
+        self.in_library = module.forward
+        self._module, self._kernel, self._form = module, kernel, form
+        self._norm = norm
+        heads, rank, rope, key_dim, value_dim = (getattr(module, name) for name in _SIZES)
+        self._shape = LatentShape(heads, rank, rope, key_dim, value_dim)
+        matrix = _matrix(module.kv_b_proj)
+        if matrix is None or not kernel.takes(self._shape, matrix):
+            raise LookupError("no kernel reads its matrix")
+        self._matrix = matrix
+
+    def __call__(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **more: Any,
+    ) -> Any:
+        """As the library's; a single token over tables is the kernels'."""
+        latents = getattr(past_key_values, "latents", None)
+        if latents is not None and hidden_states.shape[:2] == (1, 1) and hidden_states.dtype in STATES:
+            context = latents(self._module.layer_idx, attention_mask)
+            if self._kernel.keeps(context.table):
+                return self.step(hidden_states, position_embeddings, context), None
+        return self.in_library(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **more,
+        )
+
+    def step(self, hidden_states: torch.Tensor, embeddings: Any, context: LatentContext) -> torch.Tensor:
+        """[1, 1, hidden] -> the same, with the token stored in its context."""
+        module, shape, norm = self._module, self._shape, self._norm
+        if module.q_lora_rank is None:
+            queries = module.q_proj(hidden_states)
+        else:
+            queries = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
+        found = self._kernel.attend(
+            context.table,
+            shape,
+            self._matrix,
+            queries.view(1, shape.heads, shape.key_dim + shape.rope),
+            module.kv_a_proj_with_mqa(hidden_states).view(1, shape.rank + shape.rope),
+            LatentNorm(norm.weight, norm.epsilon, norm.form.offset, norm.form.rounds_once),
+            _angles(embeddings),
+            self._form,
+            context.held,
+            scale=module.scaling,
+            window=context.window,
+        )
+        result: torch.Tensor = module.o_proj(found.view(1, 1, shape.heads * shape.value_dim))
+        return result
+
+
+def _angles(embeddings: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, [1, n]: complex numbers have them in turn."""
+    if isinstance(embeddings, torch.Tensor):
+        both = torch.view_as_real(embeddings).reshape(1, -1)
+        return both, both[:, 1:]
+    cos, sin = (each.reshape(1, -1) for each in embeddings)
+    return cos, sin
+
+
+def _matrix(module: Any) -> TiledMatrix | torch.Tensor | None:
+    """What a linear layer without a bias multiplies with."""
+    if module.bias is not None:
+        return None
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, CardLinear):
+        return forward.matrix
+    weight: torch.Tensor = module.weight
+    return weight.detach() if forward is None and type(module) is torch.nn.Linear else None
+
+
+def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
+    """Gives every module with latent attention that lies on a card its forward, if that has been seen to give the same.
+
+    Args:
+        angles: hidden states [1, T, hidden] -> what the model gives its layers as `position_embeddings`.
+
+    Returns:
+        How many.
+    """
+    kernels: dict[torch.device, CudaLatents | None] = {}
+    count = 0
+    for module in model.modules():
+        norm = _norm_of(module)
+        if norm is None:
+            continue
+        place = norm.weight.device
+        if place not in kernels:
+            kernels[place] = latents_of(place)
+        kernel = kernels[place]
+        made = _made(module, kernel, norm, angles) if kernel is not None else None
+        if made is not None:
+            module.forward = made
+            count += 1
+    return count
+
+
+def _norm_of(module: Any) -> CardNorm | None:
+    """That of the latents of a module which is nothing but latent attention, and a kernel's."""
+    forward = type(module).forward
+    if not isinstance(forward, FunctionType) or "forward" in module.__dict__:
+        return None
+    children = {name for name, child in module.named_children() if child is not None}
+    called = {name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)}
+    if (
+        not {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"} <= children <= _PARTS
+        or not called <= _CALLED
+        or any(True for _ in module.parameters(recurse=False))
+        or not all(isinstance(getattr(module, name, None), int) for name in (*_SIZES, "layer_idx"))
+        or not hasattr(module, "expand_kv")
+    ):
+        return None
+    norm = module.kv_a_layernorm.__dict__.get("forward")
+    return norm if isinstance(norm, CardNorm) else None
+
+
+class _TriedCache:
+    """In the place of the library's cache: latents and rotated keys of some tokens, to which one more is added.
+
+    Attributes:
+        own: what was added.
+    """
+
+    def __init__(self, latents: torch.Tensor, keys: torch.Tensor) -> None:
+        self._before = latents, keys
+        self.own: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(self, latents: torch.Tensor, keys: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+        """[1, 1, 1, n] -> [1, 1, tokens, n] of both."""
+        self.own = latents, keys
+        pairs = zip(self._before, (latents, keys), strict=True)
+        return tuple(torch.cat([before, own], dim=2) for before, own in pairs)
+
+
+@torch.inference_mode()
+def _made(
+    module: Any, kernel: CudaLatents, norm: CardNorm, angles: Callable[[torch.Tensor], Any]
+) -> CardLatents | None:
+    weight = norm.weight
+    generator = torch.Generator().manual_seed(8)
+
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator).to(weight.device, weight.dtype)
+
+    try:
+        hidden = drawn(1, 1, module.kv_a_proj_with_mqa.in_features)
+        embeddings = angles(hidden)
+        forms = _COMPLEX if isinstance(embeddings, torch.Tensor) else _PAIRED
+        if isinstance(embeddings, torch.Tensor):
+            embeddings = embeddings[:, -1:].contiguous()
+        else:
+            embeddings = tuple(each[:, -1:].contiguous() for each in embeddings)
+        sizes = module.kv_lora_rank, module.qk_rope_head_dim
+        contexts = [tuple(drawn(1, 1, held, size) for size in sizes) for held in _TRIED_HELD]
+        for form in forms:
+            made = CardLatents(module, kernel, norm, form)
+            if all(_is_right(made, module, hidden, embeddings, context) for context in contexts):
+                return made
+    except Exception as error:  # any compiler or driver error, or whatever a module wants to be given: operators do it
+        _log.info("%s is not attended by kernels (%s: %s)", type(module).__name__, type(error).__name__, error)
+    return None
+
+
+def _is_right(
+    made: CardLatents, module: Any, hidden: torch.Tensor, embeddings: Any, context: tuple[torch.Tensor, ...]
+) -> bool:
+    """Whether a token after this context comes out as the library has it, and is kept as it would be."""
+    latents, keys = context
+    held = latents.shape[2]
+    cache = _TriedCache(latents, keys)
+    wanted = module.forward(
+        hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=cache
+    )[0]
+    rows = [torch.cat([part[0], part.new_zeros(1, 1, part.shape[-1])], dim=1) for part in context]
+    kv_type = next(each for each in KvType if each.dtype == hidden.dtype)
+    table = PageTable(kv_type, 1, 1 + held // 32, hidden.device)
+    table.set_rows(0, rows)
+    before = torch.tensor([held], device=hidden.device)
+    found = made.step(hidden, embeddings, LatentContext(table, before, 0))
+    assert cache.own is not None
+    for mine, its in zip(rows, cache.own, strict=True):
+        kept, meant = mine[0, held], its.flatten()
+        same = (kept == meant).float().mean().item()
+        if not torch.allclose(kept.float(), meant.float(), rtol=0.02, atol=0.02):
+            return False
+        if kept.dtype != torch.float32 and same < _SAME:
+            return False
+    limit = _UNLIKE[hidden.dtype] * wanted.float().abs().max()
+    return bool((found.float() - wanted.float()).abs().max() <= limit)
