@@ -36,6 +36,8 @@ _EXPERTS_BYTES = 48 * 128 * 2_801_664
 _PROMPT_TOKENS = 32
 _WARM_UP, _FIXED_WARM_UP = BURST_STEPS + 32, 96
 """Tokens before those that are timed: until the cache has compared its policies, which takes no modelled time."""
+_TAUGHT_LAYERS = 48
+"""Layers of prompts before those that are timed, after a first one: as many as a prompt of Qwen3-30B-A3B has."""
 _SETTLING = 8
 """Tokens before those of each repeat: the choice before has left the processor's caches to itself."""
 OURS = "ours"
@@ -138,7 +140,8 @@ def _warmed_up(
         if loaded.foresight is not None:
             loaded.foresight.forget_uses()
         decode_seconds(loaded, _text(loaded, warm_up if name == OURS else _FIXED_WARM_UP, 0))
-        prefill_seconds(loaded, random_text(_vocabulary(loaded), plan.prompt_tokens, 1).prompt)
+        for seed in range(-1 - -(-_TAUGHT_LAYERS // loaded.info.layers), 0):
+            prefill_seconds(loaded, random_text(_vocabulary(loaded), plan.prompt_tokens, 1, seed).prompt)
     return models
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import comb
 from typing import Any
+
+_CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +19,9 @@ class ReportRow:
         value: median over `repeats` runs, in `unit`.
         peer, peer_value: the contestant in the same run, and its median.
         ratio: ours over the peer's, inverted if necessary so that above 1 is better for us.
+        ratios: the lowest and the highest of single pairs of runs.
+        likely: between these the true median of the ratio lies with a confidence of 95% or more; None for fewer than
+            six pairs, which cannot say.
         limit: the physical limit in the same unit; `of_limit` is the fraction reached.
         predicted: the machine model's value for the ratio, or for the value without a peer; `deviation` is how far the
             measurement is above it (0.1 is 10%).
@@ -31,6 +38,8 @@ class ReportRow:
     of_limit: float | None = None
     predicted: float | None = None
     deviation: float | None = None
+    ratios: tuple[float, float] | None = None
+    likely: tuple[float, float] | None = None
 
 
 def row(
@@ -46,17 +55,35 @@ def row(
 ) -> ReportRow:
     """A row from repeated measurements taken in turn; the ratio is the median of the paired ratios."""
     value = statistics.median(values)
-    peer_value = ratio = None
+    peer_value = ratio = ratios = likely = None
     if peer_values:
         peer_value = statistics.median(peer_values)
         pairs = zip(values, peer_values, strict=True)
-        ratio = statistics.median(ours / theirs if higher_is_better else theirs / ours for ours, theirs in pairs)
+        each = sorted(ours / theirs if higher_is_better else theirs / ours for ours, theirs in pairs)
+        ratio, ratios, likely = statistics.median(each), (each[0], each[-1]), median_interval(each)
     of_limit = None
     if limit:
         of_limit = value / limit if higher_is_better else limit / max(value, 1e-9)
     measured = value if ratio is None else ratio
     deviation = measured / predicted - 1 if predicted else None
-    return ReportRow(name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit, predicted, deviation)
+    return ReportRow(
+        name, value, unit, len(values), peer, peer_value, ratio, limit, of_limit, predicted, deviation, ratios, likely
+    )
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Between these of the values, in ascending order, the median of what they were drawn from lies with 95% or more.
+
+    Each value is above it with a chance of one half, whatever the distribution (the sign test's interval; Conover,
+    Practical Nonparametric Statistics, section 3.2).  None: there are too few to say.
+    """
+    count, outside, left_out = len(values), 0.0, 0
+    while left_out < count // 2:
+        outside += 2 * comb(count, left_out) / 2**count
+        if outside > 1 - _CONFIDENCE:
+            break
+        left_out += 1
+    return (values[left_out - 1], values[count - left_out]) if left_out else None
 
 
 @dataclass(slots=True)
@@ -89,7 +116,7 @@ class Report:
                 f"{_cell(entry.peer_value, '10.3f')} {_cell(entry.ratio, '6.2f', 'x')} {_cell(entry.of_limit, '9.0%')} "
                 f"{_cell(entry.predicted, '10.2f')} {_cell(entry.deviation, '+5.0%')}"
             )
-            lines.append(line.rstrip())
+            lines.append(line.rstrip() + _spread(entry))
         lines += [f"not run: {skipped['peer']} ({skipped['reason']})" for skipped in self.peers_not_run]
         return "\n".join(lines)
 
@@ -101,3 +128,11 @@ def _label(entry: ReportRow) -> str:
 def _cell(value: float | None, form: str, suffix: str = "") -> str:
     width = int(form.split(".")[0]) + len(suffix)
     return " " * width if value is None else f"{value:{form}}{suffix}"
+
+
+def _spread(entry: ReportRow) -> str:
+    """How far single pairs of runs differ."""
+    if entry.ratios is None or entry.repeats < 2:
+        return ""
+    spread = f"  pairs {entry.ratios[0]:.2f} to {entry.ratios[1]:.2f}"
+    return spread if entry.likely is None else f"{spread}, 95%: {entry.likely[0]:.2f} to {entry.likely[1]:.2f}"

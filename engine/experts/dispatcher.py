@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +22,10 @@ from engine.experts.latency import LatencyModel
 from engine.experts.misses import CACHE_OFF, MIXED, ways_of
 from engine.experts.misses.way import ExpertLayer, Step, Way
 from engine.experts.partial_sums import PartialSums, Routing
-from engine.experts.prompt_choice import PromptChoice
+from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.recording import record_uses
-from engine.experts.shares import Estimate, ends_s, split_among
+from engine.experts.shares import split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry.recorder import RECORDER
@@ -86,8 +85,9 @@ class HybridExperts(ExpertLayer):
         super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
         self.prompts = PromptChoice()
         self._joins, self._ahead_since_s = 0, 0.0
-        self._before: tuple[float, tuple[bool, float] | None] | None = None
-        """Of the layer before, in this prompt: when its routing had come, and its price."""
+        self._before: tuple[float, int, tuple[PromptWay, float]] | None = None
+        """Of the layer before, in this prompt: when its routing had come, its tokens, its way and the price of that."""
+        self._has_read = False
         self.serve_by(mode)
 
     def serve_by(self, mode: str) -> None:
@@ -264,14 +264,18 @@ class HybridExperts(ExpertLayer):
                 )
         self.cache.release(lookup, end)
         if self.after is not None:
-            self.after._before = (begun_s, step.price) if step.is_prefill else None
+            self.after._before = None
+            if step.price is not None and self._has_read:  # a first prompt meets memory that nobody has touched
+                self.after._before = begun_s, len(step.hidden), step.price
+        self._has_read |= step.is_prefill
         return sums.result
 
     def _observe_before(self, now_s: float) -> None:
         """The layer before is done when the routing of this one has come, which waits for it."""
         before, self._before = self._before, None
-        if before is not None and before[1] is not None:
-            self.prompts.observe(now_s - before[0], before[1][1], is_shared=before[1][0])
+        if before is not None:
+            since_s, tokens, (way, price_s) = before
+            self.prompts.observe(tokens, way, now_s - since_s, price_s)
 
     def _cpu_is_sooner(self, step: Step, routing: Routing) -> bool:
         """Whether to skip the device: small experts finish on the CPU before a kernel launch on the device would."""
@@ -358,10 +362,9 @@ class HybridExperts(ExpertLayer):
         ways = [way for way in self._ways if way.is_possible]
         if len(ways) < 2:
             return [(ways[0] if ways else self._host, experts)]
+        if step.is_prefill and self.source.has_all and len(ways) == 2 and not ways[1].keeps_caller:
+            return self._share_of_prompt(step, experts, ways, busy_s)
         late, routing = step.lookup.late, step.routing
-        has_choice = step.is_prefill and self.source.has_all and len(ways) == 2 and not ways[1].keeps_caller
-        if has_choice and not late and self.prompts.rests(len(step.hidden)):
-            return [(ways[1], experts)]
         coming = [way.ahead() for way in ways]
         taken = late.union(*coming)
         free = [(expert, routing.tokens(expert)) for expert in experts if expert not in taken]
@@ -370,8 +373,6 @@ class HybridExperts(ExpertLayer):
         if kept_s:
             estimates[0] = replace(estimates[0], busy_s=kept_s)
         shares = split_among(free, estimates)
-        if has_choice and free:
-            shares = self._as_measured(step, shares, estimates)
         for mine, ahead in zip(shares, coming, strict=True):
             if ahead:
                 mine[:0] = [expert for expert in experts if expert in ahead and expert not in late]
@@ -379,18 +380,21 @@ class HybridExperts(ExpertLayer):
             shares[0] = [*(expert for expert in experts if expert in late), *shares[0]]
         return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
 
-    def _as_measured(self, step: Step, shares: list[list[int]], estimates: list[Estimate]) -> list[list[int]]:
-        """This share of a prompt's misses, or all of them fetched if that has been sooner than its price says."""
-        everyone = sorted(chain.from_iterable(shares), key=step.routing.tokens, reverse=True)
-        alone = [[], everyone]
-        shared_s, alone_s = (
-            ends_s(estimates, [[step.routing.tokens(expert) for expert in mine] for mine in some])
-            for some in (shares, alone)
-        )
-        is_shared = bool(shares[0]) and self.prompts.takes_part(shared_s, alone_s)
-        self.prompts.decided(len(step.hidden), is_shared=is_shared)
-        step.price = is_shared, shared_s if is_shared else alone_s
-        return shares if is_shared else alone
+    def _share_of_prompt(
+        self, step: Step, experts: list[int], ways: list[Way], busy_s: float
+    ) -> list[tuple[Way, list[int]]]:
+        """The same where all can be had in each way: as has been soonest."""
+        tokens, shares = len(step.hidden), [experts, experts]
+        chosen = self.prompts.rests(tokens)
+        if chosen is None:
+            misses = [(expert, step.routing.tokens(expert)) for expert in experts]
+            estimates = [way.estimate(step, busy_s) for way in ways]
+            prices, shares = prompt_prices(misses, ways[1].ahead(), estimates, busy_s)
+            chosen = self.prompts.choose(tokens, prices)
+            step.price = chosen, prices[chosen]
+        if chosen is not PromptWay.SHARED:
+            return [(ways[1] if chosen is PromptWay.FETCHED else ways[0], experts)]
+        return [(way, mine) for way, mine in zip(ways, shares, strict=True) if mine]
 
     def _bring_ahead(self, step: Step) -> None:
         """Lets experts of the next layer come once those of this one are on their way: a prompt needs nearly all."""
@@ -399,6 +403,7 @@ class HybridExperts(ExpertLayer):
             after is None
             or not step.is_prefill
             or _NEARLY_ALL * len(needed) < (_NEARLY_ALL - 1) * self.source.num_experts
+            or self.prompts.way(len(step.hidden)) is PromptWay.ON_CPU
         ):
             return
         most = step.fetched if step.lookup.misses else self.source.num_experts

@@ -1,68 +1,147 @@
-"""Whether the processor takes part in a prompt's layers, or all misses are fetched, by what layers took both ways.
+"""Which way a prompt's misses go: divided between the processor and the link, all fetched, or all on the processor.
 
-The split of a layer's misses is priced expert by expert.  What comes with either way is not: work of the host that the
+The split of a layer's misses is priced expert by expert.  What comes with each way is not: work of the host that the
 link or the card hides, threads that another program holds up, copies that the next layer finds under way.  So each way
 learns what whole layers took beyond its price, from the layer's routing to that of the layer after it, and the way
-whose price with that is lower is taken: what was measured overrules what was predicted.
+whose price with that is lowest is taken: what was measured overrules what was predicted.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from statistics import median
 from typing import Final
+
+from engine.experts.shares import Estimate, ends_s, split_among
 
 _KEPT: Final = 9
 """Layers of each way whose median counts: one that another program held up says little."""
 _FEWEST: Final = 3
-"""Until so many layers went one way, it is not thought to take more beyond its price than the other."""
-_AGAIN: Final = 32
-"""Decisions in a row against a way after which one of its layers is forgotten, so that it is tried again some day."""
+"""Until so many layers went one way, it is not thought to take more beyond its price than the others.  The first of
+them finds what the way before it has left: copies for nothing, or none."""
+_WORTH_TRYING: Final = 1.25
+"""A way of which little is known is tried where it should take no more than so many times the best."""
+_AGAIN: Final = 512
+"""Decisions in a row against a way after which its layers are forgotten, so that it is tried again some day."""
 _LONGEST_REST: Final = 15
-"""The most layers in a row that are not priced, where all misses were fetched before."""
+"""The most layers in a row that are not priced, where all misses went one way before."""
+
+
+class PromptWay(Enum):
+    """A way of all misses of a prompt's layer."""
+
+    SHARED = "shared"
+    FETCHED = "fetched"
+    ON_CPU = "on the CPU"
+
+
+def prompt_prices(
+    misses: Sequence[tuple[int, int]], ahead: Collection[int], ways: Sequence[Estimate], busy_s: float
+) -> tuple[dict[PromptWay, float], list[list[int]]]:
+    """Seconds of a prompt's layer in each way that there is, and how both sides would share its misses.
+
+    Args:
+        misses: (expert, tokens).
+        ahead: experts that are on their way to the card, which the processor takes only if it takes all.
+        ways: the processor, and the link.
+        busy_s: until the card has done what it has.
+    """
+    here, there = ways
+    left = [miss for miss in misses if miss[0] not in ahead]
+    left.sort(key=lambda miss: -miss[1])
+    counts = [count for _, count in left]
+    prices = {PromptWay.ON_CPU: max(ends_s(ways, [[count for _, count in misses], []]), busy_s)}
+    here = replace(here, busy_s=here.busy_s + (len(misses) - len(left)) * there.caller_s)
+    prices[PromptWay.FETCHED] = max(ends_s([here, there], [[], counts]), busy_s)
+    shares = split_among(left, [here, there])
+    if shares[0] and (shares[1] or len(left) < len(misses)):
+        tokens = dict(left)
+        shared = [[tokens[expert] for expert in mine] for mine in shares]
+        prices[PromptWay.SHARED] = max(ends_s([here, there], shared), busy_s)
+    shares[1][:0] = [expert for expert, _ in misses if expert in ahead]
+    return prices, shares
+
+
+@dataclass(slots=True)
+class _OfSize:
+    """What is known of prompts of about one length.
+
+    Attributes:
+        beyond_s: of each way, what its last layers took beyond their price.
+        unused: decisions against each way since its last layer.
+        way: of the last layer that was priced.
+        rest, resting: layers that are not priced, in a row, and how many of them are left.
+    """
+
+    beyond_s: dict[PromptWay, deque[float]] = field(
+        default_factory=lambda: {way: deque(maxlen=_KEPT) for way in PromptWay}
+    )
+    unused: dict[PromptWay, int] = field(default_factory=lambda: dict.fromkeys(PromptWay, 0))
+    way: PromptWay | None = None
+    rest: int = 0
+    resting: int = 0
+
+    def is_known(self, way: PromptWay) -> bool:
+        """Whether there are layers enough to say what it takes beyond its price."""
+        return len(self.beyond_s[way]) >= _FEWEST
+
+    def expected_s(self, prices: Mapping[PromptWay, float]) -> dict[PromptWay, float]:
+        """What each way should take in all."""
+        usual_s = {way: median(self.beyond_s[way]) for way in prices if self.beyond_s[way]}
+        least_s = min(usual_s.values(), default=0.0)
+        return {way: price_s + (usual_s[way] if self.is_known(way) else least_s) for way, price_s in prices.items()}
 
 
 class PromptChoice:
-    """The way of a prompt's layers on one device: `True` is with the processor, `False` without."""
+    """The way of a prompt's layers on one device, for prompts of each length."""
 
     def __init__(self) -> None:
-        self._beyond_s: dict[bool, deque[float]] = {way: deque(maxlen=_KEPT) for way in (True, False)}
-        self._unused = {True: 0, False: 0}
-        self._rest = self._resting = self._tokens = 0
+        self._of_size: dict[int, _OfSize] = {}
 
-    def rests(self, tokens: int) -> bool:
-        """Whether a layer with so many tokens need not be priced, which takes time: all its misses are fetched."""
-        if not self._resting or not self._tokens <= 2 * tokens <= 4 * self._tokens:
-            return False
-        self._resting -= 1
-        return True
+    def way(self, tokens: int) -> PromptWay | None:
+        """Of the last layer with about so many tokens, if there was one."""
+        return self._of(tokens).way
 
-    def decided(self, tokens: int, *, is_shared: bool) -> None:
-        """A layer with so many tokens was priced."""
-        self._tokens, self._rest = tokens, 0 if is_shared else min(2 * self._rest + 1, _LONGEST_REST)
-        self._resting = self._rest
+    def rests(self, tokens: int) -> PromptWay | None:
+        """The way of a layer with so many tokens, if it need not be priced, which takes time."""
+        known = self._of(tokens)
+        if not known.resting:
+            return None
+        known.resting -= 1
+        return known.way
 
-    def takes_part(self, shared_s: float, alone_s: float) -> bool:
-        """Whether the processor is to compute its share.
+    def choose(self, tokens: int, prices: Mapping[PromptWay, float]) -> PromptWay:
+        """The way of a layer with so many tokens.
 
         Args:
-            shared_s, alone_s: price of the layer with it, and with all misses fetched.
+            prices: seconds that the layer should take in each way that there is.
         """
-        with_s, without_s = (self._usual_s(way) for way in (True, False))
-        if len(self._beyond_s[True]) < _FEWEST:
-            with_s = min(with_s, without_s)
-        if len(self._beyond_s[False]) < _FEWEST:
-            without_s = min(without_s, with_s)
-        taken = shared_s + with_s < alone_s + without_s
-        self._unused[taken] = 0
-        self._unused[not taken] += 1
-        if self._unused[not taken] % _AGAIN == 0 and self._beyond_s[not taken]:
-            self._beyond_s[not taken].popleft()
+        known = self._of(tokens)
+        expected_s = known.expected_s(prices)
+        best = min(expected_s, key=lambda way: expected_s[way])
+        within_s = _WORTH_TRYING * expected_s[best]
+        tried = [way for way in prices if not known.is_known(way) and expected_s[way] <= within_s]
+        taken = best if best in tried or not tried else tried[0]
+        for way in prices:
+            known.unused[way] = 0 if way is taken else known.unused[way] + 1
+            if known.unused[way] == _AGAIN:
+                known.unused[way] = 0
+                known.beyond_s[way].clear()
+        is_settled = taken is known.way is not PromptWay.SHARED and not tried
+        known.way, known.rest = taken, min(2 * known.rest + 1, _LONGEST_REST) if is_settled else 0
+        known.resting = known.rest
         return taken
 
-    def observe(self, took_s: float, price_s: float, *, is_shared: bool) -> None:
-        """A layer with this price took so long."""
-        self._beyond_s[is_shared].append(took_s - price_s)
+    def observe(self, tokens: int, way: PromptWay, took_s: float, price_s: float) -> None:
+        """A layer with so many tokens, which went this way at this price, took so long."""
+        self._of(tokens).beyond_s[way].append(took_s - price_s)
 
-    def _usual_s(self, way: bool) -> float:
-        return median(self._beyond_s[way]) if self._beyond_s[way] else 0.0
+    def _of(self, tokens: int) -> _OfSize:
+        size = tokens.bit_length()
+        known = self._of_size.get(size)
+        if known is None:
+            known = self._of_size[size] = _OfSize()
+        return known

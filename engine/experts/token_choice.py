@@ -19,7 +19,7 @@ _FLAGS_S: Final = 20e-6
 _DISPATCH_S: Final = 150e-6
 """What a layer takes beside its experts in each way, before there are tokens: `docs/step-time.md`."""
 _AGAIN: Final = 32
-"""Tokens between two looks."""
+"""Tokens between two looks, at which what they took is learnt."""
 _WORTH: Final = 0.9
 """The other way is taken if it takes no more than this part of what the present one takes: changing costs a capture."""
 _FIRST: Final = 4
@@ -44,7 +44,7 @@ class TokenChoice:
 
     Attributes:
         by_itself: whether the device computes the next token by itself.
-        miss_ratio: of late.
+        miss_ratio: of late, as of the last look.
     """
 
     def __init__(self, latency: LatencyModel, layers: int, per_token: int, miss_ratio: float) -> None:
@@ -54,10 +54,11 @@ class TokenChoice:
         self._first_s = dict(self._beyond_s)
         self._usual_s = {True: 0.0, False: 0.0}
         self._tokens = 0
+        self._new: list[tuple[float, int]] = []
         self._chosen = [comb(per_token, misses) for misses in range(per_token + 1)]
-        self._took_s = self._tables()
+        self._priced_at, self._took_s = self._rates(), self._tables()
         self._price_s: dict[int, float] = {}
-        """Of the present way's layers, by misses, since the last look."""
+        """Of the present way's layers, by misses."""
         self.by_itself = self.price_s(by_itself=True) <= self.price_s(by_itself=False)
 
     def price_s(self, *, by_itself: bool) -> float:
@@ -71,6 +72,15 @@ class TokenChoice:
 
     def observe(self, seconds: float, missed: int) -> None:
         """A token of the present way took so long, with so many experts missed in all layers."""
+        # Code that runs once a token has left the processor's caches, and takes long: all are learnt at once.
+        self._new.append((seconds, missed))
+        if len(self._new) == _AGAIN:
+            for token in self._new:
+                self._learn(*token)
+            self._new.clear()
+            self._look()
+
+    def _learn(self, seconds: float, missed: int) -> None:
         ratio, way = missed / (self._layers * self._per_token), self.by_itself
         if (price_s := self._price_s.get(missed)) is None:
             price_s = self._price_s[missed] = self._layers_s(ratio, way)
@@ -83,14 +93,14 @@ class TokenChoice:
             self._usual_s[way] += weight * (seconds - usual_s)
             beyond_s = seconds - price_s
             self._beyond_s[way] += weight * (beyond_s - self._beyond_s[way])
-        if self._tokens % _AGAIN == 0:
-            self._look()
 
     def _look(self) -> None:
-        other, self._took_s, self._price_s = not self.by_itself, self._tables(), {}
+        other = not self.by_itself
+        if (rates := self._rates()) != self._priced_at:
+            self._priced_at, self._took_s, self._price_s = rates, self._tables(), {}
         self._beyond_s[other] = self._first_s[other] + _FORGOTTEN * (self._beyond_s[other] - self._first_s[other])
         if self.price_s(by_itself=other) < _WORTH * self.price_s(by_itself=self.by_itself):
-            self.by_itself, self._tokens = other, 0
+            self.by_itself, self._tokens, self._price_s = other, 0, {}
             self._usual_s[other] = 0.0
 
     def _layers_s(self, miss_ratio: float, by_itself: bool) -> float:
@@ -100,6 +110,10 @@ class TokenChoice:
         return self._layers * sum(
             share * seconds for share, seconds in zip(drawn, self._took_s[by_itself], strict=True)
         )
+
+    def _rates(self) -> tuple[float, float, float]:
+        """What the tables depend on, which changes only while the dispatcher computes."""
+        return self._latency.cpu_s(1), self._latency.gpu_s(1), self._latency.transfer_s
 
     def _tables(self) -> dict[bool, list[float]]:
         """Of both ways, seconds of a layer by its number of misses, of which one way fetches as many as is best."""

@@ -5,7 +5,9 @@ The card's time is modelled, and the processor's, too: every call of the card's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from engine.common import clock
 from engine.devices.clocked import open_clocked
 from engine.experts.latency import LatencyModel
-from engine.experts.prompt_choice import PromptChoice
+from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
 from engine.experts.shares import Estimate, ends_s, split_among
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels.interface import ExpertKernel, LayerRecords
@@ -56,31 +58,41 @@ def card(call_us: float, link_us: float, cpu_us: float) -> DeviceProfile:
 
 def prompt_s(profile: DeviceProfile, mode: str) -> float:
     """Seconds of a prompt's layers, after others from which prices were learnt."""
-    with open_clocked(profile, is_fixed=True) as device:
-        layers = TimedLayers(device, slots=2, staging=8, mode=mode)
-        with layers:
-            latency = LatencyModel(
-                "test",
-                RECORD,
-                cpu_base_s=profile.call_us / 1e6 + RECORD / (profile.cpu_gbps * 1e9),
-                cpu_token_s=0.0,
-                gpu_flat_s=profile.launch_us / 1e6,
-                gpu_knee_tokens=512,
-                gpu_token_s=0.0,
-                link_latency_s=profile.link_latency_us / 1e6,
-                link_bytes_per_s=profile.link_h2d_gbps * 1e9,
-            )
-            for layer in layers.layers:
-                layer.latency = latency
-            generator = torch.Generator().manual_seed(3)
-            took_s = 0.0
-            for number in range(12):
-                begun_s = clock.now()
-                for layer in range(LAYERS):
-                    layers.check(layer, routing(generator, TOKENS, 3))
-                device.compute_stream.synchronize()
-                took_s += (clock.now() - begun_s) if number >= 8 else 0.0
-            return took_s
+    with timed_layers(profile, mode) as layers:
+        took_s = 0.0
+        for number in range(12):
+            begun_s = clock.now()
+            read(layers, number)
+            layers.device.compute_stream.synchronize()
+            took_s += (clock.now() - begun_s) if number >= 8 else 0.0
+        return took_s
+
+
+@contextmanager
+def timed_layers(profile: DeviceProfile, mode: str = "mixed") -> Iterator[TimedLayers]:
+    """Layers whose latencies are known."""
+    with open_clocked(profile, is_fixed=True) as device, TimedLayers(device, slots=2, staging=8, mode=mode) as layers:
+        latency = LatencyModel(
+            "test",
+            RECORD,
+            cpu_base_s=profile.call_us / 1e6 + RECORD / (profile.cpu_gbps * 1e9),
+            cpu_token_s=0.0,
+            gpu_flat_s=profile.launch_us / 1e6,
+            gpu_knee_tokens=512,
+            gpu_token_s=0.0,
+            link_latency_s=profile.link_latency_us / 1e6,
+            link_bytes_per_s=profile.link_h2d_gbps * 1e9,
+        )
+        for layer in layers.layers:
+            layer.latency = latency
+        yield layers
+
+
+def read(layers: Layers, seed: int) -> None:
+    """One prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(LAYERS):
+        layers.check(layer, routing(generator, TOKENS, 3))
 
 
 @pytest.mark.parametrize(
@@ -142,40 +154,114 @@ def test_as_many_experts_come_ahead_as_the_link_has_time_for() -> None:
     assert [latency.fit_between_layers(arriving) for arriving in (0, 3, 9)] == [5, 2, 0]
 
 
-def taken(choice: PromptChoice, layers: int, shared_s: float, alone_s: float) -> list[bool]:
-    """The ways of layers that take 9 ms with the processor and 7 without, whatever their prices, but for a few."""
-    ways = []
-    for number in range(layers):
-        way = choice.takes_part(shared_s, alone_s)
-        took_s = 30e-3 if number % 10 == 0 else 9e-3 if way else 7e-3  # something else has run meanwhile
-        choice.observe(took_s, shared_s if way else alone_s, is_shared=way)
-        ways.append(way)
-    return ways
+SHARED, FETCHED, ON_CPU = PromptWay.SHARED, PromptWay.FETCHED, PromptWay.ON_CPU
 
 
-def test_what_layers_took_overrules_their_prices() -> None:
-    choice = PromptChoice()
-    ways = taken(choice, 300, shared_s=2e-3, alone_s=3e-3)
-    assert ways[0]
-    assert sum(ways) < 25
-    assert any(ways[100:])  # it is tried again
-    assert all(taken(choice, 10, shared_s=2e-3, alone_s=9e-3))  # where fetching takes so long, it is not
+@given(
+    tokens=st.lists(st.integers(1, 64), min_size=1, max_size=24),
+    ahead=st.sets(st.integers(0, 23)),
+    host=_seconds,
+    bring_s=_seconds,
+    caller_s=st.floats(0, 1e-2),
+    entry_s=st.floats(0, 1e-2),
+    busy_s=st.floats(0, 1e-2),
+)
+@settings(suppress_health_check=[HealthCheck.differing_executors])
+def test_each_way_of_a_prompt_has_a_price(
+    tokens: list[int], ahead: set[int], host: float, bring_s: float, caller_s: float, entry_s: float, busy_s: float
+) -> None:
+    first = Estimate(lambda count: host * (4 + count), keeps_caller=True, entry_s=entry_s)
+    other = Estimate(lambda _count: 1e-6, bring_s, busy_s=busy_s, caller_s=caller_s)
+    misses = list(enumerate(tokens))
+    prices, (here, there) = prompt_prices(misses, ahead, [first, other], busy_s)
+    assert sorted([*here, *there]) == list(range(len(tokens)))
+    assert not ahead.intersection(here)  # they are there, or almost
+    assert (SHARED in prices) == bool(here and there)
+    assert prices.keys() >= {FETCHED, ON_CPU}
+    assert prices[ON_CPU] == pytest.approx(max(busy_s, entry_s + sum(map(first.seconds, tokens))))
+    assert all(price >= busy_s for price in prices.values())
+    if SHARED in prices and not ahead:
+        assert prices[SHARED] <= min(prices[FETCHED], prices[ON_CPU]) / 0.97 * (1 + 1e-6)
+
+
+class Truth:
+    """Layers that take so many milliseconds beyond their prices, and now and then much more."""
+
+    def __init__(self, choice: PromptChoice, beyond_ms: dict[PromptWay, float], seed: int = 0) -> None:
+        self.choice, self.beyond_ms, self.tokens = choice, beyond_ms, 512
+        self._dice = random.Random(seed)
+
+    def layers(self, count: int, prices_ms: dict[PromptWay, float]) -> list[PromptWay]:
+        """The ways of so many layers at these prices."""
+        ways = []
+        for _ in range(count):
+            way = self.choice.rests(self.tokens)
+            if way is None:
+                way = self.choice.choose(self.tokens, prices_ms)
+                took_ms = prices_ms[way] + self.beyond_ms[way] * self._dice.uniform(0.95, 1.05)
+                held_up_ms = 20 if self._dice.random() < 0.05 else 0  # something else has run meanwhile
+                self.choice.observe(self.tokens, way, took_ms + held_up_ms, prices_ms[way])
+            ways.append(way)
+        return ways
+
+
+@given(prices=st.tuples(*[st.floats(2, 2.2)] * 3), beyond=st.tuples(*[st.floats(0.5, 3)] * 3), seed=st.integers(0, 99))
+def test_what_layers_took_overrules_their_prices(
+    prices: tuple[float, ...], beyond: tuple[float, ...], seed: int
+) -> None:
+    prices_ms, beyond_ms = (dict(zip(PromptWay, each, strict=True)) for each in (prices, beyond))
+    ways = Truth(PromptChoice(), beyond_ms, seed).layers(600, prices_ms)[60:]
+    total_ms = sum(prices_ms[way] + beyond_ms[way] for way in ways)
+    best_ms = min(prices_ms[way] + beyond_ms[way] for way in PromptWay)
+    assert total_ms <= 1.15 * best_ms * len(ways)
+
+
+def test_a_way_that_has_become_better_is_found() -> None:
+    prices_ms = {SHARED: 2.0, FETCHED: 2.1, ON_CPU: 2.2}
+    truth = Truth(PromptChoice(), {SHARED: 1.0, FETCHED: 2.0, ON_CPU: 3.0})
+    assert truth.layers(100, prices_ms)[-10:] == [SHARED] * 10
+    truth.beyond_ms[ON_CPU] = 0.2
+    assert truth.layers(1200, prices_ms)[-10:] == [ON_CPU] * 10
 
 
 def test_a_way_that_is_thought_much_dearer_is_not_tried() -> None:
-    choice = PromptChoice()
-    assert all(taken(choice, 50, shared_s=2e-3, alone_s=20e-3))
+    ways = Truth(PromptChoice(), {SHARED: 1, FETCHED: 1, ON_CPU: 1}).layers(50, {SHARED: 2, FETCHED: 20, ON_CPU: 30})
+    assert ways == [SHARED] * 50
 
 
-def test_layers_are_priced_less_often_while_all_misses_are_fetched() -> None:
-    choice = PromptChoice()
-    assert not choice.rests(512)
-    choice.decided(512, is_shared=False)
-    assert [choice.rests(512) for _ in range(2)] == [True, False]
-    choice.decided(512, is_shared=False)
-    assert not choice.rests(200)
-    assert not choice.rests(1100)
-    assert [choice.rests(512) for _ in range(4)] == [True, True, True, False]
-    choice.decided(512, is_shared=False)
-    choice.decided(512, is_shared=True)
-    assert not choice.rests(512)
+@pytest.mark.parametrize("best", [FETCHED, ON_CPU])
+def test_layers_are_priced_less_often_while_all_misses_go_one_way(best: PromptWay) -> None:
+    choice, prices_ms = PromptChoice(), dict.fromkeys(PromptWay, 9.0) | {best: 1.0}
+    truth = Truth(choice, dict.fromkeys(PromptWay, 1.0))
+    assert truth.layers(60, prices_ms) == [best] * 60
+    while choice.rests(512):
+        pass
+    choice.choose(512, prices_ms)
+    assert [choice.rests(512) for _ in range(16)] == [best] * 15 + [None]
+    assert choice.rests(200) is None  # of another length nothing is known
+    assert choice.way(200) is None
+    choice.choose(512, {SHARED: 0.1, **prices_ms, best: 9.0})
+    assert choice.rests(512) is None
+
+
+def test_a_processor_that_is_soonest_alone_is_left_alone() -> None:
+    with timed_layers(card(100.0, 10.0, 20.0)) as layers:  # a call of the driver takes longer than an expert
+        counters = layers.cache.counters
+        read(layers, 0)
+        before = counters.prefill_fetched, counters.prefetched
+        for seed in range(1, 8):
+            read(layers, seed)
+        assert (counters.prefill_fetched, counters.prefetched) == before
+
+
+@given(data=st.data())
+@settings(max_examples=15, suppress_health_check=[HealthCheck.differing_executors])
+def test_each_way_computes_the_same_whatever_the_layer_before_has_left(data: st.DataObject) -> None:
+    with open_clocked(card(5.0, 100.0, 100.0), is_fixed=True) as device:
+        layers = Layers(device, slots=data.draw(st.integers(1, 6)), staging=data.draw(st.integers(1, 8)))
+        with layers, pytest.MonkeyPatch.context() as patched:
+            patched.setattr(PromptChoice, "rests", lambda *_: None)
+            patched.setattr(PromptChoice, "choose", lambda _, __, prices: data.draw(st.sampled_from(list(prices))))
+            patched.setattr(PromptChoice, "way", lambda *_: data.draw(st.sampled_from(PromptWay)))
+            for seed in range(3):
+                read(layers, seed)

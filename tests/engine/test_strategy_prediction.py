@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.bench.report import Report, row
+from engine.bench.report import Report, median_interval, row
 from engine.bench.step_records import LayerStep
 from engine.bench.strategies import StepCosts, StrategyModel
 from engine.experts.latency import LatencyModel
@@ -72,3 +72,24 @@ def test_a_row_says_how_far_the_measurement_is_from_the_prediction() -> None:
     assert value.deviation == pytest.approx(-0.5)
     assert "+25%" in report.text()
     assert report.document()["rows"][0]["predicted"] == 1.6
+
+
+def test_a_row_says_how_far_single_pairs_of_runs_differ() -> None:
+    report = Report({})
+    peers = [1.0] * 9
+    report.rows.append(row("decode", [float(n) for n in range(1, 10)], "tokens/s", peer="p", peer_values=peers))
+    report.rows.append(row("few", [1.0, 2.0], "tokens/s", peer="p", peer_values=[1.0, 1.0]))
+    report.rows.append(row("one", [1.0], "tokens/s", peer="p", peer_values=[1.0]))
+    many, few, one = report.text().splitlines()[1:]
+    assert many.endswith("5.00x  pairs 1.00 to 9.00, 95%: 2.00 to 8.00")
+    assert few.endswith("pairs 1.00 to 2.00")
+    assert one.endswith("1.00x")
+    assert report.document()["rows"][0]["likely"] == (2.0, 8.0)
+
+
+@pytest.mark.parametrize(("count", "left_out"), [(6, 0), (7, 0), (8, 0), (9, 1), (11, 1), (12, 2), (15, 3), (25, 7)])
+def test_the_interval_of_a_median_is_that_of_the_sign_test(count: int, left_out: int) -> None:
+    """Tables of the binomial distribution, as in Conover 1999, table A3."""
+    values = [float(number) for number in range(count)]
+    assert median_interval(values) == (values[left_out], values[-1 - left_out])
+    assert median_interval(values[:5]) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -283,6 +283,32 @@ def test_costly_shadows_are_watched_in_bursts_and_still_decide() -> None:
     assert sampler.adopted not in ("lru", "fifo")
     watched_s = now_s / 2  # the clock also ticks once between two observations
     assert 0 < watched_s / (steps * 8) < 1.3 * BUDGET_S
+
+
+def test_steps_that_need_not_be_observed_count_as_observed() -> None:
+    """Whoever asks before each step decides as who observes all of them, and is spared most."""
+    times_s = [0.0, 0.0]
+
+    def clock_of(which: int) -> Callable[[], float]:
+        def clock() -> float:
+            times_s[which] += 100e-6
+            return times_s[which]
+
+        return clock
+
+    asking, observing = (PolicySampler(range(8), 24, 3, clock=clock_of(which)) for which in range(2))
+    spared = 0
+    for step in range(40 * BURST_STEPS):
+        is_spared = asking.rests()
+        spared += is_spared
+        for layer in range(8):
+            keys = [layer * 8 + step % 4]
+            observing.observe(layer, keys)
+            if not is_spared:
+                asking.observe(layer, keys)
+        assert asking.adopted == observing.adopted
+    assert times_s[0] == times_s[1]
+    assert spared > 30 * BURST_STEPS
 
 
 def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[BankLayer]) -> None:

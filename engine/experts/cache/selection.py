@@ -191,6 +191,13 @@ class PolicySampler:
         """Those of which steps are to be observed."""
         return self._selectors.keys()
 
+    def rests(self) -> bool:
+        """Whether the next step of all layers need not be observed, which then counts as one that was."""
+        if self._is_watching or self._steps_left <= 1:
+            return False
+        self._steps_left -= 1
+        return True
+
     def hit_rates(self) -> dict[str, float]:
         """Recent hit rate of every candidate's shadow, averaged over the sampled layers if each has its own slots."""
         rates = [selector.hit_rates() for selector in dict.fromkeys(self._selectors.values())]

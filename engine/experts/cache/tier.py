@@ -247,7 +247,7 @@ class Tier(Generic[Source, Handle]):
         Args:
             keys, missed: [layers, n].
         """
-        if self.sampler is not None:
+        if self.sampler is not None and not self.sampler.rests():
             for layer in self.sampler.layers & set(layers):
                 self.observe(layer, keys[layers.index(layer)].tolist())
         if len(self.pools) > 1:

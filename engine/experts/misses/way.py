@@ -14,6 +14,7 @@ from engine.experts.activations import Activations
 from engine.experts.executor import ExpertExecutor, StepObserver
 from engine.experts.latency import LatencyModel
 from engine.experts.partial_sums import PartialSums, Routing, Work
+from engine.experts.prompt_choice import PromptWay
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.shares import Estimate
 from engine.experts.slot_segments import KernelMaker
@@ -33,7 +34,7 @@ class Step:
         pending: work for the compute stream, to be submitted with the next work; pending_experts: experts in it.
         is_observed: whether the prefetcher has observed this step.
         hits_wait: whether experts on the device have not been submitted yet.
-        price: whether the CPU computes misses of a prompt that could all be fetched, and seconds that this should take.
+        price: the way that a prompt's misses go, where there is a choice, and seconds that this should take.
     """
 
     hidden: torch.Tensor
@@ -52,7 +53,7 @@ class Step:
     hits_on_cpu: int = 0
     is_observed: bool = False
     hits_wait: bool = False
-    price: tuple[bool, float] | None = None
+    price: tuple[PromptWay, float] | None = None
 
 
 class ExpertLayer(ExpertExecutor):
