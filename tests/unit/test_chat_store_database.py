@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import sqlite3
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, connect, migrate, version_of
 from app.services.chat_store.search import search
 from app.services.chat_store.tree import MessageTree
+from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 
 
@@ -112,6 +114,47 @@ def test_deleting_hides_and_purging_removes(database: ChatDatabase) -> None:
     assert database.purge(1001.0 + PURGE_AFTER_S) == 1
     assert database.messages(conversation.id) == ()
     database.connection.execute("INSERT INTO messages_fts (messages_fts, rank) VALUES ('integrity-check', 1)")
+
+
+RED, BLUE = (Picture("image/png", base64.b64encode(b"\x89PNG\r\n\x1a\n" + each).decode()) for each in (b"red", b"blue"))
+
+
+def test_unsent_pictures_stay_in_order_until_others_replace_them_or_their_chat_goes(database: ChatDatabase) -> None:
+    def count() -> int:
+        return int(database.connection.execute("SELECT count(*) FROM unsent_pictures").fetchone()[0])
+
+    first, _ = chat(database, "q")
+    second, _ = chat(database)
+    database.set_unsent_pictures(first.id, (RED, BLUE, RED))
+    database.set_unsent_pictures(second.id, (BLUE,))
+    assert database.unsent_pictures(first.id) == (RED, BLUE, RED)
+    assert not database.messages(first.id)[0].pictures
+    database.set_unsent_pictures(first.id, (BLUE,))
+    assert database.unsent_pictures(first.id) == (BLUE,)
+    database.set_deleted(first.id, 1000.0)
+    database.set_deleted(first.id, None)
+    assert database.unsent_pictures(first.id) == (BLUE,)
+    database.set_deleted(first.id, 1000.0)
+    database.purge(1001.0 + PURGE_AFTER_S)
+    assert count() == 1
+    database.set_unsent_pictures(second.id, ())
+    assert count() == 0
+
+
+def test_unsent_pictures_come_back_from_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "chats.sqlite3"
+    database = open_checked(path)
+    conversation, messages = chat(database, "q")
+    shown = replace(messages[0], id="later", parent_id=messages[0].id, pictures=(BLUE,))
+    database.add_message(shown)
+    database.set_unsent_pictures(conversation.id, (RED, BLUE))
+    database.close()
+    path.write_bytes(bytes(100) + path.read_bytes()[100:])
+    database, recovery = recover(path)
+    assert recovery.lost == 0
+    assert database.unsent_pictures(conversation.id) == (RED, BLUE)
+    assert [message.pictures for message in database.messages(conversation.id)] == [(), (BLUE,)]
+    database.close()
 
 
 def test_search_finds_words_in_any_order_and_says_where(database: ChatDatabase) -> None:

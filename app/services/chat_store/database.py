@@ -7,7 +7,7 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from app.services.chat_store.records import (
@@ -194,6 +194,22 @@ class ChatDatabase:
                 (*(_column_value(value) for value in changes.values()), conversation_id),
             )
 
+    def unsent_pictures(self, conversation_id: str) -> tuple[Picture, ...]:
+        """Those that will go with the next message, in their order."""
+        rows = self.connection.execute(
+            "SELECT media, data FROM unsent_pictures WHERE conversation_id = ? ORDER BY place", (conversation_id,)
+        )
+        return tuple(_picture(media, data) for media, data in rows if isinstance(data, bytes))
+
+    def set_unsent_pictures(self, conversation_id: str, pictures: Iterable[Picture]) -> None:
+        """These will go with the next message, and no others."""
+        with transaction(self.connection) as c:
+            c.execute("DELETE FROM unsent_pictures WHERE conversation_id = ?", (conversation_id,))
+            c.executemany(
+                "INSERT INTO unsent_pictures (conversation_id, place, media, data) VALUES (?,?,?,?)",
+                _picture_values(conversation_id, pictures),
+            )
+
     def set_deleted(self, conversation_id: str, at: float | None) -> None:
         """Hide a conversation (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
@@ -226,18 +242,14 @@ class ChatDatabase:
         found: dict[str, list[Picture]] = {}
         for message_id, media, data in rows:
             if isinstance(data, bytes):
-                picture = Picture(text_of(media), base64.b64encode(data).decode("ascii"))
-                found.setdefault(text_of(message_id), []).append(picture)
+                found.setdefault(text_of(message_id), []).append(_picture(media, data))
         return found
 
     def _insert(self, message: Message) -> None:
         self.connection.execute(f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})", message_values(message))
         self.connection.executemany(
             "INSERT INTO pictures (message_id, place, media, data) VALUES (?,?,?,?)",
-            (
-                (message.id, place, picture.media, base64.b64decode(picture.data))
-                for place, picture in enumerate(message.pictures)
-            ),
+            _picture_values(message.id, message.pictures),
         )
 
     def add_message(self, message: Message) -> None:
@@ -286,6 +298,16 @@ class ChatDatabase:
                 "WHERE state = 'streaming'",
                 (reason,),
             ).rowcount
+
+
+def _picture(media: object, data: bytes) -> Picture:
+    return Picture(text_of(media), base64.b64encode(data).decode("ascii"))
+
+
+def _picture_values(owner: str, pictures: Iterable[Picture]) -> Iterator[tuple[str, int, str, bytes]]:
+    """One picture at a time: together they may be large."""
+    for place, picture in enumerate(pictures):
+        yield owner, place, picture.media, base64.b64decode(picture.data)
 
 
 def _column_value(value: Any) -> Any:

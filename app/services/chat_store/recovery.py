@@ -93,6 +93,9 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
         database = open_checked(fresh)
         try:
             database.add_conversations(trees)
+            for conversation, _ in trees:
+                if pictures := _in_places(salvaged.shown.get(conversation.id, ())):
+                    database.set_unsent_pictures(conversation.id, pictures)
         finally:
             database.close()
         moved = _rename_damaged(path)
@@ -158,10 +161,10 @@ def _salvage(path: Path) -> _Salvaged:
         message_rows.setdefault((row.rowid, row.values[1]), row)
     shown: dict[str, list[tuple[int, Picture]]] = {}
     for row in pages.rows(_is_picture):
-        _, message_id, place, media, data = row.values
+        _, owner, place, media, data = row.values
         if row.is_whole and isinstance(place, int) and isinstance(data, bytes) and media_of(data) == media:
             picture = Picture(media_of(data), base64.b64encode(data).decode("ascii"))
-            shown.setdefault(text_of(message_id), []).append((place, picture))
+            shown.setdefault(text_of(owner), []).append((place, picture))
     index = _Index(pages)
     # A row that an index still lists was not deleted, no matter where it is found.
     missing_conversations = index.conversations - {rowid for rowid, _ in conversation_rows}
@@ -177,9 +180,9 @@ def _salvage(path: Path) -> _Salvaged:
     conversations = [_conversation(row) for _, row in _in_order(conversation_rows) if row.values[1] not in deleted]
     kept = {conversation.id for conversation in conversations}
     messages = [_message(row) for _, row in _in_order(message_rows) if not _was_deleted(row, kept, deleted, index)]
-    messages = [_with_pictures(each, shown.get(each.id, ())) for each in messages]
+    messages = [replace(each, pictures=_in_places(shown.get(each.id, ()))) for each in messages]
     known = sum(conversation not in deleted for conversation in index.messages.values())
-    return _Salvaged(conversations, messages, known)
+    return _Salvaged(conversations, messages, shown, known)
 
 
 def _in_order(rows: Mapping[tuple[int, Value], Record]) -> list[tuple[tuple[int, Value], Record]]:
@@ -201,10 +204,16 @@ def _was_deleted(row: Record, kept: Collection[str], deleted: Collection[Value],
 
 @dataclass(frozen=True, slots=True)
 class _Salvaged:
-    """What was read, in the order it was written; `known`: how many messages the indices list."""
+    """What was read, in the order it was written.
+
+    Attributes:
+        shown: pictures and their places, by the ids of their messages, or of the conversations they are to be sent in.
+        known: how many messages the indices list.
+    """
 
     conversations: list[Conversation]
     messages: list[Message]
+    shown: dict[str, list[tuple[int, Picture]]]
     known: int
 
 
@@ -250,13 +259,14 @@ def _is_conversation(values: tuple[Value, ...]) -> bool:
 
 
 def _is_picture(values: tuple[Value, ...]) -> bool:
+    """Sent or not: the ids of messages and conversations differ."""
     return len(values) == 5 and values[0] is None and isinstance(values[1], str) and isinstance(values[4], bytes)
 
 
-def _with_pictures(message: Message, shown: Iterable[tuple[int, Picture]]) -> Message:
-    """The message with its pictures in their order; without a place twice, which a row before its deletion may have."""
+def _in_places(shown: Iterable[tuple[int, Picture]]) -> tuple[Picture, ...]:
+    """Pictures in their order; without a place twice, which a row before its deletion may have."""
     places = dict(shown)
-    return replace(message, pictures=tuple(places[place] for place in sorted(places)))
+    return tuple(places[place] for place in sorted(places))
 
 
 def _is_message(values: tuple[Value, ...]) -> bool:

@@ -107,7 +107,21 @@ _VERSION_4: Migration = (
     """,
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
+# Pictures that will go with a chat's next message, as its `draft` will.
+_VERSION_5: Migration = (
+    """
+    CREATE TABLE unsent_pictures (
+        seq INTEGER PRIMARY KEY,
+        conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        place INTEGER NOT NULL,
+        media TEXT NOT NULL,
+        data BLOB NOT NULL,
+        UNIQUE (conversation_id, place)
+    )
+    """,
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

@@ -17,11 +17,14 @@ from app.services.chat_store.recovery import Recovery
 from app.services.chat_store.search import search
 from app.services.chat_store.transfer import export_chats, import_chats
 from app.services.chat_store.worker import RETRY_S, Job, StoreWorker
+from engine.common.chat import Picture
 from engine.common.errors import EngineError
 from engine.common.paths import data_dir
 
 FILE_NAME = "chats.sqlite3"
 CLOSE_S = 10.0
+
+_Loaded = tuple[Conversation | None, tuple[Message, ...], tuple[Picture, ...]]
 
 
 class ChatStore(QObject):
@@ -29,7 +32,7 @@ class ChatStore(QObject):
 
     Signals, all emitted on the store's own thread affinity:
         listed: tuple[Conversation, ...], most recently used first.
-        loaded: Conversation and tuple[Message, ...], parents before children.
+        loaded: Conversation, tuple[Message, ...], parents before children, and tuple[Picture, ...] that are not sent.
         missing: id of a requested conversation that does not exist.
         found: the text searched for and tuple[SearchHit, ...].
         imported: tuple[Conversation, ...] that an import added.
@@ -40,7 +43,7 @@ class ChatStore(QObject):
     """
 
     listed = Signal(object)
-    loaded = Signal(object, object)
+    loaded = Signal(object, object, object)
     missing = Signal(str)
     found = Signal(str, object)
     imported = Signal(object)
@@ -73,17 +76,21 @@ class ChatStore(QObject):
         self._read(ChatDatabase.conversations, self.listed.emit)
 
     def load(self, conversation_id: str) -> None:
-        """Request one conversation with all its messages: `loaded` or `missing`."""
+        """Request one conversation with all that is in it: `loaded` or `missing`."""
 
-        def run(database: ChatDatabase) -> tuple[Conversation | None, tuple[Message, ...]]:
-            return database.conversation(conversation_id), database.messages(conversation_id)
+        def run(database: ChatDatabase) -> _Loaded:
+            return (
+                database.conversation(conversation_id),
+                database.messages(conversation_id),
+                database.unsent_pictures(conversation_id),
+            )
 
-        def done(result: tuple[Conversation | None, tuple[Message, ...]]) -> None:
-            conversation, messages = result
+        def done(result: _Loaded) -> None:
+            conversation, messages, unsent = result
             if conversation is None:
                 self.missing.emit(conversation_id)
             else:
-                self.loaded.emit(conversation, messages)
+                self.loaded.emit(conversation, messages, unsent)
 
         self._read(run, done)
 
@@ -98,6 +105,10 @@ class ChatStore(QObject):
     def change(self, conversation_id: str, **changes: Any) -> None:
         """Change only these fields of a conversation."""
         self._write(lambda database: database.change_conversation(conversation_id, changes))
+
+    def set_unsent_pictures(self, conversation_id: str, pictures: Sequence[Picture]) -> None:
+        """Keep these, and no others, for the next message of a conversation."""
+        self._write(lambda database: database.set_unsent_pictures(conversation_id, pictures))
 
     def delete(self, conversation_id: str) -> None:
         """Hide a conversation; `restore` undoes it until a later start purges it."""

@@ -72,7 +72,7 @@ class ChatPresenter(QObject):
         self._trees: dict[str, MessageTree] = {}
         self._deleted: list[Conversation] = []
         self._attached: dict[str, tuple[Picture, ...]] = {}
-        """By chat; kept in memory alone until they are sent."""
+        """By chat: what is to be sent with its next message."""
         self._wanted = ""
         self._wanted_message = ""
         self._opens_last = False
@@ -242,8 +242,11 @@ class ChatPresenter(QObject):
         return self._attached.get(self._conversation.id, ())
 
     def attach(self, pictures: Sequence[Picture]) -> None:
-        """These go with the next message, and no others."""
-        self._attached[self._conversation.id] = tuple(pictures)
+        """These go with the next message, and no others; kept as the draft is until then."""
+        if tuple(pictures) != self.pictures:
+            self._store_if_new()
+            self._attached[self._conversation.id] = tuple(pictures)
+            self._store.set_unsent_pictures(self._conversation.id, self.pictures)
         self.attached.emit(self.pictures)
 
     @property
@@ -265,9 +268,10 @@ class ChatPresenter(QObject):
             changes["model"] = self._client.model.name
         if not self._conversation.title:
             changes["title"] = title_from(text) or translate("Chat", "Picture")
+        # The message first: a window that is killed in between still has it as a draft, too, and never lost it.
+        self._ask(text, self.model.tree.leaf_id(), pictures)
         self._change(self._conversation.id, **changes)
         self.attach(())
-        self._ask(text, self.model.tree.leaf_id(), pictures)
         return True
 
     def resend(self, message_id: str, text: str) -> None:
@@ -350,7 +354,8 @@ class ChatPresenter(QObject):
 
     def _leave(self) -> None:
         self.flush()
-        empty = not len(self.model.tree) and not self._draft.strip() and not self._conversation.system_prompt
+        said = len(self.model.tree) or self._draft.strip() or self.pictures
+        empty = not said and not self._conversation.system_prompt
         if self._is_stored and empty and not self._conversation.title:
             self._store.delete(self._conversation.id)
             self.list_model.remove(self._conversation.id)
@@ -444,13 +449,16 @@ class ChatPresenter(QObject):
     def _is_untouched(self) -> bool:
         return not self._is_stored and not self._draft
 
-    def _on_loaded(self, conversation: Conversation, messages: tuple[Message, ...]) -> None:
+    def _on_loaded(
+        self, conversation: Conversation, messages: tuple[Message, ...], unsent: tuple[Picture, ...]
+    ) -> None:
         opens_last, self._opens_last = self._opens_last, False
         if conversation.id != self._wanted or (opens_last and not self._is_untouched):
             return
         self._leave()
         known = self.list_model.conversation(conversation.id) or conversation
         tree = self._trees.get(conversation.id) or MessageTree(messages)
+        self._attached.setdefault(conversation.id, unsent)
         self._show(known, tree, stored=True)
 
     def _on_imported(self, conversations: tuple[Conversation, ...]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sqlite3
+import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -27,6 +29,7 @@ from app.views.chat.chat_view import ChatView
 from app.views.chat.picture_row import PictureRow
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
+from engine.common.paths import python_module
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
 from engine.remote.picture_files import MOST_PICTURES
 from tests.app.scripted_engine import ScriptedEngine
@@ -261,6 +264,62 @@ def test_they_are_pasted_dropped_and_chosen_and_taken_away_again(page: ChatView,
 def test_there_is_an_end_to_them(page: ChatView, qtbot: QtBot) -> None:
     assert len(attach(page, qtbot, *[image()] * (MOST_PICTURES + 1))) == MOST_PICTURES
     assert page.notice_banner.text == f"A message takes up to {MOST_PICTURES} pictures."
+
+
+def unsent(store: ChatStore) -> int:
+    assert store.flush()
+    with closing(sqlite3.connect(store.path)) as connection:
+        return int(connection.execute("SELECT count(*) FROM unsent_pictures").fetchone()[0])
+
+
+def test_unsent_ones_are_kept_until_they_are_sent_or_taken_away(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot
+) -> None:
+    first, second = attach(page, qtbot, image(), image(50, 50))
+    page.composer.box.setPlainText("Which")
+    assert unsent(store) == 2
+    page.composer.pictures.buttons[0].click()
+    assert unsent(store) == 1
+    write(page, "Which?")
+    assert page.presenter.model.pictures == (second,)
+    assert unsent(store) == 0
+    engine.finish()
+    page.presenter.attach((first,))
+    page.presenter.branch(page.presenter.model.rows[-1].message.id)
+    assert page.presenter.pictures == ()
+    page.new_chat()
+    page.presenter.attach((first,))  # and no word
+    alone = page.presenter.conversation.id
+    page.new_chat()
+    assert page.presenter.list_model.conversation(alone) is not None
+    page.presenter.delete(alone)
+    store._write(lambda database: database.purge(now=2.0**33))
+    assert unsent(store) == 1
+
+
+def test_unsent_ones_and_the_text_with_them_survive_a_kill(
+    switchyard_home: Path, open_page: Callable[[], ChatView], qtbot: QtBot
+) -> None:
+    command, variables = python_module("tests.app.unsent_script")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **variables}) as window:
+        assert window.stdout is not None
+        assert window.stdout.readline().strip() == b"kept"
+        window.kill()
+    page = open_page()
+    page.presenter.step(0)
+    qtbot.waitUntil(lambda: len(page.presenter.pictures) == 1)
+    assert page.composer.text == "What is"
+    assert page.presenter.conversation.model == "endpoint:Here/m"
+    (place,) = places(page.composer.pictures)
+    assert place.accessibleName() == "Picture 1 of 1, 30 by 20 pixels"
+    assert page.composer.pictures.isVisible()
+    page.composer.pictures.buttons[0].click()
+    page.composer.box.setPlainText("")
+    page.presenter.flush()
+    again = open_page()
+    again.presenter.step(0)
+    qtbot.waitUntil(lambda: again.presenter.conversation.id == page.presenter.conversation.id)
+    assert (again.presenter.pictures, again.composer.text) == ((), "")
 
 
 def test_unsent_ones_stay_with_their_chat(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
