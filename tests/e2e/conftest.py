@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.real_packages import Made, packages_in
 from tests.e2e.screen import Screen, missing_programs, private_screen
 from tests.starter import starter_for_tests
 
@@ -30,3 +32,13 @@ def screen() -> Iterator[Screen]:
 def starter() -> Path:
     """Folder of the starter checkpoint.  Read-only."""
     return starter_for_tests()
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    """Packages of two versions; `SWITCHYARD_PACKAGES` names a folder that keeps them for the next run."""
+    kept = os.environ.get("SWITCHYARD_PACKAGES")
+    folder = Path(kept) if kept else tmp_path_factory.mktemp("packages")
+    yield packages_in(folder)
+    if not kept:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -44,6 +44,40 @@ UninstPage custom un.Ask un.Answer
 !insertmacro MUI_UNPAGE_INSTFILES
 !insertmacro MUI_LANGUAGE "English"
 
+; Windows moves a program that runs, but lets nobody write to it: ask to close it, and in silence stop with 3. A virus
+; scanner that holds it lets go in 2 s.
+!macro free_to_write FILE
+    StrCpy $1 4
+    ${DoWhile} $1 > 0
+        ClearErrors
+        ${If} ${FileExists} "${FILE}"
+            FileOpen $0 "${FILE}" a
+            FileClose $0
+        ${EndIf}
+        ${IfNot} ${Errors}
+            StrCpy $1 -1
+        ${Else}
+            Sleep 500
+            IntOp $1 $1 - 1
+        ${EndIf}
+    ${Loop}
+!macroend
+!macro close_running
+    ${Do}
+        !insertmacro free_to_write "$INSTDIR\python\pythonw.exe"
+        ${If} $1 == -1
+            !insertmacro free_to_write "$INSTDIR\python\python.exe"
+        ${EndIf}
+        ${If} $1 == -1
+            ${ExitDo}
+        ${EndIf}
+        ${If} ${Cmd} `MessageBox MB_RETRYCANCEL|MB_ICONEXCLAMATION "The program in $INSTDIR cannot be replaced: close Switchyard, then try again." /SD IDCANCEL IDCANCEL`
+            SetErrorLevel 3
+            Quit
+        ${EndIf}
+    ${Loop}
+!macroend
+
 Function .onInit
     ${IfNot} ${RunningX64}
         MessageBox MB_ICONSTOP "Switchyard needs a 64-bit Windows." /SD IDOK
@@ -55,22 +89,14 @@ Function .onInit
         SetErrorLevel 2
         Quit
     ${EndIf}
-    Call CloseRunning
+    !insertmacro close_running
 FunctionEnd
 
-; A program that runs holds its files: ask to close it, and in silence stop with 3.
-Function CloseRunning
-again:
-    ClearErrors
-    ${If} ${FileExists} "$INSTDIR\python\pythonw.exe"
-        Rename "$INSTDIR\python\pythonw.exe" "$INSTDIR\python\pythonw.exe.free"
-        ${If} ${Errors}
-            MessageBox MB_RETRYCANCEL|MB_ICONEXCLAMATION "Switchyard is running: close it, then try again." /SD IDCANCEL IDRETRY again
-            SetErrorLevel 3
-            Quit
-        ${EndIf}
-        Rename "$INSTDIR\python\pythonw.exe.free" "$INSTDIR\python\pythonw.exe"
-    ${EndIf}
+; What was unpacked so far would keep a full disk full.
+Function .onInstFailed
+    SetOutPath "$TEMP"
+    RMDir /r "$INSTDIR.partial"
+    MessageBox MB_ICONSTOP "Not all files could be written to $INSTDIR (is the disk full?). Nothing was changed." /SD IDOK
 FunctionEnd
 
 ; Virus scanners hold new files for a moment, and with them their folders: $1 is 0 if a folder could not be moved in 5 s.
@@ -91,17 +117,25 @@ FunctionEnd
 ; The new version is unpacked beside the old one, and takes its place when it is whole: what stops in the middle (a full
 ; disk, a kill) leaves the old one working.
 Section
+    !insertmacro close_running ; in a folder that was chosen since
     RMDir /r "$INSTDIR.partial"
+    SectionGetSize 0 $0 ; in KB, and what is compiled is more
+    IntOp $0 $0 / 900
+    ${GetRoot} "$INSTDIR" $1
+    ClearErrors
+    ${DriveSpace} "$1\" "/D=F /S=M" $1
+    ${IfNot} ${Errors}
+    ${AndIf} $1 <= $0
+        MessageBox MB_ICONSTOP "Switchyard needs $0 MB on the disk of $INSTDIR, and $1 MB are free: make room. Nothing was changed." /SD IDOK
+        SetErrorLevel 2
+        Quit
+    ${EndIf}
     SetOutPath "$INSTDIR.partial"
     ClearErrors
     SetOverwrite try
     File /r "@ROOT@/*"
     ${If} ${Errors}
-        SetOutPath "$TEMP"
-        RMDir /r "$INSTDIR.partial"
-        MessageBox MB_ICONSTOP "Not all files could be written to $INSTDIR (is the disk full?). Nothing was changed." /SD IDOK
-        SetErrorLevel 2
-        Quit
+        Abort
     ${EndIf}
     SetOutPath "$TEMP" ; nothing that is started now keeps the folder open
     WriteUninstaller "$INSTDIR.partial\uninstall.exe"
@@ -177,15 +211,7 @@ Function un.onInit
     !macroend
     !insertmacro given "/MODELS" $Models "models"
     !insertmacro given "/CHATS" $Chats "chats"
-again:
-    ClearErrors
-    Rename "$INSTDIR\python\pythonw.exe" "$INSTDIR\python\pythonw.exe.free"
-    ${If} ${Errors}
-        MessageBox MB_RETRYCANCEL|MB_ICONEXCLAMATION "Switchyard is running: close it, then try again." /SD IDCANCEL IDRETRY again
-        SetErrorLevel 3
-        Quit
-    ${EndIf}
-    Rename "$INSTDIR\python\pythonw.exe.free" "$INSTDIR\python\pythonw.exe"
+    !insertmacro close_running
 FunctionEnd
 
 Function un.Ask
