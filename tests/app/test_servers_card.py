@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PySide6.QtWidgets import QMessageBox, QPushButton
+from PySide6.QtWidgets import QMessageBox, QPushButton, QScrollArea, QVBoxLayout, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.services.endpoints import Endpoints
@@ -57,8 +57,10 @@ def test_added_tested_kept_changed_and_removed(card: ServersCard, server: BadEnd
     dialog.name.setText("Rack")
     dialog.key.setText(SECRET)
     dialog.price_in.setValue(0.5)
+    dialog.test.setFocus()
     dialog.test.click()
     qtbot.waitUntil(dialog.save.isEnabled)
+    assert dialog.focusWidget() is dialog.save
     assert MODEL in dialog.said.text()
     assert "top-k" in dialog.said.text()
     assert {each.key for each in server.posted} == {SECRET}
@@ -84,6 +86,29 @@ def test_added_tested_kept_changed_and_removed(card: ServersCard, server: BadEnd
     next(each for each in box.findChildren(QPushButton) if each.text() == "Remove").click()
     qtbot.waitUntil(lambda: saved_endpoints() == ())
     qtbot.waitUntil(lambda: rows(card) == [])
+
+
+def test_a_new_one_is_shown_where_the_page_was_scrolled_elsewhere(
+    card: ServersCard, server: BadEndpoint, qtbot: QtBot
+) -> None:
+    area = QScrollArea()
+    qtbot.addWidget(area)
+    page = QWidget()
+    column = QVBoxLayout(page)
+    column.addSpacing(2000)
+    column.addWidget(card)
+    column.addSpacing(2000)
+    area.setWidget(page)
+    area.resize(800, 500)
+    area.show()
+    dialog = opened(card)
+    dialog.address.setText(f"127.0.0.1:{server.port}")
+    dialog.test.click()
+    qtbot.waitUntil(dialog.save.isEnabled)
+    dialog.save.click()
+    qtbot.waitUntil(lambda: bool(rows(card)) and card.rows.visibleRegion().boundingRect() == card.rows.rect())
+    column.removeWidget(card)
+    card.setParent(None)
 
 
 def test_what_changes_after_a_test_is_tested_again(card: ServersCard, server: BadEndpoint, qtbot: QtBot) -> None:

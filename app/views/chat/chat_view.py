@@ -168,6 +168,7 @@ class ChatView(Page):
         self.title_bar.cancel_wanted.connect(self.picker.cancel_wanted)
         self.picker.more_wanted.connect(lambda: self.page_wanted.emit(MODELS))
         self.picker.chosen.connect(do.choose_model)
+        self.picker.chosen.connect(lambda _model: self.composer.setFocus())
         self._endpoints.changed.connect(self._show_place)
         panel.opened.connect(self._open)
         panel.searched.connect(self._search)
@@ -243,8 +244,11 @@ class ChatView(Page):
             strip.setMaximumWidth(self.composer.maximumWidth())
             self._strip_row.setContentsMargins(24, 0, 24, 8)
             self._strip_row.addWidget(strip)
+            self._strip = strip
+            self._show_place()
 
     _make_strip: Callable[[QWidget], QWidget] | None = None
+    _strip: QWidget | None = None
 
     # --- actions of the page ---
 
@@ -447,6 +451,8 @@ class ChatView(Page):
         self.title_bar.set_remote(remote, gone)
         self.picker.set_chosen(model)
         self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
+        if self._strip is not None:
+            self._strip.setVisible(not self.presenter.is_elsewhere)  # it is about this PC
         words = self._sent_words(remote) if remote is not None else gone
         if not gone and not self.presenter.reads_pictures:
             there = self.presenter.model.pictures or self.presenter.pictures

@@ -41,6 +41,7 @@ class Composer(QFrame):
         """`page` is the widget that popovers open over."""
         super().__init__(page)
         self.setObjectName("composer")
+        self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)  # beside the box, which then gets it
         self._conversation: Conversation | None = None
         self._answering = False
         self.box = GrowingEdit(self)

@@ -44,8 +44,8 @@ def rate(tokens_per_s: float) -> str:
 
 
 def stats_text(message: Message) -> str:
-    """The statistics under a finished answer, and how it ended if not normally."""
-    parts: list[str] = []
+    """The statistics under a finished answer, and how it ended if not normally; who gave it if another server did."""
+    parts = [message.model] if message.content and _is_elsewhere(message) else []
     stats = message.stats
     if stats is not None:
         if stats.tokens_per_s > 0:
@@ -69,6 +69,11 @@ def stats_text(message: Message) -> str:
     if message.reason_code == CANCELLED:
         parts.append(translate("Chat", "stopped"))
     return SEPARATOR.join(parts)
+
+
+def _is_elsewhere(message: Message) -> bool:
+    """Whether another server answered: then it is named behind its model."""
+    return message.model.endswith(")") and "(" in message.model
 
 
 def thought_text(seconds: float, *, thinking: bool) -> str:

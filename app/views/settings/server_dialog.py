@@ -50,7 +50,7 @@ class ServerDialog(QDialog):
         self._tested: Endpoint | None = None
         self.setWindowTitle(self.tr("Add a server") if endpoint is None else endpoint.name)
         self.address = self._line(self.tr("Address"), "http://10.0.0.5:8000/v1")
-        self.name = self._line(self.tr("Name"), self.tr("as its host"))
+        self.name = self._line(self.tr("Name"), self.tr("same as its host"))
         self.key = self._line(self.tr("Key"), self.tr("none") if endpoint is None else self.tr("as it is kept"))
         self.key.setEchoMode(QLineEdit.EchoMode.Password)
         self.certificate = self._line(self.tr("Certificate"), self.tr("those that the system trusts"))
@@ -110,7 +110,7 @@ class ServerDialog(QDialog):
         box.setRange(0, 1e6)
         box.setDecimals(3)
         box.setSingleStep(0.1)
-        box.setSpecialValueText(self.tr("not known"))
+        box.setSpecialValueText(self.tr("price not known"))
         box.setAccessibleName(name)
         return box
 
@@ -161,8 +161,8 @@ class ServerDialog(QDialog):
             (self.tr("Requests at once"), self.at_once, self.at_once),
             (self.tr("Requests a minute"), self.requests, self.requests),
             (self.tr("Tokens a minute"), self.tokens, self.tokens),
-            (self.tr("Price per million read"), self.price_in, self.price_in),
-            (self.tr("Price per million written"), prices, self.price_out),
+            (self.tr("Per million tokens read"), self.price_in, self.price_in),
+            (self.tr("Per million tokens written"), prices, self.price_out),
         )
         for row, (name, field, buddy) in enumerate(fields):
             label = QLabel(name, self)
@@ -276,18 +276,25 @@ class ServerDialog(QDialog):
             times += " " + self.tr("Choose a model and test again to see what it can do.")
         self.said.setText(f"{found_text(seen.found)}\n{times}")
         set_message(self.trouble, seen.problem)
+        self._lead_to(self.save)
         self._fit()
 
     def _on_failed(self, error: Exception) -> None:
         self.test.setEnabled(True)
         self._found = None
         self._show_state()
+        self._lead_to(self.address)
         if not isinstance(error, EngineError):
             raise error
         self.said.setText("")
         set_message(self.trouble, error.message)
         self.trust.setVisible(isinstance(error, RemoteError) and error.kind is Trouble.CERTIFICATE)
         self._fit()
+
+    def _lead_to(self, widget: QWidget) -> None:
+        """Where to go on after a test: while it ran Cancel had the focus, and Enter would lose all that was entered."""
+        if self.focusWidget() in self.buttons.buttons():
+            widget.setFocus()
 
     def _ask_for_certificate(self) -> None:
         endpoint = self._entered()

@@ -31,12 +31,15 @@ def found_text(found: Found) -> str:
         models = translate("Servers", "{0} and {1} more").format(models, count(len(found.models) - _MOST_NAMED))
     lines = [SEPARATOR.join((f"{server} {found.version}".strip(), models))]
     if found.lacks:
-        lines.append(translate("Servers", "It cannot: {0}.").format("; ".join(map(lack_text, found.lacks))))
+        *others, last = map(lack_text, found.lacks)
+        either = translate("Servers", "{0} or {1}").format(", ".join(others), last) if others else last
+        lines.append(translate("Servers", "It cannot {0}.").format(either))
     if found.blind:
-        named = ", ".join(found.blind[:_MOST_NAMED]) if len(found.models) > 1 else translate("Servers", "Its model")
+        named = ", ".join(found.blind[:_MOST_NAMED])
         if len(found.blind) > _MOST_NAMED:
             named = translate("Servers", "{0} and {1} more").format(named, count(len(found.blind) - _MOST_NAMED))
-        lines.append(translate("Servers", "{0}: text only, no pictures.").format(named))
+        words = translate("Servers", "Models that read text only, no pictures: {0}.").format(named)
+        lines.append(words if len(found.models) > 1 else translate("Servers", "It reads text only, no pictures."))
     return "\n".join(lines)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import Qt, QTimer
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.endpoints import Endpoints
 from app.views.settings.card import SettingsCard
@@ -62,7 +63,17 @@ class ServersCard(SettingsCard):
         if near is not None:
             self.dialog.address.setText(near.url)
             self.dialog.name.setText(near.name)
+        if endpoint is None:
+            self.dialog.accepted.connect(self._show_new)
         self.dialog.open()
+
+    def _show_new(self) -> None:
+        """Scrolls to the servers, as the new one may be below the page's end."""
+        area: QWidget | None = self
+        while area is not None and not isinstance(area, QScrollArea):
+            area = area.parentWidget()
+        if area is not None:
+            QTimer.singleShot(0, self.rows, partial(area.ensureWidgetVisible, self.rows))
 
     def _look_around(self) -> None:
         self.look.setEnabled(False)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QPoint, Qt
 from PySide6.QtTest import QTest
-from PySide6.QtWidgets import QMessageBox, QPushButton
+from PySide6.QtWidgets import QLabel, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
 
 from app.models.library import ROW_ROLE
 from app.services.chat_store import MessageState
+from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
@@ -61,6 +62,26 @@ def test_they_stand_in_the_picker_under_their_own_heading(page: ChatView, qtbot:
     QTest.keyClick(page.picker.filter, Qt.Key.Key_Return)
     assert page.presenter.conversation.model == BIG
     assert page.picker.isHidden()
+    assert page.focusWidget() is page.composer.box  # to go on writing
+    page.picker.filter.setFocus()
+    page.panel.search.setFocus()
+    QTest.mouseClick(page.composer, Qt.MouseButton.LeftButton, pos=QPoint(3, 3))
+    assert page.focusWidget() is page.composer.box
+
+
+def test_each_answer_says_who_else_gave_it_and_what_is_about_this_pc_is_hidden(
+    page: ChatView, engine: ScriptedEngine
+) -> None:
+    strips: list[QLabel] = []
+    page.add_strip(lambda parent: strips.append(QLabel("about this PC", parent)) or strips[0])
+    for model, text in (("", "Hello"), (remote_name(HERE, "m"), "And you?"), ("", "And now?")):
+        page.presenter.choose_model(model)
+        write(page, text)
+        assert strips[0].isVisible() is not bool(model)
+        engine.write("Hi")
+        engine.finish(rate=24.6)
+    answers = [turn for turn in page.transcript.turns if isinstance(turn, AnswerMessage)]
+    assert [each.figures.split("  ·  ")[0] for each in answers] == ["24.6 tokens/s", "m (Here)", "24.6 tokens/s"]
 
 
 def test_what_is_written_goes_there_once_people_agree(page: ChatView, engine: ScriptedEngine) -> None:
