@@ -29,7 +29,7 @@ DISPATCH = Dispatch(layer_s=60e-6, card_s=30e-6, host_s=30e-6)
 """Estimated as four, two and two operators (`OF_DATA_SHEETS.operator_s`); never timed on a real card."""
 STEP_LAUNCHES = Launches(layer=7, experts=2, token=14)
 """Counted by `tests/engine/test_card_launches.py`: two products, two norms, rotation, attention and router; products of
-experts; 13 or 14 for the embedding, angles, the last norm and the head."""
+experts; at most 14 for the embedding, angles, the last norm and the head: 5 where one kernel finds the angles."""
 GRAPH_OPERATOR_S = 2.8e-6
 """A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/step_time.py`."""
 FLAGS_S = 10e-6

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+from engine.kernels.cuda.angles import CudaAngles
 from engine.kernels.cuda.latent import CudaLatents
 from engine.kernels.cuda.norm import CudaNorm
 from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
 from engine.kernels.cuda.router import CudaRouter, Routing
-from engine.kernels.gpu import latents, norms, rotations, routers
+from engine.kernels.gpu import angles, latents, norms, rotations, routers
 from engine.kernels.gpu.latents import CardLatents
 from engine.kernels.gpu.layers import CardLayer
 from engine.kernels.gpu.norms import CardNorm
@@ -34,6 +36,7 @@ ROUGH = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9, torch.float32: 1e-5}
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     found = EmulatedCudaCard(8)
+    monkeypatch.setattr(angles, "angles_of", lambda device: CudaAngles(found))
     monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(found))
     monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(found))
     monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(found))
@@ -157,6 +160,28 @@ def test_experts_are_those_of_torch(
     torch.testing.assert_close(shares, wanted * 1.5, rtol=ROUGH[dtype] if how.rounds_shares else 1e-4, atol=1e-6)
 
 
+@settings(max_examples=25)
+@given(
+    dtype=st.sampled_from(DTYPES),
+    rows=st.integers(1, 8),
+    columns=st.integers(1, 60),
+    experts=st.integers(2, 70),
+    jitter=st.sampled_from([0.01, 0.1, 0.4]),
+    seed=st.integers(0, 99),
+)
+def test_experts_that_are_mixed_are_those_of_transformers(
+    dtype: torch.dtype, rows: int, columns: int, experts: int, jitter: float, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, columns, generator=generator).to(dtype) for n in (rows, experts))
+    weight[seed % experts] = weight[0]  # a tie
+    how = Routing(2, rounds_shares=True, slack=2 * jitter)
+    logits, shares, ids = CudaRouter(EmulatedCudaCard(4))(x, weight, how)
+    wanted, wanted_ids = sparsemixer(logits.to(dtype), jitter_eps=jitter, training=False)
+    assert torch.equal(logits.gather(1, ids), logits.gather(1, wanted_ids))
+    torch.testing.assert_close(shares, wanted.float(), rtol=ROUGH[dtype], atol=1e-6)
+
+
 def test_equal_experts_come_in_their_order() -> None:
     weight = torch.ones(40, 16)
     _, shares, ids = CudaRouter(EmulatedCudaCard(2))(torch.ones(2, 16), weight, Routing(7, normalises=True))
@@ -199,10 +224,11 @@ WHOLE = {
     "ernie4_5_moe": "rotations routers sums",
     "minimax_m2": "rotations later routers sums",
     "dots1": "rotations later routers sums",
-    "hunyuan_v1_moe": "rotations sums",
-    "granitemoe": "rotations routers",
+    "hunyuan_v1_moe": "rotations routers sums",
+    "granitemoe": "rotations routers sums",
+    "phimoe": "rotations routers",
 }
-"""What of a family's layers kernels compute besides norms."""
+"""What of a family's layers kernels compute besides norms, which Phi-3.5 has another kind of."""
 
 
 @pytest.mark.parametrize("family", WHOLE)
@@ -214,25 +240,30 @@ def test_a_familys_modules_give_the_same(family: str, dtype: torch.dtype, card: 
     counts = (1, 5, 40)
     wanted = [logits_of(model, tokens) for tokens in counts]
     speed_up_on_cards(model)
-    assert {name for name, count in fused_parts(model).items() if count} == {"norms", *WHOLE[family].split()}
+    has_norms = {"norm"} if family != "phimoe" else set[str]()
+    parts = {name for name, count in fused_parts(model).items() if count}
+    assert parts == {*(f"{name}s" for name in has_norms), *WHOLE[family].split()}
     card.launched.clear()
     for expected, tokens in zip(wanted, counts, strict=True):
         found = logits_of(model, tokens)
         if tokens == 1:
             sources = {kernel.source.partition(".")[0] for kernel, _ in card.launched}
             of_parts = {"rotations": "rotary", "routers": "router"}
-            assert sources == {"norm", *(of_parts[part] for part in WHOLE[family].split() if part in of_parts)}
+            assert sources - {"angles"} == {
+                *has_norms,
+                *(of_parts[part] for part in WHOLE[family].split() if part in of_parts),
+            }
         if dtype == torch.float32:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
         else:
             assert torch.cosine_similarity(found, expected, dim=-1).min() > 0.99
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe", "hunyuan_v1_moe", "phimoe"])
 def test_tokens_are_those_of_transformers(family: str, tmp_path: Path, card: EmulatedCudaCard) -> None:
     expected = reference(family, tmp_path)
     with opened(expected.folder, graphs="on") as model, chatting(model) as session:
-        assert fused_parts(model.model)["sums"] > 0
+        assert fused_parts(model.model)["sums" if family != "phimoe" else "routers"] > 0
         assert list(answer(session, PROMPT).token_ids) == expected.first
     reference.cache_clear()
 

@@ -12,14 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import kernels
 from engine.kernels import dense
+from engine.kernels.cuda.angles import CudaAngles
 from engine.kernels.cuda.attention import CudaAttention
 from engine.kernels.cuda.latent import CudaLatents
 from engine.kernels.cuda.norm import CudaNorm
 from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.rotary import CudaRotary
 from engine.kernels.cuda.router import CudaRouter
-from engine.kernels.cuda.step_time import FUSED_OTHERS, QWEN3_30B_A3B, products
-from engine.kernels.gpu import latents, norms, rotations, routers
+from engine.kernels.cuda.step_time import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, products
+from engine.kernels.gpu import angles, latents, norms, rotations, routers
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
 from engine.planner.engine_costs import STEP_LAUNCHES
@@ -80,6 +81,7 @@ def on_emulated_cards(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
         monkeypatch.setattr(module, "kernels_of", lambda place: found)
     attention = CudaAttention(card)
     monkeypatch.setattr(tabled_attention, "attention_of", lambda device: ProvenAttention(attention))
+    monkeypatch.setattr(angles, "angles_of", lambda device: CudaAngles(card))
     monkeypatch.setattr(norms, "norm_of", lambda device: CudaNorm(card))
     monkeypatch.setattr(rotations, "rotary_of", lambda device: CudaRotary(card))
     monkeypatch.setattr(routers, "router_of", lambda device: CudaRouter(card))
@@ -129,7 +131,7 @@ def test_launches_of_a_layer(
     of_token = few.total() - 2 * of_layer.total()
     assert of_token <= STEP_LAUNCHES.token
     if family == "qwen3_moe":
-        assert of_token == QWEN3_30B_A3B.of_token + 1
+        assert of_token == FUSED_OF_TOKEN + 1
 
 
 _LATENTS = {"num_attention_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
@@ -160,10 +162,35 @@ def test_a_router_with_a_correction_is_one_launch(
     assert of_layer.total() - sum(of_kernels.values()) == operators
 
 
+@pytest.mark.parametrize(
+    ("family", "of_kernels", "operators"),
+    [
+        ("granitemoe", {"products": 4, "norm": 2, "rotary": 1, "attention": 1, "router": 1}, 0),
+        # Norms of its heads follow the rotation; a shared expert of this size is three, and has operators.
+        ("hunyuan_v1_moe", {"products": 7, "norm": 4, "rotary": 1, "attention": 1, "router": 1}, 3),
+        # Its norms subtract the mean.
+        ("phimoe", {"products": 4, "rotary": 1, "attention": 1, "router": 1}, 4),
+    ],
+)
+def test_sums_with_a_multiple_and_routers_of_their_own(
+    family: str,
+    of_kernels: dict[str, int],
+    operators: int,
+    tmp_path: Path,
+    on_emulated_cards: EmulatedCudaCard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, more = (launches(family, layers, tmp_path, monkeypatch, **_HEADS) for layers in (2, 3))
+    of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
+    assert {name: count for name, count in of_layer.items() if not name.startswith("aten")} == of_kernels
+    assert of_layer.total() - sum(of_kernels.values()) == operators, more - few
+
+
 def test_launches_of_a_layer_by_operators(
     tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in (
+        (angles, "angles_of"),
         (norms, "norm_of"),
         (rotations, "rotary_of"),
         (routers, "router_of"),

@@ -62,6 +62,20 @@ def test_a_norm_gives_what_its_module_gives(dtype: torch.dtype, form: dict[str, 
             torch.testing.assert_close(module(x), plain(x), rtol=0.01, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_sum_with_a_multiple(dtype: torch.dtype, card: EmulatedCudaCard) -> None:
+    torch.manual_seed(4)
+    for width in (1, 33, 515):
+        module = _RMSNorm(width, dtype).requires_grad_(False)
+        plain = module.forward
+        assert speed_up_norms(module) == 1
+        for rows in range(1, 9):
+            x, more = (torch.randn(1, rows, width).to(dtype) for _ in range(2))
+            both = module.forward.add(x, more, 0.22)
+            assert torch.equal(both, x + more * 0.22)
+            torch.testing.assert_close(module(both), plain(both), rtol=0.01, atol=1e-5)
+
+
 def test_a_norm_of_another_kind_and_a_kernel_that_computes_wrongly_change_nothing(
     card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

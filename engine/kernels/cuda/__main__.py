@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from engine.formats import FORMATS
+from engine.kernels.cuda.angles import ANGLES_KERNEL
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel
 from engine.kernels.cuda.exchange import exchange_kernels
@@ -21,7 +22,7 @@ from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
 from engine.kernels.cuda.products import product_kernels
 from engine.kernels.cuda.rotary import ROTARY_KERNEL
 from engine.kernels.cuda.router import router_kernels
-from engine.kernels.cuda.step_time import CARDS, FUSED_OTHERS, QWEN3_30B_A3B, estimate
+from engine.kernels.cuda.step_time import CARDS, FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, estimate
 from engine.kernels.cuda.unpack import unpack_kernel
 
 _ARCHITECTURES = (61, 70, 75, 80, 86, 89, 90, 120)
@@ -35,7 +36,8 @@ def all_kernels() -> list[Kernel]:
     products = [kernel for each in on_cards for kernel in product_kernels(each)]
     groups = [ROUND_KERNEL, *(kernel for each in on_cards for kernel in group_kernels(each))]
     attention = [*attention_kernels(), *latent_kernels()]
-    return [*products, *groups, *unpacking, *attention, NORM_KERNEL, ROTARY_KERNEL, *router_kernels()]
+    others = [NORM_KERNEL, ROTARY_KERNEL, ANGLES_KERNEL, *router_kernels()]
+    return [*products, *groups, *unpacking, *attention, *others]
 
 
 def nvidia_kernels() -> list[Kernel]:
@@ -70,7 +72,7 @@ def time_rows() -> Iterator[list[str]]:
         "launches, fused",
         "tokens/s, fused",
     ]
-    fused = replace(QWEN3_30B_A3B, others=FUSED_OTHERS)
+    fused = replace(QWEN3_30B_A3B, others=FUSED_OTHERS, of_token=FUSED_OF_TOKEN)
     for card in CARDS:
         for name in ("int4", "int8"):
             now = estimate(card, QWEN3_30B_A3B, FORMATS[name], _KV_TOKENS)

@@ -21,7 +21,7 @@ class NormArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "added", "sum", "out", "weights")),
         ("step", ctypes.c_int64),
         *((name, ctypes.c_int) for name in ("width", "states", "weight_states", "rounds_once")),
-        *((name, ctypes.c_float) for name in ("epsilon", "offset")),
+        *((name, ctypes.c_float) for name in ("epsilon", "offset", "added_scale")),
     )
 
 
@@ -57,14 +57,15 @@ class CudaNorm:
         *,
         offset: float,
         rounds_once: bool,
+        scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x + added, rounded to x's type, and its norm.
+        """x + added * scale, each rounded to x's type, and its norm.
 
         Args:
             added: as x, contiguous.
         """
         out, both = x.new_empty(x.shape), x.new_empty(x.shape)
-        self._launch(x, weight, out, added, both, epsilon=epsilon, offset=offset, rounds_once=rounds_once)
+        self._launch(x, weight, out, added, both, epsilon=epsilon, offset=offset, rounds_once=rounds_once, scale=scale)
         return both, out
 
     def _launch(
@@ -78,12 +79,13 @@ class CudaNorm:
         epsilon: float,
         offset: float,
         rounds_once: bool,
+        scale: float = 1.0,
     ) -> None:
         rows, width = x.shape
         arguments = NormArguments(
             x=x.data_ptr(), added=added.data_ptr() if added is not None else None,
             sum=both.data_ptr() if both is not None else None, out=out.data_ptr(), weights=weight.data_ptr(),
             step=x.stride(0), width=width, states=STATES[x.dtype], weight_states=STATES[weight.dtype],
-            rounds_once=rounds_once, epsilon=epsilon, offset=offset,
+            rounds_once=rounds_once, epsilon=epsilon, offset=offset, added_scale=scale,
         )  # fmt: skip
         self._card.launch(NORM_KERNEL, (rows, 1, 1), arguments)

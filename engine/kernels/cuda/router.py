@@ -27,7 +27,7 @@ class RouterArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("rows", "columns", "experts", "per_token", "groups", "kept_groups")),
         *((name, ctypes.c_int) for name in ("states", "weight_states")),
         *((name, ctypes.c_int) for name in ("is_sigmoid", "rounds_logits", "normalises", "rounds_shares")),
-        ("scale", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("scale", "slack")),
     )
 
 
@@ -54,6 +54,9 @@ class Routing:
         normalises: whether the shares of the chosen are made to sum to 1.
         rounds_shares: whether shares are rounded to the hidden states' type.
         scale: of shares.
+        slack: above 0 experts are chosen as SparseMixer does (Liu et al. 2024, "GRIN", section 2): one after the other,
+            each with its share in the softmax of those left whose logits are not smaller by more than this, relatively.
+            Of all others then `per_token`, `rounds_logits` and `rounds_shares` count.
     """
 
     per_token: int
@@ -64,6 +67,7 @@ class Routing:
     normalises: bool = False
     rounds_shares: bool = False
     scale: float = 1.0
+    slack: float = 0.0
 
     def suits(self, experts: int) -> bool:
         """Whether the kernel chooses so from this many."""
@@ -125,6 +129,7 @@ class CudaRouter:
             per_token=how.per_token, groups=how.groups, kept_groups=how.kept_groups, states=STATES[x.dtype],
             weight_states=STATES[weight.dtype], is_sigmoid=how.is_sigmoid, rounds_logits=how.rounds_logits,
             normalises=how.normalises, rounds_shares=how.rounds_shares, scale=how.scale,
+            slack=how.slack,
         )  # fmt: skip
         self._card.launch(_kernel(x.dtype, weight.dtype), (-(-experts // _EXPERTS_OF_BLOCK), runs, 1), arguments)
         return logits, shares, chosen

@@ -75,11 +75,12 @@ class ModelShape:
 
 
 QWEN3_30B_A3B = ModelShape(48, 2048, 768, 8, 4096, 512, 151_936, others=52, of_token=12)
-"""`others`: PyTorch's operators in a layer, counted; some of them start several kernels.  `of_token`: counted with
-kernels of their own."""
+"""`others` and `of_token`: PyTorch's operators, counted; some of them start several kernels."""
 FUSED_OTHERS = 5
 """With kernels of their own: two norms with the residual sums before them, rotation with the norms of queries and keys,
 attention over pages, router.  Counted."""
+FUSED_OF_TOKEN = 4
+"""Likewise: embedding, what is filled with zeros, angles, the last norm."""
 
 
 @dataclass(frozen=True, slots=True)

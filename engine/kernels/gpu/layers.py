@@ -1,8 +1,8 @@
 """Decoder layers of a model on a card whose residual sums are part of the norms that follow them.
 
-A layer of the common kind has two norms, attention and an MLP, and adds what each of these makes to its input.  Whether
-it is one is tried with something simple in the places of attention and MLP.  The sum behind the MLP goes to the norm of
-the next layer.
+A layer of the common kind has two norms, attention and an MLP, and adds what each of these makes to its input, in some
+families (Granite) times a number.  Whether it is one is tried with something simple in the places of attention and MLP.
+The sum behind the MLP goes to the norm of the next layer.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 
-from engine.kernels.gpu.norms import CardNorm
+from engine.kernels.gpu.norms import CardNorm, scaled_sum
 
 _log = logging.getLogger(__name__)
 
 _FEW_ROWS = 16
-_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm")
+_MLPS = ("mlp", "block_sparse_moe")
+_MULTIPLIER = "residual_multiplier"
 
 
 class CardLayer:
@@ -37,16 +39,26 @@ class CardLayer:
         self._layer = layer
         self._middle: CardNorm = layer.post_attention_layernorm.forward
         self._following = following
+        self._mlp = mlp_of(layer)
+        self._scale = float(getattr(layer, _MULTIPLIER, 1.0))
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the library's layer."""
         if args or not 0 < hidden_states.numel() <= _FEW_ROWS * self._middle.weight.numel():
             return self.in_library(hidden_states, *args, **kwargs)
-        layer = self._layer
+        layer, scale = self._layer, self._scale
         attended = _own(layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs))
-        hidden_states = self._middle.add(hidden_states, attended)
-        made = _own(layer.mlp(layer.post_attention_layernorm(hidden_states)))
-        return hidden_states + made if self._following is None else self._following.add(hidden_states, made)
+        hidden_states = self._middle.add(hidden_states, attended, scale)
+        made = _own(self._mlp(layer.post_attention_layernorm(hidden_states)))
+        if self._following is None:
+            return scaled_sum(hidden_states, made, scale)
+        return self._following.add(hidden_states, made, scale)
+
+
+def mlp_of(layer: Any) -> Any:
+    """The MLP of a layer, or the experts in its place; `None` where there is not one."""
+    found = [getattr(layer, name) for name in _MLPS if hasattr(layer, name)]
+    return found[0] if len(found) == 1 else None
 
 
 def _own(result: Any) -> torch.Tensor:
@@ -68,7 +80,7 @@ def speed_up_layers(layers: Sequence[Any], last_norm: Any) -> int:
     count = 0
     norms = [getattr(layer, "input_layernorm", None) for layer in layers[1:]] + [last_norm]
     for layer, norm in zip(layers, norms[: len(layers)], strict=True):  # there may be no such layers
-        if "forward" in layer.__dict__ or not all(hasattr(layer, name) for name in _PARTS):
+        if "forward" in layer.__dict__ or not all(hasattr(layer, name) for name in _PARTS) or mlp_of(layer) is None:
             continue
         if not all(isinstance(_card_norm(layer, name), CardNorm) for name in (_PARTS[0], _PARTS[2])):
             continue
@@ -97,7 +109,7 @@ def _made(layer: Any, following: CardNorm | None) -> CardLayer | None:
         given = dict.fromkeys(("attention_mask", "position_embeddings", "past_key_values", "position_ids"))
         attended, computed = _Stub(0.75, is_tuple=True), _Stub(1.25, is_tuple=is_tuple)
         try:
-            with _instead(layer.self_attn, attended), _instead(layer.mlp, computed):
+            with _instead(layer.self_attn, attended), _instead(mlp_of(layer), computed):
                 wanted, found = layer.forward(x, **given), made(x, **given)
             if attended.calls[0] != attended.calls[1] or computed.calls[0] != computed.calls[1]:
                 return None  # it is given something else by the library

@@ -76,14 +76,14 @@ class CardNorm:
         found = self._kernel(rows, weight, self.epsilon, offset=form.offset, rounds_once=form.rounds_once)
         return found.view(hidden_states.shape)
 
-    def add(self, hidden_states: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
-        """The sum of two tensors [.., width], whose norm is computed with it for who asks for that next."""
+    def add(self, hidden_states: torch.Tensor, more: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """A sum of tensors [.., width], the second times `scale`; its norm is computed with it for who asks next."""
         if not (self._takes(hidden_states) and more.shape == hidden_states.shape and more.dtype == hidden_states.dtype):
-            return hidden_states + more
+            return scaled_sum(hidden_states, more, scale)
         rows, added = (each.reshape(-1, self.weight.numel()).contiguous() for each in (hidden_states, more))
         form = self.form
         both, normed = self._kernel.add(
-            rows, added, self.weight, self.epsilon, offset=form.offset, rounds_once=form.rounds_once
+            rows, added, self.weight, self.epsilon, offset=form.offset, rounds_once=form.rounds_once, scale=scale
         )
         self._sum, self._normed = both.view(hidden_states.shape), normed.view(hidden_states.shape)
         return self._sum
@@ -91,6 +91,11 @@ class CardNorm:
     def _takes(self, hidden_states: torch.Tensor) -> bool:
         known = hidden_states.dtype in STATES and self.weight.device == hidden_states.device
         return known and hidden_states.numel() > 0
+
+
+def scaled_sum(hidden_states: torch.Tensor, more: torch.Tensor, scale: float) -> torch.Tensor:
+    """hidden_states + more * scale, by operators."""
+    return hidden_states + (more if scale == 1 else more * scale)
 
 
 def speed_up_norms(model: Any) -> int:

@@ -2,8 +2,8 @@
 
 Families that describe their router (`engine.families.family.Router`) say which way that is.  Of others those modules
 are tried that look like a router, in the ways that their attributes allow.  What is added to scores for the choice is
-the router's own, in a module of it (ERNIE 4.5), or given with the hidden states (MiniMax M2).  Some stay PyTorch's:
-routers whose block chooses (HunYuan), or that score otherwise (Phi-3.5).
+the router's own, in a module of it (ERNIE 4.5), or given with the hidden states (MiniMax M2).  The weight may be that
+of a linear layer within (HunYuan).
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ _SAME = 0.9
 """Of the ids: sums in another order change few of the choices between near equals."""
 
 
+_LINEAR = "wg"
+_JITTER = "router_jitter_noise"
+"""Of SparseMixer (Phi-3.5): logits that are smaller by more than twice this are not compared with the largest."""
 _STATICS = "moe_statics"
 _CORRECTIONS = ("e_score_correction_bias", f"{_STATICS}.e_score_correction_bias")
 
@@ -58,7 +61,8 @@ class CardRouter:
     def __call__(self, hidden_states: torch.Tensor, e_score_correction_bias: torch.Tensor | None = None) -> Any:
         """[.., hidden] -> logits and shares, both in fp32 with the module's values, and ids."""
         given = () if e_score_correction_bias is None else (e_score_correction_bias,)
-        weight = self._module.weight
+        holder = _holder(self._module)
+        weight = holder.weight
         tokens = hidden_states.reshape(-1, weight.shape[1])
         if (
             not 0 < len(tokens) <= _FEW_ROWS
@@ -66,7 +70,7 @@ class CardRouter:
             or not self._kernel.takes(tokens.dtype, weight)
         ):
             return self.in_library(hidden_states, *given)
-        bias = getattr(self._module, "bias", None)
+        bias = getattr(holder, "bias", None)
         correction = next((self._read(each) for each in (*given, *_corrections(self._module))), None)
         return self._kernel(tokens.contiguous(), weight, self.how, bias, correction)
 
@@ -86,7 +90,7 @@ def speed_up_routers(model: Any) -> int:
     for module in model.modules():
         if not _is_router(module):
             continue
-        place = module.weight.device
+        place = _holder(module).weight.device
         if place not in kernels:
             kernels[place] = router_of(place)
         kernel = kernels[place]
@@ -97,8 +101,16 @@ def speed_up_routers(model: Any) -> int:
     return count
 
 
+def _holder(module: Any) -> Any:
+    """What has a router's weight and bias: itself, or its only linear layer."""
+    inner = getattr(module, _LINEAR, None)
+    return inner if type(inner) is torch.nn.Linear and "forward" not in inner.__dict__ else module
+
+
 def _is_router(module: Any) -> bool:
-    weight = getattr(module, "weight", None)
+    holder = _holder(module)
+    weight = getattr(holder, "weight", None)
+    prefix = "" if holder is module else f"{_LINEAR}."
     tensors = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     given = list(inspect.signature(module.forward).parameters)[1:]
     return (
@@ -106,7 +118,7 @@ def _is_router(module: Any) -> bool:
         and weight.dim() == 2
         and weight.dtype in STATES
         and isinstance(getattr(module, "top_k", None), int)
-        and tensors <= {"weight", "bias", *_CORRECTIONS}
+        and tensors <= {f"{prefix}weight", f"{prefix}bias", *_CORRECTIONS}
         and all(each.numel() == len(weight) for each in _corrections(module))
         and "forward" not in module.__dict__
         and given in ([], [_CORRECTIONS[0]])
@@ -143,13 +155,16 @@ def _ways(module: Any) -> Iterator[Routing]:
             scale=scale if how.scale else 1.0,
         )
         return
+    jitter = getattr(module, _JITTER, None)
+    if isinstance(jitter, float) and jitter > 0:
+        yield Routing(module.top_k, rounds_shares=True, slack=2 * jitter)
     for is_sigmoid, rounds_logits, normalises, rounds_shares in product((True, False), repeat=4):
         yield Routing(module.top_k, is_sigmoid, groups, kept, rounds_logits, normalises, rounds_shares, scale=scale)
 
 
 @torch.inference_mode()
 def _made(module: Any, kernel: CudaRouter) -> CardRouter | None:
-    weight = module.weight
+    weight = _holder(module).weight
     generator = torch.Generator().manual_seed(5)
     asks = len(inspect.signature(module.forward).parameters) > 1
     given = [torch.rand(len(weight), generator=generator).to(weight.device)] if asks else []

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engine.kernels.gpu.angles import speed_up_angles
 from engine.kernels.gpu.latents import speed_up_latents
 from engine.kernels.gpu.layers import speed_up_layers
 from engine.kernels.gpu.norms import speed_up_norms
@@ -18,17 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 def speed_up_on_cards(model: Any) -> None:
-    """Lets kernels compute norms, residual sums, rotations, latent attention and routers, wherever they give what the
-    library gives.
+    """Lets kernels compute norms, residual sums, angles, rotations, latent attention and routers, wherever they give
+    what the library gives.
 
     Args:
         model: in eval mode, with its weights where they are to be.
     """
     norms = speed_up_norms(model)
-    if not norms:
-        return
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        speed_up_angles(rotary, model.dtype)
 
     def angles(hidden: torch.Tensor) -> Any:
         return None if rotary is None else rotary(hidden, torch.tensor([TRIED_POSITIONS], device=hidden.device))

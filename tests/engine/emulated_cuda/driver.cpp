@@ -3,6 +3,7 @@
 // Usage: driver SEED CASES
 #include <algorithm>
 
+#include "angle_cases.h"
 #include "attention_cases.h"
 #include "cases.h"
 #include "latent_cases.h"
@@ -357,6 +358,7 @@ int main(int, char** argv) {
         go_through_groups(is_small);
         go_through_attention(is_small);
         go_through_latents(is_small);
+        go_through_angles();
         go_through_norm();
         go_through_rotary();
         go_through_router(is_small);

@@ -16,6 +16,8 @@ extern "C" int emulate(const char* entry, const char* const* defines, const unsi
         is_known = emulate_group_product(defines[0], std::atoi(defines[1]), has_units, size, seed, *static_cast<const GroupProductArguments*>(arguments));
     } else if (is("norm_kernel")) {
         is_known = emulate_norm(size, seed, *static_cast<const NormArguments*>(arguments));
+    } else if (is("angles_kernel")) {
+        is_known = emulate_angles(size, seed, *static_cast<const AngleArguments*>(arguments));
     } else if (is("rotary_kernel")) {
         is_known = emulate_rotary(size, seed, *static_cast<const RotaryArguments*>(arguments));
     } else if (is("router_kernel")) {

@@ -1,5 +1,6 @@
 // The kernels as functions: a template of a card's program is called by the names that it would be compiled for.
 #pragma once
+#include "angles.cu"
 #include "exchange.cu"
 #include "group_products.cu"
 #include "norm.cu"
@@ -58,6 +59,11 @@ inline bool emulate_unpack(const char* format, emulated::Index grid, std::uint64
 
 inline bool emulate_norm(emulated::Index grid, std::uint64_t seed, const NormArguments& arguments) {
     emulated::run(grid, THREADS, seed, [&] { norm(arguments); });
+    return true;
+}
+
+inline bool emulate_angles(emulated::Index grid, std::uint64_t seed, const AngleArguments& arguments) {
+    emulated::run(grid, THREADS, seed, [&] { find_angles(arguments); });
     return true;
 }
 

@@ -16,6 +16,24 @@ inline std::vector<int> best_first(const std::vector<float>& values, int k) {
     return order;
 }
 
+// SparseMixer's choice, in numbers of the type of x.
+inline void check_mixed(const RouterArguments& a, int row) {
+    const std::vector<float> logits(a.logits + static_cast<i64>(row) * a.experts, a.logits + static_cast<i64>(row + 1) * a.experts);
+    const std::vector<int> wanted = best_first(logits, a.per_token);
+    for (int place = 0; place < a.per_token; place++) {
+        const auto of = [&](int at) { return logits[static_cast<std::size_t>(wanted[static_cast<std::size_t>(at)])]; };
+        double total = 0;
+        for (int expert = 0; expert < a.experts; expert++) {
+            const float logit = logits[static_cast<std::size_t>(expert)], best = of(place), less = rounded_to(a.states, rounded_to(a.states, best - logit) / std::fmax(std::fabs(logit), best));
+            const bool is_taken = std::find(wanted.begin(), wanted.begin() + place, expert) != wanted.begin() + place;
+            if (!is_taken && !(less > rounded_to(a.states, a.slack))) total += std::exp(static_cast<double>(logit) - best);
+        }
+        require(a.chosen[static_cast<i64>(row) * a.per_token + place] == wanted[static_cast<std::size_t>(place)], "an expert is not mixed in its turn");
+        const double rounding = a.rounds_shares && a.states != 2 ? (a.states == 0 ? 1.0 / 256 : 1.0 / 2048) : 0;
+        require(std::fabs(a.shares[static_cast<i64>(row) * a.per_token + place] - 1 / total) <= (rounding + 1e-4) / total, "a mixed share is wrong");
+    }
+}
+
 inline void check_routed(const RouterArguments& a, int row) {
     const auto at = [](auto& values, int i) -> auto& { return values[static_cast<std::size_t>(i)]; };
     std::vector<float> logits(a.logits + static_cast<i64>(row) * a.experts, a.logits + static_cast<i64>(row + 1) * a.experts), scores;
@@ -86,6 +104,7 @@ inline void go_through_router(bool is_small) {
     a.normalises = between(0, 1);
     a.rounds_shares = between(0, 1);
     a.scale = real(0.5f, 3);
+    a.slack = between(0, 3) ? 0 : real(0.01f, 1);
     const auto bytes = [](int type) { return type == 2 ? 4 : 2; };
     const auto filled = [&](int type, int count, float most) {
         Exact made(static_cast<std::size_t>(count * bytes(type)));
@@ -112,5 +131,8 @@ inline void go_through_router(bool is_small) {
     const emulated::Index grid{static_cast<unsigned int>((a.experts + WARPS - 1) / WARPS), static_cast<unsigned int>(runs), 1};
     require(emulate_router(NAMES[a.states], NAMES[a.weight_states], grid, numbers(), a), "no such kernel");
     for (const u32 count : arrived) require(count == 0, "a counter is not left at zero");
-    for (int row = 0; row < a.rows; row++) check_routed(a, row);
+    for (int row = 0; row < a.rows; row++) {
+        if (a.slack > 0) check_mixed(a, row);
+        else check_routed(a, row);
+    }
 }

@@ -80,6 +80,19 @@ __device__ __forceinline__ float sum_over_lanes(float value) {
     return value;
 }
 
+// Sums over the threads of a block; every thread gets the sum.
+__device__ __forceinline__ float sum_over_block(float value) {
+    __shared__ float of_warps[WARPS];
+    value = sum_over_lanes<1, LANES / 2>(value);
+    __syncthreads();  // nobody reads the sum before this one any more
+    if (lane_number() == 0) of_warps[warp_number()] = value;
+    __syncthreads();
+    value = 0;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; warp++) value += of_warps[warp];
+    return value;
+}
+
 // Whether this block is the last of `expected` to come here; what the others wrote before is then visible to all its
 // threads (through `__ldcg`).  The counter is 0 again afterwards, so that a graph can be replayed.
 __device__ __forceinline__ bool is_last_block(u32* arrived, u32 expected) {

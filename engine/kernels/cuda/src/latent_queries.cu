@@ -52,7 +52,6 @@ __device__ __forceinline__ void keep(const LatentQueries& a, u8* row, int at, fl
 
 // Norms the token's own latent and rotates its key, to where the context lies.  By a block of threads.
 __device__ __forceinline__ void keep_latent(const LatentQueries& a, int sequence) {
-    __shared__ float of_warps[WARPS];
     const i64 from = static_cast<i64>(sequence) * (a.rank + a.rope);
     const i64 held = a.held[sequence];
     const int token = static_cast<int>(a.ring ? held % a.ring : held), bytes = a.kept_states == 2 ? 4 : 2;
@@ -62,13 +61,7 @@ __device__ __forceinline__ void keep_latent(const LatentQueries& a, int sequence
         const float value = state_at(a.latents, a.states, from + i);
         total += value * value;
     }
-    total = sum_over_lanes<1, LANES / 2>(total);
-    if (lane_number() == 0) of_warps[warp_number()] = total;
-    __syncthreads();
-    total = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += of_warps[warp];
-    const float factor = rsqrtf(total / static_cast<float>(a.rank) + a.epsilon);
+    const float factor = rsqrtf(sum_over_block(total) / static_cast<float>(a.rank) + a.epsilon);
     u8* latent = row_in_pages(entries, 0, token, a.rank * bytes);
     for (int i = threadIdx.x; i < a.rank; i += THREADS) {
         const float value = state_at(a.latents, a.states, from + i) * factor;

@@ -14,11 +14,11 @@ struct NormArguments {
     int states, weight_states;  // types: see `state_at`
     int rounds_once;            // whether weights multiply before rounding, not after
     float epsilon, offset;      // offset: added to weights
+    float added_scale;          // of what is added, which is rounded then, too
 };
 
 template <class State>
 __device__ __forceinline__ void norm_of(const NormArguments& a) {
-    __shared__ float of_warps[WARPS];
     const i64 row = static_cast<i64>(blockIdx.x), to = row * a.width;
     const State* x = reinterpret_cast<const State*>(a.x) + row * a.step;
     State* out = reinterpret_cast<State*>(a.out) + to;
@@ -28,7 +28,8 @@ __device__ __forceinline__ void norm_of(const NormArguments& a) {
         State* sum = reinterpret_cast<State*>(a.sum) + to;
 #pragma unroll 4
         for (int i = threadIdx.x; i < a.width; i += THREADS) {
-            const State both = State::of(x[i].value() + added[i].value());
+            const State scaled = a.added_scale == 1 ? added[i] : State::of(added[i].value() * a.added_scale);
+            const State both = State::of(x[i].value() + scaled.value());
             sum[i] = both;
             total += both.value() * both.value();
         }
@@ -37,13 +38,7 @@ __device__ __forceinline__ void norm_of(const NormArguments& a) {
 #pragma unroll 4
         for (int i = threadIdx.x; i < a.width; i += THREADS) total += x[i].value() * x[i].value();
     }
-    total = sum_over_lanes<1, LANES / 2>(total);
-    if (lane_number() == 0) of_warps[warp_number()] = total;
-    __syncthreads();
-    total = 0;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) total += of_warps[warp];
-    const float factor = rsqrtf(total / static_cast<float>(a.width) + a.epsilon);
+    const float factor = rsqrtf(sum_over_block(total) / static_cast<float>(a.width) + a.epsilon);
 #pragma unroll 4
     for (int i = threadIdx.x; i < a.width; i += THREADS) {
         const float value = x[i].value() * factor, weight = state_at(a.weights, a.weight_states, i) + a.offset;

@@ -25,6 +25,7 @@ struct RouterArguments {
     int normalises;      // whether shares are made to sum to 1
     int rounds_shares;   // whether shares are rounded to the type of x
     float scale;         // of shares
+    float slack;         // above 0: experts one after the other, with shares among those with logits this near, see `mix`
 };
 
 template <class T>
@@ -123,6 +124,40 @@ __device__ __forceinline__ u32 best_groups(const RouterArguments& a, const float
     return kept;
 }
 
+// SparseMixer's choice (Liu et al. 2024, "GRIN: GRadient-INformed MoE", section 2; without what it does in training): an
+// expert has the largest logit that is left, and its share in the softmax of those left whose logits are not smaller by
+// more than `slack` of their size, or of the largest if that is more.  All in numbers of the type of x, as the model was
+// trained with.  By one warp.
+template <class State>
+__device__ __forceinline__ void mix(const RouterArguments& a, int row) {
+    const float* logits = a.logits + static_cast<i64>(row) * a.experts;
+    const float slack = State::of(a.slack).value();
+    const int lane = lane_number();
+    u32 is_taken = 0;  // of the lane's own experts
+    for (int place = 0; place < a.per_token; place++) {
+        float best = 0, total = 0;
+        int at = a.experts;
+        for (int i = 0, expert = lane; expert < a.experts; i++, expert += LANES) {
+            const float logit = __ldcg(logits + expert);
+            if ((is_taken >> i & 1u) == 0 && (at == a.experts || comes_before(logit, expert, best, at))) {
+                best = logit;
+                at = expert;
+            }
+        }
+        agree(best, at, a.experts);
+        for (int i = 0, expert = lane; expert < a.experts; i++, expert += LANES) {
+            const float logit = __ldcg(logits + expert), size = fmaxf(fabsf(logit), best);
+            const float less = State::of(State::of(best - logit).value() / size).value();
+            if ((is_taken >> i & 1u) == 0 && !(less > slack)) total += expf(logit - best);
+        }
+        total = sum_over_lanes<1, LANES / 2>(total);
+        if (at % LANES == lane) is_taken |= 1u << at / LANES;
+        if (lane != 0) continue;
+        a.chosen[static_cast<i64>(row) * a.per_token + place] = at;
+        a.shares[static_cast<i64>(row) * a.per_token + place] = a.rounds_shares ? State::of(1 / total).value() : 1 / total;
+    }
+}
+
 // The best experts of one row.  By one warp; `scores` is its own memory.
 template <class State>
 __device__ __forceinline__ void choose(const RouterArguments& a, int row, float* scores) {
@@ -185,7 +220,8 @@ __device__ __forceinline__ void route(const RouterArguments& a) {
     if (expert < a.experts) find_logits<State, Weight>(a, expert, first_row, count);
     if (!is_last_block(a.arrived + blockIdx.y, gridDim.x)) return;
     for (int row = warp_number(); row < count; row += WARPS) {
-        choose<State>(a, first_row + row, scores[warp_number()]);
+        if (a.slack > 0) mix<State>(a, first_row + row);
+        else choose<State>(a, first_row + row, scores[warp_number()]);
         __syncwarp();
     }
 }

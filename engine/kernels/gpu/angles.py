@@ -1,0 +1,113 @@
+"""The angles by which a model on a card rotates queries and keys, of few tokens by one launch for all its layers."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+
+from engine.kernels.cuda.angles import CudaAngles
+from engine.kernels.cuda.driver import card_of
+from engine.kernels.cuda.norm import STATES
+
+_log = logging.getLogger(__name__)
+
+_FEW_ROWS = 16
+_TRIED = ((0, 3, 77, 1003, 100_003),)
+_CHANGING = ("dynamic", "longrope")
+"""Kinds of angles whose frequencies depend on how long the context is."""
+_COMPLEX = 0
+_TIMES = (2, 1, _COMPLEX)
+"""How often the angles of a token are given: for both halves of a head, or once; or as complex numbers."""
+_LIKE = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 1e-6, torch.complex64: 1e-6}
+_SAME = 0.95
+"""Of all numbers have the same bits, if rounded."""
+
+
+def angles_of(device: torch.device) -> CudaAngles | None:
+    """The kernel of a card, if it runs any."""
+    card = card_of(device)
+    return CudaAngles(card) if card is not None else None
+
+
+class CardAngles:
+    """The `forward` of the module that makes cosines and sines of positions.
+
+    Attributes:
+        in_library: the one that it takes the place of.
+    """
+
+    def __init__(self, module: Any, kernel: CudaAngles, times: int) -> None:
+        self.in_library = module.forward
+        self._module, self._kernel, self._times = module, kernel, times
+
+    def __call__(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        """States [B, T, hidden] and positions [B or 1, T] -> what the library's gives."""
+        frequencies = self._module.inv_freq
+        if (
+            position_ids.dtype != torch.int64
+            or position_ids.dim() != 2
+            or not 0 < position_ids.numel() <= _FEW_ROWS
+            or x.dtype not in STATES
+            or any(each.device != x.device for each in (position_ids, frequencies))
+        ):
+            return self.in_library(x, position_ids)
+        rows, scale = position_ids.reshape(-1), float(self._module.attention_scaling)
+        if self._times == _COMPLEX:
+            return self._kernel.turned(rows, frequencies, scale).view(*position_ids.shape, -1)
+        both = self._kernel(rows, frequencies, scale, x.dtype, self._times)
+        return tuple(each.view(*position_ids.shape, -1) for each in both)
+
+
+def speed_up_angles(module: Any, dtype: torch.dtype) -> bool:
+    """Gives the module that makes angles, if it lies on a card, its forward, if that has been seen to give the same.
+
+    Args:
+        module: of the library, called with states and positions.
+        dtype: of the model's states.
+    """
+    frequencies, kind = getattr(module, "inv_freq", None), str(getattr(module, "rope_type", ""))
+    if (
+        not isinstance(frequencies, torch.Tensor)
+        or (frequencies.dim(), frequencies.dtype) != (1, torch.float32)
+        or not isinstance(getattr(module, "attention_scaling", None), int | float)
+        or any(each in kind for each in _CHANGING)
+        or list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]
+        or "forward" in module.__dict__
+        or dtype not in STATES
+    ):
+        return False
+    kernel = angles_of(frequencies.device)
+    made = _made(module, kernel, frequencies, dtype) if kernel is not None else None
+    if made is not None:
+        module.forward = made
+    return made is not None
+
+
+@torch.inference_mode()
+def _made(module: Any, kernel: CudaAngles, frequencies: torch.Tensor, dtype: torch.dtype) -> CardAngles | None:
+    x = torch.zeros(1, len(_TRIED[0]), 1, dtype=dtype, device=frequencies.device)
+    positions = torch.tensor(_TRIED, device=frequencies.device)
+    try:
+        wanted = module.forward(x, positions)
+        for times in _TIMES:
+            made = CardAngles(module, kernel, times)
+            if _is_alike(made(x, positions), wanted):
+                return made
+    except Exception:  # any compiler or driver error, or whatever a module wants to be given: operators do it
+        _log.info("angles are not computed by a kernel on %s", frequencies.device, exc_info=True)
+    return None
+
+
+def _is_alike(found: Any, wanted: Any) -> bool:
+    pairs = [(found, wanted)] if isinstance(wanted, torch.Tensor) else list(zip(found, wanted, strict=True))
+    for mine, its in pairs:
+        if not isinstance(mine, torch.Tensor) or mine.dtype != its.dtype or mine.shape != its.shape:
+            return False
+        if (mine - its).abs().max() > _LIKE[its.dtype] * its.abs().max():
+            return False
+        if its.dtype in (torch.bfloat16, torch.float16) and (mine == its).float().mean() < _SAME:
+            return False
+    return True
