@@ -26,7 +26,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from engine.common.foreign import parse_json
@@ -38,7 +39,6 @@ INSTALL = f'pip install "ray=={RAY}.*" in Switchyard\'s environment'
 """By Ray's own name: the index has another project called `switchyard`."""
 _NODES_S = 2.0
 _TAKE_S = 1.0
-_WAIT_S = 0.1
 _PROXY = "ray://"
 _PORTS = 2**16
 _REACH_S = 10.0
@@ -49,16 +49,21 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(eq=False)
 class _Actor:
-    """The engine on a node.
-
-    Attributes:
-        refs: what is under way there, by its kind.
-    """
+    """The engine on a node; what comes from it after its end is left."""
 
     node: str
     life: int
     handle: Any
-    refs: dict[Any, str] = field(default_factory=dict)
+    has_ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """What a call came to: Ray puts it into the inbox, so that nobody asks for it again and again."""
+
+    actor: _Actor
+    kind: str
+    found: Future[Any]
 
 
 class RayDriver:
@@ -67,13 +72,15 @@ class RayDriver:
     Args:
         ray: the module.
         emit: takes events.
+
+    Attributes:
+        inbox: commands, None being their end, and what calls came to.
     """
 
     def __init__(self, ray: Any, emit: Emit) -> None:
         self._ray, self._emit = ray, emit
+        self.inbox: queue.SimpleQueue[dict[str, Any] | _Reply | None] = queue.SimpleQueue()
         self._actors: dict[str, _Actor] = {}
-        self._by_ref: dict[Any, _Actor] = {}
-        self._told_s = 0.0
 
     def connect(self, address: str) -> str:
         """Why the cluster at this address cannot be used, as a sentence; empty if it can."""
@@ -93,17 +100,20 @@ class RayDriver:
             return _refusal(address, error)
         return ""
 
-    def run(self, commands: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    def run(self) -> None:
         """Until the commands end."""
+        tells_at_s = time.monotonic()
         while True:
             with contextlib.suppress(queue.Empty):
-                while (command := commands.get(timeout=0 if self._by_ref else _WAIT_S)) is not None:
-                    self._do(command)
-                return
-            if time.monotonic() - self._told_s >= _NODES_S:
-                self._told_s = time.monotonic()
+                if (came := self.inbox.get(timeout=max(0.0, tells_at_s - time.monotonic()))) is None:
+                    return
+                if isinstance(came, _Reply):
+                    self._take(came)
+                else:
+                    self._do(came)
+            if time.monotonic() >= tells_at_s:
+                tells_at_s = time.monotonic() + _NODES_S
                 self._emit({"said": "nodes", "nodes": self._nodes()})
-            self._look()
 
     def _nodes(self) -> list[dict[str, Any]]:
         found = []
@@ -153,28 +163,18 @@ class RayDriver:
         self._call(actor, "doing", "")
 
     def _call(self, actor: _Actor, kind: str, *values: Any) -> None:
-        ref = getattr(actor.handle, kind).remote(*values)
-        actor.refs[ref] = kind
-        self._by_ref[ref] = actor
+        found = getattr(actor.handle, kind).remote(*values).future()
+        found.add_done_callback(lambda done: self.inbox.put(_Reply(actor, kind, done)))
 
-    def _look(self) -> None:
-        """Takes what has come."""
-        if not self._by_ref:
+    def _take(self, reply: _Reply) -> None:
+        actor = reply.actor
+        if actor.has_ended:
             return
-        ready, rest = self._ray.wait(list(self._by_ref), num_returns=1, timeout=_WAIT_S)
-        if ready and rest:
-            more, _rest = self._ray.wait(rest, num_returns=len(rest), timeout=0)
-            ready = [*ready, *more]
-        for ref in ready:
-            actor = self._by_ref.pop(ref, None)
-            if actor is None:
-                continue
-            kind = actor.refs.pop(ref)
-            try:
-                self._came(actor, kind, self._ray.get(ref))
-            except Exception as error:
-                self._end(actor)
-                self._emit({"said": "gone", "node": actor.node, "life": actor.life, "why": _end_of(error)})
+        try:
+            self._came(actor, reply.kind, reply.found.result())
+        except Exception as error:
+            self._end(actor)
+            self._emit({"said": "gone", "node": actor.node, "life": actor.life, "why": _end_of(error)})
 
     def _came(self, actor: _Actor, kind: str, value: Any) -> None:
         about = {"node": actor.node, "life": actor.life}
@@ -196,9 +196,7 @@ class RayDriver:
             self._call(actor, "take", _TAKE_S)
 
     def _end(self, actor: _Actor) -> None:
-        for ref in actor.refs:
-            self._by_ref.pop(ref, None)
-        actor.refs.clear()
+        actor.has_ended = True
         if self._actors.get(actor.node) is actor:
             del self._actors[actor.node]
         with contextlib.suppress(Exception):  # it has ended by itself
@@ -275,24 +273,23 @@ def main() -> int:
             lacking = "packages to double-click do not have: use Switchyard's wheels, or a checkout"
         emit({"said": "refused", "why": f"Jobs on a cluster need Ray, which {lacking}."})
         return 1
-    commands: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    driver = RayDriver(ray, emit)
 
     def read() -> None:
         with open(inlet, "rb") as lines:
             for line in lines:
-                commands.put(parse_json(line.decode(), deepest=64))
-        commands.put(None)
+                driver.inbox.put(parse_json(line.decode(), deepest=64))
+        driver.inbox.put(None)
         time.sleep(_END_S)
         os._exit(1)  # Ray waits for something
 
     threading.Thread(target=read, name="commands", daemon=True).start()
-    driver = RayDriver(ray, emit)
     why = driver.connect(sys.argv[1])
     if why:
         emit({"said": "refused", "why": why})
         return 1
     try:
-        driver.run(commands)
+        driver.run()
     except BrokenPipeError:
         return 1
     finally:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +82,87 @@ def test_an_address_where_nobody_listens_is_said_at_once() -> None:
         said = connecting(never, address=address)
         assert said.startswith(f"No Ray cluster answers at {address} (ConnectionRefusedError: ")
     assert connecting(lambda **_options: None, address="127.0.0.1:port") == ""
+
+
+class MadeUpActors:
+    """Ray as the driver uses it, with actors whose replies a test gives."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
+        for name in ("ray", "ray.util"):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+        monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)
+        self.asked: list[tuple[str, Future[Any]]] = []
+        self.killed: list[Any] = []
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return []
+
+    def kill(self, actor: Any) -> None:
+        self.killed.append(actor)
+
+    def remote(self, _class: type) -> Any:
+        methods = {kind: SimpleNamespace(remote=self._call(kind)) for kind in ("open", "doing", "take", "give", "drop")}
+        return SimpleNamespace(options=lambda **_options: SimpleNamespace(remote=lambda: SimpleNamespace(**methods)))
+
+    def reply(self, kind: str) -> Future[Any]:
+        """What the oldest open call of this kind is to come to."""
+        return next(reply for asked, reply in self.asked if asked == kind and not reply.done())
+
+    def _call(self, kind: str) -> Callable[..., Any]:
+        def call(*_values: Any) -> Any:
+            reply = Future[Any]()
+            self.asked.append((kind, reply))
+            return SimpleNamespace(future=lambda: reply)
+
+        return call
+
+
+def _said(driver: RayDriver, said: list[dict[str, Any]], *commands: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the driver says of all that is in its inbox, and of these commands."""
+    said.clear()
+    for command in (*commands, None):
+        driver.inbox.put(command)
+    driver.run()
+    return [event for event in said if event["said"] != "nodes"]
+
+
+def test_replies_are_taken_as_they_come_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, said = MadeUpActors(monkeypatch), list[dict[str, Any]]()
+    driver = RayDriver(ray, said.append)
+    node = {"node": "n", "life": 1}
+    assert _said(driver, said, {"do": "start", **node, "cpus": 1, "gpus": 0, "spec": {}}) == []
+    ray.reply("doing").set_result("loads the model")
+    ray.reply("open").set_result({"at_once": 8})
+    doing, opened = {"said": "doing", **node, "what": "loads the model"}, {"said": "opened", **node}
+    assert _said(driver, said) == [doing, {**opened, "about": {"at_once": 8}}]
+    ray.reply("take").set_result({"answers": [[1, {}]], "under_way": [2, 3], "broken": ""})
+    assert _said(driver, said, {"do": "give", **node, "rows": []}) == [
+        {"said": "answers", **node, "answers": [[1, {}]], "under_way": [2, 3]}
+    ]
+    assert not ray.killed
+    # Its process dies: each open call says so, and one of them is heard.
+    ray.reply("give").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
+    ray.reply("take").set_exception(type("ActorDiedError", (Exception,), {})("The actor is dead."))
+    assert _said(driver, said, {"do": "drop", **node, "tickets": []}) == [
+        {"said": "gone", **node, "why": "its process ended"}
+    ]
+    assert len(ray.killed) == 1
+
+
+def test_a_node_that_refuses_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, said = MadeUpActors(monkeypatch), list[dict[str, Any]]()
+    driver = RayDriver(ray, said.append)
+    node = {"node": "n", "life": 1}
+    _said(driver, said, {"do": "start", **node, "cpus": 1, "gpus": 0, "spec": {}})
+    replying = threading.Thread(target=lambda: ray.reply("open").set_result({"refused": "it has no room"}))
+    replying.start()  # Ray answers on a thread of its own
+    replying.join()
+    assert _said(driver, said) == [{"said": "opened", **node, "about": {"refused": "it has no room"}}]
+    ray.reply("doing").set_result("")
+    assert _said(driver, said) == []
+    assert [kind for kind, _reply in ray.asked] == ["open", "doing"]
+    assert len(ray.killed) == 1
 
 
 def test_without_ray_the_command_to_install_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
