@@ -430,7 +430,7 @@ def test_a_folder_that_cannot_be_written(hub: HubServer, repo: Repo) -> None:
 
 
 def test_a_folder_that_vanishes(hub: HubServer, repo: Repo) -> None:
-    hub.per_connection_bytes_per_s = PART // 2
+    hub.order(Fault("status", SECOND, "second", times=-1, value=500))  # or it may be whole before anybody looks
     key = queue.add(hub.candidate("org/model")).key
 
     def vanish(now: Download) -> None:
@@ -439,7 +439,7 @@ def test_a_folder_that_vanishes(hub: HubServer, repo: Repo) -> None:
 
     failed = queue.run(key, on_progress=vanish)
     assert (failed.state, failed.error_code) == (DownloadState.FAILED, "invalid_request")
-    hub.per_connection_bytes_per_s = 0
+    hub.faults.clear()
     queue.resume(key)
     assert_whole(queue.run(key))
 
