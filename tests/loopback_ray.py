@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,10 +25,11 @@ class LoopbackRay(LocalRay):
     Args:
         home: `SWITCHYARD_HOME` of the engines on all nodes.
         nodes: to begin with.
+        python: runs the cluster.
     """
 
-    def __init__(self, home: Path, nodes: int) -> None:
-        super().__init__(nodes, SWITCHYARD_HOME=str(home), PYTHONPATH=str(CHECKOUT))
+    def __init__(self, home: Path, nodes: int, python: str = sys.executable) -> None:
+        super().__init__(nodes, python, SWITCHYARD_HOME=str(home), PYTHONPATH=str(CHECKOUT))
 
     def kill(self, node: LocalNode) -> None:
         """A machine that loses its power: the raylet and all that it began die at once."""

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +35,14 @@ class LocalRay:
 
     Args:
         nodes: to begin with.
+        python: runs all of them.
         environment: variables of all its processes, beside those of this one.
     """
 
-    def __init__(self, nodes: int = 0, **environment: str) -> None:
+    def __init__(self, nodes: int = 0, python: str = sys.executable, **environment: str) -> None:
         # Sockets lie there, whose paths must be short.
         self._folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp" if Path("/tmp").is_dir() else None)
-        command, extra = python_module(_PROGRAM)
+        (_python, *command), extra = python_module(_PROGRAM)
         self.environment = {
             **os.environ,
             **extra,
@@ -49,12 +51,13 @@ class LocalRay:
             "RAY_DISABLE_IMPORT_WARNING": "1",
             # So that nodes and drivers speak over 127.0.0.1, and not over the machine's address.
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_AUTH_MODE": "disabled",  # a token of the user's own would be asked for by some of them alone
             "OMP_NUM_THREADS": "1",
             **environment,
         }
         self.nodes: list[LocalNode] = []
         self._process = subprocess.Popen(
-            command,
+            [python, *command],
             env=self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,10 +71,11 @@ class LocalRay:
             self.close()
             raise
 
-    def add(self, cpus: int = 1, memory: int = 10**9, core: int = -1) -> LocalNode:
-        """One more node, which keeps to a core if one is given."""
+    def add(self, cpus: int = 1, memory: int = 10**9, core: int = -1, **environment: str) -> LocalNode:
+        """One more node, which keeps to a core if one is given; `environment`: variables of its own, without blanks."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"add {cpus} {memory} {core}\n".encode())
+        variables = "".join(f" {name}={value}" for name, value in environment.items())
+        self._process.stdin.write(f"add {cpus} {memory} {core}{variables}\n".encode())
         self._process.stdin.flush()
         said = self._said()
         self.nodes.append(LocalNode(said["node"], said["raylet"]))

@@ -1,15 +1,18 @@
 """`python -m engine.bench.ray_nodes`: a Ray cluster on the loopback, for `engine.bench.local_ray`.
 
-Commands on stdin: `add CPUS MEMORY CORE`, CORE being the only one that the node may use, or -1 for all; each is
-answered by a JSON line with the node's id and its raylet's process.  When they end, the cluster does.
+Commands on stdin: `add CPUS MEMORY CORE NAME=VALUE...`, CORE being the only one that the node may use, or -1 for all,
+and the rest variables of its environment; each is answered by a JSON line with the node's id and its raylet's process.
+When they end, the cluster does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from ray._private.ray_constants import PROCESS_TYPE_RAYLET
@@ -31,6 +34,23 @@ def _added(cluster: Cluster, **options: int) -> Any:
     return None
 
 
+@contextlib.contextmanager
+def _handing_down(core: int, variables: dict[str, str]) -> Iterator[None]:
+    """What is started meanwhile keeps to this core, and has these variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    cores = os.sched_getaffinity(0) if core >= 0 else None
+    if cores is not None:
+        os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def main() -> None:
     """Runs the process."""
     said, sys.stdout = sys.stdout, sys.stderr
@@ -42,13 +62,9 @@ def main() -> None:
     cluster = Cluster(True, False, head_node_args={**_HERE, "num_cpus": 0, "memory": 10**9, "include_dashboard": False})
     say(address=cluster.address)
     for line in sys.stdin:
-        _add, cpus, memory, core = line.split()
-        if int(core) >= 0:
-            mine = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {int(core)})  # what it starts meanwhile keeps to it
-        node = _added(cluster, num_cpus=int(cpus), memory=int(memory))
-        if int(core) >= 0:
-            os.sched_setaffinity(0, mine)
+        _add, cpus, memory, core, *variables = line.split()
+        with _handing_down(int(core), dict(each.split("=", 1) for each in variables)):
+            node = _added(cluster, num_cpus=int(cpus), memory=int(memory))
         for _ in range(_LOOKS):  # Ray's own wait counts the time in which all of this is stopped
             if any(each["NodeID"] == node.node_id and each["Alive"] for each in cluster.global_state.node_table()):
                 break

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import glob
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,20 +33,40 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'
 KILLS = int(os.environ.get("SWITCHYARD_TEST_RAY_KILLS", "20"))
 ROWS, NODES = 1000, 3
 _MOST_TOKENS = 60
+OTHER_PYTHON = os.environ.get("SWITCHYARD_TEST_RAY_PYTHON", "")
+FAKETIME = next((os.path.realpath(path) for path in glob.glob("/usr/lib/*/faketime/libfaketime.so.1")), "")
+_WALL_CLOCK_ALONE = {"FAKETIME_NO_CACHE": "1", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
 _NO_ROOM = 1000
 """Bytes: less than any engine needs."""
 
 
-class ClusterUnderFire:
-    """Jobs of `rows` rows on three nodes, one after the other, and what is known of their answers."""
+_JOINS = """
+from ray._private import node, parameter
+node.Node(parameter.RayParams(gcs_address="{address}", node_ip_address="127.0.0.1", num_cpus=1))
+"""
+"""What `ray start` does, which takes the loopback for the machine's own address."""
 
-    def __init__(self, folder: Path, home: Path, rows: int, nodes: int) -> None:
+
+def _version_of(python: str) -> str:
+    command = [python, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class ClusterUnderFire:
+    """Jobs of `rows` rows on three nodes, one after the other, and what is known of their answers.
+
+    Attributes:
+        document: what the last one to end said of itself.
+    """
+
+    def __init__(self, folder: Path, home: Path, rows: int, nodes: int, python: str = sys.executable) -> None:
         self.folder, self.rows, self.chance = folder, rows, random.Random(7)
         self.output = folder / "out.csv"
         tiny_checkpoint("qwen3_moe", folder / "model")
         lines = (json.dumps({"text": f"Row {row}?", "id": row}) + "\n" for row in range(rows))
         (folder / "in.jsonl").write_text("".join(lines))
-        self.ray = LoopbackRay(home, nodes)
+        self.ray = LoopbackRay(home, nodes, python)
+        self.document: dict[str, Any] = {}
         self._known: dict[int, str] = {}
         self._asking: subprocess.Popen[bytes] | None = None
 
@@ -114,8 +138,8 @@ class ClusterUnderFire:
         assert self._asking is not None
         said, noted = self._asking.communicate(timeout=600)
         assert self._asking.returncode == 0, noted.decode()[-2000:]
-        document = json.loads(said)
-        assert (document["finished"], document["done"], document["failed"]) == (True, self.rows, 0)
+        self.document = json.loads(said)
+        assert [self.document[key] for key in ("finished", "done", "failed")] == [True, self.rows, 0]
         self._look()
         with open(self.output, encoding="utf-8-sig", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -168,6 +192,75 @@ def test_nodes_without_room_are_one_sentence(tmp_path: Path, switchyard_home: Pa
         assert said.startswith("switchyard: No node of the Ray cluster at ")
         assert said.count("RAM") >= 2
         assert not job.output.exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not OTHER_PYTHON, reason="SWITCHYARD_TEST_RAY_PYTHON: a Python of another version, with our Ray")
+def test_a_cluster_with_another_python_is_one_sentence(tmp_path: Path, switchyard_home: Path) -> None:
+    job = ClusterUnderFire(tmp_path / "job", switchyard_home, rows=30, nodes=1, python=OTHER_PYTHON)
+    with contextlib.closing(job):
+        asking = job.begin(again=True)
+        noted = asking.communicate(timeout=180)[1].decode()
+    assert asking.returncode == 2, noted
+    ours, theirs = platform.python_version(), _version_of(OTHER_PYTHON)
+    assert theirs != ours
+    said = noted.splitlines()[-1]
+    assert said.startswith(f"switchyard: The Ray cluster at {job.ray.address} runs Ray 2.60.")
+    assert f" with Python {theirs}, and this computer Ray 2.60." in said
+    assert (
+        f" with Python {ours}: install Ray 2.60 on all of its computers and on this one, with the same Python" in said
+    )
+    assert not job.output.exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not OTHER_PYTHON, reason="SWITCHYARD_TEST_RAY_PYTHON: a Python of another version, with our Ray")
+def test_a_computer_with_another_python_does_not_become_a_node(tmp_path: Path, switchyard_home: Path) -> None:
+    """Ray itself refuses it, and a job goes on without it."""
+    job = ClusterUnderFire(tmp_path / "job", switchyard_home, rows=30, nodes=1)
+    with contextlib.closing(job):
+        joining = subprocess.run(
+            [OTHER_PYTHON, "-c", _JOINS.format(address=job.ray.address)],
+            env=job.ray.environment,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert joining.returncode != 0
+        assert "Version mismatch" in joining.stderr
+        job.begin(again=True)
+        job.finish()
+        assert len(job.document["endpoints"]) == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed: apt install libfaketime")
+def test_clocks_of_nodes_may_be_wrong_and_jump(tmp_path: Path, switchyard_home: Path) -> None:
+    clocks = [tmp_path / "early", tmp_path / "late"]
+    begun_s = time.time()
+    job = ClusterUnderFire(tmp_path / "job", switchyard_home, rows=300, nodes=0)
+    with contextlib.closing(job):
+        for clock, wrong in zip(clocks, ("-3d", "+2h"), strict=True):
+            clock.write_text(wrong)
+            job.ray.add(LD_PRELOAD=FAKETIME, FAKETIME_TIMESTAMP_FILE=str(clock), **_WALL_CLOCK_ALONE)
+        job.begin(again=True)
+        until(lambda: len(job.ray.engines()) == len(clocks))
+        for engine in job.ray.engines():
+            assert FAKETIME in {os.path.realpath(each.path) for each in psutil.Process(engine).memory_maps()}
+        for clock, wrong in zip(clocks, ("+2h", "-3d"), strict=True):
+            clock.write_text(wrong)
+        job.kill_engine()
+        job.finish()
+        (known,) = known_jobs()
+        assert known.finished_s is not None
+        assert begun_s <= known.begun_s <= known.finished_s <= time.time()
+        assert 0 < job.document["computing_seconds"] <= job.document["seconds"] <= time.time() - begun_s
+        for place in job.document["endpoints"]:
+            assert 0 <= place["tokens_per_s"] <= place["generated_tokens"]
 
 
 @pytest.mark.exhaustive
