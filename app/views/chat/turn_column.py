@@ -135,4 +135,6 @@ class TurnColumn(QWidget):
             if not self._heights[number]:
                 turn = self._turns[number]
                 wanted = turn.heightForWidth(min(inside, turn.maximumWidth()))
+                if wanted < 0:  # as high at any width, like one that is being edited
+                    wanted = turn.sizeHint().height()
                 self._heights[number] = max(wanted, turn.minimumHeight(), 1)
