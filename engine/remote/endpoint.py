@@ -156,7 +156,17 @@ def without_sight(endpoint: Endpoint, model: str) -> Endpoint:
 
 def called(endpoint: Endpoint) -> str:
     """An endpoint for people: its name, and its host if that is another."""
-    return endpoint.name if endpoint.name == endpoint.host else f"{endpoint.name} ({endpoint.host})"
+    return named_at(endpoint.name, endpoint.host)
+
+
+def named_at(name: str, host: str) -> str:
+    """A name, and the host if that is another."""
+    return name if name == host else f"{name} ({host})"
+
+
+def is_host_here(host: str) -> bool:
+    """Whether a host, perhaps with a port, can only be this machine."""
+    return is_loopback(urlsplit(f"//{host}").hostname or "")
 
 
 def is_loopback(host: str) -> bool:

@@ -14,7 +14,7 @@ from app.services.batch_job import JobEntry, JobState
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_places import keys_for, on_each_node
 from app.views.batch import BatchPage
-from app.views.batch.phrases import pace_text, status_text
+from app.views.batch.phrases import pace_text, place_text, status_text
 from app.widgets.quantities import SEPARATOR
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchSampled, EndpointKey
@@ -198,6 +198,11 @@ def test_a_chat_here_holds_up_nobody_elsewhere() -> None:
     assert status_text(entry) == ("Rows are sent to Rack (10.0.0.5:8000). Chats go first on this PC.")
     entry = replace(entry, beside_chat=True)
     assert status_text(entry) == "Rows are sent to Rack (10.0.0.5:8000). This PC answers your chat first."
+    near = replace(entry, places=(PlacePace("127.0.0.1:81", "127.0.0.1:81", under_way=1), PlacePace("")))
+    assert status_text(near).startswith("Rows are sent to 127.0.0.1:81. ")  # what became of the other is not known yet
+    near = replace(near, job=replace(job, endpoints=(HERE, "127.0.0.1:81")))
+    assert status_text(near).startswith("Rows are sent to 127.0.0.1:81 on this PC; no text leaves it. ")
+    assert place_text(near.places[0]) == "1 row at once"
     assert pace_text(entry)[0] == "20 tokens/s"
     alone = replace(entry, job=replace(job, endpoints=()))
     assert "Shares the engine with your chat" in status_text(alone)

@@ -14,7 +14,8 @@ from app.views.batch.plan_words import planned_text, shared_text
 from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow, BatchSampled
-from engine.remote.endpoint import Endpoint
+from engine.common.config import HERE
+from engine.remote.endpoint import Endpoint, called, is_host_here, named_at
 
 translate = QCoreApplication.translate
 
@@ -120,18 +121,28 @@ def _ran_text(job: JobEntry) -> str:
 
 def _elsewhere_text(job: JobEntry) -> str:
     """Where the rows of a running job are sent."""
-    hosts = [f"{place.name} ({place.host})" for place in job.places if place.host]
+    hosts = [named_at(place.name, place.host) for place in job.places if place.host]
     if not hosts and job.job.ray:
         return translate("Batch", "Connecting to the Ray cluster…")
     if not hosts:
         return translate("Batch", "Asking the servers which models they have…")
-    sent = translate("Batch", "Rows are sent to {0}.").format(translate("Batch", " and to ").join(hosts))
+    words = translate("Batch", "Rows are sent to {0}.")
+    if _stays_here(job):
+        words = translate("Batch", "Rows are sent to {0} on this PC; no text leaves it.")
+    sent = words.format(translate("Batch", " and to ").join(hosts))
     if not job.needs_model:
         return sent
     here = translate("Batch", "Chats go first on this PC.")
     if job.beside_chat:
         here = translate("Batch", "This PC answers your chat first.")
     return f"{sent} {here}"
+
+
+def _stays_here(job: JobEntry) -> bool:
+    """Whether all servers that a job names are known to be on this PC; a cluster's nodes come and go."""
+    others = {place.name: place.host for place in job.places if place.host}
+    named = set(job.job.endpoints) - {HERE}
+    return not job.job.ray and others.keys() >= named and all(map(is_host_here, others.values()))
 
 
 def _running_text(job: JobEntry) -> str:
@@ -168,7 +179,7 @@ def host_text(endpoint: Endpoint) -> str:
 
 def sent_text(endpoints: Sequence[Endpoint]) -> str:
     """Where the text of a job goes."""
-    away = [f"{each.name} ({each.host})" for each in endpoints if not each.is_here]
+    away = [called(each) for each in endpoints if not each.is_here]
     if not endpoints:
         return translate("Batch", "No text leaves this PC.")
     if not away:
@@ -201,6 +212,8 @@ def place_text(place: PlacePace) -> str:
         return translate("Batch", "Rests, and is asked again: {0}").format(place.why)
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(place.tokens_per_s)) if place.tokens_per_s else ""
     asked = translate("Batch", "{0} rows at once").format(count(place.under_way)) if place.under_way else ""
+    if place.under_way == 1:
+        asked = translate("Batch", "1 row at once")
     return SEPARATOR.join(filter(None, (rate, asked, place.why)))
 
 

@@ -14,6 +14,7 @@ from app.widgets.card import Card
 from app.widgets.chip import ElidedLabel
 from app.widgets.quantities import count, number
 from engine.common.config import HERE
+from engine.remote.endpoint import named_at
 
 _PLACE = re.compile(r"\{\{.+?\}\}")
 _MOST_CHARACTERS = 600
@@ -104,7 +105,7 @@ class SharedSettingsCard(Card):
             return self.tr("nobody: answered on this PC")
         if entry.job.ray:
             return self.tr("the Ray cluster at {0}").format(entry.job.ray)
-        hosts = [f"{place.name} ({place.host})" for place in entry.places if place.host]
+        hosts = [named_at(place.name, place.host) for place in entry.places if place.host]
         return ", ".join(hosts or (name for name in entry.job.endpoints if name != HERE))
 
 
