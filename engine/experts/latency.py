@@ -188,7 +188,11 @@ class LatencyModel:
 
     def crossing_s(self, nbytes: int) -> float:
         """So many bytes over the link to the host, if any, and the first of what comes back."""
-        return (2 if nbytes else 1) * self.link_latency_s + nbytes / self.link_bytes_per_s * self._link.factor
+        return (2 if nbytes else 1) * self.link_latency_s + self.carrying_s(nbytes)
+
+    def carrying_s(self, nbytes: int) -> float:
+        """So many bytes over the link, behind others."""
+        return nbytes / self.link_bytes_per_s * self._link.factor
 
     def prefers_cpu(self, tokens: int) -> bool:
         """Algorithm 1 for a single miss."""

@@ -22,7 +22,7 @@ _KEPT: Final = 9
 _FEWEST: Final = 3
 """Until so many layers went one way, it is not thought to take more beyond its price than the others.  The first of
 them finds what the way before it has left: copies for nothing, or none."""
-_WORTH_TRYING: Final = 1.25
+_WORTH_TRYING: Final = 1.5
 """A way of which little is known is tried where it should take no more than so many times the best."""
 _AGAIN: Final = 512
 """Decisions in a row against a way after which its layers are forgotten, so that it is tried again some day."""

@@ -56,6 +56,7 @@ class Fetched(Way):
     def __init__(self, layer: ExpertLayer) -> None:
         super().__init__(layer)
         self._begun: list[_Group] = []
+        self._planning_hits_s = 0.0
 
     @property
     def is_possible(self) -> bool:
@@ -82,7 +83,7 @@ class Fetched(Way):
         """Starts fetching these, those brought ahead first, and computing each group when it has arrived."""
         staging = self._layer.cache.staging
         assert staging is not None
-        begun_s = clock.now()
+        begun_s, self._planning_hits_s = clock.now(), 0.0
         there = staging.claim(self._layer.layer, experts)
         order = [*there, *(expert for expert in experts if expert not in there)]
         together = self._together(step)
@@ -99,7 +100,8 @@ class Fetched(Way):
             self._compute(step, waiting.popleft())
         # One more in a group that is not full costs next to nothing, so those that are missing in it count, too.
         counted = -(-len(order) // together) * together
-        self._layer.latency.observe_fetching(counted, clock.now() - begun_s, is_prompt=step.is_prefill)
+        took_s = clock.now() - begun_s - self._planning_hits_s
+        self._layer.latency.observe_fetching(counted, took_s, is_prompt=step.is_prefill)
 
     def ahead(self) -> Mapping[int, Staged]:
         """See `Way.ahead`."""
@@ -160,7 +162,10 @@ class Fetched(Way):
         return group
 
     def _compute(self, step: Step, group: _Group) -> None:
-        self._layer.compute_hits(step)  # they are there: only the first copies came before them
+        if step.hits_wait:  # they are there: only the first copies came before them
+            begun_s = clock.now()
+            self._layer.compute_hits(step)
+            self._planning_hits_s += clock.now() - begun_s
         compute, staging = self._layer.device.compute_stream, self._layer.cache.staging
         fetches = group.fetches
         kernel = fetches[0].segment.kernel(self._layer.make_kernel)

@@ -22,13 +22,17 @@ class OnCpu(Way):
         self._of_token = Estimate(layer.latency.cpu_s, keeps_caller=True)
 
     def estimate(self, step: Step, busy_s: float) -> Estimate:  # noqa: ARG002
-        """See `Way.estimate`: it does not depend on how busy the device is, but a prompt's states have to come."""
+        """See `Way.estimate`: it does not depend on how busy the device is, but a prompt's states have to come, and
+        its results to go back."""
         if not step.is_prefill:
             return self._of_token
         latency = self._layer.latency
-        return Estimate(
-            latency.cpu_prompt_s, keeps_caller=True, entry_s=latency.price_of_entering_s(_bytes_to_come(step))
-        )
+        back_s = latency.carrying_s(step.hidden[0].nbytes)
+
+        def seconds(tokens: int) -> float:
+            return latency.cpu_prompt_s(tokens) + tokens * back_s
+
+        return Estimate(seconds, keeps_caller=True, entry_s=latency.price_of_entering_s(_bytes_to_come(step)))
 
     def prepare(self, step: Step, experts: Sequence[int]) -> None:
         """See `Way.prepare`."""
