@@ -186,6 +186,21 @@ def test_sums_with_a_multiple_and_routers_of_their_own(
     assert of_layer.total() - sum(of_kernels.values()) == operators, more - few
 
 
+def test_norms_without_a_weight_are_launches_of_the_same_kernel(
+    tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, more = (
+        launches(
+            "gemma4_text", layers, tmp_path, monkeypatch,
+            layer_types=[*["sliding_attention"] * (layers - 1), "full_attention"],
+        )
+        for layers in (2, 3)
+    )  # fmt: skip
+    of_layer = Counter(name.partition("-")[0] for name in (more - few).elements())
+    assert of_layer["norm"] == 12
+    assert not any("pow" in name or "mean" in name for name in of_layer)
+
+
 def test_launches_of_a_layer_by_operators(
     tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,39 @@ def test_a_norm_gives_what_its_module_gives(dtype: torch.dtype, form: dict[str, 
             torch.testing.assert_close(module(x), plain(x), rtol=0.01, atol=1e-5)
 
 
+class _PlainRMSNorm(torch.nn.Module):
+    """One without a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.eps, self.with_scale = 1e-6, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.pow(wide.pow(2).mean(-1, keepdim=True) + self.eps, -0.5)).type_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_without_a_weight(dtype: torch.dtype, card: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    beside = torch.nn.Linear(2, 2, dtype=dtype)
+    model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"norm": _PlainRMSNorm(), "linear": beside})})
+    norm = model["layer"]["norm"]
+    plain = norm.forward
+    assert speed_up_norms(model) == 1
+    for width in (1, 33, 515):
+        for rows in range(1, 9):
+            x = torch.randn(1, rows, 2, width).to(dtype).transpose(1, 2)
+            torch.testing.assert_close(norm(x), plain(x), rtol=0.01, atol=1e-5)
+    card.launched.clear()
+    other = torch.randn(2, 4, dtype=torch.float64)
+    assert torch.equal(norm(other), plain(other))
+    assert not card.launched
+    right = CudaNorm.__call__
+    monkeypatch.setattr(CudaNorm, "__call__", lambda *args, **more: right(*args, **more) * 1.1)
+    assert speed_up_norms(torch.nn.ModuleDict({"norm": _PlainRMSNorm(), "linear": beside})) == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_sum_with_a_multiple(dtype: torch.dtype, card: EmulatedCudaCard) -> None:
     torch.manual_seed(4)

@@ -8,6 +8,7 @@ import torch
 
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
+from engine.kernels.cuda.products import pointer
 
 NORM_KERNEL = Kernel("norm.cu", "norm_kernel", 128)
 STATES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -32,13 +33,13 @@ class CudaNorm:
         self._card = card
 
     def __call__(
-        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, *, offset: float, rounds_once: bool
+        self, x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, *, offset: float, rounds_once: bool
     ) -> torch.Tensor:
         """x / sqrt(mean(x^2) + epsilon) * (weight + offset), in fp32.
 
         Args:
             x: [rows, width] of a type in `STATES`, elements of a row contiguous.
-            weight: [width], contiguous, of a type in `STATES`.
+            weight: [width], contiguous, of a type in `STATES`; `None`: there is none, and no offset.
             rounds_once: whether the weight multiplies before rounding to x's type, not after.
 
         Returns:
@@ -71,7 +72,7 @@ class CudaNorm:
     def _launch(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: torch.Tensor | None,
         out: torch.Tensor,
         added: torch.Tensor | None = None,
         both: torch.Tensor | None = None,
@@ -83,9 +84,9 @@ class CudaNorm:
     ) -> None:
         rows, width = x.shape
         arguments = NormArguments(
-            x=x.data_ptr(), added=added.data_ptr() if added is not None else None,
-            sum=both.data_ptr() if both is not None else None, out=out.data_ptr(), weights=weight.data_ptr(),
-            step=x.stride(0), width=width, states=STATES[x.dtype], weight_states=STATES[weight.dtype],
+            x=x.data_ptr(), added=pointer(added), sum=pointer(both), out=out.data_ptr(), weights=pointer(weight),
+            step=x.stride(0), width=width, states=STATES[x.dtype],
+            weight_states=STATES[weight.dtype] if weight is not None else 0,
             rounds_once=rounds_once, epsilon=epsilon, offset=offset, added_scale=scale,
         )  # fmt: skip
         self._card.launch(NORM_KERNEL, (rows, 1, 1), arguments)

@@ -18,6 +18,7 @@ from engine.kernels.cuda.norm import STATES, CudaNorm
 _log = logging.getLogger(__name__)
 
 _ROWS = 3
+_PLAIN_WIDTH = 65
 _SAME = 0.95
 """Of all numbers have the same bits: sums in another order rarely change what is rounded."""
 _LIKE = {torch.bfloat16: 0.01, torch.float16: 0.002, torch.float32: 1e-5}
@@ -93,6 +94,27 @@ class CardNorm:
         return known and hidden_states.numel() > 0
 
 
+class CardPlainNorm:
+    """The `forward` of one norm without a weight.
+
+    Attributes:
+        in_library: the one that it takes the place of.
+    """
+
+    def __init__(self, module: Any, kernel: CudaNorm, place: torch.device) -> None:
+        self.in_library = module.forward
+        self._epsilon, self._kernel, self._place = float(module.eps), kernel, place
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[.., width] -> the same, normed."""
+        if hidden_states.dtype not in STATES or hidden_states.device != self._place or not hidden_states.numel():
+            result: torch.Tensor = self.in_library(hidden_states)
+            return result
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        return self._kernel(rows, None, self._epsilon, offset=0.0, rounds_once=True).view(hidden_states.shape)
+
+
 def scaled_sum(hidden_states: torch.Tensor, more: torch.Tensor, scale: float) -> torch.Tensor:
     """hidden_states + more * scale, by operators."""
     return hidden_states + (more if scale == 1 else more * scale)
@@ -114,6 +136,34 @@ def speed_up_norms(model: Any) -> int:
         if made is not None:
             module.forward = made
             count += 1
+    return count + sum(_speed_up_plain(parent) for parent in model.modules())
+
+
+@torch.inference_mode()
+def _speed_up_plain(parent: Any) -> int:
+    """The same of the norms without a weight right in a module, which lie where its other parts do."""
+    beside = next((p for p in parent.parameters() if p.is_floating_point()), None)
+    kernel = norm_of(beside.device) if beside is not None and beside.dtype in STATES else None
+    if beside is None or kernel is None:
+        return 0
+    count = 0
+    for norm in parent.children():
+        if (
+            not type(norm).__name__.endswith("RMSNorm")
+            or any(True for _ in norm.parameters())
+            or getattr(norm, "with_scale", True)
+            or not isinstance(getattr(norm, "eps", None), float)
+            or "forward" in norm.__dict__
+        ):
+            continue
+        made = CardPlainNorm(norm, kernel, beside.device)
+        x = torch.randn(_ROWS, _PLAIN_WIDTH, generator=torch.Generator().manual_seed(3)).to(beside.device, beside.dtype)
+        try:
+            if _is_alike(made(x), norm.forward(x)):
+                norm.forward = made
+                count += 1
+        except Exception:  # any compiler or driver error: the library's operators do it
+            _log.warning("norms are not computed by a kernel on %s", beside.device, exc_info=True)
     return count
 
 

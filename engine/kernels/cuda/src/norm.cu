@@ -8,7 +8,7 @@ struct NormArguments {
     const u8* added;    // [rows, width]: added to x first; or null
     u8* sum;            // [rows, width] <- both, if there is something to add
     u8* out;            // [rows, width]
-    const u8* weights;  // [width]
+    const u8* weights;  // [width]; null: all are 1
     i64 step;
     int width;
     int states, weight_states;  // types: see `state_at`
@@ -41,7 +41,8 @@ __device__ __forceinline__ void norm_of(const NormArguments& a) {
     const float factor = rsqrtf(sum_over_block(total) / static_cast<float>(a.width) + a.epsilon);
 #pragma unroll 4
     for (int i = threadIdx.x; i < a.width; i += THREADS) {
-        const float value = x[i].value() * factor, weight = state_at(a.weights, a.weight_states, i) + a.offset;
+        const float value = x[i].value() * factor;
+        const float weight = a.weights != nullptr ? state_at(a.weights, a.weight_states, i) + a.offset : 1.0f;
         out[i] = State::of(weight * (a.rounds_once ? value : State::of(value).value()));
     }
 }
