@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.broken import mounted
 from tests.e2e.real_packages import CHECKOUT, NEWER, OF_PACKAGES, UNTESTED, Made, run
 
 sys.path.insert(0, str(CHECKOUT / "installers"))
@@ -84,6 +88,96 @@ def test_two_versions_stand_side_by_side(made: Made, debian: Path) -> None:
             try_package.use([older], user, made.version)
         admin.step("remove", ["apt-get", "purge", "-y", "-qq", "--autoremove", "switchyard"])
     shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A Debian with the older .deb, on a disk of its own, and the newer one beside it."""
+
+    admin: try_package.User
+    user: try_package.User
+    older: str
+    disk: Path
+    package: Path
+
+    def fails(self) -> str:
+        """What is said when the newer one cannot be installed; the older one works then."""
+        with pytest.raises(try_package.StepError) as failed:
+            self.admin.step("upgrade", ["dpkg", "-i", self.package])
+        self.works(self.older)
+        return str(failed.value)
+
+    def works(self, version: str) -> None:
+        try_package.use([Path("/usr/bin/switchyard")], self.user, version)
+
+
+@pytest.fixture
+def upgrade(made: Made, debian: Path) -> Iterator[Upgrade]:
+    (package,), (newer,) = made.older.glob("*_amd64.deb"), made.newer.glob("*_amd64.deb")
+    folder = debian / "tmp" / "upgrade"
+    folder.mkdir(mode=0o755)
+    for each in (package, newer):
+        shutil.copyfile(each, folder / each.name)
+    with (
+        mounted("-t", "tmpfs", "-o", "size=2g,mode=755", "tmpfs", debian / "opt"),
+        try_package.administrator(debian) as admin,
+        try_package.somebody(admin, folder / "home") as user,
+    ):
+        admin.step("install", ["apt-get", "install", "-y", "-qq", admin.seen(folder / package.name)])
+        yield Upgrade(admin, user, made.version, debian / "opt", admin.seen(folder / newer.name))
+        admin.step("remove", ["apt-get", "purge", "-y", "-qq", "--autoremove", "switchyard"])
+    shutil.rmtree(folder)
+
+
+def test_a_deb_that_fails_leaves_the_old_version(upgrade: Upgrade) -> None:
+    python = [*upgrade.user.prefix, "/opt/switchyard/python/bin/python3", "-c"]
+    running = subprocess.Popen([*python, "print('here', flush=True); input()"], stdin=subprocess.PIPE, stdout=-1)
+    with running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"here\n"
+        assert "Switchyard is running: close it on all desktops, then install again." in upgrade.fails()
+        running.kill()
+    used = int(run("du", "-sm", upgrade.disk).split()[0])
+    run("mount", "-o", f"remount,size={used + 60}m", upgrade.disk)
+    assert "No space left on device" in upgrade.fails()
+    run("mount", "-o", "remount,size=2g", upgrade.disk)
+    upgrade.admin.step("upgrade", ["dpkg", "-i", upgrade.package])
+    upgrade.works(NEWER)
+
+
+def test_a_deb_that_was_killed_is_put_right_by_a_repeat(upgrade: Upgrade) -> None:
+    for number in range(6):
+        command = [*upgrade.admin.prefix, "dpkg", "-i", str(upgrade.package)]
+        installing = subprocess.Popen(command, env=upgrade.admin.variables, start_new_session=True)
+        time.sleep(1 + 2 * number)
+        os.killpg(installing.pid, signal.SIGKILL)
+        installing.wait(30)
+    upgrade.admin.step("upgrade", ["dpkg", "-i", upgrade.package])
+    upgrade.works(NEWER)
+
+
+def test_a_run_that_was_killed_leaves_the_old_version(made: Made, tmp_path: Path) -> None:
+    (older,), (newer,) = made.older.glob("*.run"), made.newer.glob("*.run")
+    home = tmp_path / "Jürgens Rechner"
+    home.mkdir()
+    user = try_package.User({**UNTESTED, "HOME": str(home), "TMPDIR": str(tmp_path)})
+    command = home / ".local" / "bin" / "switchyard"
+    user.step("install", ["sh", older])
+    for number in range(6):
+        installing = subprocess.Popen(["sh", newer], env=user.variables, start_new_session=True)
+        time.sleep(1 + 2 * number)
+        os.killpg(installing.pid, signal.SIGKILL)
+        installing.wait(30)
+        assert user.step("--version", [command, "--version"]).strip() in (
+            f"switchyard {made.version}",
+            f"switchyard {NEWER}",
+        )
+    user.step("upgrade", ["sh", newer])
+    try_package.use([command], user, NEWER)
+    program = home / ".local" / "share" / "switchyard-program"
+    assert not list(program.glob("*.partial"))
+    user.step("remove", [home / ".local" / "bin" / "switchyard-uninstall", "--models", "--chats"])
+    assert not program.exists()
 
 
 def test_a_program_on_a_disk_that_is_read_only_works(made: Made, tmp_path: Path) -> None:

@@ -243,3 +243,18 @@ def test_the_launcher_for_macs(machine: Machine, kind: str, system: str, sentenc
         assert code == 2
         assert sentence in errors
         assert (machine.home / "dialog").read_text() == errors
+
+
+def test_a_deb_is_not_upgraded_while_the_program_runs(tmp_path: Path) -> None:
+    program = tmp_path / "opt" / "switchyard" / "python" / "bin" / "python3"
+    program.parent.mkdir(parents=True)
+    shutil.copy("/bin/sleep", program)
+    running = subprocess.Popen([program, "600"])
+    try:
+        for action, code in (("upgrade", 1), ("install", 0)):
+            done = subprocess.run(["sh", FILES / "deb-preinst", action], capture_output=True, text=True, check=False)
+            assert done.returncode == code
+            assert ("Switchyard is running: close it" in done.stderr) is (action == "upgrade")
+    finally:
+        running.kill()
+        running.wait()
