@@ -189,15 +189,19 @@ class ModelPicker(Popover):
         current = self.current
         model, entries = self._client.model, self._library.entries
         loaded = model.path if model is not None else ""
-        if model is not None and not any(str(entry.path) == loaded for entry in entries):  # opened from elsewhere
+        default = self._settings.default_model
+        usual = default if Path(default).is_absolute() else ""  # not loaded while another server answers
+        given = loaded if model is not None else usual
+        is_one = model is not None or bool(usual)
+        if is_one and not any(str(entry.path) == given for entry in entries):  # opened from elsewhere
             from engine.checkpoint.library import LibraryEntry  # imported late: it is slow to load
 
-            given = LibraryEntry(model.name, Path(loaded), precision_words=model.precision, origin="folder")
-            entries = (given, *entries)
+            name, precision = (model.name, model.precision) if model is not None else (Path(given).stem, "")
+            entries = (LibraryEntry(name, Path(given), precision_words=precision, origin="folder"), *entries)
         self._models.show(
             entries,
             loaded=loaded,
-            default=self._settings.default_model,
+            default=default,
             predicted=self._predicted,
             elsewhere=self._elsewhere(),
         )

@@ -122,6 +122,22 @@ def test_the_loaded_model_is_unloaded_and_another_made_the_default(
     assert picker.isVisible()
 
 
+def test_a_default_model_from_a_file_can_be_gone_back_to(
+    picker: ModelPicker, page: ChatView, engine: ScriptedEngine, tmp_path: Path, qtbot: QtBot
+) -> None:
+    engine.unload()
+    file = tmp_path / "my-model.gguf"
+    picker._settings.default_model = str(file)
+    picker.hide()
+    page.choose_model()
+    assert _names(picker)[0] == "my-model"
+    assert _rows(picker)[0].is_default
+    _choose(picker, "my-model")
+    with qtbot.waitSignal(picker.load_wanted) as asked:
+        picker.load_button.click()
+    assert asked.args == [str(file)]
+
+
 def test_loading_shows_how_far_it_is_and_can_be_cancelled(
     picker: ModelPicker, page: ChatView, engine: ScriptedEngine
 ) -> None:
