@@ -81,7 +81,7 @@ struct OwnMatrix {
             fitted.rows = std::min<int64_t>(rows, 32);
             fitted.columns = std::min<int64_t>(columns, 32);
         }
-        require(switchyard_quantise(pool, &fitted, plain.data(), static_cast<int32_t>(draw(random, 0, 16))) == 0,
+        require(switchyard_quantise(pool, &fitted, plain.data(), static_cast<int32_t>(draw(random, 0, 4))) == 0,
                 "not quantised");
         if (format != SWITCHYARD_LUT4) return;
         for (size_t tile = 1; tile < count; ++tile) {
