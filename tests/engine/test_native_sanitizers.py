@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,15 +18,24 @@ from tests.engine.native_programs import FOLDER, HEADERS, make_program, run_prog
 
 _MEMORY, _THREADS = "address,undefined,float-cast-overflow", "thread"
 _ISAS = isas()
+_SETS = [*((isa,) for isa in _ISAS), *([tuple(_ISAS)] if len(_ISAS) > 1 else [])]
+"""Each set of instructions alone, and all of them beside each other."""
 _ROUNDS = 8
 _COMPILING_S = 1200
 """A source with checks in it, beside whatever else the machine does."""
 
 
-def sanitized_driver(folder: Path, sanitizer: str) -> Path:
-    """The driver with all kernels in it; skips the test where the compiler has no such sanitizer."""
-    options = sanitizing(folder, sanitizer, "-fno-omit-frame-pointer")
-    return make_program("driver", folder, replace(find_compiler(), within_s=_COMPILING_S), options)
+@pytest.fixture(scope="module")
+def driver_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The driver with all kernels in it, made once for each sanitizer; skips tests where the compiler lacks it."""
+
+    @cache
+    def make(sanitizer: str) -> Path:
+        folder = tmp_path_factory.mktemp("sanitized")
+        options = sanitizing(folder, sanitizer, "-fno-omit-frame-pointer")
+        return make_program("driver", folder, replace(find_compiler(), within_s=_COMPILING_S), options)
+
+    return make
 
 
 @pytest.mark.parametrize("program", ["driver", "results"])
@@ -35,27 +46,15 @@ def test_the_programs_know_the_kernels_interface(program: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_no_wrong_access_and_nothing_undefined(tmp_path: Path) -> None:
-    assert_clean(sanitized_driver(tmp_path, _MEMORY), *_ISAS)
-
-
-@pytest.fixture(scope="module")
-def watched_for_races(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return sanitized_driver(tmp_path_factory.mktemp("threads"), _THREADS)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name.lower())
-def test_no_data_race(isa: Isa, watched_for_races: Path) -> None:
-    assert_clean(watched_for_races, isa)
-
-
-def assert_clean(program: Path, *chosen: Isa) -> None:
-    """The driver runs to its end with a random seed, and no sanitizer reports anything."""
+@pytest.mark.parametrize("sets", _SETS, ids=lambda sets: "-".join(isa.name.lower() for isa in sets))
+@pytest.mark.parametrize("sanitizer", [_MEMORY, _THREADS], ids=["memory", "races"])
+def test_no_sanitizer_reports_anything(
+    sanitizer: str, sets: tuple[Isa, ...], driver_with: Callable[[str], Path]
+) -> None:
+    """The driver runs to its end with a random seed."""
     seed = int.from_bytes(os.urandom(3), "big")
     done = run_program(
-        *(program, str(seed), str(_ROUNDS), *(str(int(isa)) for isa in chosen)),
+        *(driver_with(sanitizer), str(seed), str(_ROUNDS), *(str(int(isa)) for isa in sets)),
         timeout_s=1800,
         ASAN_OPTIONS="detect_stack_use_after_return=1",
         TSAN_OPTIONS="halt_on_error=1",
