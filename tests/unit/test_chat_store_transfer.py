@@ -55,7 +55,8 @@ def chats(draw: st.DrawFn) -> tuple[Conversation, list[Message]]:
         state = draw(st.sampled_from([MessageState.COMPLETE, MessageState.PARTIAL, MessageState.FAILED]))
         role = draw(st.sampled_from(["user", "assistant"]))
         thought = (draw(texts), draw(times)) if role == "assistant" else ("", 0.0)
-        message = Message(f"m{number}", "c", parent, role, draw(texts), state, draw(texts), "", "m", draw(times))
+        model = draw(st.sampled_from(["", "m", "qwen3-30b (Rack)", "a: b *c*"])) if role == "assistant" else ""
+        message = Message(f"m{number}", "c", parent, role, draw(texts), state, draw(texts), "", model, draw(times))
         tree.add(replace(message, stats=draw(stats), reasoning=thought[0], reasoning_s=thought[1]))
     if len(tree):
         tree.choose(draw(st.sampled_from([m.id for m in tree.messages()])))
@@ -75,7 +76,9 @@ def test_markdown_gives_back_the_visible_path(chat: tuple[Conversation, list[Mes
         return
     text = to_markdown(conversation, path)
     again, turns = from_markdown(text)
-    assert [(m.role, m.content, m.reasoning) for m in turns] == [(m.role, m.content, m.reasoning) for m in path]
+    assert [(m.role, m.content, m.reasoning, m.model) for m in turns] == [
+        (m.role, m.content, m.reasoning, m.model) for m in path
+    ]
     assert again.system_prompt == conversation.system_prompt
     assert MessageTree(turns).path() == turns
 
@@ -87,6 +90,18 @@ def test_a_message_that_looks_like_a_mark_survives(content: str) -> None:
     message = Message("m", "c", None, "user", content)
     _, turns = from_markdown(to_markdown(Conversation("c", "t"), [message]))
     assert [turn.content for turn in turns] == [content]
+
+
+def test_an_answer_says_which_model_gave_it_and_where() -> None:
+    path = [
+        Message("q", "c", None, "user", "Where?", model="x"),
+        Message("a", "c", "q", "assistant", "Paris.", model="qwen3-30b\n(Rack)"),
+    ]
+    text = to_markdown(Conversation("c", "Chat"), path)
+    assert [line for line in text.splitlines() if line.startswith("## ")] == [
+        "## You",
+        "## Assistant: qwen3-30b (Rack)",
+    ]
 
 
 def test_reasoning_is_a_section_that_viewers_fold() -> None:

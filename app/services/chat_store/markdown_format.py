@@ -1,8 +1,8 @@
 """Chats as Markdown: the visible path, readable anywhere, and importable again.
 
-Each turn starts with a comment line that a viewer hides, and reasoning is a section that it folds; a line of a message
-that looks like one is escaped with a backslash.  Markdown from other programs is split at its headings ("## You",
-"## Assistant").
+Each turn starts with a comment line that a viewer hides, an answer's heading says which model gave it and where, and
+reasoning is a section that viewers fold; a line of a message that looks like such a comment is escaped with a
+backslash.  Markdown from other programs is split at its headings ("## You", "## Assistant").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.protocol import Role
 
 _MARK = "<!-- switchyard:"
 _HEADINGS: dict[Role, str] = {"system": "System prompt", "user": "You", "assistant": "Assistant"}
-_TURN = re.compile(r"^<!-- switchyard:(system|user|assistant) -->\n## [^\n]*\n\n", re.MULTILINE)
+_TURN = re.compile(r"^<!-- switchyard:(system|user|assistant) -->\n## (?:Assistant: ([^\n]+)|[^\n]*)\n\n", re.MULTILINE)
 _THOUGHT = re.compile(
     r"<!-- switchyard:thought ([0-9]{1,12}(?:\.[0-9]{1,9})?) -->\n<details>\n<summary>[^\n]*</summary>\n\n"
     r"(.*?)\n\n</details>\n<!-- switchyard:answer -->\n\n",
@@ -35,6 +35,7 @@ class _Read:
     content: str
     reasoning: str = ""
     reasoning_s: float = 0.0
+    model: str = ""
 
 
 def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
@@ -43,12 +44,15 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
     parts = [f"# {title}\n\n"]
     if conversation.system_prompt:
         parts.append(_turn("system", conversation.system_prompt))
-    parts.extend(_turn(message.role, message.content, _folded(message) + _shown(message)) for message in path)
+    for message in path:
+        by = " ".join(message.model.split()) if message.role == "assistant" else ""
+        parts.append(_turn(message.role, message.content, _folded(message) + _shown(message), by))
     return "".join(parts)
 
 
-def _turn(role: Role, content: str, before: str = "") -> str:
-    return f"{_MARK}{role} -->\n## {_HEADINGS[role]}\n\n{before}{_escaped(content)}\n\n"
+def _turn(role: Role, content: str, before: str = "", by: str = "") -> str:
+    heading = f"{_HEADINGS[role]}: {by}" if by else _HEADINGS[role]
+    return f"{_MARK}{role} -->\n## {heading}\n\n{before}{_escaped(content)}\n\n"
 
 
 def _folded(message: Message) -> str:
@@ -109,6 +113,7 @@ def from_markdown(text: str) -> Whole:
                 created_at=now,
                 reasoning=turn.reasoning,
                 reasoning_s=turn.reasoning_s,
+                model=turn.model,
             )
             messages.append(message)
     return conversation, messages
@@ -129,7 +134,8 @@ def _own(text: str) -> tuple[str, list[_Read]] | None:
         thought = _THOUGHT.match(content)
         reasoning, seconds = (_unescaped(thought[2]), float(thought[1])) if thought else ("", 0.0)
         content = _unescaped(content[thought.end() :] if thought else content)
-        turns.append(_Read(_role(mark[1]), content, reasoning, seconds))
+        role = _role(mark[1])
+        turns.append(_Read(role, content, reasoning, seconds, mark[2] or "" if role == "assistant" else ""))
     return _title(text[: marks[0].start()]), turns
 
 
