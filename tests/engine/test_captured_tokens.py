@@ -165,14 +165,15 @@ def test_tokens_go_the_way_that_is_chosen(card: EmulatedCudaCard, tmp_path: Path
         steps, counters = Steps(model, tokens), model.caches[0].counters
         steps.go_on(3)
         for turn, by_itself in enumerate((False, True, False), 1):
-            choice.by_itself, choice._tokens, before = by_itself, 0, counters.misses
+            choice.by_itself, before = by_itself, counters.misses
+            choice._new.clear()
             number = int(tokens.records()["token"].max())
             steps.go_on(3)
             assert steps.graphs.counters.captures == 1 + turn
             assert steps.graphs._step is not None
             assert (steps.graphs._step.pieces == 1) == by_itself
             assert (int(tokens.records()["token"].max()) > number) == by_itself
-            assert choice._tokens == 3
+            assert len(choice._new) == 3
             assert counters.misses > before
         steps.graphs.forget()
 
