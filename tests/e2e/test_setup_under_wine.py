@@ -39,7 +39,9 @@ pytestmark = [*OF_PACKAGES, pytest.mark.skipif(not WINE.exists(), reason="needs 
 @pytest.fixture(scope="class")
 def wine_s(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Variables of a Wine of its own, without a display."""
-    places = dict.fromkeys(("WINEPREFIX", "TMP", "TEMP", "TMPDIR"), str(tmp_path_factory.mktemp("wine")))
+    # Also as the home, which Wine shows as the user's Desktop, Documents and more.
+    names = ("WINEPREFIX", "HOME", "TMP", "TEMP", "TMPDIR")
+    places = dict.fromkeys(names, str(tmp_path_factory.mktemp("wine")))
     return {"WINEDEBUG": "-all", "DISPLAY": "", **places}
 
 
