@@ -70,7 +70,12 @@ class Thumbnails(QObject):
     def _make_next(self) -> None:
         while self._wanted and not self._making.is_busy:
             wanted = self._wanted.popleft()
-            if isValid(wanted.receiver):
+            if not isValid(wanted.receiver):
+                continue
+            kept = self._kept.get(_key(wanted.picture, wanted.most))
+            if kept is not None:  # made meanwhile, for another receiver
+                wanted.done(kept[1])
+            else:
                 self._make(wanted)
 
     def _make(self, wanted: _Wanted) -> None:

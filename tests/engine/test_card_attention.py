@@ -90,7 +90,7 @@ def test_sequences_of_any_length_at_once(sequences: int) -> None:
     assert torch.equal(layers[0].keys, layers[1].keys)
     assert torch.equal(layers[0].values, layers[1].values)
     assert len(card.launched) == 1
-    assert not attention._counters(table, 1).any()
+    assert not attention._splits.arrived(table, 1).any()
 
 
 def test_what_is_no_number_is_not_lost() -> None:

@@ -98,7 +98,7 @@ def test_a_token_of_each_sequence(
     assert kernel.keeps(table)
     found = kernel.attend(table, shape, matrix, queries, own, norm, (cos, sin), form, held, scale=0.2, window=window)
     assert len(card.launched) == 3
-    assert not any(kernel._arrived[table])
+    assert not kernel._splits.arrived(table, 1).any()
     rounding = max(STEP[dtype], STEP[kv_type.dtype])
     c, s = (part.double()[:, :: form.angle_step] for part in (cos, sin))
     for number, parts in enumerate(kept):

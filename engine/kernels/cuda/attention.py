@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,6 +10,7 @@ from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import pointer
+from engine.kernels.cuda.splits import Splits
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import AttentionTerms, KvShape, KvType
 
@@ -20,7 +20,6 @@ _PIECE = 8
 _WIDTHS = (64, 128, 256)
 _ROWS = (1, 4, 8)
 """Heads of queries that share a reading of keys, as kernels are compiled."""
-_MOST_SPLITS = 64
 _BLOCKS_PER_MULTIPROCESSOR = 3
 _TYPES = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.INT8: "KvInt8", KvType.FP32: "KvFp32"}
 
@@ -53,7 +52,7 @@ class CudaAttention:
 
     def __init__(self, card: Launcher) -> None:
         self._card = card
-        self._arrived: WeakKeyDictionary[PageTable, torch.Tensor] = WeakKeyDictionary()
+        self._splits = Splits(card, _BLOCKS_PER_MULTIPROCESSOR)
 
     @staticmethod
     def takes(shape: KvShape) -> bool:
@@ -88,14 +87,13 @@ class CudaAttention:
         group = heads // kv_heads
         rows = next((each for each in _ROWS if each >= group), _ROWS[-1])
         runs = kv_heads * -(-group // rows)
-        wanted = -(-_BLOCKS_PER_MULTIPROCESSOR * self._card.multiprocessors // (runs * sequences))
-        splits = max(1, min(wanted, _MOST_SPLITS))
+        splits = self._splits.count(runs * sequences)
         out = values.new_empty(sequences, heads, value_dim)
         parts = out.new_empty(sequences * heads * splits * (2 + value_dim), dtype=torch.float32)
         arguments = AttentionArguments(
             queries=queries.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), out=out.data_ptr(),
             held=held.data_ptr(), table=table.entries.data_ptr(), sinks=pointer(terms.sinks), parts=parts.data_ptr(),
-            arrived=self._counters(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
+            arrived=self._splits.arrived(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
             part_step=table.entries.stride(1), scale=terms.scale, softcap=terms.softcap, heads=heads,
             kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, ring=table.ring,
             splits=splits, states=STATES[queries.dtype],
@@ -103,10 +101,3 @@ class CudaAttention:
         width = next(each for each in _WIDTHS if each >= max(key_dim, value_dim))
         self._card.launch(_kernel(table.kv_type, width, rows), (splits, runs, sequences), arguments)
         return out
-
-    def _counters(self, table: PageTable, count: int) -> torch.Tensor:
-        known = self._arrived.get(table)
-        if known is None or len(known) < count:
-            known = torch.zeros(count, dtype=torch.int32, device=table.entries.device)
-            self._arrived[table] = known
-        return known

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -14,6 +13,7 @@ from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.products import PLAIN, TILED, pointer
+from engine.kernels.cuda.splits import Splits
 from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
 
@@ -23,7 +23,6 @@ _TILE = 32
 _MOST_RANK, _MOST_ROPE, _PIECE = 512, 64, 8
 _HEADS = 4
 """That share a reading of latents."""
-_MOST_SPLITS = 64
 _BLOCKS_PER_MULTIPROCESSOR = 2
 _ALIGNMENT = 16
 _KEPT = {KvType.BF16: "KvBf16", KvType.FP16: "KvFp16", KvType.FP32: "KvFp32"}
@@ -131,7 +130,7 @@ class CudaLatents:
 
     def __init__(self, card: Launcher) -> None:
         self._card = card
-        self._arrived: WeakKeyDictionary[PageTable, torch.Tensor] = WeakKeyDictionary()
+        self._splits = Splits(card, _BLOCKS_PER_MULTIPROCESSOR)
 
     @staticmethod
     def takes(shape: LatentShape, matrix: TiledMatrix | torch.Tensor) -> bool:
@@ -226,25 +225,17 @@ class CudaLatents:
     ) -> torch.Tensor:
         sequences, heads, rank, entries = len(asked), shape.heads, shape.rank, table.entries
         runs = -(-heads // _HEADS)
-        wanted = -(-_BLOCKS_PER_MULTIPROCESSOR * self._card.multiprocessors // (runs * sequences))
-        splits = max(1, min(wanted, _MOST_SPLITS))
+        splits = self._splits.count(runs * sequences)
         mixed = asked.new_empty(sequences, heads, rank)
         parts = asked.new_empty(sequences * heads * splits * (2 + rank))
         arguments = LatentAttention(
             queries=asked.data_ptr(), out=mixed.data_ptr(), held=held.data_ptr(), table=entries.data_ptr(),
-            parts=parts.data_ptr(), arrived=self._counters(table, runs * sequences).data_ptr(),
+            parts=parts.data_ptr(), arrived=self._splits.arrived(table, runs * sequences).data_ptr(),
             table_step=entries.stride(0), part_step=entries.stride(1), scale=scale, heads=heads, value_dim=rank,
             rope=shape.rope, window=window, ring=table.ring, splits=splits,
         )  # fmt: skip
         self._card.launch(_kernel("attention", "KV", _KEPT[table.kv_type]), (splits, runs, sequences), arguments)
         return mixed
-
-    def _counters(self, table: PageTable, count: int) -> torch.Tensor:
-        known = self._arrived.get(table)
-        if known is None or len(known) < count:
-            known = torch.zeros(count, dtype=torch.int32, device=table.entries.device)
-            self._arrived[table] = known
-        return known
 
 
 def _name(matrix: TiledMatrix | torch.Tensor) -> str:
