@@ -10,6 +10,7 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Role, ToolCall
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import EngineError
+from engine.common.foreign import json_text, parse_json
 
 _MOST_SEED = 2**63
 _LEAST_TOP_P = 1e-6
@@ -106,12 +107,12 @@ def read_call(call_id: str, name: str, arguments: Any) -> ToolCall:
         BadRequestError: the arguments are neither.
     """
     try:
-        known = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-    except (ValueError, RecursionError):
+        known = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+    except ValueError:
         known = None
     if not isinstance(known, Mapping):
         raise BadRequestError(f"has a call of {name[:40]!r} whose arguments are not a JSON object")
-    return ToolCall(call_id, name, json.dumps(known, ensure_ascii=False))
+    return ToolCall(call_id, name, json_text(known))
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,9 +212,9 @@ def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
         return None
     if kind == "json_object":
         asked = form.get("schema") if isinstance(form, Mapping) else None  # llama.cpp's clients may add one
-        return Constraint(schema=json.dumps(asked) if isinstance(asked, Mapping) else '{"type": "object"}')
+        return Constraint(schema=json_text(asked) if isinstance(asked, Mapping) else '{"type": "object"}')
     described = form.get("json_schema") if isinstance(form, Mapping) else None
     schema = described.get("schema", {"type": "object"}) if isinstance(described, Mapping) else None
     if kind != "json_schema" or not isinstance(schema, Mapping):
         raise BadRequestError(f"has an unsupported response_format type {str(kind)[:20]!r}")
-    return Constraint(schema=json.dumps(schema))
+    return Constraint(schema=json_text(schema))

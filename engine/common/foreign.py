@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Callable
@@ -112,6 +113,32 @@ def parse_json(
     if deepest is not None and text.count("[") + text.count("{") > deepest and _is_deeper(value, deepest):
         raise ValueError(f"it is nested more than {deepest} levels deep")
     return value
+
+
+def json_text(value: Any) -> str:
+    """JSON that every parser takes, in UTF-8 too: NaN and infinities become null, half surrogate pairs U+FFFD."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError:
+        text = json.dumps(sayable(value), ensure_ascii=False)
+    return text
+
+
+def without_half_pairs(text: str) -> str:
+    """Text that UTF-8 can say: both halves of a surrogate pair are their character, and a half one is U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def sayable(value: Any) -> Any:
+    """The same value as far as JSON in UTF-8 can say it."""
+    if isinstance(value, str):
+        return without_half_pairs(value)
+    if isinstance(value, dict):
+        return {sayable(key): sayable(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [sayable(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_deeper(value: Any, deepest: int) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine.families.family import Family
 from engine.families.gguf import DENSE, Gguf
-from engine.families.replies import HERMES
+from engine.families.replies import QWEN2
 
 FAMILY = Family(
-    replies=HERMES,
+    replies=QWEN2,
     gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE),
     mlx_experts={},
 )

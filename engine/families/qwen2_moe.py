@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine.families.family import Family, FastPath, Router
 from engine.families.gguf import ATTENTION, ENDS, NORMS, Gguf, Made, experts, routing
-from engine.families.replies import HERMES
+from engine.families.replies import QWEN2
 
 FAMILY = Family(
-    replies=HERMES,
+    replies=QWEN2,
     packs_rows=True,
     fast_path=FastPath(
         model="Qwen2MoeForCausalLM",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.batch_files.openai_requests import BadRequestError, read_call, read_sampling, read_text
@@ -18,7 +18,7 @@ from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
-from engine.serving.streams import Lines, event_line, lines_of, opened, server_sent, with_pings
+from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent, with_pings
 from engine.serving.tools import ToolUse, read_tool, tool_use
 
 _KINDS = {

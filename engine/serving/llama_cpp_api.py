@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.batch_files.openai_requests import BadRequestError, read_messages
 from engine.serving.asking import Ask, Prompt
 from engine.serving.openai_chat import are_tokens, read_end
 from engine.serving.service import Service, body_of, while_connected
+from engine.serving.streams import JSONResponse
 from engine.serving.tools import openai_tools
 
 HEALTH = ("/health", "/v1/health")

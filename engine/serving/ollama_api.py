@@ -9,17 +9,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.batch_files.openai_requests import BadRequestError, read_constraint, read_messages, read_sampling
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
+from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
-from engine.serving.streams import Lines, Streamed, lines_of, opened
+from engine.serving.streams import JSONResponse, Lines, Streamed, lines_of, opened
 from engine.serving.tools import ToolUse, openai_tools
 
 VERSION = "0.12.0"
@@ -228,7 +229,7 @@ class _Answer:
 
 
 def _json_line(line: dict[str, Any]) -> str:
-    return json.dumps(line, ensure_ascii=False) + "\n"
+    return json_text(line) + "\n"
 
 
 def _is_nothing(keep_alive: Any) -> bool:

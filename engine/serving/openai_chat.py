@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.batch_files.openai_requests import (
@@ -30,7 +30,7 @@ from engine.process.failures import as_engine_error, log_failure
 from engine.serving.asking import Ask, Ended
 from engine.serving.openai_answer import Answer, Wanted
 from engine.serving.service import Service, body_of, of_engine, status_of, together, while_connected
-from engine.serving.streams import Lines, event_line, opened, server_sent
+from engine.serving.streams import JSONResponse, Lines, event_line, opened, server_sent
 from engine.serving.tools import ToolUse, openai_tools
 
 MOST_ANSWERS = 16

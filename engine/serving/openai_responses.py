@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.batch_files.openai_requests import (
@@ -28,7 +28,7 @@ from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, ReplyReader, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, while_connected
-from engine.serving.streams import Lines, event_line, lines_of, opened, server_sent
+from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent
 from engine.serving.tools import ToolUse, openai_tools
 
 

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, parse_json
+from engine.common.foreign import DEEPEST, parse_json, sayable
 from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, Refused
 from engine.serving.exchange import current_exchange
 
@@ -251,7 +251,7 @@ def _parsed(data: bytearray) -> dict[str, Any]:
         text = data.decode("utf-8")
         body = parse_json(text, deepest=DEEPEST)
         if _MAYBE_HALF_A_PAIR.search(text):
-            body = _encodable(body)
+            body = sayable(body)
     except UnicodeDecodeError:
         raise BadRequestError("is not UTF-8") from None
     except ValueError as error:
@@ -259,17 +259,6 @@ def _parsed(data: bytearray) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise BadRequestError("is not a JSON object")
     return body
-
-
-def _encodable(value: Any) -> Any:
-    """The same JSON without half surrogate pairs, which can be escaped in it but not be written again."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode("utf-8")
-    if isinstance(value, list):
-        return [_encodable(entry) for entry in value]
-    if isinstance(value, dict):
-        return {_encodable(key): _encodable(entry) for key, entry in value.items()}
-    return value
 
 
 async def together(works: Sequence[Coroutine[Any, Any, Whole]]) -> list[Whole]:

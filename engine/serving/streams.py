@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
+from starlette import responses
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.common.errors import EngineError
+from engine.common.foreign import json_text
 from engine.serving.asking import Progress
 from engine.serving.service import while_connected
 
@@ -20,6 +21,13 @@ PING_S = 10.0
 """A stream of events in which nothing has happened for so long says that it is still there."""
 SLOWEST_READER_S = 60.0
 """A client that takes nothing of a stream for so long is gone."""
+
+
+class JSONResponse(responses.JSONResponse):
+    """An answer that can be sent whatever a client or a model wrote into it."""
+
+    def render(self, content: Any) -> bytes:
+        return json_text(content).encode()
 
 
 class Streamed(StreamingResponse):
@@ -45,7 +53,7 @@ def server_sent(lines: Lines) -> Streamed:
 def event_line(data: Any, name: str = "") -> str:
     """One server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"{head}data: {json_text(data)}\n\n"
 
 
 async def lines_of(

@@ -10,6 +10,7 @@ from typing import Any
 from engine.batch_files.openai_requests import BadRequestError
 from engine.batch_files.rows import Constraint
 from engine.common.chat import Tool
+from engine.common.foreign import json_text
 from engine.families.replies.reader import ReplyReader, reply_reader
 from engine.serving.asking import Began
 
@@ -41,7 +42,7 @@ def read_tool(name: Any, description: Any, parameters: Any) -> Tool:
     schema = {"type": "object", "properties": {}} if parameters is None else parameters
     if not isinstance(schema, Mapping):
         raise BadRequestError(f"has a tool {name[:40]!r} whose parameters are not a JSON schema")
-    return Tool(name, description if isinstance(description, str) else "", json.dumps(schema, ensure_ascii=False))
+    return Tool(name, description if isinstance(description, str) else "", json_text(schema))
 
 
 def tool_use(tools: list[Tool], choice: str, named: str = "") -> ToolUse:
@@ -68,7 +69,7 @@ def tool_use(tools: list[Tool], choice: str, named: str = "") -> ToolUse:
         schema = _call_schema(callable_ones[0], "#")
     else:
         schema = {"anyOf": [_call_schema(tool, f"#/anyOf/{place}") for place, tool in enumerate(callable_ones)]}
-    return ToolUse(tuple(tools), Constraint(schema=json.dumps(schema)))
+    return ToolUse(tuple(tools), Constraint(schema=json_text(schema)))
 
 
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:

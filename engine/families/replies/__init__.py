@@ -6,39 +6,44 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.families.replies.call_texts import (
+from engine.families.replies.calls import (
+    DSML,
+    MINIMAX_TAGS,
+    QWEN_TAGS,
+    Arriving,
     Calls,
-    Schemas,
+    Reading,
+    Tools,
+    all_separated_calls,
     braced_calls,
-    braced_texts,
-    invoke_calls,
+    fenced_calls,
     json_calls,
-    json_texts,
-    later_json_texts,
     mistral_calls,
     python_calls,
-    python_texts,
     separated_calls,
     tool_call,
 )
 
-ReadCalls = Callable[[str, Schemas], Calls]
+ReadCalls = Callable[[Arriving, Tools], Reading[Calls]]
 
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """Calls between two marks.
+    """Calls behind a mark.
 
     Attributes:
         opens: the mark before them.
-        closes: the mark after them; empty if they end with the answer, or where the next ones begin.
-        texts: what a text is in what stands inside, where a mark means nothing; None if there is nothing to tell it by.
+        read: reads them, from behind the mark.
+        closes: the marks one of which may stand after them.
+        inner: marks within them.
+        is_said: whether the mark is an ordinary one, so that within reasoning it says nothing.
     """
 
     opens: str
-    closes: str
     read: ReadCalls
-    texts: Callable[[str], re.Pattern[str] | None] = lambda _inside: None
+    closes: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
+    is_said: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class ReplyForm:
         thoughts: marks before and after the reasoning.
         calls: where calls stand.
         left_out: marks without a meaning of their own.
-        bare: reads an answer that consists of calls alone, without any mark; it then begins as `bare_begins` says.
+        bare: reads an answer that consists of calls alone, without any mark.
         has_channels: the answer is messages of OpenAI's harmony format, each with a head that says what it is.
     """
 
@@ -65,7 +70,7 @@ class ReplyForm:
         if self.has_channels:
             return HARMONY_MARKS
         found = list(self.marks_of_thoughts)
-        found += [mark for form in self.calls for mark in (form.opens, form.closes, *_INNER_MARKS) if mark]
+        found += [mark for form in self.calls for mark in (form.opens, *form.closes, *form.inner)]
         return tuple(dict.fromkeys([*found, *self.left_out]))
 
     @property
@@ -86,45 +91,57 @@ class ReplyForm:
         return re.compile(f"(?:{'|'.join(re.escape(closes) for _opens, closes in self.thoughts)})\\s*$")
 
 
-_INNER_MARKS = ("[ARGS]", "[CALL_ID]", '<|"|>', "<｜tool▁sep｜>")
-"""Marks within calls."""
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
-_TOOL_CALL = CallForm("<tool_call>", "</tool_call>", tool_call, json_texts)
-HERMES = ReplyForm(calls=(_TOOL_CALL,))
-"""Hermes, Qwen, GLM, Granite 4."""
+_TOOL_CALL = (
+    CallForm("<tool_call>", tool_call, ("</tool_call>",)),
+    CallForm(QWEN_TAGS.opens, QWEN_TAGS.read_opened, ("</tool_call>",)),
+)
+HERMES = ReplyForm(calls=_TOOL_CALL)
+"""Hermes, Qwen, GLM, Granite 4; Qwen's coders leave the outer mark out at times."""
+QWEN2 = ReplyForm(calls=(*_TOOL_CALL, CallForm("```", fenced_calls, ("```",), is_said=True)))
+"""Qwen2.5-Coder writes its calls in fences."""
 HARMONY = ReplyForm(has_channels=True)
 MISTRAL = ReplyForm(
     thoughts=(("[THINK]", "[/THINK]"), ("<think>", "</think>")),
-    calls=(CallForm("[TOOL_CALLS]", "", mistral_calls, later_json_texts),),
+    calls=(CallForm("[TOOL_CALLS]", mistral_calls, inner=("[ARGS]", "[CALL_ID]")),),
 )
-GRANITE = ReplyForm(
-    calls=(CallForm("<|tool_call|>", "", json_calls, json_texts), _TOOL_CALL), left_out=("<response>", "</response>")
-)
-LFM = ReplyForm(calls=(CallForm("<|tool_call_start|>", "<|tool_call_end|>", python_calls, python_texts),))
+GRANITE = ReplyForm(calls=(CallForm("<|tool_call|>", json_calls), *_TOOL_CALL), left_out=("<response>", "</response>"))
+LFM = ReplyForm(calls=(CallForm("<|tool_call_start|>", python_calls, ("<|tool_call_end|>",)),))
 LLAMA = ReplyForm(
     calls=(
-        CallForm("<|python_start|>", "<|python_end|>", python_calls, python_texts),
-        CallForm("<|python_tag|>", "", python_calls, python_texts),
-        _TOOL_CALL,
+        CallForm("<|python_start|>", python_calls, ("<|python_end|>",)),
+        CallForm("<|python_tag|>", python_calls),
+        *_TOOL_CALL,
     ),
     bare=python_calls,
 )
 """Llama 3.1 and later; `<tool_call>` is what many models made from them were taught."""
 GEMMA = ReplyForm(
     thoughts=(("<|channel>thought\n", "<channel|>"),),
-    calls=(CallForm("<|tool_call>", "<tool_call|>", braced_calls, braced_texts),),
+    calls=(CallForm("<|tool_call>", braced_calls, ("<tool_call|>",), ('<|"|>',)),),
 )
-MINIMAX = ReplyForm(calls=(CallForm("<minimax:tool_call>", "</minimax:tool_call>", invoke_calls),))
+MINIMAX = ReplyForm(
+    calls=(
+        CallForm("<minimax:tool_call>", MINIMAX_TAGS.read, MINIMAX_TAGS.around),
+        CallForm(MINIMAX_TAGS.opens, MINIMAX_TAGS.read_opened, MINIMAX_TAGS.around),
+    )
+)
 DEEPSEEK = ReplyForm(
     calls=(
-        CallForm("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", separated_calls, later_json_texts),
-        CallForm("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", invoke_calls),
-        CallForm("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", invoke_calls),
+        CallForm("<｜tool▁calls▁begin｜>", all_separated_calls, ("<｜tool▁calls▁end｜>",)),
+        CallForm(
+            "<｜tool▁call▁begin｜>",
+            separated_calls,
+            ("<｜tool▁calls▁end｜>",),
+            ("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        ),
+        CallForm("<｜DSML｜function_calls>", DSML.read, DSML.around),
+        CallForm("<｜DSML｜tool_calls>", DSML.read, DSML.around),
+        CallForm(DSML.opens, DSML.read_opened, DSML.around),
     ),
-    left_out=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
 )
 COMMON = ReplyForm(
-    thoughts=(("<think>", "</think>"), ("[THINK]", "[/THINK]")), calls=(_TOOL_CALL, *LFM.calls, *MISTRAL.calls)
+    thoughts=(("<think>", "</think>"), ("[THINK]", "[/THINK]")), calls=(*_TOOL_CALL, *LFM.calls, *MISTRAL.calls)
 )
 """For families without a form of their own: what fine-tuned models of any family write."""

@@ -6,17 +6,26 @@ what is not in it is said as it stands.
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.common.chat import Tool, ToolCall
+from engine.common.foreign import json_text
 from engine.families import family_of
-from engine.families.replies import COMMON, CallForm, ReadCalls, ReplyForm
-from engine.families.replies.call_texts import find_outside, json_calls, json_texts
+from engine.families.replies import COMMON, HARMONY_MARKS, ReadCalls, ReplyForm
+from engine.families.replies.calls import (
+    Arriving,
+    Calls,
+    NoCall,
+    Reading,
+    Tools,
+    any_of,
+    json_calls,
+    message_call,
+    whole,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +71,15 @@ def reply_reader(
     """
     if not several:
         return _FirstCall(reply_reader(family, tools, thinks=thinks, is_call=is_call))
-    callable_ones = _Callable(tools)
     if is_call:
-        return _OneCall(callable_ones, reply_reader(family, (), thinks=thinks, is_call=False))
+        return _OneCall(Tools(tools), reply_reader(family, (), thinks=thinks, is_call=False))
     form = form_of(family)
-    return _Channels(callable_ones) if form.has_channels else _Marked(form, callable_ones, thinks=thinks)
+    return _Channels(Tools(tools)) if form.has_channels else _Marked(form, Tools(tools), thinks=thinks)
 
 
 def form_of(family: str) -> ReplyForm:
     """The form in which this `model_type` answers; one that also sees pictures has its text part's."""
     return family_of(family).replies or family_of(f"{family}_text").replies or COMMON
-
-
-class _Callable:
-    """The tools that may be called."""
-
-    def __init__(self, tools: tuple[Tool, ...]) -> None:
-        self._schemas = {tool.name: json.loads(tool.parameters) for tool in tools}
-        self.any = bool(tools)
-
-    def calls(self, text: str, read: ReadCalls) -> list[Part]:
-        """The calls in a text; none, if it is no call of these."""
-        calls = read(text.strip(), self._schemas)
-        if not calls or not {name for name, _ in calls} <= self._schemas.keys():
-            return []
-        return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, arguments) for name, arguments in calls]
 
 
 class _FirstCall:
@@ -111,7 +104,7 @@ class _FirstCall:
 class _OneCall:
     """All but the reasoning is one call."""
 
-    def __init__(self, tools: _Callable, parts: ReplyReader) -> None:
+    def __init__(self, tools: Tools, parts: ReplyReader) -> None:
         self._tools, self._parts, self._text = tools, parts, ""
 
     def feed(self, text: str) -> list[Part]:
@@ -120,206 +113,213 @@ class _OneCall:
     def end(self) -> list[Part]:
         thoughts = self._thoughts(self._parts.end())
         rest, self._text = self._text, ""
-        return thoughts + (self._tools.calls(rest, json_calls) or ([Spoken(rest)] if rest else []))
+        try:
+            return thoughts + _as_parts(whole(lambda source: json_calls(source, self._tools), rest))
+        except NoCall:
+            return thoughts + ([Spoken(rest)] if rest else [])
 
     def _thoughts(self, parts: list[Part]) -> list[Part]:
         self._text += "".join(part.text for part in parts if isinstance(part, Spoken))
         return [part for part in parts if isinstance(part, Thought)]
 
 
-class _Marked:
-    """Everything but harmony: marks around reasoning and calls."""
+def _as_parts(calls: Calls) -> list[Part]:
+    return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json_text(arguments)) for name, arguments in calls]
 
-    def __init__(self, form: ReplyForm, tools: _Callable, *, thinks: bool) -> None:
-        self._form, self._tools = form, tools
-        self._until = tuple(closes for _opens, closes in form.thoughts) if thinks else ()
-        """What ends the reasoning, any of it; nothing outside of it."""
-        self._call: CallForm | None = None
-        self._held = ""
-        self._has_spoken = self._has_thought = False
-        self._may_be_bare = form.bare is not None and tools.any
-        self._has_left_out = self._is_over = False
+
+_LONG_HELD, _MOST_LONG_HELD = 1000, 50
+"""Text that was held back for so many characters and was no call after all is read again, at most so often."""
+
+
+class _Scanning:
+    """Reads the text as it arrives, in one go; each feeding goes on where the last one ended."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools, self._source = tools, Arriving()
+        self._parts: list[Part] = []
+        self._long_held = 0
+        self._reading = self._read()
 
     def feed(self, text: str) -> list[Part]:
-        self._held += text
-        return [] if self._is_bare() else self._steps()
-
-    def _steps(self) -> list[Part]:
-        parts: list[Part] = []
-        while (part := self._step()) is not None:
-            parts += part
-        return parts
+        self._source.text += text
+        return self._go_on()
 
     def end(self) -> list[Part]:
-        rest, self._held = self._held, ""
-        if self._is_bare() or (self._may_be_bare and _may_be_calls(rest)):
-            assert self._form.bare is not None
-            self._may_be_bare = False
-            if calls := self._tools.calls(rest, self._form.bare):
-                return calls
-        self._held, self._may_be_bare = rest, False
-        parts = self._steps()
-        if self._call is not None and not self._tools.calls(self._held, self._call.read):
-            self._is_over = True  # a text that never ends hides no end of a call
-            parts += self._steps()
-        rest, self._held = self._held, ""
-        if self._call is not None:
-            form, self._call = self._call, None
-            return parts + self._calls_or_text(form, rest, "")
-        return parts + self._plain(rest)
+        self._source.is_over = True
+        return self._go_on()
 
-    def _is_bare(self) -> bool:
-        """Whether the whole answer may be calls without a mark."""
-        self._may_be_bare = self._may_be_bare and not self._has_spoken and _may_be_calls(self._held)
-        return self._may_be_bare
-
-    def _step(self) -> list[Part] | None:
-        """One part out of what is held; None if more text is needed."""
-        if self._call is not None:
-            return self._step_in_call(self._call)
-        marks = self._until or self._marks()
-        at, _longest, mark = min(
-            ((self._held.find(each), -len(each), each) for each in marks if each in self._held), default=(-1, 0, "")
-        )
-        if at < 0:
-            return self._certain(marks)
-        before, self._held = self._held[:at], self._held[at + len(mark) :]
-        parts = self._plain(before)
-        if self._until:
-            self._until = ()
-        elif mark in (thoughts := dict(self._form.thoughts)):
-            self._until = (thoughts[mark],)
-        elif mark in self._form.left_out:
-            self._has_left_out = True
-        else:
-            self._call = next(form for form in self._form.calls if form.opens == mark)
+    def _go_on(self) -> list[Part]:
+        next(self._reading, None)
+        parts, self._parts = self._parts, []
         return parts
 
-    def _step_in_call(self, form: CallForm) -> list[Part] | None:
-        closes = form.closes or form.opens
-        end = find_outside(None if self._is_over else form.texts(self._held), closes, self._held)
-        if end < 0:
-            return None
-        inside, self._held = self._held[:end], self._held[end + len(closes) :]
-        if form.closes:
-            self._call = None
-        return self._calls_or_text(form, inside, form.closes)
+    def _read(self) -> Reading[None]:
+        raise NotImplementedError
 
-    def _calls_or_text(self, form: CallForm, inside: str, closes: str) -> list[Part]:
-        calls = self._tools.calls(inside, form.read)
-        self._has_spoken = True
-        return calls or [Spoken(form.opens + inside + closes)]
+    def _marks(self) -> tuple[str, ...]:
+        """What counts as a mark where text is said now."""
+        raise NotImplementedError
 
-    def _marks(self) -> list[str]:
-        marks = [form.opens for form in self._form.calls] if self._tools.any else []
+    def _tell(self, text: str) -> None:
+        """Some of the text is no mark."""
+        raise NotImplementedError
+
+    def _told(self) -> Reading[str]:
+        """Tells what stands before the next mark, and passes that: returns it, or nothing at the end."""
+        source = self._source
+        while True:
+            marks = self._marks()
+            found = any_of(marks).search(source.text, source.at) if marks else None
+            end = found.start() if found else len(source.text)
+            if not found and not source.is_over:
+                end -= _begun_mark(source.text, source.at, marks)
+            text, source.text, source.at = source.text[source.at : end], source.text[end:], 0
+            self._tell(text)
+            if found and found[0] in self._marks():  # some count only before anything is said
+                source.at = len(found[0])
+                return found[0]
+            if source.is_over and not source.text:
+                return ""
+            if not found:
+                yield
+
+    def _calls(self, read: ReadCalls, closes: tuple[str, ...]) -> Reading[bool]:
+        """Reads calls, if that is what stands here: else the text is as it was, and will be read again."""
+        source, begin = self._source, self._source.at
+        try:
+            if self._long_held > _MOST_LONG_HELD:
+                raise NoCall
+            calls = yield from read(source, self._tools)
+        except NoCall:
+            self._long_held += source.at - begin > _LONG_HELD
+            source.at = begin
+            return False
+        yield from source.closed(*closes)
+        self._parts += _as_parts(calls)
+        return True
+
+
+class _Marked(_Scanning):
+    """Everything but harmony: marks around reasoning and calls."""
+
+    def __init__(self, form: ReplyForm, tools: Tools, *, thinks: bool) -> None:
+        super().__init__(tools)
+        self._forms = {each.opens: each for each in form.calls} if tools.names else {}
+        self._form = form
+        self._until = tuple(closes for _opens, closes in form.thoughts) if thinks else ()
+        """What ends the reasoning, any of it; nothing outside of it."""
+        self._unopened: tuple[str, ...] = ()
+        """What would have ended reasoning in which there was a call."""
+        self._has_thought = self._is_told = self._has_spoken = self._has_left_out = False
+
+    def _read(self) -> Reading[None]:
+        thoughts = dict(self._form.thoughts)
+        while True:
+            if not (self._until or self._has_spoken):
+                yield from self._bare_calls()
+            mark = yield from self._told()
+            if not mark:
+                return
+            if mark in self._until:
+                self._until, self._is_told = (), False
+            elif mark in self._unopened:
+                self._unopened = ()
+            elif mark in self._forms:
+                form = self._forms[mark]
+                if (yield from self._calls(form.read, form.closes)):
+                    self._until, self._unopened, self._has_spoken, self._is_told = (), self._until, True, True
+                else:
+                    self._tell(mark)
+            elif mark in thoughts:
+                self._until = (thoughts[mark],)
+            else:
+                self._has_left_out = True
+
+    def _bare_calls(self) -> Reading[None]:
+        """An answer may be calls alone, without a mark."""
+
+        def alone(source: Arriving, tools: Tools) -> Reading[Calls]:
+            assert self._form.bare is not None
+            calls = yield from self._form.bare(source, tools)
+            if not (yield from source.follows()):
+                raise NoCall
+            return calls
+
+        if self._form.bare and self._tools.names and (yield from self._calls(alone, ())):
+            self._has_spoken = True
+
+    def _marks(self) -> tuple[str, ...]:
+        if self._until:
+            return (*self._until, *(mark for mark, form in self._forms.items() if not form.is_said))
+        marks = (*self._forms, *self._unopened)
         # Reasoning comes first, and what goes with it; later such a mark is something that the answer is about.
-        if self._tools.any or self._has_left_out or not self._has_spoken:
+        if self._forms or self._has_left_out or not self._has_spoken:
             marks += self._form.left_out
-        return marks if self._has_spoken else [*marks, *(opens for opens, _closes in self._form.thoughts)]
+        return marks if self._has_spoken else (*marks, *(opens for opens, _closes in self._form.thoughts))
 
-    def _certain(self, marks: Sequence[str]) -> list[Part] | None:
-        """All but an end that may be the beginning of a mark."""
-        text, self._held = _certain_part(self._held, marks)
-        return self._plain(text) or None
-
-    def _plain(self, text: str) -> list[Part]:
+    def _tell(self, text: str) -> None:
         if self._until:
             text = text if self._has_thought else text.lstrip()
             self._has_thought = self._has_thought or bool(text)
-            return [Thought(text)] if text else []
-        text = text if self._has_spoken else text.lstrip("\n")
+            self._parts += [Thought(text)] if text else []
+            return
+        text = text if self._is_told else text.lstrip("\n")
+        self._is_told = self._is_told or bool(text)
         self._has_spoken = self._has_spoken or bool(text.strip())
-        return [Spoken(text)] if text else []
+        self._parts += [Spoken(text)] if text else []
 
 
 _BODY, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_HEADS = ("<|start|>", "<|channel|>", "<|constrain|>", _BODY, "to=", "assistant")
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_HEADS = (*HARMONY_MARKS, "to=", "assistant")
+_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class _Channels:
+class _Channels(_Scanning):
     """Harmony (OpenAI, "harmony response format", 2025): messages with a head that names channel and recipient."""
 
-    def __init__(self, tools: _Callable) -> None:
-        self._tools = tools
-        self._held = ""
-        self._is_head = self._is_first = True
-        self._kind = "final"
-        self._callee = ""
+    _kind = "final"
 
-    def feed(self, text: str) -> list[Part]:
-        self._held += text
-        parts: list[Part] = []
-        while (part := self._step()) is not None:
-            parts += part
-        return parts
+    def _read(self) -> Reading[None]:
+        source = self._source
+        yield from source.run(_SPACE)
+        has_head = yield from source.passes(*_HEADS)
+        source.at = 0
+        callee = ""
+        while True:
+            if has_head:
+                begin = source.at
+                if not (yield from source.find(_BODY)):
+                    rest = source.text[begin:]
+                    self._tell("" if "<|" in rest or not rest.strip() else rest)
+                    return
+                head = source.text[begin : source.at]
+                channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
+                self._kind = channel[1] if channel else "final"
+                callee = recipient[1] if recipient and recipient[1] in self._tools.names else ""
+            if callee:
+                yield from self._calls(lambda source, _tools, to=callee: message_call(source, to, _ENDS), ())
+            mark = yield from self._told()
+            if not mark:
+                return
+            self._source.at -= len(mark) if mark == "<|channel|>" else 0
+            has_head, callee = "yes", ""
 
-    def end(self) -> list[Part]:
-        rest, self._held = self._held, ""
-        if self._is_head:
-            return [Spoken(rest)] if rest.strip() and self._is_first and "<|" not in rest else []
-        return self._message(rest, is_whole=True)
+    def _marks(self) -> tuple[str, ...]:
+        return _ENDS
 
-    def _step(self) -> list[Part] | None:
-        return self._step_in_head() if self._is_head else self._step_in_body()
-
-    def _step_in_head(self) -> list[Part] | None:
-        if self._is_first and not _begins_like(self._held.lstrip(), _HEADS):
-            self._is_head, self._is_first = False, False  # it does without heads
-            return []
-        head, mark, rest = self._held.partition(_BODY)
-        if not mark:
-            return None
-        self._held, self._is_head, self._is_first = rest, False, False
-        channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
-        self._kind = channel[1] if channel else "final"
-        self._callee = recipient[1] if recipient and self._tools.any else ""
-        return []
-
-    def _step_in_body(self) -> list[Part] | None:
-        texts = json_texts(self._held) if self._callee else None
-        found = ((find_outside(texts, each, self._held), each) for each in _ENDS if each in self._held)
-        at, mark = min(((at, each) for at, each in found if at >= 0), default=(-1, ""))
-        if at < 0:
-            if self._callee:
-                return None
-            text, self._held = _certain_part(self._held, _ENDS)
-            return self._message(text) or None
-        text, self._held = self._held[:at], self._held[at + len(mark) :]
-        if mark == "<|channel|>":
-            self._held = mark + self._held
-        parts = self._message(text, is_whole=True)
-        self._is_head, self._callee = True, ""
-        return parts
-
-    def _message(self, text: str, *, is_whole: bool = False) -> list[Part]:
-        if self._callee and is_whole:
-            name = self._callee
-            as_json = f'{{"name": {json.dumps(name)}, "arguments": {text.strip() or "{}"}}}'
-            return self._tools.calls(as_json, json_calls) or [Spoken(text)]
-        if not text:
-            return []
-        return [Thought(text)] if self._kind == "analysis" else [Spoken(text)]
+    def _tell(self, text: str) -> None:
+        if text:
+            self._parts.append(Thought(text) if self._kind == "analysis" else Spoken(text))
 
 
-_CALLS_BEGIN = re.compile(r'\s*(?:\[\s*(?:[\w.]+\(|[\w.]*$|\{)|\{\s*(?:"(?:name|type|function)"|"\w*$|$)|$)')
+_SPACE = re.compile(r"\s*")
 
 
-def _may_be_calls(text: str) -> bool:
-    """Whether a text begins as calls without a mark do."""
-    return _CALLS_BEGIN.match(text) is not None
-
-
-def _certain_part(text: str, marks: Sequence[str]) -> tuple[str, str]:
-    """A text up to an end with which one of the marks may begin, and that end: the longest."""
-    keep = max(
-        (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text[-n:] == mark[:n]),
-        default=0,
-    )
-    return text[: len(text) - keep], text[len(text) - keep :]
-
-
-def _begins_like(text: str, heads: Sequence[str]) -> bool:
-    """Whether a text begins with one of these, or may once there is more of it."""
-    return any(text.startswith(head) or head.startswith(text) for head in heads)
+def _begun_mark(text: str, begin: int, marks: tuple[str, ...]) -> int:
+    """How many characters at a text's end may be the beginning of one of the marks."""
+    longest = max(map(len, marks), default=1) - 1
+    for at in range(max(begin, len(text) - longest), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return len(text) - at
+    return 0
