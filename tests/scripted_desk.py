@@ -9,10 +9,10 @@ from engine.serving.asking import Ask, Began, Ended, Event, Said, State, Ticket
 
 
 class ScriptedDesk:
-    """Begins each answer with `Hello`; ends it if told to."""
+    """Begins each answer with what it says; ends it if told to."""
 
-    def __init__(self, *, ends: bool) -> None:
-        self._ends = ends
+    def __init__(self, *, ends: bool, says: str = "Hello") -> None:
+        self._ends, self._says = ends, says
         self.tickets: list[Ticket] = []
         self.prepared: list[Path] = []
         self.released: list[Path] = []
@@ -21,7 +21,7 @@ class ScriptedDesk:
         ticket = Ticket(ask, on_event)
         self.tickets.append(ticket)
         ticket.tell(Began(3, thinks=False))
-        ticket.tell(Said("Hello", 1))
+        ticket.tell(Said(self._says, 1))
         if self._ends:
             ticket.tell(Ended("stop", 3, 1, 0))
         return ticket

@@ -279,11 +279,39 @@ def test_bodies_that_are_no_requests(running: Running, body: bytes) -> None:
         ("/v1/completions", r'{"prompt": "a \ud800", "max_tokens": 2}'),
         ("/v1/responses", r'{"input": "a", "instructions": "\udc00", "max_output_tokens": 2}'),
         ("/v1/responses", r'{"input": "a", "metadata": {"\udc00": "\ud800"}, "max_output_tokens": 2}'),
+        ("/v1/responses", '{"input": "a", "metadata": {"x": [NaN, 1e999]}, "max_output_tokens": 2}'),
         ("/api/chat", r'{"messages": [{"role": "user", "content": "\ud800"}], "options": {"num_predict": 2}}'),
     ],
 )
-def test_half_a_surrogate_pair_harms_nothing(running: Running, path: str, body: str) -> None:
+def test_what_json_cannot_say_harms_nothing(running: Running, path: str, body: str) -> None:
     assert httpx2.post(running.url + path, content=body, timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_interface_sends_json_whatever_a_model_writes(streams: bool) -> None:
+    call = r'<tool_call>{"name": "weather", "arguments": {"city": "\ud83d", "n": [NaN, 1e999, -Infinity]}}</tool_call>'
+    flat = TOOL["function"]
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO, "tools": [TOOL]},
+        "/v1/responses": {"input": "Hi", "tools": [{"type": "function", **flat}]},
+        "/v1/messages": {
+            "messages": HELLO,
+            "max_tokens": 5,
+            "tools": [{"name": "weather", "input_schema": flat["parameters"]}],
+        },
+        "/api/chat": {"messages": HELLO, "tools": [TOOL]},
+    }
+    server = Server(Service(ScriptedDesk(ends=True, says=call), made_up_models()), Address(port=0))
+    url = f"http://127.0.0.1:{server.start()}"
+    try:
+        for path, body in asked.items():
+            answer = httpx2.post(url + path, json={**body, "stream": streams}, timeout=30)
+            lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if streams and "{" in line]
+            for line in lines or [answer.text]:
+                json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
+            assert (answer.status_code, "\ufffd" in answer.text, "null, null, null" in answer.text) == (200, True, True)
+    finally:
+        server.stop()
 
 
 def test_what_is_refused_before_the_first_token_has_a_status(running: Running) -> None:

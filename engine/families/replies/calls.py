@@ -209,9 +209,9 @@ def _list(source: Arriving, depth: int) -> Reading[list[Any]]:
 
 
 def _object(
-    source: Arriving, depth: int, check: Callable[[str, Any], None] = lambda _key, _value: None
+    source: Arriving, depth: int, check: Callable[[str, dict[str, Any]], None] = lambda _key, _before: None
 ) -> Reading[dict[str, Any]]:
-    """An object; `check` may refuse what it holds, by NoCall, before the rest of it is there."""
+    """An object; `check` may refuse each key, by NoCall, after those before it."""
     yield from source.must("{")
     pairs: dict[str, Any] = {}
     is_first = True
@@ -222,8 +222,8 @@ def _object(
             raise NoCall
         yield from source.run(_SPACE)
         yield from source.must(":")
+        check(key, pairs)
         pairs[key] = yield from _value(source, depth + 1)
-        check(key, pairs[key])
         is_first = False
     return pairs
 
@@ -343,6 +343,9 @@ def _kinds(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
 
 # Forms
 
+_CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id", "call_id", "index"}
+"""One of which an object begins with that is a call."""
+
 
 def arguments_of(value: Any) -> dict[str, Any]:
     """The arguments of a call: an object, the same as a text, or nothing; raises NoCall."""
@@ -355,11 +358,26 @@ def arguments_of(value: Any) -> dict[str, Any]:
     return value
 
 
+def _several(source: Arriving, one: Callable[[], Reading[T]], *between: str) -> Reading[list[T]]:
+    """One, and those that come behind it with a mark between them; what turns out to be none is left."""
+    found = [(yield from one())]
+    while True:
+        end = source.at
+        try:
+            yield from source.run(_SPACE)
+            if between:
+                yield from source.must(*between)
+            found.append((yield from one()))
+        except NoCall:
+            source.at = end
+            return found
+
+
 def _entries(source: Arriving, tools: Tools) -> Reading[list[dict[str, Any]]]:
     """Objects that name a tool: one, several behind each other, or a list."""
 
-    def check(key: str, value: Any) -> None:
-        if key == "name" and value not in tools.names:
+    def check(key: str, before: dict[str, Any]) -> None:
+        if before["name"] not in tools.names if "name" in before else key not in _CALL_KEYS:
             raise NoCall
 
     def entry() -> Reading[dict[str, Any]]:
@@ -375,16 +393,15 @@ def _entries(source: Arriving, tools: Tools) -> Reading[list[dict[str, Any]]]:
     if (yield from source.passes("[")):
         while not (yield from _is_end(source, "]", is_first=not entries)):
             entries.append((yield from entry()))
+        if not entries:
+            raise NoCall
         return entries
-    entries.append((yield from entry()))
-    while True:
-        end = source.at
-        try:
-            yield from source.closed(",", ";")
-            entries.append((yield from entry()))
-        except NoCall:
-            source.at = end
-            return entries
+
+    def another() -> Reading[dict[str, Any]]:
+        yield from source.closed(",", ";")
+        return (yield from entry())
+
+    return (yield from _several(source, another))
 
 
 def json_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
@@ -438,27 +455,28 @@ class Tagged:
 
     def read_opened(self, source: Arriving, tools: Tools) -> Reading[Calls]:
         """The same behind the mark that opens the first one."""
-        calls: Calls = []
-        while not calls or (self.around and (yield from source.closed(self.opens))):
+
+        def one() -> Reading[tuple[str, dict[str, Any]]]:
             yield from source.run(_SPACE)
             name = yield from source.must(*tools.names)
             if self.named:
                 yield from source.run(_SPACE)
                 yield from source.must(self.named)
-            calls.append((name, (yield from self._arguments(source, tools, name))))
-        return calls
+            return name, (yield from self._arguments(source, tools, name))
+
+        return (yield from _several(source, one, self.opens)) if self.around else [(yield from one())]
 
     def _arguments(self, source: Arriving, tools: Tools, name: str) -> Reading[dict[str, Any]]:
         arguments: dict[str, Any] = {}
         while True:
             yield from source.run(_SPACE)
             before = source.at
-            mark = yield from source.must(self.key_opens, self.closes, *self.around)
+            mark = yield from source.must(self.key_opens, self.closes, self.opens, *self.around)
             if mark != self.key_opens:
-                source.at = before if mark in self.around else source.at
+                source.at = source.at if mark == self.closes else before  # the mark may be missing
                 return arguments
             key, key_closes = yield from self._key(source)
-            text = yield from self._text(source, tools.keys(name), arguments)
+            text = yield from self._text(source, tools.keys(name), {*arguments, key})
             is_text = key_closes == _IS_TEXT
             arguments[key] = text if is_text else tools.argument(name, key, text)
 
@@ -474,46 +492,52 @@ class Tagged:
             yield from source.must(self.value_opens)
         return key, mark
 
-    def _text(self, source: Arriving, keys: Mapping[str, Any], given: Mapping[str, Any]) -> Reading[str]:
+    def _text(self, source: Arriving, keys: Mapping[str, Any], given: set[str]) -> Reading[str]:
         """A value's text, up to its closing mark or, where that is missing, up to what cannot belong to it.
 
-        A mark means something only where the call goes on behind it as it must: texts may hold any of them.
+        A mark means something only where the call goes on behind it as it must: texts may hold any of them, and whole
+        calls too, whose marks are counted.  If that leads nowhere, the value ends where it is least doubtful.
         """
         begin, depth = source.at, 0
         ends: list[tuple[int, int, int]] = []
-        """Where it might end if nothing better comes: how doubtful that is, where, and where to go on."""
+        """How doubtful, where, and where to go on."""
         marks = (self.opens, self.key_opens, self.value_closes, self.closes, *self.around)
         while mark := (yield from source.find(*marks)):
             at, after = source.at - len(mark), source.at
-            doubt, resume = 2, at
+            is_end, end = False, (2, at, at)
             if mark == self.value_closes:
-                is_end = yield from source.follows(self.key_opens, self.closes, *self.around)
-                doubt, resume = (1 if is_end else 3), after
+                if not (yield from source.follows(self.key_opens, self.closes, self.opens, *self.around)):
+                    continue
+                is_end, end = True, (1, at, after)
             elif mark == self.opens:
                 depth += 1
                 continue
             elif mark == self.key_opens:
-                is_end = yield from self._is_next_key(source, at, keys, given)
-                doubt = 1 if is_end else 3
-            else:
-                is_end = mark == self.closes and (yield from source.follows(self.opens, *self.around))
-            source.at = after
-            if is_end and depth == 0:
-                ends = [(0, at, resume)]
-                break
-            if mark == self.closes and depth:
+                is_end = depth == 0 and (yield from self._is_next_key(source, at, keys, given))
+                source.at = after
+                if not is_end:
+                    continue
+            elif mark in self.around:  # it may be followed by the next call
+                reopened = yield from source.follows(*(each.replace("</", "<") for each in self.around))
+                end = (1 if reopened else 2, at, at)
+            elif depth:
                 depth -= 1
-            elif doubt < 3:
-                ends.append((doubt, at, resume))
+                continue
+            else:
+                is_end = yield from source.follows(self.opens, *self.around)
+            if is_end and not depth:
+                ends = [end]
+                break
+            ends.append(end)
         if not ends:
             raise NoCall
         _doubt, at, source.at = min(ends)
         text = source.text[begin:at]
-        return text.removeprefix("\n").removesuffix("\n") if self.is_apart else text
+        is_closed = source.at > at
+        text = text.removeprefix("\n") if self.is_apart else text
+        return text.removesuffix("\n") if self.is_apart or not is_closed else text
 
-    def _is_next_key(
-        self, source: Arriving, at: int, keys: Mapping[str, Any], given: Mapping[str, Any]
-    ) -> Reading[bool]:
+    def _is_next_key(self, source: Arriving, at: int, keys: Mapping[str, Any], given: set[str]) -> Reading[bool]:
         """Whether another argument begins here, though the one before it was not closed."""
         try:
             key, _mark = yield from self._key(source)
@@ -553,21 +577,22 @@ def tool_call(source: Arriving, tools: Tools) -> Reading[Calls]:
 
 def separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
     """`name<｜tool▁sep｜>{...}` (DeepSeek-V3.1), or `function<｜tool▁sep｜>name` and a fenced block (V3, R1)."""
-    calls: Calls = []
-    while not calls or (yield from source.closed("<｜tool▁call▁begin｜>")):
+
+    def one() -> Reading[tuple[str, dict[str, Any]]]:
         yield from source.run(_SPACE)
         name = yield from source.must(*tools.names, "function<｜tool▁sep｜>")
-        is_fenced = name not in tools.names
-        if is_fenced:
+        if name in tools.names:
+            yield from source.must("<｜tool▁sep｜>")
+        else:
             name = yield from source.must(*tools.names)
             yield from source.closed("```json")
-        else:
-            yield from source.must("<｜tool▁sep｜>")
         yield from source.run(_SPACE)
-        calls.append((name, (yield from _object(source, 0))))
+        arguments = yield from _object(source, 0)
         yield from source.closed("```")
         yield from source.closed("<｜tool▁call▁end｜>")
-    return calls
+        return name, arguments
+
+    return (yield from _several(source, one, "<｜tool▁call▁begin｜>"))
 
 
 def all_separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:

@@ -127,7 +127,7 @@ def _as_parts(calls: Calls) -> list[Part]:
     return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json_text(arguments)) for name, arguments in calls]
 
 
-_LONG_HELD, _MOST_LONG_HELD = 1000, 50
+_LONG_HELD, _MOST_LONG_HELD = 1000, 10
 """Text that was held back for so many characters and was no call after all is read again, at most so often."""
 
 
@@ -183,13 +183,13 @@ class _Scanning:
             if not found:
                 yield
 
-    def _calls(self, read: ReadCalls, closes: tuple[str, ...]) -> Reading[bool]:
+    def _calls(self, reading: Reading[Calls], closes: tuple[str, ...] = ()) -> Reading[bool]:
         """Reads calls, if that is what stands here: else the text is as it was, and will be read again."""
         source, begin = self._source, self._source.at
         try:
             if self._long_held > _MOST_LONG_HELD:
                 raise NoCall
-            calls = yield from read(source, self._tools)
+            calls = yield from reading
         except NoCall:
             self._long_held += source.at - begin > _LONG_HELD
             source.at = begin
@@ -226,7 +226,7 @@ class _Marked(_Scanning):
                 self._unopened = ()
             elif mark in self._forms:
                 form = self._forms[mark]
-                if (yield from self._calls(form.read, form.closes)):
+                if (yield from self._calls(form.read(self._source, self._tools), form.closes)):
                     self._until, self._unopened, self._has_spoken, self._is_told = (), self._until, True, True
                 else:
                     self._tell(mark)
@@ -238,14 +238,13 @@ class _Marked(_Scanning):
     def _bare_calls(self) -> Reading[None]:
         """An answer may be calls alone, without a mark."""
 
-        def alone(source: Arriving, tools: Tools) -> Reading[Calls]:
-            assert self._form.bare is not None
-            calls = yield from self._form.bare(source, tools)
-            if not (yield from source.follows()):
+        def alone(read: ReadCalls) -> Reading[Calls]:
+            calls = yield from read(self._source, self._tools)
+            if not (yield from self._source.follows()):
                 raise NoCall
             return calls
 
-        if self._form.bare and self._tools.names and (yield from self._calls(alone, ())):
+        if self._form.bare and self._tools.names and (yield from self._calls(alone(self._form.bare))):
             self._has_spoken = True
 
     def _marks(self) -> tuple[str, ...]:
@@ -271,7 +270,7 @@ class _Marked(_Scanning):
 
 _BODY, _ENDS = "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _HEADS = (*HARMONY_MARKS, "to=", "assistant")
-_RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
@@ -298,7 +297,7 @@ class _Channels(_Scanning):
                 self._kind = channel[1] if channel else "final"
                 callee = recipient[1] if recipient and recipient[1] in self._tools.names else ""
             if callee:
-                yield from self._calls(lambda source, _tools, to=callee: message_call(source, to, _ENDS), ())
+                yield from self._calls(message_call(source, callee, _ENDS))
             mark = yield from self._told()
             if not mark:
                 return
