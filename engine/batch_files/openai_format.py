@@ -11,6 +11,7 @@ import json
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from engine.batch_files.rows import Answer, Row, RowRequest, RowSource
 from engine.common.config import SamplingParams
 
 URL = "/v1/chat/completions"
+_FIRST_ROWS = 200
+"""Rows that tell the format."""
 
 
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
@@ -35,8 +38,11 @@ _NOT_GIVEN = {
 
 
 def holds_openai_requests(source: RowSource) -> bool:
-    """Whether an input is in this format."""
-    return {"custom_id", "body"} <= set(source.columns)
+    """Whether an input is in this format: its first rows are read, as other files have columns of these names, too."""
+    if not {"custom_id", "body"} <= set(source.columns):
+        return False
+    bodies = ((row.fields, row.fields.get("body")) for row in islice(source.rows(), _FIRST_ROWS))
+    return any(isinstance(body, Mapping) and ("url" in fields or "messages" in body) for fields, body in bodies)
 
 
 def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = False) -> RowRequest:

@@ -1,21 +1,23 @@
 """Opens an input file or folder by its name.
 
-The text of a pdf is one row; a folder is the rows of all its supported files, sorted by name, with the file's name.
+The text of a pdf is one row; a folder is the rows of all its supported files, sorted by name, with the file's name. A
+text file in a folder is one row, too.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import FileRows, Row, RowSource, SeenColumns
+from engine.batch_files.rows import FileRows, Row, RowSource, SeenColumns, unique_names
 from engine.batch_files.tables import ParquetRows, SpreadsheetRows
 from engine.batch_files.text_rows import MAX_LINE_CHARACTERS, DelimitedRows, JsonLines, TextLines, WholeText
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
+from engine.common.plain_text import plain_line, quoted
 
 _MAX_PAGES = 5_000
 
@@ -74,20 +76,27 @@ def _text_of(path: Path) -> tuple[str, int, str]:
 
 
 class FolderRows(FileRows):
-    """Rows of several files, each with a first column `file`."""
+    """Rows of several files, each with a first column `file`; a column that a file itself calls so has another name."""
 
     def __init__(self, path: Path, files: Sequence[Path], open_file: Callable[[Path], RowSource]) -> None:
         super().__init__(path)
         self._files = list(files)
         self._open = open_file
-        columns = {"file": None}
+        columns: dict[str, None] = {}
         for file in self._files:
             try:
-                columns |= dict.fromkeys(open_file(file).columns)
+                source = open_file(file)
             except EngineError:  # reported in its row
                 continue
-        self._columns = tuple(columns)
-        self._seen = SeenColumns(columns)
+            columns |= dict.fromkeys(_own(source))
+            self.remark = self.remark or source.remark
+        unique = unique_names(["file", *columns])
+        self._called = unique[1 + list(columns).index("file")] if "file" in columns else "file_2"
+        if "file" in columns:
+            told = f"The column 'file' of files in {plain_line(path.name)} is called {quoted(self._called)}."
+            self.remark = f"{told} {self.remark}".strip()
+        self._columns = unique
+        self._seen = SeenColumns(unique)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -111,9 +120,10 @@ class FolderRows(FileRows):
         for place, file in enumerate(self._files):
             name = file.relative_to(self._path).as_posix()
             try:
-                for row in self._open(file).rows():
+                source = self._open(file)
+                for row in source.rows():
                     share = (place + row.share) / len(self._files)
-                    yield Row(index, {**row.fields, "file": name}, row.problem, share)
+                    yield Row(index, self._with_file(name, source, row), row.problem, share)
                     index += 1
             except EngineError as error:
                 yield Row(index, {"file": name}, f"cannot be read: {error.message}", (place + 1) / len(self._files))
@@ -122,6 +132,25 @@ class FolderRows(FileRows):
                 yield Row(index, {"file": name}, f"cannot be read ({reason(error)})", (place + 1) / len(self._files))
                 index += 1
 
+    def _with_file(self, name: str, source: RowSource, row: Row) -> dict[str, Any]:
+        fields = dict(row.fields)
+        if "file" in fields and not isinstance(source, _NAMED):
+            called, number = self._called, 2
+            while called in fields:  # only in rows that come after those that told the columns
+                number += 1
+                called = f"{self._called}_{number}"
+            fields = {called if column == "file" else column: value for column, value in fields.items()}
+        return {**fields, "file": name}
+
+
+_NAMED = (PdfText, WholeText)
+"""Their column `file` is the one that a folder adds."""
+
+
+def _own(source: RowSource) -> Iterator[str]:
+    """The columns of a file within a folder."""
+    return (name for name in source.columns if name != "file" or not isinstance(source, _NAMED))
+
 
 @dataclass(frozen=True, slots=True)
 class InputForm:
@@ -129,12 +158,12 @@ class InputForm:
 
     Attributes:
         encoding: of text files; None: by byte order mark, otherwise UTF-8.
-        whole_files: a text file is a single row instead of one row per line.
+        whole_files: a text file is a single row instead of one row per line; None: those in a folder are.
         separator: of csv; None: guessed from the header.
     """
 
     encoding: str | None = None
-    whole_files: bool = False
+    whole_files: bool | None = None
     separator: str | None = None
 
 
@@ -200,4 +229,6 @@ def _folder(path: Path, form: InputForm) -> RowSource:
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"The folder {path} has no supported files: put {_USUAL} files into it."
         )
+    if form.whole_files is None:
+        form = replace(form, whole_files=True)
     return FolderRows(path, files, lambda file: _file(file, form))

@@ -29,6 +29,7 @@ from engine.batch_files.tables import ParquetRows
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import NewFile, disk_errors_explained
+from engine.common.plain_text import plain
 
 Answered = Iterator[tuple[Row, Answer]]
 _ROWS_AT_ONCE = 512
@@ -40,6 +41,11 @@ _MOST_EXACT = 10**15
 """Sheet numbers are floating point: longer integers, such as account numbers, would lose digits."""
 _FIRST_YEAR = 1900
 _NOT_IN_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+_LOOKS_ESCAPED = re.compile("_(?=x[0-9A-Fa-f]{4}_)")
+"""Spreadsheet programs would show the character of this number."""
+_FORMULA = re.compile("[\t\r\n ]*[=+\\-@\t\r\uff1d\uff0b\uff0d\uff20]")
+"""What makes a spreadsheet program compute a cell of a csv; some take the wide forms, too."""
+_NUMBER = re.compile("[+-]?[0-9][0-9.,\u00a0\u202f]*([eE][+-]?[0-9]+)?%?")
 
 
 def _values(answer: Answer, columns: ResultColumns) -> tuple[Any, ...]:
@@ -169,7 +175,9 @@ class SpreadsheetResult:
             def cell(value: Any) -> Any:
                 if _is_sheet_value(value):
                     return value
-                made = WriteOnlyCell(sheet, _cut(_NOT_IN_XML.sub("\ufffd", as_text(value))))
+                text = _cut(_NOT_IN_XML.sub("\ufffd", as_text(value)))
+                made = WriteOnlyCell(sheet)
+                made._value = _LOOKS_ESCAPED.sub("_x005F_", text).replace("\r", "_x000D_")
                 made.data_type = "s"
                 return made
 
@@ -212,6 +220,17 @@ def _cut(text: str) -> str:
         return text
     units = text.encode("utf-16-le", "replace")
     return units[: 2 * _MOST_CELL_CHARACTERS].decode("utf-16-le", "ignore")
+
+
+def _harmless_answer(answer: Answer) -> Answer:
+    return replace(answer, text=_harmless(answer.text), reasoning=_harmless(answer.reasoning))
+
+
+def _harmless(text: str) -> str:
+    """A model's text for a csv: no control characters, and in front of what would be a formula the sign for text."""
+    is_formula = _FORMULA.match(text) and not _NUMBER.fullmatch(text.strip())
+    text = plain(text.replace("\r\n", "\n"))
+    return f"'{text}" if is_formula else text
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -298,6 +317,7 @@ def write_result(
     openai: bool = False,
     created_s: int = 0,
     extras: Sequence[str] = (),
+    raw_text: bool = False,
     between: Between = noop,
 ) -> Written:
     """Writes all answered rows in input order, replacing an earlier result of the job.
@@ -309,6 +329,7 @@ def write_result(
         openai: write OpenAI's batch output, with failures in the file of `errors_path`.
         created_s: when the job started, for OpenAI's output; seconds since 1970.
         extras: more columns: see `ResultColumns`.
+        raw_text: write answers into csv as they are, even what a spreadsheet or a terminal would obey.
 
     Raises:
         EngineError: `DISK_FULL`, `INVALID_REQUEST`; the old file is unchanged.
@@ -328,7 +349,11 @@ def write_result(
             if failures:
                 bad.finish()  # before either is renamed: if there is no room, neither is
         else:
-            _FORMATS[path.suffix.lower()].write(new.path, source, columns, counted)
+            form = _FORMATS[path.suffix.lower()]
+            answered: Answered = counted
+            if isinstance(form, CsvResult) and not raw_text:
+                answered = ((row, _harmless_answer(answer)) for row, answer in counted)
+            form.write(new.path, source, columns, answered)
         files = [put_in_place(new, path, "result", ledger)]
         if failures:
             files.append(put_in_place(bad, errors_path(path), "errors", ledger))

@@ -17,6 +17,7 @@ from engine.common.chat import ChatMessage, ToolCall, calls_text
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json
+from engine.common.plain_text import plain_line, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +43,15 @@ class RowSource(Protocol):
     Attributes:
         path: the file or folder.
         columns: in order.  Rows may lack some; without a header, later rows may have more.
+        remark: which columns have other names here than in the file, as a sentence; empty if none has.
     """
 
     @property
     def path(self) -> Path: ...
     @property
     def columns(self) -> tuple[str, ...]: ...
+    @property
+    def remark(self) -> str: ...
 
     def all_columns(self) -> tuple[str, ...]:
         """The columns of all rows, including later ones; may read all rows."""
@@ -65,8 +69,20 @@ class RowSource(Protocol):
 class FileRows(ABC):
     """What the inputs share: their file or folder, and columns that its beginning tells, unless a subclass has more."""
 
+    remark = ""
+
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def _named(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Unique names of columns that the file calls so, with a remark about those that were renamed."""
+        unique = unique_names(names)
+        other = [(old, new) for old, new in zip(names, unique, strict=True) if old and old != new]
+        if other:
+            told = ", ".join(f"another {quoted(old)} is called {quoted(new)}" for old, new in other[:_TOLD])
+            more = f" and {len(other) - _TOLD:,} more have new names" if len(other) > _TOLD else ""
+            self.remark = f"Several columns of {plain_line(self._path.name)} have the same name: {told}{more}."
+        return unique
 
     @property
     def path(self) -> Path:
@@ -82,23 +98,25 @@ class FileRows(ABC):
         return self.columns
 
 
-def unique_names(names: list[str]) -> tuple[str, ...]:
-    """Column names from a file's header, made non-empty and unique."""
-    taken: set[str] = set()
+def unique_names(names: Sequence[str]) -> tuple[str, ...]:
+    """Column names from a file, made non-empty and unique: the first of each keeps its name, whatever follows."""
+    given = [name or f"column_{place}" for place, name in enumerate(names, start=1)]
+    taken = set(given)
     numbers: dict[str, int] = {}  # last number tried per name: there may be thousands of duplicates
     result = []
-    for place, name in enumerate(names, start=1):
-        base = name.strip() or f"column_{place}"
-        unique, number = base, numbers.get(base, 1)
-        while unique in taken:
+    for name in given:
+        unique, number = name, numbers.get(name, 0)
+        while number and unique in taken:
             number += 1
-            unique = f"{base}_{number}"
-        numbers[base] = number
+            unique = f"{name}_{number}"
+        numbers[name] = number or 1
         taken.add(unique)
         result.append(unique)
     return tuple(result)
 
 
+_TOLD = 3
+"""Renamed columns that a remark lists."""
 _ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
 
 
@@ -210,6 +228,10 @@ class RowRequest:
         return bool(self.tools) or any(message.parts for message in self.messages)
 
 
+CUT_OFF = "length"
+"""The finish reason of answers that more tokens would have made longer."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """The final outcome of a row.
@@ -238,6 +260,11 @@ class Answer:
     @property
     def failed(self) -> bool:
         return bool(self.problem)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether its limit of tokens ended it; it may have failed for that."""
+        return self.finish_reason == CUT_OFF
 
     @property
     def shown(self) -> str:

@@ -7,13 +7,14 @@ its first row names the columns.
 from __future__ import annotations
 
 import itertools
+import re
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import FileRows, Row, unique_names
+from engine.batch_files.rows import FileRows, Row
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign
 from engine.common.sizes import about
@@ -31,7 +32,7 @@ class ParquetRows(FileRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         with self._opened() as file:
-            self._columns = tuple(file.schema_arrow.names)
+            self._columns = self._named(file.schema_arrow.names)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -39,9 +40,12 @@ class ParquetRows(FileRows):
 
     @property
     def schema(self) -> Any:
-        """The `pyarrow.Schema` of the file."""
+        """The `pyarrow.Schema` of the file, with the names of `columns`."""
+        import pyarrow as pa
+
         with self._opened() as file:
-            return file.schema_arrow
+            fields = zip(file.schema_arrow, self._columns, strict=True)
+            return pa.schema([field.with_name(name) for field, name in fields])
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
@@ -109,8 +113,6 @@ _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 MAX_UNPACKED_BYTES = 2 * 10**9
 MAX_RATIO = 200
 """Sheets compress about 10:1; a much higher ratio is a zip bomb."""
-MOST_LINES = 2**20
-"""Most rows of a sheet, as in spreadsheet programs.  A file may give a row any number, after empty ones."""
 _SMALL_BYTES = 50 * 10**6
 
 
@@ -127,7 +129,7 @@ class SpreadsheetRows(FileRows):
         first = next(self._values(), None)
         if first is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
-        self._columns = unique_names(["" if value is None else str(value) for value in first[1]])
+        self._columns = self._named(["" if value is None else str(value).strip() for value in first[1]])
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -151,32 +153,58 @@ class SpreadsheetRows(FileRows):
                 problem = f"has cells beyond the {len(self._columns)} columns of the first row"
             yield Row(index, dict(zip(self._columns, padded, strict=False)), problem, share)
 
-    def _values(self) -> Iterator[tuple[float, tuple[Any, ...]]]:
+    def _values(self) -> Iterator[tuple[float, list[Any]]]:
         """Non-empty lines, the first of them the header, each with the share read so far."""
         with _opened(self._path) as book:
             for sheet in book.worksheets:
-                some, lines = False, sheet.iter_rows(values_only=True)
-                for line in itertools.count(1):
+                some, lines = False, _lines(book, sheet)
+                while True:
                     try:
-                        cells = next(lines, None)
+                        line = next(lines, None)
                     except Exception as error:  # anything a damaged file makes the parsers raise
                         raise _no_sheet(self._path, error) from None
-                    if cells is None:
+                    if line is None:
                         break
-                    if line > MOST_LINES:
-                        raise _no_sheet(self._path, ValueError(f"a row has a number above {MOST_LINES:,}"))
-                    if any(value is not None for value in cells):
-                        some = True
-                        yield min(1.0, line / (sheet.max_row or line)), _without_empty_end(cells)
+                    some = True
+                    yield line
                 if some:
                     return
 
 
-def _without_empty_end(cells: tuple[Any, ...]) -> tuple[Any, ...]:
-    end = len(cells)
-    while end and cells[end - 1] is None:
-        end -= 1
-    return cells[:end]
+_MOST_COLUMNS = 2**14
+"""Of a sheet, as in spreadsheet programs."""
+
+
+def _lines(book: Any, sheet: Any) -> Iterator[tuple[float, list[Any]]]:
+    """Non-empty lines as they are in the file, without empty cells at the end.
+
+    openpyxl's own rows end where the sheet says that it ends, which other programs write wrongly.
+    """
+    from openpyxl.worksheet._reader import WorkSheetParser
+
+    size = max(book._archive.getinfo(sheet._worksheet_path).file_size, 1)
+    with sheet._get_source() as source:
+        formats = {"date_formats": book._date_formats, "timedelta_formats": book._timedelta_formats}
+        parser = WorkSheetParser(source, sheet._shared_strings, data_only=True, epoch=book.epoch, **formats)
+        for _number, cells in parser.parse():
+            values = {cell["column"]: cell["value"] for cell in cells if cell["value"] is not None}
+            last = max(values, default=0)
+            if last > _MOST_COLUMNS:
+                raise ValueError(f"a cell has a column above {_MOST_COLUMNS:,}")
+            if values:
+                line = [values.get(column) for column in range(1, last + 1)]
+                yield min(1.0, source.tell() / size), [_unescaped(each) for each in line]
+
+
+_ESCAPED = re.compile("_x([0-9A-Fa-f]{4})_")
+
+
+def _unescaped(value: Any) -> Any:
+    """A cell's text as spreadsheet programs show it: `_x000D_` is how they write a carriage return."""
+    if not isinstance(value, str) or "_x" not in value:
+        return value
+    text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), value)
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def _refuse_what_is_no_sheet(path: Path) -> None:
@@ -212,12 +240,29 @@ def _no_sheet(path: Path, error: BaseException) -> EngineError:
 def _opened(path: Path) -> Iterator[Any]:
     import warnings
 
-    import openpyxl
+    from openpyxl.cell.text import Text
+    from openpyxl.reader.excel import SHARED_STRINGS, ExcelReader
+    from openpyxl.xml.constants import SHEET_MAIN_NS
+    from openpyxl.xml.functions import iterparse
+
+    class Reader(ExcelReader):  # type: ignore[misc,unused-ignore]
+        def read_strings(self) -> None:
+            """The shared strings as they are: openpyxl unescapes half of what is escaped in them."""
+            content = self.package.find(SHARED_STRINGS)
+            if content is None:
+                return
+            with self.archive.open(content.PartName[1:]) as source:
+                for _event, node in iterparse(source):
+                    if node.tag == f"{{{SHEET_MAIN_NS}}}si":
+                        self.shared_strings.append(Text.from_tree(node).content)
+                        node.clear()
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about styles and extensions, which do not affect rows
-            book = openpyxl.load_workbook(path, read_only=True, data_only=True)
+            reader = Reader(path, read_only=True, data_only=True)
+            reader.read()
+            book = reader.wb
     except Exception as error:  # anything a damaged file makes the parsers raise
         raise _no_sheet(path, error) from None
     try:

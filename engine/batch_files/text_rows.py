@@ -7,6 +7,7 @@ tsv names the columns, and fields may hold quotes, separators and newlines; a li
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import io
 import itertools
@@ -174,10 +175,13 @@ MAX_FIELD_CHARACTERS = 4 * 2**20
 _SEPARATORS = ",;\t|"
 _NO_SEPARATOR = "\x1f"
 """Used for files with one column, where commas are part of the text."""
+_HINT = re.compile(r'"?sep=([^\r\n"])"?[\r\n]*', re.IGNORECASE)
+_COMPARED = 50
+"""First records that tell the separator from a character in the names."""
 
 
 class DelimitedRows(FileRows):
-    """One row per record.
+    """One row per record.  A first line `sep=;`, as spreadsheets write it, names the separator.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if there is no header.
@@ -186,23 +190,30 @@ class DelimitedRows(FileRows):
     def __init__(self, path: Path, *, separator: str | None = None, encoding: str | None = None) -> None:
         super().__init__(path)
         self._encoding = encoding_of(path, encoding)
+        if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{separator!r} cannot separate columns: give one character, such as ';'."
+            )
         with open_text(path, self._encoding) as (file, _share):
-            header = file.readline(MAX_FIELD_CHARACTERS)
+            header = _header(file)
+            hint = _HINT.fullmatch(header)
+            header = _header(file) if hint else header
         if not header.strip() or not is_text(header):
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
                 f"{path} does not begin with a readable line of column names: add one"
                 f"{', or name the encoding with --encoding' if header.strip() else ''}.",
             )
-        self._separator = separator or _separator_of(header)
-        with open_text(path, self._encoding) as (file, _share):
-            try:
-                names = next(self._reader(file))
-            except csv.Error as error:
-                raise EngineError(
-                    ErrorCode.INVALID_REQUEST, f"{path} has a header row that is not valid csv ({error})."
-                ) from None
-        self._columns = unique_names(names)
+        self._hinted = hint is not None
+        self._separator = separator or (hint[1] if hint else self._separator_of(header))
+        try:
+            with self._records() as (records, _share):
+                names = next(records)
+        except csv.Error as error:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST, f"{path} has a header row that is not valid csv ({error})."
+            ) from None
+        self._columns = self._named([name.strip() for name in names])
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -210,14 +221,13 @@ class DelimitedRows(FileRows):
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
-        with open_text(self._path, self._encoding) as (file, share):
-            reader = self._reader(file)
-            next(reader)
+        with self._records() as (records, share):
+            next(records)
             index = 0
             while True:
-                begun = reader.line_num + 1
+                begun = records.line_num + 1 + self._hinted
                 try:
-                    values = next(reader, None)
+                    values = next(records, None)
                 except csv.Error as error:
                     # Later records cannot be separated: most likely a quote was not closed.
                     yield Row(index, {}, f"and all later rows cannot be read, from line {begun:,} on ({error})", 1.0)
@@ -231,23 +241,49 @@ class DelimitedRows(FileRows):
 
     def _row(self, index: int, values: list[str], share: float) -> Row:
         problem = ""
-        if len(values) > len(self._columns):
+        if any(values[len(self._columns) :]):
             problem = f"has {len(values)} fields, but the header has {len(self._columns)}"
         elif not all(map(is_text, values)):
             values = [value if is_text(value) else value.encode("utf-8", "replace").decode() for value in values]
             problem = WRONG_ENCODING
         return Row(index, dict(zip(self._columns, values, strict=False)), problem, share)
 
-    def _reader(self, file: Iterator[str]) -> csv._reader:  # type: ignore[name-defined,unused-ignore]
+    @contextmanager
+    def _records(self, separator: str = "") -> Iterator[tuple[Any, Callable[[], float]]]:
+        """A `csv.reader` of the header and all that follows, and the share read so far."""
         csv.field_size_limit(MAX_FIELD_CHARACTERS)
-        return csv.reader(file, delimiter=self._separator)
+        with open_text(self._path, self._encoding) as (file, share):
+            if self._hinted:
+                file.readline()
+            yield csv.reader(file, delimiter=separator or self._separator), share
+
+    def _separator_of(self, header: str) -> str:
+        """The one that splits the first records into equally many fields, and the header into the most."""
+        outside = "".join(part for place, part in enumerate(header.split('"')) if place % 2 == 0)
+        found = [separator for separator in _SEPARATORS if separator in outside]
+        if len(found) < 2:
+            return found[0] if found else _NO_SEPARATOR
+        # Names may hold the other one: `Name, first;City`.
+        return max(found, key=lambda separator: (self._alike(separator), outside.count(separator)))
+
+    def _alike(self, separator: str) -> int:
+        """How many of the first records have as many fields as the header."""
+        with self._records(separator) as (records, _share), contextlib.suppress(csv.Error):
+            counts = [len(record) for record in itertools.islice(records, _COMPARED) if record]
+            return sum(count == counts[0] for count in counts)
+        return 0
 
 
-def _separator_of(header: str) -> str:
-    """The separator that splits the header into the most names, if any."""
-    outside = "".join(part for place, part in enumerate(header.split('"')) if place % 2 == 0)
-    found = max(_SEPARATORS, key=outside.count)
-    return found if found in outside else _NO_SEPARATOR
+def _header(file: TextIO) -> str:
+    """The first record, which has a newline where that is quoted; only its beginning if it is too long."""
+    lines, length, is_open = [], 0, False
+    while line := file.readline(MAX_FIELD_CHARACTERS):
+        lines.append(line)
+        length += len(line)
+        is_open ^= line.count('"') % 2 == 1
+        if not is_open or length >= MAX_FIELD_CHARACTERS:
+            return "".join(lines)
+    return "".join(lines[:1])  # the quote is never closed, so it is none
 
 
 _FIRST_ROWS = 200
@@ -292,16 +328,28 @@ class JsonLines(FileRows):
 
 
 def _fields(line: str) -> tuple[dict[str, Any], str]:
+    pairs: list[tuple[str, Any]] = []
+
+    def keep(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        nonlocal pairs
+        pairs = found  # the last object to end is the outermost
+        return dict(found)
+
     try:
-        value = parse_json(line, deepest=DEEPEST)
+        value = parse_json(line, deepest=DEEPEST, object_pairs_hook=keep)
     except ValueError as error:
         return {}, f"is not JSON ({str(error)[:80]})"
-    if "\\ud" in line.lower():
-        value = sound(value)
+    is_unsound = "\\ud" in line.lower()
     if isinstance(value, str):
-        return {"text": value}, ""
+        return {"text": sound(value) if is_unsound else value}, ""
     if isinstance(value, dict):
-        return value, ""
+        if is_unsound:
+            pairs = [(sound(name), sound(entry)) for name, entry in pairs]
+        fields = dict(pairs)
+        if len(fields) < len(pairs):  # the same name twice
+            names, values = zip(*pairs, strict=True)
+            fields = dict(zip(unique_names(names), values, strict=True))
+        return fields, ""
     return {}, f"is {_named(value)}, not an object or a string"
 
 

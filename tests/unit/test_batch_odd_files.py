@@ -63,7 +63,7 @@ def test_a_folder_of_different_files_asks_what_each_row_has(tmp_path: Path) -> N
     source = open_source(tmp_path)
     template = template_of(source.columns)
     rows = list(source.rows())
-    assert [template.fill(row) for row in rows[:2]] == ["one", "two"]
+    assert [template.fill(row) for row in rows[:2]] == ["one\n", "two"]
     with pytest.raises(ValueError, match="nothing in 'prompt'"):
         template.fill(rows[2])
 
@@ -76,7 +76,7 @@ def test_links_that_loop_and_pipes_hang_nothing(tmp_path: Path) -> None:
     for name, target in (("up", ".."), ("self", "."), ("gone.txt", "nowhere.txt"), ("loop.txt", "loop.txt")):
         (folder / name).symlink_to(target)
     os.mkfifo(folder / "pipe.txt")
-    assert [row["text"] for row in _rows(folder)] == ["one"]
+    assert [row["text"] for row in _rows(folder)] == ["one\n"]
     with pytest.raises(EngineError, match="pipe"):
         open_source(folder / "pipe.txt")
     with pytest.raises(EngineError, match="no file"):

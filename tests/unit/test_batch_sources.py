@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import random
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.batch_files.openai_format import holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.result_file import write_result
+from engine.batch_files.rows import Answer
 from engine.common.errors import EngineError, ErrorCode
 from tests.refusals import refused
 
@@ -44,6 +48,190 @@ def test_csv_with_quotes_separators_and_newlines_comes_back(
         writer.writerows(rows)
     assert _fields(path) == [{"first": a, "second": b} for a, b in rows]
     assert not any(_problems(path))
+
+
+_NAME = st.text(st.sampled_from('ab1,;|"\n\r\t\u00e4 '), min_size=1, max_size=6)
+_CELL = st.text(st.sampled_from("xy,;|\"\n\r\t\u4e2d \\_'=-"), max_size=8)
+
+
+@st.composite
+def _tables(draw: st.DrawFn, cell: st.SearchStrategy[str] = _CELL) -> tuple[list[str], list[list[str]]]:
+    """Names, among them equal ones, and rows that have something in each of them."""
+    names = draw(st.lists(_NAME.filter(str.strip), min_size=2, max_size=5))
+    size = {"min_size": len(names), "max_size": len(names)}
+    return names, draw(st.lists(st.lists(cell, **size).filter(any), min_size=1, max_size=5))
+
+
+def _assert_whole(path: Path, names: list[str], rows: list[list[Any]]) -> None:
+    """No column and no row is lost, in order; names are kept, and the first of several equal ones is."""
+    source = open_source(path)
+    columns = source.columns
+    assert len(set(columns)) == len(columns) == len(names)
+    assert [columns[names.index(name)] for name in dict.fromkeys(names)] == list(dict.fromkeys(names))
+    assert bool(source.remark) == (len(set(names)) < len(names))
+    assert not any(row.problem for row in source.rows())
+    assert [[row.fields[name] for name in columns] for row in source.rows()] == rows
+    output = path.with_name("out.jsonl")
+    write_result(output, source, [Answer(number, "x", "stop") for number in range(len(rows))])
+    written = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    assert [list(line.values())[: len(names)] for line in written] == rows
+    assert all(line["answer"] == "x" for line in written)
+
+
+@settings(max_examples=80, deadline=None)
+@given(_tables(), st.sampled_from(",;\t|"), st.sampled_from([csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]), st.booleans())
+def test_no_row_and_no_column_of_a_csv_is_lost(
+    tmp_path_factory: pytest.TempPathFactory,
+    table: tuple[list[str], list[list[str]]],
+    separator: str,
+    quoting: Any,
+    hint: bool,
+) -> None:
+    names, rows = table
+    path = tmp_path_factory.mktemp("csv") / "input.csv"
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(f"sep={separator}\r\n" if hint else "")
+        csv.writer(file, delimiter=separator, quoting=quoting).writerows([names, *rows])
+    _assert_whole(path, [name.strip() for name in names], rows)
+
+
+def _sheet_with(path: Path, names: list[str], rows: list[list[str]], dimension: str) -> None:
+    """A workbook that says of its sheet that it is as big as `dimension`, as some programs do."""
+    book = openpyxl.Workbook()
+    for line in (names, *rows):
+        book.active.append([_escaped(value) for value in line])
+    plain = path.with_name("plain.xlsx")
+    book.save(plain)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(path, "w") as new:
+        for entry in old.namelist():
+            content = old.read(entry)
+            if "sheet1" in entry:
+                content = re.sub(rb'<dimension ref="[^"]*" ?/>', dimension.encode(), content)
+            new.writestr(entry, content)
+
+
+def _escaped(value: str) -> str | None:
+    """As spreadsheet programs write text."""
+    return re.sub("_(?=x[0-9A-Fa-f]{4}_)", "_x005F_", value).replace("\r", "_x000D_") or None
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    _tables(st.sampled_from(["a", "b\r\nc", "_x000D_", "_x005F_", "_x005f_x000d_", "x000D_", "\U0001f600 ", "\u4e2d"])),
+    st.sampled_from(["", "A1", "A1:A1", "A1:B2", "B2:C3", "A1:XFD1048576", "A9:B9"]),
+)
+def test_a_sheet_is_read_as_it_is_whatever_it_says_of_its_size(
+    tmp_path_factory: pytest.TempPathFactory, table: tuple[list[str], list[list[str]]], dimension: str
+) -> None:
+    names, rows = table
+    path = tmp_path_factory.mktemp("xlsx") / "input.xlsx"
+    _sheet_with(path, names, rows, dimension and f'<dimension ref="{dimension}"/>')
+    _assert_whole(path, [name.strip() for name in names], rows)
+    again = path.with_name("out.xlsx")
+    write_result(again, open_source(path), [Answer(number, "x", "stop") for number in range(len(rows))])
+    assert [list(row.values())[: len(names)] for row in _fields(again)] == rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(_tables())
+def test_no_row_and_no_column_of_a_parquet_file_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, table: tuple[list[str], list[list[str]]]
+) -> None:
+    names, rows = table
+    path = tmp_path_factory.mktemp("parquet") / "input.parquet"
+    pq.write_table(pa.Table.from_arrays([pa.array(column) for column in zip(*rows, strict=True)], names=names), path)
+    _assert_whole(path, names, rows)
+    again = path.with_name("out.parquet")
+    write_result(again, open_source(path), [Answer(number, "x", "stop") for number in range(len(rows))])
+    _assert_whole_parquet(again, rows)
+
+
+def _assert_whole_parquet(path: Path, rows: list[list[str]]) -> None:
+    table = pq.read_table(path)
+    assert [list(row.values())[: len(rows[0])] for row in table.to_pylist()] == rows
+
+
+@settings(max_examples=30, deadline=None)
+@given(_tables())
+def test_equal_names_in_a_line_of_json_are_told_apart(
+    tmp_path_factory: pytest.TempPathFactory, table: tuple[list[str], list[list[str]]]
+) -> None:
+    names, rows = table
+    path = tmp_path_factory.mktemp("jsonl") / "input.jsonl"
+    lines = (
+        ", ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in zip(names, row, strict=True))
+        for row in rows
+    )
+    path.write_text("".join(f"{{{line}}}\n" for line in lines))
+    assert [list(row.values()) for row in _fields(path)] == rows
+    assert len({tuple(row) for row in _fields(path)}) == 1
+
+
+def test_names_may_hold_what_separates_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text("Name, first;City, state;Age, years\nAda;Rome;3\nBob;Oslo;4\n")
+    assert _fields(path)[1] == {"Name, first": "Bob", "City, state": "Oslo", "Age, years": "4"}
+
+
+def test_rows_of_a_folder_keep_their_own_column_of_that_name(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.csv").write_text("file,text,file_2\nreport.pdf,hello,kept\n")
+    (folder / "b.jsonl").write_text('{"text": "x"}\n' * 201 + '{"file": "late.pdf", "text": "y"}\n')
+    (folder / "c.txt").write_text("whole\ntext\n")
+    source = open_source(folder)
+    assert source.columns == ("file", "file_3", "text", "file_2")
+    assert "'file_3'" in source.remark
+    rows = [dict(row.fields) for row in source.rows()]
+    assert rows[0] == {"file": "a.csv", "file_3": "report.pdf", "text": "hello", "file_2": "kept"}
+    assert rows[202] == {"file": "b.jsonl", "file_3": "late.pdf", "text": "y"}
+    assert rows[203:] == [{"file": "c.txt", "text": "whole\ntext\n"}]
+    lines = open_source(folder, InputForm(whole_files=False)).rows()
+    assert [row.fields["text"] for row in lines][203:] == ["whole", "text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_openai"),
+    [
+        ("a.csv", "custom_id,body\n1,Hello\n", False),
+        ("b.jsonl", '{"custom_id": "1", "body": "Hello"}\n', False),
+        ("c.jsonl", '{"custom_id": "1", "body": {"title": "Hello"}}\n', False),
+        ("d.jsonl", '{"custom_id": "1", "body": 3}\n{"custom_id": "2", "body": {"messages": []}}\n', True),
+    ],
+)
+def test_a_file_with_these_columns_is_no_openai_batch_for_that(
+    tmp_path: Path, name: str, content: str, is_openai: bool
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert holds_openai_requests(open_source(tmp_path / name)) == is_openai
+
+
+@pytest.mark.parametrize("separator", ["", "ab", '"', "\n"])
+def test_what_cannot_separate_is_refused(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "input.csv").write_text("a,b\n1,2\n")
+    with refused(ErrorCode.INVALID_REQUEST, "one character"):
+        open_source(tmp_path / "input.csv", InputForm(separator=separator))
+
+
+_OBEYED = ("=cmd|' /C calc'!A0", "+1+cmd()", "-2+3", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", "- one\n- two")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_what_a_model_says_is_text_for_spreadsheets_and_terminals(tmp_path: Path, suffix: str) -> None:
+    path, output = tmp_path / "input.csv", tmp_path / f"out{suffix}"
+    said = [*_OBEYED, "\x1b]0;title\x07 \x9b31m", "-12.5", "+3", "-1,000.5e3%", "plain = text", "a\r\nb"]
+    path.write_text("text\n" + "=own\n" * len(said))
+    answers = [Answer(number, text, "stop", reasoning=text) for number, text in enumerate(said)]
+    write_result(output, open_source(path), answers, extras=["reasoning"])
+    found = _fields(output)
+    quoted, plain = found[: len(_OBEYED)], found[len(_OBEYED) :]
+    assert all(row["answer"][0] == row["reasoning"][0] == "'" for row in quoted)
+    assert [row["answer"] for row in plain[1:]] == ["-12.5", "+3", "-1,000.5e3%", "plain = text", "a\nb"]
+    assert all(row["text"] == "=own" for row in found)
+    assert not set(output.read_text(encoding="utf-8")) & set("\x1b\x07\x9b")
+    raw = tmp_path / f"raw{suffix}"
+    write_result(raw, open_source(path), answers, raw_text=True)
+    assert [row["answer"] for row in _fields(raw)] == said
 
 
 def test_rows_stream_from_a_file_far_bigger_than_what_is_held(tmp_path: Path) -> None:
