@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from app.services.batch_job import JobEntry
-from engine.batch_files.job_list import read_answers
+from engine.batch_files.job_list import Ended, read_answers
 from engine.batch_files.messages import BatchRow
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
@@ -29,10 +29,10 @@ class JobAnswers:
         self._asked: Iterator[tuple[int, str]] = iter(())
         self._next = -1
 
-    def page(self, after: int, *, failed_only: bool = False, limit: int = PAGE_ROWS) -> list[BatchRow]:
+    def page(self, after: int, *, ended: Ended = "any", limit: int = PAGE_ROWS) -> list[BatchRow]:
         """The answers after `row`, with shortened texts."""
         with self._lock:
-            answers = read_answers(self._entry.journal, after=after, limit=limit, failed_only=failed_only)
+            answers = read_answers(self._entry.journal, after=after, limit=limit, ended=ended)
             return [_row(answer, self._prompt(answer.row), _MOST_CHARACTERS) for answer in answers]
 
     def whole(self, row: int) -> BatchRow | None:

@@ -31,7 +31,7 @@ class InputPreview:
         openai: whether rows are OpenAI requests.
         is_text: whether the encoding matters.
         is_delimited: whether the separator matters.
-        has_plain_text: whether a row may be a whole text file or one of its lines.
+        has_plain_text: whether a row may be a whole text file or one of its lines; `whole_files`: which it is.
         problem: what is wrong with the first invalid row, as the end of a sentence; empty if all are valid.
     """
 
@@ -44,6 +44,7 @@ class InputPreview:
     is_text: bool
     is_delimited: bool
     has_plain_text: bool
+    whole_files: bool
     problem: str
 
 
@@ -77,6 +78,7 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
         is_text=bool(suffixes & TEXT_SUFFIXES),
         is_delimited=".csv" in suffixes,
         has_plain_text=".txt" in suffixes,
+        whole_files=isinstance(source, FolderRows) if form.whole_files is None else form.whole_files,
         problem=next((row.problem for row in first if row.problem), ""),
     )
 

@@ -87,8 +87,8 @@ def _from_journal(known: KnownJob, noted: JobEntry | None) -> JobEntry | None:
         failed=known.failed,
         result=known.output,
         errors=known.errors,
-        begun_model=str(known.settings.get("model", "")) if known.done else "",
-        begun_precision=known.precision if known.done else "",
+        begun_model=str(known.settings.get("model", "")) if known.kept else "",
+        begun_precision=known.precision if known.kept else "",
     )
     if known.running:
         return replace(entry, state=JobState.ELSEWHERE, total=noted.total if noted else None)

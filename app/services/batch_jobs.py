@@ -247,7 +247,7 @@ class BatchJobs(QObject):
         info = self._client.model
         if not entry.needs_model:
             model, beside_chat = ", ".join(job.endpoints) or model, False
-        elif info is not None and not (entry.done and job.start in ("resume", "retry_failed")):
+        elif info is not None and not (entry.done and job.goes_on):
             entry = replace(entry, begun_model=info.path, begun_precision=info.precision)
         self._runs[key] = run = self._client.start_batch(job)
         self._put(replace(entry, job=resumed, state=JobState.RUNNING, model=model, beside_chat=beside_chat))

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from engine.batch_files.journal import LATER_COLUMNS, parse_manifest, written_files
+from engine.batch_files.journal import COUNTS, LATER_COLUMNS, NOT_AGAIN, parse_manifest, written_files
 from engine.batch_files.own_files import WrittenFile
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import CUT_OFF, Answer
 from engine.common.files import try_lock, unlock
 from engine.common.paths import jobs_dir
 
@@ -63,7 +63,9 @@ class KnownJob:
         journal: the file.
         settings: `BatchJob` and the model, from JSON.
         begun_s, finished_s: seconds since 1970; None while rows are missing.
-        done, failed, generated_tokens: rows completed, those of them that failed, and all generated tokens.
+        done, failed, cut_off: rows completed, those of them that failed, and those that ended at their limit of tokens.
+        generated_tokens: of all of them.
+        kept: answers, including those whose rows are to be answered again.
         running: whether a process is working on it.
         digest, precision: of the model that it started with, and of its weights; see `JobManifest`.
         endpoints: rows and generated tokens of each endpoint that answered any; empty for this machine.
@@ -83,6 +85,8 @@ class KnownJob:
     errors: str = ""
     digest: str = ""
     endpoints: tuple[tuple[str, int, int], ...] = ()
+    cut_off: int = 0
+    kept: int = 0
 
 
 def known_jobs() -> list[KnownJob]:
@@ -93,13 +97,15 @@ def known_jobs() -> list[KnownJob]:
 
 def read_job(journal: Path) -> KnownJob | None:
     """One job; None if it does not exist or is unreadable."""
-    counts = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
     try:
         with _read_only(journal) as connection:
             manifest, settings, begun, finished = connection.execute(
                 "SELECT content, settings, begun_s, finished_s FROM manifest"
             ).fetchone()
-            done, failed, tokens = connection.execute(counts).fetchone()
+            has_again = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'again'").fetchone()
+            chosen = f"WHERE {NOT_AGAIN}" if has_again else ""  # as jobs of earlier versions lack it
+            done, failed, tokens, cut_off = connection.execute(f"{COUNTS} {chosen}").fetchone()
+            (kept,) = connection.execute("SELECT COUNT(*) FROM answers").fetchone()
             content = json.loads(settings)
             began_as = parse_manifest(manifest)
             by = _there(connection)[LATER_COLUMNS.index("answered_by")]
@@ -124,6 +130,8 @@ def read_job(journal: Path) -> KnownJob | None:
         errors=files.get("errors", ""),
         digest=began_as.model if began_as is not None else "",
         endpoints=endpoints if any(name for name, *_ in endpoints) else (),
+        cut_off=int(cut_off),
+        kept=int(kept),
     )
 
 
@@ -136,14 +144,18 @@ def read_written(journal: Path) -> list[WrittenFile]:
         return []
 
 
-def read_answers(journal: Path, *, after: int = -1, limit: int = 200, failed_only: bool = False) -> list[Answer]:
+Ended = Literal["any", "failed", "cut_off"]
+"""How rows ended: `cut_off` at their limit of tokens, among them those that failed for that."""
+_ENDED: dict[Ended, str] = {"any": "", "failed": "AND problem != ''", "cut_off": f"AND finish_reason = '{CUT_OFF}'"}
+
+
+def read_answers(journal: Path, *, after: int = -1, limit: int = 200, ended: Ended = "any") -> list[Answer]:
     """Some outcomes of a job in row order; none if it cannot be read."""
-    chosen = "AND problem != ''" if failed_only else ""
     try:
         with _read_only(journal) as connection:
             later = ", ".join(_there(connection))
             query = f"""SELECT row, text, finish_reason, prompt_tokens, generated_tokens, problem, {later}
-                FROM answers WHERE row > ? {chosen} ORDER BY row LIMIT ?"""
+                FROM answers WHERE row > ? {_ENDED[ended]} ORDER BY row LIMIT ?"""
             return [Answer(*values) for values in connection.execute(query, (after, limit))]
     except sqlite3.Error:
         return []

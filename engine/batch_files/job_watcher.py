@@ -94,6 +94,7 @@ class Pace:
 
     Attributes:
         done, failed: rows completed, and those of them that failed.
+        cut_off: those whose answers ended at their limit of tokens; some may have failed for that.
         total: total rows; None while unknown.
         tokens_per_s: generated over the last two minutes; 0 while unknown.
         remaining_low_s, remaining_high_s: seconds until the end, from the fastest and the slowest part of those two
@@ -111,6 +112,7 @@ class Pace:
     remaining_high_s: float | None
     under_way: int = 0
     places: tuple[PlacePace, ...] = ()
+    cut_off: int = 0
 
 
 class PaceMeter:

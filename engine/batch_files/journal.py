@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from engine.batch_files.own_files import WrittenFile
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import CUT_OFF, Answer
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, private_file, private_folder, restrict_files, try_lock
 from engine.common.paths import jobs_dir
@@ -112,10 +112,15 @@ CREATE TABLE IF NOT EXISTS answers (
     reasoning TEXT NOT NULL DEFAULT '', answered_by TEXT NOT NULL DEFAULT '',
     tool_calls TEXT NOT NULL DEFAULT ''
 );
+CREATE TABLE IF NOT EXISTS again (row INTEGER PRIMARY KEY, tokens INTEGER);
 CREATE TABLE IF NOT EXISTS written (
     path TEXT NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL, time_ns INTEGER NOT NULL, digest TEXT NOT NULL
 );
 """
+COUNTS = f"""SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0),
+    COALESCE(SUM(finish_reason = '{CUT_OFF}'), 0) FROM answers"""
+NOT_AGAIN = "row NOT IN (SELECT row FROM again)"
+"""Answers that stand; the others are kept until their rows are answered again."""
 LATER_COLUMNS = ("reasoning", "answered_by", "tool_calls")
 """Those of answers that jobs of earlier versions lack."""
 _LOCK_S = 1.0
@@ -169,7 +174,7 @@ class Journal:
             values = (manifest.to_json(), settings, time.time())
             self._connection.execute("INSERT INTO manifest VALUES (1, ?, ?, ?, NULL)", values)
             return
-        done = self.counts()[0]
+        done = self.kept
         if done:  # without answers, nothing can be mixed up
             try:
                 require_same(parse_manifest(row[0]), manifest, done)
@@ -203,18 +208,32 @@ class Journal:
         ]
         if not values:
             return
+        rows = [values[:1] for values in values]
         with self._explained(), self._transaction():
+            again = "row = ? AND row IN (SELECT row FROM again)"
+            self._connection.executemany(f"DELETE FROM answers WHERE {again}", rows)
+            self._connection.executemany("DELETE FROM again WHERE row = ?", rows)
             self._connection.executemany(f"INSERT INTO answers ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def has(self, row: int) -> bool:
         """Whether this row is complete."""
-        return self._connection.execute("SELECT 1 FROM answers WHERE row = ?", (row,)).fetchone() is not None
+        query = f"SELECT 1 FROM answers WHERE row = ? AND {NOT_AGAIN}"
+        return self._connection.execute(query, (row,)).fetchone() is not None
 
     def counts(self) -> tuple[int, int, int]:
-        """Rows completed, those of them that failed, and all generated tokens."""
-        query = "SELECT COUNT(*), COALESCE(SUM(problem != ''), 0), COALESCE(SUM(generated_tokens), 0) FROM answers"
-        done, failed, tokens = self._connection.execute(query).fetchone()
+        """Rows completed, those of them that failed, and all their generated tokens."""
+        done, failed, tokens, _cut_off = self._connection.execute(f"{COUNTS} WHERE {NOT_AGAIN}").fetchone()
         return int(done), int(failed), int(tokens)
+
+    @property
+    def cut_off(self) -> int:
+        """Rows completed whose answers ended at their limit of tokens."""
+        return int(self._connection.execute(f"{COUNTS} WHERE {NOT_AGAIN}").fetchone()[3])
+
+    @property
+    def kept(self) -> int:
+        """Answers, including those whose rows are to be answered again."""
+        return int(self._connection.execute("SELECT COUNT(*) FROM answers").fetchone()[0])
 
     @property
     def has_reasoning(self) -> bool:
@@ -249,10 +268,45 @@ class Journal:
             self._connection.execute("DELETE FROM written")
             self._connection.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?)", map(_values, files))
 
-    def forget_failed(self) -> int:
-        """Deletes failed outcomes, so that their rows are retried; returns their number."""
+    def redo_failed(self) -> int:
+        """Has failed rows answered again; returns their number."""
         with self._explained():
-            return self._connection.execute("DELETE FROM answers WHERE problem != ''").rowcount
+            query = "INSERT OR REPLACE INTO again SELECT row, NULL FROM answers WHERE problem != ''"
+            return self._connection.execute(query).rowcount
+
+    def redo_cut_off(self, most_tokens: int = 0) -> int:
+        """Has rows that were cut off answered again with more tokens; returns their number.
+
+        Args:
+            most_tokens: their new limit, for those that had less; 0: twice what each had.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`: all of them had as many tokens.
+        """
+        limit = f"{most_tokens}" if most_tokens else "2 * generated_tokens"
+        had_less = f"generated_tokens < {most_tokens}" if most_tokens else "TRUE"
+        cut = f"answers WHERE finish_reason = '{CUT_OFF}'"
+        with self._explained():
+            found = self._connection.execute(
+                f"INSERT OR REPLACE INTO again SELECT row, {limit} FROM {cut} AND {had_less}"
+            ).rowcount
+            had = self._connection.execute(f"SELECT MIN(generated_tokens) FROM {cut}").fetchone()[0]
+        if not found and had is not None:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"All rows that were cut off had at least {had:,} tokens: give more than that with --max-tokens.",
+            )
+        return found
+
+    @property
+    def most_tokens_again(self) -> int:
+        """The highest limit of rows that are answered again because they were cut off."""
+        return int(self._connection.execute("SELECT COALESCE(MAX(tokens), 0) FROM again").fetchone()[0])
+
+    def tokens_again(self, row: int) -> int | None:
+        """The limit of a row that is answered again because it was cut off, 0 if that is not known; otherwise None."""
+        found = self._connection.execute("SELECT tokens FROM again WHERE row = ?", (row,)).fetchone()
+        return None if found is None else found[0]
 
     def finish(self) -> None:
         """Marks the job as finished: all rows are complete and the result is written."""

@@ -61,6 +61,7 @@ class BatchProgress:
     Attributes:
         total: total rows; -1 while unknown.
         remaining_low_s, remaining_high_s: seconds until the end; -1 while unknown.
+        cut_off: completed rows whose answers ended at their limit of tokens; some may have failed for that.
         blocked: why the job is blocked, as a sentence; empty if it is not.
         under_way: rows that currently share each sweep over the weights.
         places: where rows are answered, if not on this machine alone.
@@ -76,6 +77,7 @@ class BatchProgress:
     blocked: str
     under_way: int = 0
     places: tuple[PlacePace, ...] = ()
+    cut_off: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class BatchFinished:
 
     Attributes:
         finished: whether all rows are complete; otherwise the job was stopped and can be resumed.
-        done, failed: rows completed in all runs of the job, and those of them that failed.
+        done, failed, cut_off: rows completed in all runs of the job; see `BatchProgress`.
         written: rows in the output.
         tokens: generated in this run, in `seconds` of computing.
         note: a remark on how rows were run, or on the result's path if it differs from the requested one.
@@ -191,3 +193,4 @@ class BatchFinished:
     note: str
     output: str = ""
     errors: str = ""
+    cut_off: int = 0

@@ -83,7 +83,7 @@ class PreparedJob:
             precision=precision,
             sampling=json.dumps({**_sampling(job.sampling), **_changed_attention(job)}),
             constraint=json.dumps([job.schema, job.choices, job.tries]),
-            form=json.dumps([job.encoding, job.separator, job.whole_files]),
+            form=json.dumps([job.encoding, job.separator, _are_whole(job)]),
         )
 
     def open_journal(self, manifest: JobManifest, model: str, servers: Sequence[Mapping[str, str]] = ()) -> Journal:
@@ -108,8 +108,14 @@ class PreparedJob:
         journal = Journal(path, manifest, settings)
         for file in given:
             journal.remember(file)
-        if self.job.start == "retry_failed":
-            journal.forget_failed()
+        try:
+            if self.job.start == "retry_failed":
+                journal.redo_failed()
+            elif self.job.start == "redo_cut_off":
+                journal.redo_cut_off(self.job.more_tokens)
+        except EngineError:
+            journal.close()
+            raise
         for written in self._files:
             remove_left_over(written)
         return journal
@@ -170,6 +176,10 @@ def prepare(job: BatchJob) -> PreparedJob:
             grammar_of(constraint)  # report errors now, not row by row
         prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
     return PreparedJob(job, source, prompts, output, openai)
+
+
+def _are_whole(job: BatchJob) -> bool:
+    return Path(job.input).is_dir() if job.whole_files is None else job.whole_files
 
 
 def _template(text: str, source: RowSource) -> Template:

@@ -169,7 +169,7 @@ class SamplingParams:
         return self.dry_multiplier > 0 and self.dry_range != 0
 
 
-BatchStart = Literal["new", "resume", "restart", "retry_failed"]
+BatchStart = Literal["new", "resume", "restart", "retry_failed", "redo_cut_off"]
 
 
 HERE = "this-pc"
@@ -192,7 +192,10 @@ class BatchJob:
             less memory and time, and answers differ slightly.
         encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
         start: `new` refuses rows that a job has already answered, `resume` continues, `restart` discards,
-            `retry_failed` continues and retries failed rows.
+            `retry_failed` continues and retries failed rows, `redo_cut_off` continues and answers rows that ended at
+            their limit of tokens again, with more; see `Journal.redo_cut_off`.
+        more_tokens: their new limit; 0: twice what each had.
+        raw_text: see `engine.batch_files.result_file.write_result`.
         endpoints: where rows are answered: names of endpoints, or their addresses, and `HERE`; empty: here alone.
         ask_twice: the last rows may be asked of a second endpoint if the first one is slow, which costs tokens.
         mix_models: the job may go on with other models than those that gave its answers so far.
@@ -212,13 +215,20 @@ class BatchJob:
     attention_window: int = 0
     encoding: str | None = None
     separator: str | None = None
-    whole_files: bool = False
+    whole_files: bool | None = None
     start: BatchStart = "new"
     endpoints: tuple[str, ...] = ()
     ask_twice: bool = False
     mix_models: bool = False
     name_endpoints: bool = False
     ray: str = ""
+    more_tokens: int = 0
+    raw_text: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether answers of an earlier run are kept."""
+        return self.start not in ("new", "restart")
 
     @property
     def is_remote(self) -> bool:
@@ -232,6 +242,8 @@ class BatchJob:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"tries is {self.tries}, but must be between 1 and 100.")
         if self.ray and self.endpoints:
             raise EngineError(ErrorCode.INVALID_REQUEST, "Give either endpoints or a Ray cluster, not both.")
+        if self.more_tokens < 0:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"more_tokens is {self.more_tokens}, but must be 0 or more.")
         if self.attention_window < 0:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"attention_window is {self.attention_window}, but must be 0 (off) or more."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +23,7 @@ from engine.batch_files.journal import JobManifest, Journal, SafeKeeping
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.result_file import MOST_OF_A_SHEET, Written, write_result
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.errors import EngineError, ErrorCode
 from engine.jobs.feed import Asking, RowFeed
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowExecutor, never
@@ -66,7 +66,9 @@ class JobRun:
         self._waits_since_s = 0.0
         done, bad, _tokens = journal.counts()
         self._clock = ComputingClock(clock)
-        self._meter = PaceMeter(done, bad, self._clock.now(), prepared.most_tokens)
+        most = prepared.most_tokens and max(prepared.most_tokens, journal.most_tokens_again)
+        self._meter = PaceMeter(done, bad, self._clock.now(), most)
+        self._cut_off = journal.cut_off
         self._keeping = SafeKeeping(journal)
         self._asking = Asking(prepared.job.tries)
         self._count = RowCount(None)
@@ -98,9 +100,7 @@ class JobRun:
 
     def _answer_all(self) -> bool:
         """Whether all rows have outcomes; False if the job was cancelled."""
-        feed = RowFeed(
-            self._prepared.asked(), self._journal.has, self._asking, self._count, self._keep, self._must_pause
-        )
+        feed = RowFeed(self._asked(), self._journal.has, self._asking, self._count, self._keep, self._must_pause)
 
         def should_yield() -> bool:
             # Called between layers: rows with long answers report progress here.
@@ -115,6 +115,16 @@ class JobRun:
             if outcome is BatchOutcome.FINISHED and feed.is_over:
                 self._check_input(at_once=True)
                 return self._can_continue()
+
+    def _asked(self) -> Iterator[tuple[float, RowRequest | Answer]]:
+        """The rows of the input; those that were cut off earlier may have more tokens."""
+        for share, asked in self._prepared.asked():
+            tokens = self._journal.tokens_again(asked.row)
+            if tokens is not None and isinstance(asked, RowRequest):
+                had = asked.sampling.max_tokens
+                sampling = replace(asked.sampling, max_tokens=max(had, tokens or 2 * had))
+                asked = replace(asked, sampling=sampling)
+            yield share, asked
 
     def _must_pause(self) -> bool:
         """Whether something has to be done before the next row."""
@@ -185,6 +195,7 @@ class JobRun:
     def _keep(self, answer: Answer, question: str) -> None:
         self._keeping.keep(answer)
         self._meter.ended(failed=answer.failed, generated_tokens=answer.generated_tokens)
+        self._cut_off += answer.is_cut_off
         self._watcher.on_answer(answer, question)
         if time.monotonic() - self._reported_s >= _REPORT_S:
             self._report()
@@ -196,7 +207,7 @@ class JobRun:
     def _pace(self) -> Pace:
         rows, tokens = self._executor.under_way
         pace = self._meter.pace(self._count.total, self._clock.now(), under_way=rows, under_way_tokens=tokens)
-        return replace(pace, places=self._executor.places)
+        return replace(pace, places=self._executor.places, cut_off=self._cut_off)
 
     def _in_background(self, doing: str, work: Callable[[Between], _Result], cancelled: Check | None = None) -> _Result:
         is_reported = False
@@ -252,11 +263,12 @@ class JobRun:
                 output,
                 source,
                 journal.answers(),
-                rows=journal.counts()[0],
+                rows=journal.kept,
                 ledger=journal,
                 openai=openai,
                 created_s=begun_s,
                 extras=extras,
+                raw_text=self._prepared.job.raw_text,
                 between=between,
             )
 
@@ -280,7 +292,7 @@ class JobRun:
         asked, pace, unkept = self._prepared.output, self._pace(), self._keeping.waiting
         if unkept:
             done, failed, _tokens = self._journal.counts()
-            pace = replace(pace, done=done, failed=failed)
+            pace = replace(pace, done=done, failed=failed, cut_off=self._journal.cut_off)
             lost = "the last answer was" if unkept == 1 else f"the last {unkept:,} answers were"
             folder = self._journal.path.parent
             sentence = f"The disk of {folder} is full, and {lost} not kept: free some space and resume."

@@ -51,7 +51,9 @@ def run_job(
         EngineError: the job cannot start or continue; its answers so far are kept.
     """
     so_far = read_job(journal_path(prepared.output)) if prepared.job.start != "restart" else None
-    known = Pace(so_far.done if so_far else 0, so_far.failed if so_far else 0, None, 0.0, None, None)
+    known = Pace(0, 0, None, 0.0, None, None)
+    if so_far is not None:
+        known = replace(known, done=so_far.done, failed=so_far.failed, cut_off=so_far.cut_off)
     try:
         manifest = run_in_background(
             lambda between: prepared.manifest(answerer.digest, answerer.precision, between),
@@ -68,7 +70,7 @@ def run_job(
         watcher = replace(watcher, cancelled=lambda: here() or stop.is_made())
         with closing(open_executor(watcher)) as executor:
             ending = JobRun(prepared, manifest, journal, executor, watcher, clock).run()
-            return replace(ending, note=" ".join(filter(None, (ending.note, executor.note))))
+            return replace(ending, note=" ".join(filter(None, (prepared.source.remark, ending.note, executor.note))))
 
 
 def run_first_rows(

@@ -188,6 +188,7 @@ def answered_job(
         note=ending.note,
         output=str(ending.output or ""),
         errors=str(ending.errors or ""),
+        cut_off=pace.cut_off,
     )
 
 
@@ -231,6 +232,7 @@ class JobEvents:
                 blocked=blocked,
                 under_way=pace.under_way,
                 places=pace.places,
+                cut_off=pace.cut_off,
             )
         )
 

@@ -257,13 +257,13 @@ def answerer_of(met: Sequence[Met], own: OwnModel | None, earlier: KnownJob | No
     before = _servers_before(earlier)
     servers = [each.described for each in met]
     servers += [each for each in before if each not in servers]
-    if earlier is not None and earlier.done and earlier.digest:
+    if earlier is not None and earlier.kept and earlier.digest:
         begun = _models_of(earlier)
         others = [model for model in sorted(models) if model not in begun]
         if others and not may_mix:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
-                f"The {earlier.done:,} answers of this job were given by {_listed(begun)}, and now "
+                f"The {earlier.kept:,} answers of this job were given by {_listed(begun)}, and now "
                 f"{_listed(others)} would add to them: choose endpoints with the same model, or agree to mix them "
                 "(--mix-models).",
             )
@@ -293,7 +293,7 @@ def _listed(models: Sequence[str]) -> str:
 
 
 def _servers_before(earlier: KnownJob | None) -> list[dict[str, str]]:
-    servers = earlier.settings.get("servers") if earlier is not None and earlier.done else None
+    servers = earlier.settings.get("servers") if earlier is not None and earlier.kept else None
     if not isinstance(servers, list):
         return []
     return [{str(name): str(value) for name, value in each.items()} for each in servers if isinstance(each, Mapping)]

@@ -50,10 +50,10 @@ def run_cluster_job(prepared: PreparedJob, config: EngineConfig, watcher: JobWat
 
 def _as_begun(prepared: PreparedJob, config: EngineConfig) -> EngineConfig:
     """A job with answers keeps its precision, unless another is asked for."""
-    if config.precision != AUTO or prepared.job.start not in ("resume", "retry_failed"):
+    if config.precision != AUTO or not prepared.job.goes_on:
         return config
     begun = read_job(journal_path(prepared.output))
-    if begun is None or not begun.done or not is_precision(begun.precision):
+    if begun is None or not begun.kept or not is_precision(begun.precision):
         return config
     return replace(config, precision=begun.precision)
 

@@ -21,6 +21,7 @@ from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
+    from engine.batch_files.job_list import KnownJob
     from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace
     from engine.batch_files.prepared_job import PreparedJob
     from engine.batch_files.rows import Answer
@@ -34,6 +35,7 @@ _LIMITS = {
     "link": "the link to the card",
     "card": "the card",
 }
+_REDO: dict[str | None, BatchStart] = {"failed": "retry_failed", "cut-off": "redo_cut_off"}
 _INTERRUPTED = 130
 _MOST_SCHEMA_BYTES = 4 * 2**20
 _PLAIN_TELL_S = 30.0
@@ -70,10 +72,16 @@ def add_parser(subparsers: Any) -> None:
     for option, text in (
         ("--resume", "continue an earlier run"),
         ("--restart", "discard earlier answers and replace OUTPUT"),
-        ("--retry-failed", "continue, and retry failed rows"),
+        ("--retry-failed", "the same as --redo failed"),
     ):
         name = option.removeprefix("--").replace("-", "_")
         start.add_argument(option, dest="start", action="store_const", const=name, default="new", help=text)
+    start.add_argument(
+        "--redo",
+        choices=_REDO,
+        help="continue, and answer failed rows again, or those cut off at the limit, with --max-tokens, or else with "
+        "twice the tokens that each had",
+    )
     parser.add_argument("--sample", type=positive_int, metavar="N", help="only answer and show the first N rows")
     elsewhere = parser.add_argument_group("where rows are answered")
     who = elsewhere.add_mutually_exclusive_group()
@@ -109,10 +117,20 @@ def add_parser(subparsers: Any) -> None:
         metavar="N",
         help="attend to the last N and the first four tokens (StreamingLLM): faster, slightly different answers",
     )
-    form = parser.add_argument_group("how text is read")
+    form = parser.add_argument_group("how text is read and written")
     form.add_argument("--encoding", metavar="E", help="such as cp1252, if not UTF-8")
     form.add_argument("--separator", metavar="C", help="of a csv (default: detected)")
-    form.add_argument("--whole-files", action="store_true", help="a txt file is a single row, not one row per line")
+    form.add_argument(
+        "--whole-files",
+        action=argparse.BooleanOptionalAction,
+        help="a txt file is a single row, not one row per line (default: in a folder)",
+    )
+    form.add_argument(
+        "--raw-text",
+        action="store_true",
+        help="write answers into csv and tsv as they are; otherwise one that a spreadsheet would compute (=, +, -, @) "
+        "has ' in front, and control characters are replaced",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     add_engine_options(parser)
 
@@ -159,27 +177,38 @@ def _on_a_cluster(args: argparse.Namespace, prepared: PreparedJob) -> int:
     return _whole(args, prepared, lambda watcher: run_cluster_job(prepared, config, watcher))
 
 
-def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
-    """A job with answers keeps its precision: later tuning only affects new jobs."""
+def _begun(output: Path) -> KnownJob | None:
+    """The job with this output, if it has answers."""
     from engine.batch_files.job_list import read_job
     from engine.batch_files.journal import journal_path
 
-    if prepared.job.start in ("resume", "retry_failed") and args.precision == AUTO:
-        begun = read_job(journal_path(prepared.output))
-        if begun is not None and begun.done and is_precision(begun.precision):
+    begun = read_job(journal_path(output))
+    return begun if begun is not None and begun.kept else None
+
+
+def _go_on_as_begun(args: argparse.Namespace, prepared: PreparedJob) -> None:
+    """A job with answers keeps its precision: later tuning only affects new jobs."""
+    if prepared.job.goes_on and args.precision == AUTO:
+        begun = _begun(prepared.output)
+        if begun is not None and is_precision(begun.precision):
             args.precision = begun.precision
 
 
 def _job(args: argparse.Namespace) -> BatchJob:
     source = Path(args.input)
     output = args.output or str(source.with_name(f"{source.name}.answers.jsonl"))
-    start: BatchStart = args.start
+    start: BatchStart = _REDO.get(args.redo, args.start)
+    sampling, more_tokens = replace(SamplingParams(), **given_sampling(args)), 0
+    if start == "redo_cut_off" and (begun := _begun(Path(output))) is not None:
+        # The limit is that of the rows that were cut off: the others keep theirs.
+        limit = begun.settings.get("job", {}).get("sampling", {}).get("max_tokens", sampling.max_tokens)
+        sampling, more_tokens = replace(sampling, max_tokens=limit), args.max_tokens or 0
     return BatchJob(
         input=str(source),
         output=output,
         template=args.template,
         system=args.system,
-        sampling=replace(SamplingParams(), **given_sampling(args)),
+        sampling=sampling,
         schema=_schema(args.schema),
         choices=tuple(args.choice or ()),
         tries=args.tries,
@@ -194,6 +223,8 @@ def _job(args: argparse.Namespace) -> BatchJob:
         ask_twice=args.ask_twice,
         mix_models=args.mix_models,
         name_endpoints=args.name_endpoints,
+        more_tokens=more_tokens,
+        raw_text=args.raw_text,
     )
 
 
@@ -263,7 +294,8 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
         except EngineError as error:
             if error.code not in (ErrorCode.DISK_FULL, ErrorCode.ENDPOINT_FAILED):
                 raise
-            how = "(the same command with --resume continues)"
+            how = "" if prepared.job.start == "redo_cut_off" else " with --resume"
+            how = f"(the same command{how} continues)"
             raise EngineError(error.code, f"{error.message.removesuffix('.')} {how}.") from None
         finally:
             shown.clear()
@@ -271,7 +303,8 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
     emit(document, as_json=args.json, human=lambda: _summary(document))
     if not ending.finished:
         kept = "all but the last answers kept" if ending.unkept else "all answers kept"
-        note(f"switchyard: stopped, {kept}; the same command with --resume continues.")
+        how = "the same command" if prepared.job.start == "redo_cut_off" else "the same command with --resume"
+        note(f"switchyard: stopped, {kept}; {how} continues.")
         return _INTERRUPTED
     return 0
 
@@ -285,6 +318,7 @@ def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[
         "rows": pace.total,
         "done": pace.done,
         "failed": pace.failed,
+        "cut_off": pace.cut_off,
         "written": ending.written,
         "seconds": round(seconds, 3),
         "computing_seconds": round(ending.computing_s, 3),
@@ -316,6 +350,8 @@ def _place_document(place: PlacePace) -> dict[str, Any]:
 def _summary(document: dict[str, Any]) -> str:
     why = f"{document['errors']} says why" if document["errors"] else "column `problem` says why"
     failed = f", {document['failed']:,} of them failed ({why})" if document["failed"] else ""
+    cut = f", {document['cut_off']:,} cut off at the limit (--redo cut-off gives them more tokens)"
+    failed += cut if document["cut_off"] else ""
     rows = "1 row is" if document["written"] == 1 else f"{document['written']:,} rows are"
     return (
         f"{rows} in {document['output']}{failed}; "
@@ -385,6 +421,7 @@ def pace_text(pace: Pace) -> str:
     """A job's progress on one line."""
     total = f" of {pace.total:,}" if pace.total is not None else ""
     failed = f", {pace.failed:,} failed" if pace.failed else ""
+    failed += f", {pace.cut_off:,} cut off" if pace.cut_off else ""
     rate = f", {pace.tokens_per_s:,.0f} tokens/s" if pace.tokens_per_s else ""
     left = ""
     if pace.remaining_low_s is not None and pace.remaining_high_s is not None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.common.config import HERE
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.plain_text import plain_line
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     for name, text in (
         ("list", "all jobs, newest first (the default)"),
-        ("show", "one job, with the reasons of failed rows"),
+        ("show", "one job, with the reasons of failed rows and the numbers of those cut off"),
         ("stop", "stop a job wherever it runs; its answers are kept and written"),
         ("remove", "delete a job and its saved answers; its output file stays"),
     ):
@@ -72,12 +73,12 @@ def _show(output: Path, *, as_json: bool) -> None:
     from engine.batch_files.job_list import read_answers
 
     job = _job(output)
-    failures = [
-        {"row": answer.row, "problem": answer.problem} for answer in read_answers(job.journal, failed_only=True)
-    ]
-    document = {**_document(job), "failures": failures}
-    shown = "".join(f"\nRow {failure['row']} {failure['problem']}." for failure in failures)
-    emit(document, as_json=as_json, human=lambda: _line(document) + shown)
+    failures = [{"row": answer.row, "problem": answer.problem} for answer in read_answers(job.journal, ended="failed")]
+    cut_off = [answer.row for answer in read_answers(job.journal, ended="cut_off") if not answer.failed]
+    document = {**_document(job), "failures": failures, "cut_off_rows": cut_off}
+    told = [f"Row {failure['row']} {failure['problem']}." for failure in failures]
+    told += [f"Row {row} was cut off at its limit." for row in cut_off]
+    emit(document, as_json=as_json, human=lambda: "\n".join([_line(document), *map(plain_line, told)]))
 
 
 def _stop(output: Path, *, as_json: bool) -> None:
@@ -115,6 +116,7 @@ def _document(job: KnownJob) -> dict[str, Any]:
         "state": state,
         "done": job.done,
         "failed": job.failed,
+        "cut_off": job.cut_off,
         "generated_tokens": job.generated_tokens,
         "endpoints": [
             {"name": name or HERE, "rows": rows, "generated_tokens": tokens} for name, rows, tokens in job.endpoints
@@ -127,6 +129,8 @@ def _document(job: KnownJob) -> dict[str, Any]:
 def _line(job: dict[str, Any]) -> str:
     begun = datetime.fromtimestamp(job["begun_s"]).strftime("%Y-%m-%d %H:%M")
     failed = f", {job['failed']:,} of them failed" if job["failed"] else ""
+    failed += f", {job['cut_off']:,} cut off" if job["cut_off"] else ""
     by = ", ".join(f"{place['rows']:,} by {place['name']}" for place in job["endpoints"])
     by = f"  ({by})" if by else ""
-    return f"{begun}  {job['state']:<8}  {job['done']:,} rows answered{failed}  {job['output']}{by}"
+    line = f"{begun}  {job['state']:<8}  {job['done']:,} rows answered{failed}"
+    return f"{line}  {plain_line(job['output'])}{plain_line(by)}"

@@ -374,7 +374,7 @@ def test_answers_come_in_pages_with_their_prompts(
     assert [(one.row, one.prompt) for one in first] == [(0, "Say line 0"), (2, "Say line 2")]
     assert len(first[0].answer) < 900
     assert [one.row for one in reader.page(2)] == [3, 5]
-    assert [(one.row, one.problem) for one in reader.page(-1, failed_only=True)] == [(3, "is empty")]
+    assert [(one.row, one.problem) for one in reader.page(-1, ended="failed")] == [(3, "is empty")]
     whole = reader.whole(2)
     assert whole is not None
     assert (whole.answer, whole.prompt) == ("2" * 900, "Say line 2")

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.batch_files import result_file
-from engine.batch_files.job_list import known_jobs
+from engine.batch_files.job_list import known_jobs, read_answers
 from engine.batch_files.journal import Journal, journal_path
 from engine.batch_files.prepared_job import prepare
-from engine.batch_files.rows import Answer
+from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.jobs.rows import RowAnswer
 from tests.engine.shuffled_executor import ShuffledExecutor, Watch, results_in, run_job, write_rows
 from tests.refusals import refused
 
@@ -85,6 +86,78 @@ def test_failed_rows_are_asked_again_when_that_is_wanted(home: Path) -> None:
     executor = ShuffledExecutor()
     assert run_job(replace(job, start="resume"), executor, Watch()).finished
     assert executor.asked == []
+
+
+class Speaker(ShuffledExecutor):
+    """Answers row n with 4 n tokens, if it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: dict[int, int] = {}
+
+    def _answer(self, request: RowRequest) -> RowAnswer:
+        wanted, most = 4 * request.row, request.sampling.max_tokens
+        self.limits[request.row] = most
+        tokens = min(wanted, most)
+        return RowAnswer(request.row, "x" * tokens, "length" if wanted > most else "stop", 3, tokens)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_rows_that_were_cut_off_are_counted_and_answered_again_with_more_tokens(home: Path, suffix: str) -> None:
+    write_rows(home / "in.jsonl", 10)
+    output = home / f"out{suffix}"
+    job = BatchJob(str(home / "in.jsonl"), str(output), template="{{id}}", sampling=SamplingParams(max_tokens=11))
+    ending = run_job(job, Speaker(), Watch())
+    cut = [3, 4, 5, 6, 7, 8, 9]
+    assert ending.pace.cut_off == len(cut)
+    (known,) = known_jobs()
+    assert (known.done, known.cut_off) == (10, len(cut))
+    assert [answer.row for answer in read_answers(known.journal, ended="cut_off")] == cut
+    again = replace(job, start="redo_cut_off")
+    speaker = Speaker()
+    ending = run_job(again, speaker, Watch())
+    assert speaker.limits == dict.fromkeys(cut, 22)
+    assert (ending.pace.done, ending.pace.cut_off, ending.written) == (10, 4, 10)
+    with refused(ErrorCode.INVALID_REQUEST, "at least 22 tokens"):
+        run_job(replace(again, more_tokens=22), Speaker(), Watch())
+    ending = run_job(replace(again, more_tokens=30), Speaker(), Watch(cancel_after=1))
+    assert (ending.finished, ending.pace.done, ending.written) == (False, 7, 10)
+    speaker = Speaker()
+    assert run_job(replace(again, more_tokens=30), speaker, Watch()).pace.cut_off == 2
+    assert len(speaker.limits) == 3
+    assert set(speaker.limits.values()) == {30}
+    run_job(again, Speaker(), Watch())
+    assert [len(row["answer"] or "") for row in results_in(output)] == [4 * row for row in range(10)]
+    speaker = Speaker()
+    assert run_job(again, speaker, Watch()).finished
+    assert speaker.limits == {}
+
+
+def test_a_stopped_redo_is_resumed_with_its_limit_and_loses_no_answer(home: Path) -> None:
+    write_rows(home / "in.jsonl", 10)
+    job = BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"), sampling=SamplingParams(max_tokens=15))
+    run_job(replace(job, template="{{id}}"), Speaker(), Watch())
+    job = replace(job, template="{{id}}", start="redo_cut_off")
+    ending = run_job(job, Speaker(), Watch(cancel_after=2))
+    assert (ending.finished, ending.written, ending.pace.done) == (False, 10, 6)
+    (known,) = known_jobs()
+    assert (known.done, known.kept) == (6, 10)
+    assert all(len(row["answer"]) >= min(15, 4 * row["id"]) for row in results_in(home / "out.jsonl"))
+    speaker = Speaker()
+    assert run_job(replace(job, start="resume"), speaker, Watch()).finished
+    assert set(speaker.limits.values()) == {30}
+
+
+def test_openai_requests_that_were_cut_off_have_more_than_each_asked_for(home: Path) -> None:
+    line = {"custom_id": "", "method": "POST", "url": "/v1/chat/completions"}
+    bodies = [{"messages": [{"role": "user", "content": "hi"}], "max_tokens": most} for most in (9, 2, 9, 5)]
+    lines = [{**line, "custom_id": str(number), "body": body} for number, body in enumerate(bodies)]
+    (home / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = BatchJob(str(home / "in.jsonl"), str(home / "out.jsonl"))
+    assert run_job(job, Speaker(), Watch()).pace.cut_off == 2
+    speaker = Speaker()
+    assert run_job(replace(job, start="redo_cut_off"), speaker, Watch()).pace.cut_off == 1
+    assert speaker.limits == {1: 4, 3: 10}
 
 
 def test_a_new_job_discards_nothing(home: Path) -> None:

@@ -26,14 +26,15 @@ class Engine:
     def __init__(self, ending: JobEnding | EngineError) -> None:
         self._ending = ending
         self.watcher: JobWatcher | None = None
+        self.prepared: PreparedJob | None = None
         self.precision = ""
 
     def load(self, args: Any) -> tuple[Engine, None]:
         self.precision = args.precision
         return self, None
 
-    def run_batch(self, _prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
-        self.watcher = watcher
+    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        self.prepared, self.watcher = prepared, watcher
         for blocked in ("", "Waiting: The disk of x is full.", "Waiting: The disk of x is full.", ""):
             watcher.on_pace(_PACE, blocked)
         if isinstance(self._ending, EngineError):
@@ -94,6 +95,33 @@ def test_a_job_goes_on_with_the_weights_that_it_was_begun_with(
     begun(rows, "bf16", answers)
     code, engine = run(monkeypatch, rows, *options)
     assert (code, engine.precision) == (0, loaded)
+
+
+@pytest.mark.parametrize(("options", "more"), [((), 0), (("--max-tokens", "2000"), 2000)])
+def test_rows_that_were_cut_off_are_redone_with_more_tokens_than_the_job_was_begun_with(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, options: tuple[str, ...], more: int
+) -> None:
+    job = BatchJob(str(rows), str(rows.with_name("out.csv")), sampling=SamplingParams(max_tokens=7))
+    prepared = prepare(job)
+    manifest = prepared.manifest("model", "bf16")
+    journal = prepared.open_journal(manifest, "/models/m")
+    journal.record([Answer(0, "x", "length", 3, 7), Answer(1, "y", "stop", 3, 2)])
+    journal.close()
+    code, engine = run(monkeypatch, rows, "--redo", "cut-off", *options)
+    assert code == 0
+    assert engine.prepared is not None
+    assert (engine.prepared.job.start, engine.prepared.job.more_tokens) == ("redo_cut_off", more)
+    assert engine.prepared.manifest("model", "bf16") == manifest
+
+
+def test_what_was_cut_off_is_counted_and_what_to_do_is_said(
+    monkeypatch: pytest.MonkeyPatch, rows: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ending = JobEnding(True, replace(_PACE, cut_off=2), 3)
+    assert run(monkeypatch, rows, "--json", ending=ending)[0] == 0
+    assert json.loads(capsys.readouterr().out)["cut_off"] == 2
+    assert run(monkeypatch, rows, ending=ending)[0] == 0
+    assert "2 cut off at the limit (--redo cut-off" in capsys.readouterr().out
 
 
 def test_a_result_in_the_way_is_refused_before_a_model_is_loaded(

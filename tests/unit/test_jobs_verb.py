@@ -52,6 +52,22 @@ def test_jobs_are_listed_shown_and_forgotten(output: Path, capsys: pytest.Captur
     assert list(journal_path(output).parent.iterdir()) == []
 
 
+def test_a_name_has_no_line_of_its_own(output: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = output.with_name("out\n2026-01-01 running \x1b[31m.csv")
+    settings = json.dumps({"job": {"output": str(odd)}})
+    journal = Journal(journal_path(odd), _MANIFEST, settings)
+    journal.record([Answer(0, "a", "length", 1, 2), Answer(1, "a", "stop", by="node\nb"), failed(3, "has\na line")])
+    journal.close()
+    for words, lines in ((["list"], 1), (["show", str(odd)], 3)):
+        assert main(["jobs", *words]) == 0
+        said = capsys.readouterr().out
+        assert said.count("\n") == lines
+        assert "\x1b" not in said
+    (job,) = _printed(capsys)
+    assert (job["cut_off"], job["output"]) == (1, str(odd))
+    assert _printed(capsys, "show", str(odd))["cut_off_rows"] == [0]
+
+
 def test_a_running_job_is_stopped_from_elsewhere(
     output: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

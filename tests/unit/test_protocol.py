@@ -64,7 +64,7 @@ JOB = st.builds(
     tries=st.integers(1, 100),
     encoding=st.none() | TEXT,
     separator=st.none() | TEXT,
-    whole_files=st.booleans(),
+    whole_files=st.none() | st.booleans(),
     start=st.sampled_from(get_args(BatchStart)),
 )
 PRICES = st.none() | st.floats(0, 1000)

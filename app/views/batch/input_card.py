@@ -53,7 +53,8 @@ class InputCard(Card):
             self.separator.addItem(self.tr("tab") if sign == "\t" else sign, sign)
         self.whole_files = QCheckBox(self.tr("A text file is one row"), self)
         self.whole_files.setToolTip(self.tr("Otherwise each line is a row"))
-        self.whole_files.clicked.connect(self._on_form)
+        self.whole_files.clicked.connect(self._on_whole_files)
+        self._are_whole: bool | None = None
         for label in (self._words, self._trouble):
             self.body.addWidget(label)
         self.body.addWidget(self.table)
@@ -93,6 +94,7 @@ class InputCard(Card):
         self.encoding.setVisible(preview.is_text)
         self.separator.setVisible(preview.is_delimited)
         self.whole_files.setVisible(preview.has_plain_text)
+        self.whole_files.setChecked(preview.whole_files)
         self._doubts.setVisible(preview.is_text)
         openai = self.tr(
             "An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format."
@@ -108,13 +110,13 @@ class InputCard(Card):
 
     def form(self) -> InputForm:
         """How to read the file."""
-        return InputForm(self.encoding.currentData(), self.whole_files.isChecked(), self.separator.currentData())
+        return InputForm(self.encoding.currentData(), self._are_whole, self.separator.currentData())
 
     def reset_form(self) -> None:
         """Back to detected values; emits nothing."""
         self.encoding.setCurrentIndex(0)
         self.separator.setCurrentIndex(0)
-        self.whole_files.setChecked(False)
+        self._are_whole = None
 
     def _share_width(self, preview: InputPreview) -> None:
         """Short columns get the width they need, the others share the rest; too many columns scroll."""
@@ -152,6 +154,10 @@ class InputCard(Card):
         combo.setToolTip(name)
         combo.activated.connect(self._on_form)
         return combo
+
+    def _on_whole_files(self) -> None:
+        self._are_whole = self.whole_files.isChecked()
+        self._on_form()
 
     def _on_form(self) -> None:
         self.form_changed.emit(self.form())

@@ -131,9 +131,9 @@ class RowsCard(Card):
             self._read_latest()
 
     def _read(self, after: int) -> None:
-        answers, failed_only = self._answers, self.filters.checkedId() == FAILED
+        answers = self._answers
         if answers is not None:
-            page = partial(answers.page, after, failed_only=failed_only)
+            page = partial(answers.page, after, ended="failed" if self.filters.checkedId() == FAILED else "any")
             self._reading.ask(page, self._on_page, lambda _error: self._on_page([]))
 
     def _read_latest(self) -> None:
