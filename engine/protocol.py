@@ -44,7 +44,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
@@ -79,12 +79,17 @@ class Generate:
     """Answer the last message.  Ends in `Finished` (also when cancelled midway) or `Failed`.
 
     With `remote`, an endpoint's model answers, whatever is loaded or going on here; nobody else does in its place.
+
+    Attributes:
+        chat: of which it is a turn.  What is computed of it may be kept on disk, if `keep_chat` was told so and until
+            `forget_chat`; of no chat nothing is.
     """
 
     request_id: str
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams
     remote: RemoteModel | None = None
+    chat: str = ""
 
 
 @dataclass(frozen=True, slots=True)

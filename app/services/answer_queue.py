@@ -196,7 +196,8 @@ class AnswerQueue(QObject):
         while (turn := self._first_here()) and self._client.takes_chats and (model := self._client.model) is not None:
             self._waiting.remove(turn)
             turn.answer = replace(turn.answer, model=model.name)
-            self._follow(turn, self._client.generate(turn.messages, turn.sampling or own_sampling(model)))
+            sampling, chat = turn.sampling or own_sampling(model), turn.answer.conversation_id
+            self._follow(turn, self._client.generate(turn.messages, sampling, chat=chat))
             self._set_phase(turn, Phase(Stage.READING))
         self._report_waiting()
 

@@ -25,6 +25,7 @@ from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import module_command, needs_engine
+from engine.common.kept_context import keep_chat
 from engine.common.model_info import ModelInfo
 from engine.protocol import (
     HEARTBEAT_S,
@@ -229,10 +230,17 @@ class EngineClient(QObject):
         return self._accept(Request(UnloadModel(_new_id()), self._cancel, self))
 
     def generate(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams, remote: RemoteModel | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        remote: RemoteModel | None = None,
+        chat: str = "",
     ) -> ChatAnswer:
-        """Answer the last of `messages`; with `remote`, another server does."""
-        return self._accept(ChatAnswer(Generate(_new_id(), tuple(messages), sampling, remote), self._cancel, self))
+        """Answer the last of `messages`; with `remote`, another server does.  For `chat` see `Generate`."""
+        if chat:
+            keep_chat(chat)  # here, and not by the engine: a chat is deleted here, and this must come before
+        command = Generate(_new_id(), tuple(messages), sampling, remote, chat)
+        return self._accept(ChatAnswer(command, self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:
         """Answer a file of rows with the loaded model, or at the endpoints that the job names.  Chats have priority."""

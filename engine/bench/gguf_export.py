@@ -355,7 +355,7 @@ def gguf_of(
     if own is not None:
         return own
     tensors = read_tensors(checkpoint)
-    made_of = json.dumps([_FORMAT, fingerprint(checkpoint, tensors.values())], sort_keys=True)
+    made_of = json.dumps([_FORMAT, fingerprint(checkpoint)], sort_keys=True)
     digest = hashlib.sha256(made_of.encode()).hexdigest()[:16]
     folder = cache_dir() / "gguf"
     name, add_vocabulary = vocabulary

@@ -17,7 +17,7 @@ from engine.bench.opened import random_text
 from engine.bench.report import Report, row
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.kept_context import kept_context_dir
+from engine.common.kept_context import keep_chat, kept_context_dir, kept_files
 from engine.measure.disk import forget_cached
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.files import KeptFiles
@@ -32,6 +32,7 @@ from engine.runtime.schedule.scheduler import Scheduler
 _ANSWER, _QUESTION = 24, 24
 _SETTLE_S = 120.0
 _ROOM = 64 * 10**9
+_CHAT = "bench"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ def _turns(
     def open_store() -> None:
         usual = open_kept(loaded)
         assert usual is not None
-        loaded.kept = KeptPrefixes(usual.root, usual.ram_budget, KeptFiles(folder, lambda _folder, _held: _ROOM))
+        files = KeptFiles(folder, lambda _folder, _held: _ROOM, lambda: key)
+        loaded.kept = KeptPrefixes(usual.root, usual.ram_budget, files)
         usual.close()
 
     def close_store() -> None:
@@ -103,7 +105,8 @@ def _turns(
         loaded.kept.close()
         loaded.kept = None
 
-    took, chat = dict[str, float](), text(tokens, 1)
+    keep_chat(_CHAT, folder)
+    key, took, chat = os.urandom(32), dict[str, float](), text(tokens, 1)
     _ask(loaded, text(other_tokens, 2))  # everything is warm
     open_store()
     scheduler = Scheduler(loaded)
@@ -121,7 +124,7 @@ def _turns(
     scheduler.close()
     close_store()
     _write_through(folder)
-    forget_cached(folder.iterdir())
+    forget_cached(file.path for file in kept_files(folder))
     open_store()
     scheduler = Scheduler(loaded)
     second = _ask_with(scheduler, [*chat, *text(_QUESTION, 5)])
@@ -134,8 +137,8 @@ def _turns(
 
 def _write_through(folder: Path) -> None:
     """What has not reached the disk cannot be dropped."""
-    for file in folder.iterdir():
-        with open(file, "rb+") as opened:
+    for file in kept_files(folder):
+        with open(file.path, "rb+") as opened:
             os.fsync(opened.fileno())
 
 
@@ -155,7 +158,8 @@ def _ask(loaded: LoadedModel, prompt: Sequence[int]) -> None:
 def _ask_with(scheduler: Scheduler, prompt: Sequence[int]) -> GenerationResult:
     ended: list[Outcome] = []
     sampling = SamplingParams(max_tokens=_ANSWER)
-    scheduler.submit(BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=frozenset()), ended.append)
+    request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=frozenset(), chat=_CHAT)
+    scheduler.submit(request, ended.append)
     scheduler.serve()
     (outcome,) = ended
     if isinstance(outcome, BaseException):

@@ -21,7 +21,7 @@ import psutil
 from engine.batch_files.rows import RowRequest
 from engine.bench.local_ray import LocalRay
 from engine.bench.report import Report, row
-from engine.checkpoint.shards import headers_digest
+from engine.checkpoint.shards import content_digest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
@@ -171,7 +171,7 @@ def _with_ray(
 ) -> tuple[list[_Run], list[_Run]]:
     """One node and several, in turn."""
     sample = tuple((0.1, each) for each in requests(_WARM_ROWS, plan.tokens, -1))
-    digest = headers_digest(Path(config.model))
+    digest = content_digest(Path(config.model))
     asked = ClusterJob((config.model,), digest, config, BatchJob("rows", "answers", ray="auto"), sample)
     with contextlib.ExitStack() as held:
         ray = LocalRay()

@@ -5,16 +5,17 @@ The fingerprint of their files tells whether a checkpoint has changed since some
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, read_json
-from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf.names import all_parts, gguf_at
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry, read_header
 from engine.checkpoint.quantised.declared import BESIDE, LIBRARY_METHODS, check_none_is_packed, declared_quantisation
 from engine.common.errors import EngineError, ErrorCode
@@ -32,6 +33,7 @@ MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
 _LONGEST_NAME = 255
 _LARGE, _LOOKED_AT = 2**20, 2**12
+_READ_WHOLE, _SAMPLES = 2**23, 256
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".pickle")
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scheduler.bin")
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
@@ -233,39 +235,68 @@ def _damaged(what: str) -> EngineError:
     return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{what}: download or copy the model again.")
 
 
-def fingerprint(directory: Path, tensors: Iterable[TensorEntry]) -> dict[str, Any]:
-    """Names, sizes and times of these tensors' files, and a digest of their headers and of config.json.
+def fingerprint(directory: Path) -> dict[str, Any]:
+    """What tells this checkpoint, where it lies, from any other and from what it was before: names, sizes and times of
+    its weights' files, and `content_digest`.
 
-    Weights are not read: that would take as long as the work that the fingerprint saves.
+    Raises:
+        EngineError: as `content_digest`.
+    """
+    described: list[list[Any]] = []
+    return {"content": _digest(directory, described), "files": described}
+
+
+def content_digest(directory: Path) -> str:
+    """What tells a checkpoint from others, on any machine and whatever it is called: config.json and its weights.
+
+    What is not larger than 8 MiB is read whole; else the files' headers, and 4 KB at each of 256 places that are as
+    far apart as the files allow.  Weights that differ only between two such places look the same.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`, naming the file that cannot be read.
     """
-    digest = hashlib.sha256()
-    described = []
-    files = sorted({file for entry in tensors for file in entry.files})
-    for file in files if gguf_at(directory) is not None else [directory / CONFIG_NAME, *files]:
+    return _digest(directory, [])
+
+
+def _digest(directory: Path, described: list[list[Any]]) -> str:
+    digest, gguf = hashlib.sha256(), gguf_at(directory)
+    if gguf is not None:
+        files = all_parts(gguf)
+    else:
+        files = [directory / CONFIG_NAME, *(named_weights(directory) or weight_files(directory))]
+    for file in files:
         try:
-            with open_foreign(file) as stream:
-                status = os.fstat(stream.fileno())
-                if file.suffix == ".safetensors":
-                    length = stream.read(8)
-                    digest.update(length + stream.read(min(int.from_bytes(length, "little"), MAX_HEADER)))
-                else:
-                    digest.update(stream.read(MAX_CONFIG_BYTES))
+            now = file.stat()
+            # With the time of the last change of any kind, which nobody sets: a swapped file is read again.
+            state = now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
+            digest.update(_file_digest(file, state, len(files)))
         except OSError as error:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
                 f"{file} cannot be read ({reason(error)}): check the disk, or download the model again.",
             ) from error
-        described.append([file.name, status.st_size, status.st_mtime_ns])
-    return {"files": described, "headers": digest.hexdigest()}
+        described.append([file.name, now.st_size, now.st_mtime_ns])
+    return digest.hexdigest()
 
 
-def headers_digest(directory: Path) -> str:
-    """What tells a checkpoint from others, on any machine: the digest of its tensors' headers and of config.json.
+@functools.lru_cache(maxsize=1024)
+def _file_digest(file: Path, _state: tuple[int, ...], files: int) -> bytes:
+    with open_foreign(file, buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        for start, length in _looked_at(file, stream, size, files):
+            stream.seek(start)
+            digest.update(stream.read(length))
+    return digest.digest()
 
-    Raises:
-        EngineError: as `fingerprint` and `read_tensors`.
-    """
-    return str(fingerprint(directory, read_tensors(directory).values())["headers"])
+
+def _looked_at(file: Path, stream: BinaryIO, size: int, files: int) -> Iterator[tuple[int, int]]:
+    """Where one of so many files is read to tell it from others, and how much there."""
+    if size <= _READ_WHOLE // files:
+        yield 0, size
+        return
+    is_table = file.suffix == ".safetensors"
+    yield 0, min(8 + int.from_bytes(stream.read(8), "little"), MAX_HEADER) if is_table else min(size, _LARGE)
+    samples = max(4, _SAMPLES // files)
+    for number in range(samples):
+        yield max(0, size - _LOOKED_AT) * number // (samples - 1), _LOOKED_AT

@@ -1,21 +1,27 @@
-"""What was computed of prompts and answers, kept on disk: where, whether and how much of it, and how it is removed.
+"""What was computed of chats, kept on disk: where, whether and how much of it, whose it is, and how it is removed.
 
 Chats go on at once after a restart with what is kept.  It is made of what was written in them, so it is as private as
-they are: nobody but the user can read it, and it can be turned off and cleared.
+they are, and dies with them: each chat has a folder of its own, made when it is first answered and removed when it is
+deleted.  Whoever writes makes no folder, so nothing comes back of a chat that is gone.  Files are encrypted; the key
+is in the system's keyring where there is one, else in a file of the settings, which only the user can read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import re
+import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.common.files import Lock, new_folder, private_folder, write_private
+from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import cache_dir, config_dir
 
 SUFFIX = ".kept"
@@ -24,8 +30,14 @@ STANDARD_BYTES = 4 * 10**9
 LEAST_BYTES, MOST_BYTES = 100 * 10**6, 10**12
 LEFT_FREE_BYTES = 2 * 10**9
 """Of the disk, left to others: a faster answer is worth less than a full disk costs."""
+OTHER_PROGRAMS = "requests of other programs"
+"""Stands for a chat where `switchyard serve` was told to keep what it reads."""
 _PATIENCE_S = 2.0
 _OURS = re.compile(r"[0-9a-f]{32}\.(kept|part)")
+_CHATS = re.compile(r"[0-9a-f]{32}")
+_GONE = re.compile(r"gone-[0-9a-f]{16}")
+_KEY_NAME, _KEY = "kept-context", re.compile(r"[0-9a-f]{64}")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +89,38 @@ def save_kept_context_settings(settings: KeptContextSettings) -> None:
     write_private(_settings_file(), json.dumps(asdict(settings)) + "\n")
 
 
-def kept_files(folder: Path) -> list[KeptFile]:
-    """Finished ones, in any order; none where the folder cannot be read."""
-    found = []
+# --- chats ----------------------------------------------------------------------------------------
+
+
+def folder_of(chat: str, folder: Path) -> Path:
+    """Where what is kept of a chat lies in the folder of all."""
+    return folder / hashlib.blake2b(chat.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def keep_chat(chat: str, folder: Path | None = None) -> None:
+    """What is computed of a chat may be kept from now on, until `forget_chat`, if the settings allow it."""
+    if kept_context_settings().on_disk:
+        folder = folder or kept_context_dir()
+        with contextlib.suppress(OSError):  # nothing is kept of it then
+            private_folder(folder)
+            new_folder(folder_of(chat, folder))
+
+
+def forget_chat(chat: str) -> None:
+    """Removes all that is kept of a chat, also while it is being written; never fails."""
+    _remove([folder_of(chat, kept_context_dir())], kept_context_dir())
+
+
+def forget_other_chats(chats: Iterable[str]) -> None:
+    """Removes what is kept of all but these chats, and what earlier versions kept; never fails."""
+    folder = kept_context_dir()
+    known = {folder_of(chat, folder).name for chat in (*chats, OTHER_PROGRAMS)}
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(SUFFIX) and _OURS.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another program may have removed it just now
-                    status = entry.stat(follow_symlinks=False)
-                    found.append(KeptFile(Path(entry.path), status.st_size, status.st_mtime_ns))
-    return found
-
-
-def kept_context_bytes() -> int:
-    """What it takes on disk now."""
-    return sum(file.nbytes for file in kept_files(kept_context_dir()))
+        names = [entry.name for entry in entries]
+        _remove([folder / name for name in names if _CHATS.fullmatch(name) and name not in known], folder)
+        for name in filter(_OURS.fullmatch, names):
+            with contextlib.suppress(OSError):
+                (folder / name).unlink()
 
 
 def clear_kept_context() -> int:
@@ -100,15 +129,71 @@ def clear_kept_context() -> int:
     Raises:
         OSError: some of it cannot be removed.
     """
-    folder, removed = kept_context_dir(), 0
-    if not folder.is_dir():
-        return 0
-    with changing(folder):
-        for file in kept_files(folder):
-            file.path.unlink(missing_ok=True)
-            removed += file.nbytes
-        remove_parts(folder)
-    return removed
+    folder = kept_context_dir()
+    before = kept_context_bytes()
+    forget_other_chats(())
+    forget_chat(OTHER_PROGRAMS)
+    left = kept_files(folder)
+    for file in left:
+        file.path.unlink(missing_ok=True)
+    return before
+
+
+def _remove(chats: list[Path], folder: Path) -> None:
+    """Renames these folders first: whoever is about to write into one no longer finds it."""
+    chats = [chat for chat in chats if chat.is_dir() and not chat.is_symlink()]
+    if not chats and not _gone(folder):
+        return
+    try:
+        with changing(folder):
+            for chat in chats:
+                with contextlib.suppress(OSError):  # on Windows, while a file in it is open
+                    chat.rename(folder / f"gone-{secrets.token_hex(8)}")
+            for path in (*chats, *_gone(folder)):
+                shutil.rmtree(path, ignore_errors=True)
+    except OSError as error:
+        _log.warning("kept context cannot be removed: %s", error)
+    if any(map(os.path.lexists, chats)):
+        _log.warning("some kept context is in use and will be removed at the next start")
+
+
+def _gone(folder: Path) -> list[Path]:
+    """What could not be removed entirely so far."""
+    with contextlib.suppress(OSError):
+        return [folder / name for name in os.listdir(folder) if _GONE.fullmatch(name)]
+    return []
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def kept_files(folder: Path) -> list[KeptFile]:
+    """Finished ones of all chats, in any order; none where the folder cannot be read."""
+    return [found for path in _ours(folder) if path.suffix == SUFFIX and (found := _as_found(path)) is not None]
+
+
+def _ours(folder: Path) -> Iterator[Path]:
+    """All our files in the folders of chats, and what earlier versions left beside these."""
+    for inner in (folder, *(folder / name for name in _names(folder) if _CHATS.fullmatch(name))):
+        yield from (inner / name for name in _names(inner) if _OURS.fullmatch(name))
+
+
+def _names(folder: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(folder)
+    return []
+
+
+def _as_found(path: Path) -> KeptFile | None:
+    with contextlib.suppress(OSError):  # another program may have removed it just now
+        status = path.stat(follow_symlinks=False)
+        return KeptFile(path, status.st_size, status.st_mtime_ns)
+    return None
+
+
+def kept_context_bytes() -> int:
+    """What it takes on disk now."""
+    return sum(file.nbytes for file in kept_files(kept_context_dir()))
 
 
 @contextlib.contextmanager
@@ -131,10 +216,10 @@ def changing(folder: Path) -> Iterator[bool]:
 
 def remove_parts(folder: Path) -> None:
     """Removes what killed programs left half written; only within `changing`."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(PART) and _OURS.fullmatch(entry.name):
-                Path(entry.path).unlink(missing_ok=True)
+    for path in _ours(folder):
+        if path.suffix == PART:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
 
 
 def room_on_disk(folder: Path, held: int) -> int:
@@ -143,6 +228,49 @@ def room_on_disk(folder: Path, held: int) -> int:
     if not settings.on_disk:
         return 0
     return max(0, min(settings.disk_bytes, held + shutil.disk_usage(folder).free - LEFT_FREE_BYTES))
+
+
+# --- the key --------------------------------------------------------------------------------------
+
+
+def kept_context_key() -> bytes:
+    """The 32 bytes that files are encrypted with, made at the first call on this machine.  May wait for people who
+    unlock the keyring.
+
+    Raises:
+        OSError: there is no keyring, and its file can be neither read nor written.
+    """
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            held.enter_context(changing(kept_context_dir()))  # two programs may be about to make it
+        return _found_key()
+
+
+def _found_key() -> bytes:
+    file, kept = _key_file(), ask_keyring(_KEY_NAME)
+    if _KEY.fullmatch(kept):
+        file.unlink(missing_ok=True)
+        return bytes.fromhex(kept)
+    key = ""
+    with contextlib.suppress(FileNotFoundError, UnicodeDecodeError):
+        key = file.read_text(encoding="ascii").strip()
+    if not _KEY.fullmatch(key):
+        key = secrets.token_hex(32)
+    tell_keyring(_KEY_NAME, key)
+    if ask_keyring(_KEY_NAME) == key:  # a backend may accept and keep nothing
+        file.unlink(missing_ok=True)
+    else:
+        write_private(file, key + "\n")
+    return bytes.fromhex(key)
+
+
+def is_key_in_file() -> bool:
+    """Whether there was no keyring to keep the key in."""
+    return _key_file().exists()
+
+
+def _key_file() -> Path:
+    return config_dir() / "kept-context.key"
 
 
 def _settings_file() -> Path:

@@ -53,6 +53,7 @@ class ChatEngine(Protocol):
         on_reused: Callable[[int, int, float], None],
         cancelled: Callable[[], bool],
         on_end: Callable[[GenerationOutcome | BaseException], None],
+        chat: str,
         on_begin: Callable[[], None],
     ) -> None: ...
 
@@ -131,6 +132,7 @@ class ChatService:
                 on_reused=log.reuses,
                 cancelled=lambda: self._requests.is_cancelled(name),
                 on_end=on_end,
+                chat=request.chat,
                 on_begin=lambda: self._begins(name),
             )
         except Exception as error:

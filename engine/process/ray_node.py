@@ -229,6 +229,6 @@ def _found(models: list[str], digest: str) -> Path | str:
 
 
 def _digest(path: Path) -> str:
-    from engine.checkpoint.shards import headers_digest
+    from engine.checkpoint.shards import content_digest
 
-    return headers_digest(path)
+    return content_digest(path)

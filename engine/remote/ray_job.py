@@ -12,7 +12,7 @@ from engine.batch_files.journal import journal_path
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import RowRequest
 from engine.checkpoint.names import name_of, resolve
-from engine.checkpoint.shards import headers_digest
+from engine.checkpoint.shards import content_digest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO, is_precision
@@ -70,4 +70,4 @@ def _where(model: str) -> tuple[tuple[str, ...], str]:
         if error.code is not ErrorCode.MODEL_NOT_FOUND or "/" in model or "\\" in model:
             raise
         return (model,), ""
-    return tuple(dict.fromkeys((model, name_of(path), str(path)))), headers_digest(path)
+    return tuple(dict.fromkeys((model, name_of(path), str(path)))), content_digest(path)

@@ -48,7 +48,7 @@ class ClusterJob:
 
     Attributes:
         models: names and paths under which nodes may have the model, the likeliest first.
-        digest: of the model, see `headers_digest`; empty for that of the first node.
+        digest: of the model, see `content_digest`; empty for that of the first node.
         config: settings of the engine; the precision may be `auto`: the first node decides for all.
         job: its settings; paths are of no use to nodes.
         sample: its first rows, each with the share of the input read so far.

@@ -355,6 +355,7 @@ class Engine:
         on_text: TextCallback,
         cancelled: Callable[[], bool],
         on_end: OnEnd,
+        chat: str = "",
         on_begin: Callable[[], None] = lambda: None,
         on_reasoning: TextCallback = ignore_text,
         on_reused: ReusedCallback = ignore_reused,
@@ -365,7 +366,7 @@ class Engine:
             on_text, on_reasoning: told what is answered, and apart from it what the model thinks before.
             on_end: told how it ended, once.
             on_begin: see `Scheduler.submit`.
-            on_reused: see `BatchRequest`.
+            chat, on_reused: see `BatchRequest`.
 
         Raises:
             EngineError: `INVALID_REQUEST` without a model.
@@ -385,6 +386,7 @@ class Engine:
             0,
             tuple(messages),
             sampling=sampling,
+            chat=chat,
             on_prepared=answer.begin,
             on_progress=on_progress,
             on_text=answer.take,

@@ -27,6 +27,7 @@ class DeskByName:
             RequestCancelled then.
         idle_s: a model that nobody has asked for so long is unloaded; `None` keeps it.
         on_model: told on the engine's thread which model is loaded now.
+        chat: see `Desk`.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class DeskByName:
         load: Callable[[Path, CancelCheck], None],
         idle_s: float | None = None,
         on_model: Callable[[Path | None], None] = lambda _model: None,
+        chat: str = "",
     ) -> None:
         self._engine, self._load_model, self.idle_s, self._on_model = engine, load, idle_s, on_model
-        self.desk = Desk(engine)
+        self.desk = Desk(engine, chat=chat)
         self._wanted: Path | None = None
         self._released: Path | None = None
         self._thread = threading.Thread(target=self._work, name="serving-engine", daemon=True)

@@ -61,10 +61,11 @@ class Desk:
     Args:
         engine: used on the engine's thread only.
         on_waiting: called on any thread when a request has come.
+        chat: what is computed of requests may be kept on disk as this chat's; empty: none of it.
     """
 
-    def __init__(self, engine: DeskEngine, on_waiting: Callable[[], None] = lambda: None) -> None:
-        self._engine, self._on_waiting = engine, on_waiting
+    def __init__(self, engine: DeskEngine, on_waiting: Callable[[], None] = lambda: None, chat: str = "") -> None:
+        self._engine, self._on_waiting, self._chat = engine, on_waiting, chat
         self.changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
         self._under_way: dict[int, Ticket] = {}
@@ -260,6 +261,7 @@ class Desk:
             constraint=constraint,
             end_ids=frozenset() if ask.ignores_end else None,
             chances=log,
+            chat=self._chat,
             shown=shown,
             on_text=on_text,
             on_reused=following.reuses,

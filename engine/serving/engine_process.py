@@ -24,12 +24,14 @@ ENDING_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServeModels:
-    """What the process is to do: how models are run, and where the server is."""
+    """What the process is to do: how models are run, where the server is, and as which chat's what is computed is kept
+    on disk, if at all."""
 
     address: str
     secret: str
     config: EngineConfig
     idle_s: float | None
+    chat: str
 
 
 _LINES = MessageLines((ServeModels,))
@@ -40,12 +42,13 @@ class EngineProcess:
 
     Args:
         on_end: told when it ended although nobody stopped it.
+        chat: see `Desk`.
     """
 
     def __init__(
-        self, link: EngineLink, config: EngineConfig, idle_s: float | None, on_end: Callable[[], None]
+        self, link: EngineLink, config: EngineConfig, idle_s: float | None, on_end: Callable[[], None], chat: str = ""
     ) -> None:
-        self._link, self._order = link, ServeModels(link.address, link.secret, config, idle_s)
+        self._link, self._order = link, ServeModels(link.address, link.secret, config, idle_s, chat)
         self._on_end = on_end
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,7 +138,7 @@ def main() -> None:
             link.remark(remark)
 
     engine.on_moved = lambda info: link.remark(info.news)
-    desk = DeskByName(engine, load, order.idle_s, lambda model: link.model_is(model))
+    desk = DeskByName(engine, load, order.idle_s, lambda model: link.model_is(model), order.chat)
     try:
         link = DeskLink(order.address, order.secret, desk, over.set)
     except EngineError:

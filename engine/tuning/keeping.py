@@ -12,13 +12,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES
-from engine.checkpoint.gguf.names import all_parts
 from engine.checkpoint.names import resolve
+from engine.checkpoint.shards import content_digest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.files import write_private
-from engine.common.foreign import read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
 from engine.hardware.measured import Measurements, described, save_measurements
@@ -28,26 +26,17 @@ from engine.tuning.result import Correction, Fact, TuningResult
 
 _VERSION = 1
 _MARK = 16
-_WEIGHTS = (".safetensors", ".gguf", ".json")
 
 
 def model_mark(folder: Path) -> str:
-    """Identifies a model, whatever its name, by its configuration and its files' names and sizes.
+    """Identifies a model, whatever its name: see `content_digest`.
 
     Cheap: called each time a model is loaded.  A copy of a model has the same mark.
     """
-    digest = hashlib.sha256()
     try:
-        if folder.is_dir():
-            files = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
-        else:
-            files = all_parts(folder)
-        if (folder / CONFIG_NAME).exists():
-            digest.update(read_foreign(folder / CONFIG_NAME, MAX_CONFIG_BYTES))
-        digest.update(json.dumps([(path.name, path.stat().st_size) for path in files]).encode())
-    except OSError:  # loading it reports the error
-        digest.update(str(folder).encode())
-    return digest.hexdigest()[:_MARK]
+        return content_digest(folder)[:_MARK]
+    except EngineError:  # loading it reports the error
+        return hashlib.sha256(str(folder).encode(errors="surrogateescape")).hexdigest()[:_MARK]
 
 
 def facts(machine: Mapping[str, str]) -> tuple[Fact, ...]:

@@ -12,11 +12,13 @@ from engine.common.kept_context import (
     LEAST_BYTES,
     MOST_BYTES,
     clear_kept_context,
+    is_key_in_file,
     kept_context_bytes,
     kept_context_dir,
     kept_context_settings,
     save_kept_context_settings,
 )
+from engine.common.paths import config_dir
 from engine.common.sizes import about
 from engine.verbs.options import parse_size
 from engine.verbs.output import emit
@@ -27,9 +29,9 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "kept",
         help="computed context of chats that is kept on disk: show, clear, on, off",
-        description="What the model has computed of prompts and answers is kept on disk, so that a chat goes on at "
-        "once after another one or a restart.  It is made of what was written in chats, only you can read it, and what "
-        "was of no use for longest is removed first.  Chats themselves are not touched.",
+        description="What the model has computed of the window's chats is kept on disk, so that a chat goes on at once "
+        "after another one or a restart.  It is made of what was written in chats, encrypted, and removed with the "
+        "chat that it is of; what was of no use for longest is removed first.  Chats themselves are not touched.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
     for name, text in (
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "removed_bytes": removed,
         "on_disk": settings.on_disk,
         "budget_bytes": settings.disk_bytes,
+        "key": "file" if is_key_in_file() else "keyring",
     }
     emit(document, as_json=args.json, human=lambda: _text(document, args.action))
     return 0
@@ -75,7 +78,12 @@ def _text(document: dict[str, Any], action: str | None) -> str:
     lines = [f"Removed {about(document['removed_bytes'])}."] if action in ("clear", "off") else []
     if document["on_disk"]:
         held, budget = about(document["bytes"]), about(document["budget_bytes"])
-        lines.append(f"{held} of at most {budget} of computed context are kept in {document['folder']}.")
+        lines.append(f"{held} of at most {budget} of computed context are kept in {document['folder']}, encrypted.")
+        if document["key"] == "file":
+            lines.append(
+                f"There is no keyring here, so the key is in {config_dir()}: whoever can read your files there can "
+                "decrypt it."
+            )
     else:
         lines.append("No computed context is kept on disk.")
     return "\n".join(lines)

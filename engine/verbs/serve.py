@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.kept_context import OTHER_PROGRAMS, forget_chat, keep_chat
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
@@ -30,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
         help="let other programs use the model",
         description="Answers programs that speak OpenAI's, Anthropic's or Ollama's interface, many at once, until it "
         "is stopped with Ctrl-C. Only this machine can reach it unless --host says otherwise, which needs a key. "
-        "Nothing that is asked or answered is stored or logged.",
+        "Nothing that is asked or answered is logged, and nothing of it is stored unless --keep-context asks for it.",
     )
     options: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("--model", "M", {"default": "starter", "help": "for requests that name no model of the library"}),
@@ -50,6 +51,12 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(name, metavar=metavar, **how)
     parser.add_argument(
         "--https", action="store_true", help="encrypt, with a certificate of this machine's own, made once"
+    )
+    parser.add_argument(
+        "--keep-context",
+        action="store_true",
+        help="keep what the model computes of prompts and answers on disk, encrypted, so that they go on at once after "
+        "a restart (default: in RAM only; `switchyard kept` says how much, and removes it)",
     )
     parser.add_argument(
         "--announce",
@@ -81,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     link = EngineLink()
     link.on_remark = lambda text: note(f"switchyard: {text}")
     idle_s = args.unload_after * 60.0 if args.unload_after else None
-    engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED))
+    (keep_chat if args.keep_context else forget_chat)(OTHER_PROGRAMS)
+    chat = OTHER_PROGRAMS if args.keep_context else ""
+    engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED), chat)
     # A path is no name for clients.
     models = LibraryModels(path, path.name if os.path.lexists(args.model) else args.model, args.alias)
     server = Server(Service(link, models), address)

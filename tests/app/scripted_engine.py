@@ -81,9 +81,13 @@ class ScriptedEngine(QObject):
         self.served_at = address
 
     def generate(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams, remote: RemoteModel | None = None
+        self,
+        messages: Sequence[ChatMessage],
+        sampling: SamplingParams,
+        remote: RemoteModel | None = None,
+        chat: str = "",
     ) -> ChatAnswer:
-        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote)
+        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote, chat)
         answer = ChatAnswer(command, self._cancel, self)
         self.requests.append(answer)
         self._open.append(answer)

@@ -45,7 +45,9 @@ class ScriptedEngine:
     def unload(self):
         self.info = None
 
-    def begin(self, messages, sampling, *, on_progress, on_text, on_reasoning, on_reused, cancelled, on_end, on_begin):
+    def begin(
+        self, messages, sampling, *, on_progress, on_text, on_reasoning, on_reused, cancelled, on_end, chat, on_begin
+    ):
         self._waiting.append((messages, on_progress, on_text, on_reasoning, cancelled, on_end))
 
     @property

@@ -15,6 +15,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState
 from app.services.chat_store.database import ChatDatabase
+from engine.common.kept_context import folder_of, keep_chat, kept_context_dir, kept_files
 
 
 @pytest.fixture
@@ -131,3 +132,25 @@ def test_each_trouble_is_one_sentence_and_is_taken_back(
     qtbot.waitUntil(lambda: len(told) == 2)
     assert told[1] == ""
     assert store.unsaved == 0
+
+
+def test_deleting_a_chat_removes_what_was_computed_of_it(open_store: Callable[[], ChatStore]) -> None:
+    """No engine runs."""
+    store = open_store()
+    assert store.flush(10)
+    for chat in ("a", "b", "c"):
+        store.create(Conversation(chat, "t"))
+        keep_chat(chat)
+        (folder_of(chat, kept_context_dir()) / f"{'0' * 32}.kept").write_bytes(b"what was read")
+    keep_chat("one that a crash has lost")
+    store.delete("b")
+    assert store.flush(10)
+    assert not folder_of("b", kept_context_dir()).exists()
+    assert len(kept_files(kept_context_dir())) == 2
+    store.restore("b")
+    store.delete("c")
+    keep_chat("c")  # as if it could not be removed then
+    store.close()
+    open_store().flush(10)
+    there = {path.name for path in kept_context_dir().iterdir() if path.is_dir()}
+    assert there == {folder_of("a", kept_context_dir()).name}

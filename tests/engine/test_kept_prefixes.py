@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,13 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.kept_context import kept_files
+from engine.common.kept_context import folder_of, keep_chat, kept_context_dir, kept_files
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
 from engine.runtime.kept.files import KeptFiles
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
@@ -32,8 +35,15 @@ from tests.engine.on_devices import chatting, opened
 from tests.engine.tiny_families import tiny_checkpoint
 
 ROOT = bytes(16)
+CHAT = "a chat"
 native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 POLICY = BatchPolicy(rows=5, kv_bytes=2**24, sweep_tokens=64, micro_batch_tokens=64, ahead=16)
+
+
+def files_in(folder: Path) -> KeptFiles:
+    """Which keep what is computed of one chat."""
+    keep_chat(CHAT, folder)
+    return KeptFiles(folder, lambda _folder, _held: 2**28)
 
 
 @pytest.fixture(scope="module")
@@ -44,17 +54,18 @@ def qwen() -> LoadedModel:
 @pytest.fixture
 def kept(qwen: LoadedModel, tmp_path: Path) -> Iterator[KeptPrefixes]:
     """On disk too."""
-    qwen.kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    qwen.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
     yield qwen.kept
     qwen.kept.close()
     qwen.kept = None
 
 
-def ask(scheduler: Scheduler, *prompts: Sequence[int], tokens: int = 8) -> list[GenerationResult]:
+def ask(scheduler: Scheduler, *prompts: Sequence[int], tokens: int = 8, chat: str = CHAT) -> list[GenerationResult]:
     """All at once."""
     ends: dict[int, Outcome] = {}
     for number, prompt in enumerate(prompts):
-        request = BatchRequest(0, ids=tuple(prompt), sampling=SamplingParams(max_tokens=tokens), end_ids=NO_END)
+        sampling = SamplingParams(max_tokens=tokens)
+        request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=NO_END, chat=chat)
         scheduler.submit(request, lambda outcome, number=number: ends.update({number: outcome}))  # type: ignore[misc]
     scheduler.serve()
     results = [ends[number] for number in range(len(prompts))]
@@ -94,7 +105,7 @@ def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, t
     assert kept.settle(30)
     scheduler.close()
     kept.close()
-    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
     scheduler, again = Scheduler(qwen), further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(qwen, again)
@@ -129,7 +140,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @native
 def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedModel, tmp_path: Path) -> None:
-    quick.kept = kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    quick.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
     scheduler, prompts = Scheduler(quick), [A[:140], B[:150], random_prompt(140, seed=3)]
     first = ask(scheduler, *prompts, tokens=20)
     together = scheduler._together
@@ -185,12 +196,12 @@ def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: KeptPrefixes, tmp_pat
     assert kept.settle(30)
     scheduler.close()
     kept.close()
-    files = sorted(tmp_path.glob("*.kept"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    files = sorted(tmp_path.rglob("*.kept"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     assert len(files) == 3
     damaged, content = files[1], bytearray(files[1].read_bytes())
     content[{"another version": 7}.get(damage, -5)] ^= 4
     damaged.write_bytes({"cut": content[:-9], "emptied": b""}.get(damage, content))
-    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+    qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
     scheduler, again = Scheduler(qwen), further(A, first)
     (second,) = ask(scheduler, again)
     assert second.token_ids == fresh(qwen, again)
@@ -202,8 +213,9 @@ def test_damaged_files_do_no_harm(qwen: LoadedModel, kept: KeptPrefixes, tmp_pat
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(qwen: LoadedModel, tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    qwen.kept = kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path / "file" / "folder"))
+    keep_chat(CHAT, tmp_path / "other")
+    (tmp_path / "other" / "lock").mkdir()
+    qwen.kept = kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path / "other"))
     scheduler = Scheduler(qwen)
     (first,) = ask(scheduler, A)
     kept.settle(30)
@@ -223,21 +235,95 @@ def test_nothing_is_written_while_somebody_is_answered(qwen: LoadedModel, kept: 
         ids=tuple(B),
         sampling=SamplingParams(max_tokens=4),
         end_ids=NO_END,
-        on_text=lambda _text, _count: seen.append(len(list(tmp_path.glob("*")))),
+        on_text=lambda _text, _count: seen.append(len(list(tmp_path.rglob("*")))),
     )
     ask(scheduler, A)
     scheduler.submit(request, lambda _outcome: None)
     before = threading.Event()
     before.wait(0.05)
-    there = len(list(tmp_path.glob("*.kept")))
+    there = len(list(tmp_path.rglob("*.kept")))
     scheduler.serve()
     assert len(seen) >= 4
     assert len(set(seen)) == 1, (seen, there)
     scheduler.close()
 
 
+def test_only_chats_reach_the_disk_and_each_finds_its_own(
+    qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path
+) -> None:
+    other = "another chat"
+    keep_chat(other, tmp_path)
+    scheduler = Scheduler(qwen)
+    for chat in ("", "one that was never kept", CHAT, other, ""):  # the same in RAM for all
+        ask(scheduler, A, chat=chat)
+        assert kept.settle(30)
+        ask(scheduler, B, chat="")
+    scheduler.close()
+    kept.close()
+    there = [file.path.parent for file in kept_files(tmp_path)]
+    assert sorted(there) == sorted([folder_of(chat, tmp_path) for chat in (CHAT, other)] * 3)
+    for chat, prompt, reused in (("", A, 0), (CHAT, B, 0), (other, A, 192), (CHAT, A, 192)):
+        qwen.kept = restarted = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path, lambda _folder, _held: 2**28))
+        scheduler = Scheduler(qwen)
+        (result,) = ask(scheduler, [*prompt, 1], chat=chat)
+        assert (result.from_disk, result.token_ids) == (reused, fresh(qwen, [*prompt, 1]))
+        scheduler.close()
+        restarted.close()
+
+
+def test_a_chat_that_is_deleted_while_it_is_answered_leaves_nothing(
+    qwen: LoadedModel, kept: KeptPrefixes, tmp_path: Path
+) -> None:
+    scheduler = Scheduler(qwen)
+    ask(scheduler, A)
+    assert kept.settle(30)
+    request = BatchRequest(
+        0,
+        ids=tuple(further(A, ask(scheduler, A)[0])),
+        sampling=SamplingParams(max_tokens=4),
+        end_ids=NO_END,
+        on_text=lambda _text, _count: shutil.rmtree(folder_of(CHAT, tmp_path), ignore_errors=True),
+        chat=CHAT,
+    )
+    scheduler.submit(request, lambda _outcome: None)
+    scheduler.serve()
+    ask(scheduler, B, chat="")
+    assert kept.settle(30)
+    scheduler.close()
+    kept.close()
+    assert list(tmp_path.rglob("*.kept")) == []
+
+
+def test_swapped_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
+    (weights,) = folder.glob("*.safetensors")
+    before, answers = weights.stat(), list[tuple[int, ...]]()
+    for swapped in (False, True):
+        if swapped:  # a value in the middle of the file
+            content = bytearray(weights.read_bytes())
+            for at in range(len(content) // 2, len(content) // 2 + 4000, 4):
+                content[at + 3] ^= 0x80
+            weights.write_bytes(content)
+            os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        config = EngineConfig(str(folder), device="cpu", precision="bf16", threads=1)
+        loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+        keep_chat(CHAT)
+        loaded.kept = kept = open_kept(loaded)
+        assert kept is not None
+        scheduler = Scheduler(loaded)
+        (result,) = ask(scheduler, A, tokens=16)
+        assert result.reused_tokens == 0
+        answers.append(result.token_ids)
+        assert result.token_ids == fresh(loaded, A, 16)
+        assert kept.settle(30)
+        scheduler.close()
+        loaded.close()
+    assert weights.stat().st_size == before.st_size
+    assert len(kept_files(kept_context_dir())) == 2 * 3
+
+
 def test_models_of_one_kind_share_nothing(tmp_path: Path) -> None:
-    folder, ids = KeptFiles(tmp_path, lambda _folder, _held: 2**28), random_prompt(130)
+    folder, ids = files_in(tmp_path), random_prompt(130)
     loaded = tiny_loaded("olmoe")
     loaded.kept = KeptPrefixes(bytes(16), 2**26, folder)
     scheduler = Scheduler(loaded)
@@ -246,7 +332,7 @@ def test_models_of_one_kind_share_nothing(tmp_path: Path) -> None:
     scheduler.close()
     loaded.kept.close()
     other = KeptPrefixes(bytes(15) + b"1", 2**26, folder)
-    assert other.find([*ids, 1]) is None
+    assert other.find([*ids, 1], 0, CHAT) is None
     other.close()
     assert torch.is_grad_enabled()
 
@@ -256,7 +342,7 @@ def test_what_was_read_on_devices_is_kept_too(devices: int, tmp_path: Path) -> N
     folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
     with opened(folder, devices) as model:
         assert model.devices is not None
-        model.kept = KeptPrefixes(ROOT, 2**26, KeptFiles(tmp_path / "kept", lambda _folder, _held: 2**28))
+        model.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path / "kept"))
         scheduler = Scheduler(model)
         (first,) = ask(scheduler, A[:150])
         ask(scheduler, B[:100])
@@ -312,26 +398,27 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, list[int], int]], room: int, on_disk: int
 ) -> None:
     folder, size = tmp_path_factory.mktemp("kept"), LAYOUT.nbytes + 100
+    keep_chat(CHAT, folder)
     files = KeptFiles(folder, lambda _folder, _held: on_disk * size)
     kept = KeptPrefixes(ROOT, room * LAYOUT.nbytes, files if on_disk else None)
     for what, text, number in steps:
         ids = [token for token in text for _ in range(BLOCK_TOKENS)]
         if what == "offer":
             kept.withdraw()
-            kept.offer(ids, LAYOUT, Held(ids).copy)
+            kept.offer(ids, LAYOUT, Held(ids).copy, CHAT)
         elif what == "take":
-            kept.take(ids, LAYOUT, Held(ids).copy)
+            kept.take(ids, LAYOUT, Held(ids).copy, CHAT)
         elif what == "withdraw":
             kept.withdraw(number)
         elif what == "write":
             assert kept.settle(30)
         elif what == "damage":
             # In place: the thread that writes may be removing this very file, which must not come back.
-            with suppress(FileNotFoundError), min(folder.glob("*.kept"), default=folder / "none").open("r+b") as file:
+            with suppress(FileNotFoundError), min(folder.rglob("*.kept"), default=folder / "none").open("r+b") as file:
                 content = file.read()
                 file.seek(number % len(content))
                 file.write(bytes([content[number % len(content)] ^ 1]))
-        found = kept.find([*ids, 7])
+        found = kept.find([*ids, 7], 0, CHAT)
         if found is not None:
             brought: dict[int, list[float]] = {}
 

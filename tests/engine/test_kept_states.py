@@ -23,7 +23,7 @@ from engine.runtime.load.kept_context import kept_note, open_kept
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import random_prompt, tiny_loaded
-from tests.engine.test_kept_prefixes import ROOT, A, B, ask, fresh, further
+from tests.engine.test_kept_prefixes import CHAT, ROOT, A, B, ask, files_in, fresh, further
 
 HYBRIDS = ("qwen3_next", "lfm2_moe", "granitemoehybrid")
 WINDOWS = ("mixtral", "gpt_oss")
@@ -31,7 +31,7 @@ MORE = ("bailing_hybrid", "gemma4", "inkling_text", "kimi_linear", "kolibri1", "
 
 
 def store(folder: Path) -> KeptPrefixes:
-    return KeptPrefixes(ROOT, 2**26, KeptFiles(folder, lambda _folder, _held: 2**28))
+    return KeptPrefixes(ROOT, 2**26, files_in(folder))
 
 
 @pytest.fixture(params=[*HYBRIDS, *WINDOWS, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in MORE)])
@@ -80,6 +80,7 @@ def test_a_chat_goes_on_after_another_one_and_after_a_restart(model: LoadedModel
 
 def test_logits_are_those_of_reading_anew(model: LoadedModel, tmp_path: Path) -> None:
     session = KvSession(model, kept=model.kept)
+    session.chat = CHAT
     for prompt in (A, B):
         reading(session, prompt)
         session.keep()
@@ -127,15 +128,27 @@ def test_a_long_beginning_is_found_in_its_midst() -> None:
 
 @pytest.mark.parametrize("damage", ["state", "every state", "block"])
 def test_damaged_files_are_skipped(
-    model: LoadedModel, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+    model: LoadedModel,
+    tmp_path: Path,
+    damage: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    tokens, write = dict[str, int](), KeptFiles.write
+
+    def noting(files: KeptFiles, path: Path, chat: str, key: bytes, description: bytes, data: memoryview) -> None:
+        layout = StateLayout.read(description)
+        tokens[path.stem] = layout.tokens if layout is not None else 0
+        write(files, path, chat, key, description, data)
+
+    monkeypatch.setattr(KeptFiles, "write", noting)
     scheduler = Scheduler(model)
     (first,) = ask(scheduler, A)
     assert model.kept is not None
     assert model.kept.settle(30)
     scheduler.close()
-    states = {file: _tokens_of(file) for file in tmp_path.glob("*.kept") if _tokens_of(file)}
-    blocks = [file for file in tmp_path.glob("*.kept") if file not in states]
+    states = {file: tokens[file.stem] for file in tmp_path.rglob("*.kept") if tokens[file.stem]}
+    blocks = [file for file in tmp_path.rglob("*.kept") if file not in states]
     assert sorted(states.values()) == [len(A) - 16, len(A) + 7]
     if damage == "block" and not blocks:
         return
@@ -152,15 +165,6 @@ def test_damaged_files_are_skipped(
     scheduler.close()
 
 
-def _tokens_of(file: Path) -> int:
-    """Of a state; 0 for a block."""
-    kept = KeptFiles(file.parent)
-    described = kept.describe(bytes.fromhex(file.stem))
-    assert described is not None
-    layout = StateLayout.read(described[0])
-    return layout.tokens if layout is not None else 0
-
-
 def test_a_budget_counts_each_byte_once(model: LoadedModel, tmp_path: Path) -> None:
     assert model.kept is not None
     scheduler, kept = Scheduler(model), model.kept
@@ -168,7 +172,7 @@ def test_a_budget_counts_each_byte_once(model: LoadedModel, tmp_path: Path) -> N
         for prompt in (A, B):
             ask(scheduler, prompt)
             assert kept.settle(30)
-    files = {file: file.stat().st_size for file in tmp_path.glob("*.kept")}
+    files = {file: file.stat().st_size for file in tmp_path.rglob("*.kept")}
     assert kept.disk_bytes == sum(files.values())
     assert kept.ram_bytes == sum(block.data.nbytes for block in kept._blocks.values())
     form = CacheForm.of(new_cache(model.model))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.batch_files.rows import Constraint, RowRequest
-from engine.checkpoint.shards import headers_digest
+from engine.checkpoint.shards import content_digest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.installed import version
@@ -52,8 +52,8 @@ def node() -> Iterator[RayNode]:
 
 
 def test_rows_are_answered_while_others_come(node: RayNode, model: Path) -> None:
-    about = node.open(spec(model, digest=headers_digest(model)))
-    assert (about["precision"], about["device"], about["digest"]) == ("bf16", "cpu", headers_digest(model))
+    about = node.open(spec(model, digest=content_digest(model)))
+    assert (about["precision"], about["device"], about["digest"]) == ("bf16", "cpu", content_digest(model))
     given, found = 0, dict[int, dict[str, Any]]()
     while len(found) < 40:
         if given < 40:

@@ -22,10 +22,10 @@ from tests.tiny_checkpoint import write_tiny_checkpoint
 
 
 @contextlib.contextmanager
-def served(folder: Path, model: Path | None = None) -> Iterator[tuple[str, int]]:
+def served(folder: Path, model: Path | None = None, *options: str) -> Iterator[tuple[str, int]]:
     """Address and process id of `switchyard serve` with a model, or a tiny one, which ends when it is asked to."""
     model = model or tiny_checkpoint("mixtral", folder / "tiny")
-    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--json"]
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", "--json", *options]
     environment = {**os.environ, "SWITCHYARD_HOME": str(folder / "home")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
@@ -58,6 +58,20 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
                 break
             assert answer.status_code == 503
         assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
+@pytest.mark.parametrize("options", [(), ("--keep-context",)])
+def test_nothing_that_is_asked_is_on_disk_unless_that_is_wanted(tmp_path: Path, options: tuple[str, ...]) -> None:
+    secret = "the password is hunter2"
+    body = {"messages": [{"role": "user", "content": f"{secret} " * 7}], "max_tokens": 3}
+    with served(tmp_path, None, *options) as (url, _server):
+        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["prompt_tokens"] > 64, answer.text
+    files = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    kept = [path for path in files if "context" in path.parts and path.name != "lock"]
+    assert bool(kept) is bool(options), kept
+    assert not any(secret.encode() in path.read_bytes() for path in files)
 
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -154,6 +154,11 @@ class ChatDatabase:
         )
         return tuple(conversation_from_row(row) for row in rows)
 
+    def ids(self) -> list[str]:
+        """Of the same conversations, in any order."""
+        rows = self.connection.execute("SELECT id FROM conversations WHERE deleted_at IS NULL")
+        return [text_of(id_) for (id_,) in rows]
+
     def conversation(self, conversation_id: str) -> Conversation | None:
         """One conversation, deleted or not."""
         row = self.connection.execute(

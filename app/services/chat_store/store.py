@@ -19,6 +19,7 @@ from app.services.chat_store.transfer import export_chats, import_chats
 from app.services.chat_store.worker import RETRY_S, Job, StoreWorker
 from engine.common.chat import Picture
 from engine.common.errors import EngineError
+from engine.common.kept_context import forget_chat, forget_other_chats
 from engine.common.paths import data_dir
 
 FILE_NAME = "chats.sqlite3"
@@ -67,7 +68,7 @@ class ChatStore(QObject):
             on_read_only=self._on_read_only,
             retry_s=retry_s,
         )
-        self._write(lambda database: (database.end_interrupted(self._interrupted()), database.purge()))
+        self._write(self._begin)
 
     # --- conversations ---
 
@@ -111,9 +112,14 @@ class ChatStore(QObject):
         self._write(lambda database: database.set_unsent_pictures(conversation_id, pictures))
 
     def delete(self, conversation_id: str) -> None:
-        """Hide a conversation; `restore` undoes it until a later start purges it."""
+        """Hide a conversation; `restore` undoes it until a later start purges it.  Its kept context is gone at once."""
         now = time.time()
-        self._write(lambda database: database.set_deleted(conversation_id, now))
+
+        def run(database: ChatDatabase) -> None:
+            database.set_deleted(conversation_id, now)
+            forget_chat(conversation_id)
+
+        self._write(run)
 
     def restore(self, conversation_id: str) -> None:
         """Restore a deleted conversation."""
@@ -163,7 +169,12 @@ class ChatStore(QObject):
         """Write what is queued and close the file; returns how many writes failed.  Safe to call again."""
         return self._worker.close(timeout_s)
 
-    # --- from the thread ---
+    # --- on the thread, and from it ---
+
+    def _begin(self, database: ChatDatabase) -> None:
+        database.end_interrupted(self._interrupted())
+        database.purge()
+        forget_other_chats(database.ids())
 
     def _write(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None = None) -> None:
         self._submit(run, done, writes=True)

@@ -37,7 +37,9 @@ class KeptCard(SettingsCard):
             self.tr("Keep chats' computed context on disk"),
             self.tr(
                 "A chat then goes on at once after another one or a restart: what the model has read need not be read "
-                "again. It is made of your prompts and answers, and only you can read it. Turning this off removes it."
+                "again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in "
+                "the system's keyring; where there is none it is a file beside the settings, and whoever can read your "
+                "files can decrypt it. Turning this off removes what is kept."
             ),
             self.keep,
         )
@@ -87,9 +89,7 @@ class KeptCard(SettingsCard):
 
     def _show(self, nbytes: int) -> None:
         self.held.setText(
-            self.tr("{0} of all models together. Deleting a chat does not remove its part: this button does.").format(
-                file_size(nbytes)
-            )
+            self.tr("{0} of all chats and models together.").format(file_size(nbytes))
             if nbytes
             else self.tr("Nothing is kept.")
         )

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
-from engine.checkpoint.shards import headers_digest
+from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.whole_job import Answerer, run_first_rows, run_job
 from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
@@ -88,7 +88,7 @@ class HostedModel:
     @cached_property
     def answerer(self) -> Answerer:
         """The model, as the job's journal knows it."""
-        return Answerer(self.loaded.info.path, headers_digest(Path(self.loaded.info.path)), self.loaded.info.precision)
+        return Answerer(self.loaded.info.path, content_digest(Path(self.loaded.info.path)), self.loaded.info.precision)
 
     def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
         """Plans for the job; who answers its rows, and how many at once at most."""

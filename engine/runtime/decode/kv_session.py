@@ -102,6 +102,8 @@ class KvSession:
         """Where it can go back to, if it cannot be cropped; the shortest first."""
         self._whole = False
         """Whether the cache holds exactly `_ids`: false while a forward runs, and for ever if it fails."""
+        self.chat = ""
+        """Whose prompts and answers it reads now; see `BatchRequest`."""
 
     @property
     def tokens(self) -> int:
@@ -143,12 +145,13 @@ class KvSession:
             self._leave_graphs()
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
-                kept.offer(self._ids, layout, from_cache(cache, layout))
+                kept.offer(self._ids, layout, from_cache(cache, layout), self.chat)
             elif self._form is not None and self._form.has_state:
                 rows = BlockLayout.of_rows(cache)
                 states = [HeldState(cache, each.length, each.forgetful) for each in self._snapshots]
                 states.append(HeldState(cache, len(self._ids)))
-                kept.offer_states(self._ids, rows if rows.nbytes else None, from_cache(cache, rows), states)
+                layout = rows if rows.nbytes else None
+                kept.offer_states(self._ids, layout, from_cache(cache, rows), states, self.chat)
 
     def clear(self) -> None:
         """Frees the cache."""
@@ -451,10 +454,10 @@ class KvSession:
         """The longest beginning of a prompt that is kept, if that is longer than what the cache has."""
         if self._kept is None:
             return None
-        found = self._kept.find(prompt, shared)
+        found = self._kept.find(prompt, shared, self.chat)
         if self._form is not None and self._form.has_state:
             least = found.tokens if found is not None else shared
-            found = self._kept.find_state(prompt, least, has_rows=self._form.has_rows) or found
+            found = self._kept.find_state(prompt, least, has_rows=self._form.has_rows, chat=self.chat) or found
         return found
 
     def _shared(self, prompt: Sequence[int]) -> int:

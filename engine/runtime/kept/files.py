@@ -1,33 +1,53 @@
-"""Blocks of keys and values on disk: a file for each, named by what it holds.
+"""Blocks of keys and values on disk: a file for each, in the folder of its chat, named by what it holds.
 
-A file is written under another name and renamed, and its content has a checksum: what is half written, damaged or of
-another version is never used, and removed once it is met.  Several programs may use one folder.
+A file is encrypted and authenticated (AES-256-GCM), its name is a keyed hash, and it is written under another name and
+renamed: what is half written, altered, of another version, chat or key is never used, and removed once it is met.
+Several programs may use one folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import secrets
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.common.kept_context import PART, SUFFIX, changing, kept_files, remove_parts, room_on_disk
-from engine.experts.checksums import BEST_CHECKSUM, CHECKSUMS
+from engine.common.kept_context import (
+    PART,
+    SUFFIX,
+    changing,
+    folder_of,
+    kept_context_key,
+    kept_files,
+    remove_parts,
+    room_on_disk,
+)
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 Key = bytes
 """16 bytes: identifies a model and all tokens up to the end of a block."""
 
-_MAGIC = b"SWKEPT\x00\x01"
-_HEADER = struct.Struct("<8s16s16s8sQI")
-"""Magic and version, key, name of the checksum, checksum of description and data, bytes of data, of the description."""
+_MAGIC = b"SWKEPT\x00\x02"
+_HEADER = struct.Struct("<8s16sQI")
+"""Magic and version, salt, bytes of data, of the description.  Description and data follow, encrypted."""
+_PIECE = 2**20
+"""Encrypted at once: a request that comes meanwhile waits for no more."""
+_TAG = 16
 _MOST_DESCRIPTION = 2**20
 _APART_NS = 1_000
 """Between the times of two blocks of one sequence: the last ones are removed first, as they are of no use alone."""
 _LOOK_AGAIN_S = 5.0
+_FOR_KEY_S = 1.0
+"""How long a request waits for a keyring, which may be waiting for people."""
 _log = logging.getLogger(__name__)
 
 
@@ -36,15 +56,27 @@ class DamagedFileError(Exception):
 
 
 class KeptFiles:
-    """The blocks of one folder.
+    """The blocks of one folder: of chats that `keep_chat` has named, and no others.
 
     Args:
         room: of a folder and the bytes that it holds, the most that it may hold.
+        ask_key: gives the 32 bytes to encrypt with, or raises OSError; asked once, on a thread of its own, when there
+            is something to read or to write.
     """
 
-    def __init__(self, folder: Path, room: Callable[[Path, int], int] = room_on_disk) -> None:
-        self._folder, self._room = folder, room
+    def __init__(
+        self,
+        folder: Path,
+        room: Callable[[Path, int], int] = room_on_disk,
+        ask_key: Callable[[], bytes] = kept_context_key,
+    ) -> None:
+        self._folder, self._room, self._ask_key = folder, room, ask_key
         self._counted = (float("-inf"), 0)
+        self._key = b""
+        self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self.on_key: Callable[[OSError | None], None] = lambda _error: None
+        """Told on any thread, once, that it can be written to from now on, or why it never can."""
 
     @property
     def nbytes(self) -> int:
@@ -55,42 +87,65 @@ class KeptFiles:
             self._counted = time.monotonic(), nbytes
         return nbytes
 
-    def has(self, key: Key) -> bool:
+    def keeps(self, chat: str) -> bool:
+        """Whether anything of this chat may be kept; not before `keep_chat`, nor once it is deleted."""
+        return bool(chat) and folder_of(chat, self._folder).is_dir()
+
+    def is_open(self, chat: str, patience_s: float = 0.0) -> bool:
+        """Whether something of this chat can be read and written now, or after so long."""
+        if not self.keeps(chat):
+            return False
+        with self._lock:
+            if self._asking is None:
+                self._asking = threading.Thread(target=self._ask, name="kept-key", daemon=True)
+                self._asking.start()
+        self._asking.join(patience_s)
+        return bool(self._key)
+
+    def close(self, patience_s: float) -> None:
+        """Waits for the key, if it was asked for."""
+        if self._asking is not None:
+            self._asking.join(patience_s)
+
+    def has(self, chat: str, key: Key) -> bool:
         """Whether there is a file for this block; it may turn out to be damaged."""
-        return self._path(key).exists()
+        return bool(chat and self._key) and self.path(chat, key).exists()
 
-    def keys(self) -> frozenset[str]:
-        """The keys of all that there is, in hexadecimal digits."""
-        try:
-            return frozenset(name.removesuffix(SUFFIX) for name in os.listdir(self._folder) if name.endswith(SUFFIX))
-        except OSError:
-            return frozenset()
+    def look(self, chat: str) -> Callable[[Key], bool]:
+        """The same for many blocks, as of now."""
+        names = set[str]()
+        with contextlib.suppress(OSError):
+            names.update(os.listdir(folder_of(chat, self._folder)) if chat else ())
+        if not self.is_open(chat, _FOR_KEY_S if names else 0.0):
+            names.clear()
+        return lambda key: bool(names) and self.path(chat, key).name in names
 
-    def describe(self, key: Key) -> tuple[bytes, int] | None:
+    def describe(self, chat: str, key: Key) -> tuple[bytes, int] | None:
         """What was said of a block when it was written, and its bytes; None if it is of no use."""
-        with contextlib.suppress(OSError), self._checked(key), open(self._path(key), "rb", buffering=0) as file:
-            description, _, _, nbytes = _read_header(file, key)
-            return description, nbytes
+        with self._opened(chat, key) as file:
+            if file is not None:
+                description, _cipher, nbytes = self._read_header(file, chat, key)
+                return description, nbytes
         return None
 
-    def read_into(self, key: Key, target: memoryview) -> bool:
+    def read_into(self, chat: str, key: Key, target: memoryview) -> bool:
         """Fills `target`, which is as long as the block; false if the block is gone or damaged."""
-        with contextlib.suppress(OSError), self._checked(key), open(self._path(key), "rb", buffering=0) as file:
-            description, name, expected, nbytes = _read_header(file, key)
-            if nbytes != len(target):
-                raise DamagedFileError
-            _fill(file, target)
-            if _checksum(name, description, target) != expected:
-                raise DamagedFileError
-            return True
+        with self._opened(chat, key) as file:
+            if file is not None:
+                _description, cipher, nbytes = self._read_header(file, chat, key)
+                if nbytes != len(target):
+                    raise DamagedFileError
+                for number, piece in enumerate(_pieces(target), 1):
+                    piece[:] = _decrypted(cipher, number, _read(file, len(piece) + _TAG))
+                return True
         return False
 
-    def used(self, keys: Sequence[Key]) -> None:
+    def used(self, chat: str, keys: Sequence[Key]) -> None:
         """These blocks of one sequence, in order, were of use just now."""
         now = time.time_ns()
-        for index, key in enumerate(keys):
+        for index, key in enumerate(keys if chat and self._key else ()):
             with contextlib.suppress(OSError):
-                os.utime(self._path(key), ns=(now, now - index * _APART_NS))
+                os.utime(self.path(chat, key), ns=(now, now - index * _APART_NS))
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Writing | None]:
@@ -104,23 +159,73 @@ class KeptFiles:
                 yield None
                 return
             remove_parts(self._folder)
-            writing = Writing(self._folder, self._room)
+            writing = Writing(self, self._folder, self._room)
             try:
                 yield writing
             finally:
                 self._counted = time.monotonic(), writing.held
 
-    def _path(self, key: Key) -> Path:
-        return self._folder / f"{key.hex()}{SUFFIX}"
+    def write(self, path: Path, chat: str, key: Key, description: bytes, data: memoryview) -> None:
+        """Writes a block under another name than its own.
+
+        Raises:
+            OSError: some of it may have been written.
+        """
+        header = _HEADER.pack(_MAGIC, secrets.token_bytes(16), len(data), len(description))
+        cipher = self._cipher(chat, key, header)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
+        with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+            _write(file, header + cipher.encrypt(_nonce(0), description, None))
+            for number, piece in enumerate(_pieces(data), 1):
+                _write(file, cipher.encrypt(_nonce(number), piece, None))
+
+    def path(self, chat: str, key: Key) -> Path:
+        """Of a block, whether it is there or not; only once the chat `is_open`."""
+        # Keyed: who has the model could else make up texts, and see by their names whether they were read.
+        folder = folder_of(chat, self._folder)
+        digest = hashlib.blake2b(folder.name.encode() + key, key=self._key, digest_size=16, person=b"name")
+        return folder / f"{digest.hexdigest()}{SUFFIX}"
+
+    def _cipher(self, chat: str, key: Key, header: bytes) -> AESGCM:
+        """A file's own: of its chat, its block, its salt and its lengths.  So pieces are numbered from 0 in each."""
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        own = folder_of(chat, self._folder).name.encode() + key + header
+        return AESGCM(hashlib.blake2b(own, key=self._key, digest_size=32, person=b"file").digest())
+
+    def _read_header(self, file: Any, chat: str, key: Key) -> tuple[bytes, AESGCM, int]:
+        """(description, what decrypts the data behind it, bytes of that)."""
+        header = _read(file, _HEADER.size)
+        magic, _salt, nbytes, length = _HEADER.unpack(header)
+        whole = _HEADER.size + length + _TAG + nbytes + -(-nbytes // _PIECE) * _TAG
+        if magic != _MAGIC or length > _MOST_DESCRIPTION or os.fstat(file.fileno()).st_size != whole:
+            raise DamagedFileError
+        cipher = self._cipher(chat, key, header)
+        return _decrypted(cipher, 0, _read(file, length + _TAG)), cipher, nbytes
 
     @contextlib.contextmanager
-    def _checked(self, key: Key) -> Iterator[None]:
+    def _opened(self, chat: str, key: Key) -> Iterator[Any]:
+        """The file, or None if there is none; it is removed if it turns out to be damaged."""
+        path = self.path(chat, key) if chat and self._key else None
         try:
-            yield
-        except (DamagedFileError, EOFError, struct.error):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as held:
+                file = None
+                with contextlib.suppress(OSError):
+                    file = held.enter_context(open(path, "rb", buffering=0)) if path is not None else None
+                yield file
+        except (DamagedFileError, EOFError):
             _log.warning("a damaged block of kept context is removed")
+            assert path is not None
             with contextlib.suppress(OSError):
-                self._path(key).unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
+
+    def _ask(self) -> None:
+        error: OSError | None = None
+        try:
+            self._key = self._ask_key()
+        except OSError as failure:
+            error = failure
+        self.on_key(error)
 
 
 class Writing:
@@ -130,31 +235,33 @@ class Writing:
         held: bytes of all blocks there.
     """
 
-    def __init__(self, folder: Path, room: Callable[[Path, int], int]) -> None:
-        self._folder, self._room = folder, room
+    def __init__(self, files: KeptFiles, folder: Path, room: Callable[[Path, int], int]) -> None:
+        self._files, self._folder, self._room = files, folder, room
         self._begun_ns = time.time_ns()
         self._others = sorted(kept_files(folder), key=lambda file: file.used_ns, reverse=True)
         """Those that may give way, the one of no use for longest last."""
         self.held = sum(file.nbytes for file in self._others)
 
-    def spare(self, keys: Iterable[Key]) -> None:
+    def spare(self, chat: str, keys: Iterable[Key]) -> None:
         """None of these gives way from now on."""
-        names = {f"{key.hex()}{SUFFIX}" for key in keys}
-        self._others = [file for file in self._others if file.path.name not in names]
+        paths = {self._files.path(chat, key) for key in keys}
+        self._others = [file for file in self._others if file.path not in paths]
 
-    def add(self, key: Key, index: int, description: bytes, data: memoryview) -> bool:
+    def add(self, chat: str, key: Key, index: int, description: bytes, data: memoryview) -> bool:
         """Keeps a block, the one with this index in its sequence; blocks of no use for longest give way.
 
         Returns:
-            False, and nothing was done, if there is no room for it.
+            False, and nothing was done, if there is no room for it, or the chat is gone.
 
         Raises:
             OSError: it cannot be written; nothing is left of it.
         """
-        path = self._folder / f"{key.hex()}{SUFFIX}"
+        path = self._files.path(chat, key)
         if path.exists():
             return True
-        size = _HEADER.size + len(description) + len(data)
+        if not path.parent.is_dir():
+            return False
+        size = _HEADER.size + len(description) + _TAG + len(data) + -(-len(data) // _PIECE) * _TAG
         while self.held + size > self._room(self._folder, self.held):
             if not self._others:
                 return False
@@ -164,52 +271,50 @@ class Writing:
                 self.held -= oldest.nbytes
         part = path.with_suffix(PART)
         try:
-            _write(part, key, description, data)
+            self._files.write(part, chat, key, description, data)
             when = self._begun_ns - index * _APART_NS
             os.utime(part, ns=(when, when))
             part.replace(path)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
+            if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+                return False  # the chat was deleted meanwhile
             raise
         self.held += size
         return True
 
 
-def _write(path: Path, key: Key, description: bytes, data: memoryview) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0)
-    checksum = _checksum(BEST_CHECKSUM, description, data)
-    header = _HEADER.pack(_MAGIC, key, BEST_CHECKSUM.encode(), checksum, len(data), len(description))
-    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
-        for piece in (header + description, data):
-            view = memoryview(piece)
-            while view:
-                view = view[file.write(view) :]
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, len(data), _PIECE):
+        yield data[begin : begin + _PIECE]
 
 
-def _read_header(file: Any, key: Key) -> tuple[bytes, str, bytes, int]:
-    """(description, name of the checksum, checksum, bytes of data)."""
-    header = bytearray(_HEADER.size)
-    _fill(file, memoryview(header))
-    magic, named, checksum, expected, nbytes, length = _HEADER.unpack(header)
-    name = checksum.rstrip(b"\x00").decode("ascii", "replace")
-    if magic != _MAGIC or named != key or name not in CHECKSUMS or length > _MOST_DESCRIPTION:
-        raise DamagedFileError
-    if os.fstat(file.fileno()).st_size != _HEADER.size + length + nbytes:
-        raise DamagedFileError
-    description = bytearray(length)
-    _fill(file, memoryview(description))
-    return bytes(description), name, expected, nbytes
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
 
 
-def _checksum(name: str, description: bytes, data: memoryview) -> bytes:
-    checksum = CHECKSUMS[name]
-    return checksum(checksum(description) + checksum(data))
+def _decrypted(cipher: AESGCM, number: int, piece: bytes) -> bytes:
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        return cipher.decrypt(_nonce(number), piece, None)
+    except InvalidTag:
+        raise DamagedFileError from None
 
 
-def _fill(file: Any, target: memoryview) -> None:
-    while target:
-        count = file.readinto(target)
+def _read(file: Any, nbytes: int) -> bytes:
+    found = bytearray(nbytes)
+    left = memoryview(found)
+    while left:
+        count = file.readinto(left)
         if not count:
             raise EOFError
-        target = target[count:]
+        left = left[count:]
+    return bytes(found)
+
+
+def _write(file: Any, piece: bytes) -> None:
+    view = memoryview(piece)
+    while view:
+        view = view[file.write(view) :]

@@ -1,8 +1,9 @@
 """Prompts and answers whose keys and values are there already: found by their content, wherever they were computed.
 
 What the last answer left stays where it is, in the cache that computed it.  While nobody is being answered it is
-written to disk, block by block; a request that needs the cache for something else first copies what is not there yet
-into RAM.  So no token is held twice by this, nothing is copied for a chat that goes on, and no answer is slowed down.
+written to disk, block by block, if it is a chat's; a request that needs the cache for something else first copies what
+is not there yet into RAM.  So no token is held twice by this, nothing is copied for a chat that goes on, and no answer
+is slowed down.  What lies in RAM is found by everybody, what lies on disk by the chat that it is of.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import psutil
@@ -56,12 +57,12 @@ class Reused(NamedTuple):
 
 @dataclass(slots=True)
 class _Block:
-    """In RAM.  `is_settled`: it is on disk, or cannot be."""
+    """In RAM.  `wanted_by`: chats on whose part of the disk it is not yet, and can be."""
 
     index: int
     layout: _Layout
     data: torch.Tensor
-    is_settled: bool = False
+    wanted_by: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,14 @@ class _Piece:
 
 @dataclass
 class _Source:
-    """What an answer left in the cache that computed it, in the order in which it is of use."""
+    """What an answer left in the cache that computed it, in the order in which it is of use.
+
+    Attributes:
+        chat: whose it is; empty for what is never written to disk.
+    """
 
     pieces: list[_Piece]
+    chat: str
     is_whole: bool = True
     """Whether any beginning of it is of use."""
     next: int = 0
@@ -86,7 +92,7 @@ class _Source:
     is_refused: bool = False
     """Whether the disk has no room for more of it."""
 
-    @property
+    @cached_property
     def keys(self) -> list[Key]:
         """Of all pieces."""
         return [piece.key for piece in self.pieces]
@@ -98,6 +104,7 @@ class Found:
 
     keys: list[Key]
     layout: BlockLayout
+    chat: str
     _store: KeptPrefixes
     reused: Reused = field(default_factory=Reused)
     state: tuple[Key, StateLayout] | None = None
@@ -134,6 +141,8 @@ class KeptPrefixes:
         self, root: Key, ram_bytes: int, files: KeptFiles | None = None, most_tokens: int = sys.maxsize
     ) -> None:
         self.root, self._files, self._most_tokens = root, files, most_tokens
+        if files is not None:
+            files.on_key = self._has_key
         self._forgetful_root = hashlib.blake2b(root + b"forgetful", digest_size=16).digest()
         self.ram_budget = ram_bytes
         self._changed = threading.Condition()
@@ -158,25 +167,26 @@ class KeptPrefixes:
         """What is on disk, of all models."""
         return self._files.nbytes if self._files is not None else 0
 
-    def find(self, ids: Sequence[int], least: int = 0) -> Found | None:
+    def find(self, ids: Sequence[int], least: int = 0, chat: str = "") -> Found | None:
         """The longest kept beginning of a prompt, which leaves its last token to be computed.
 
         Args:
             least: tokens that the caller has; one that is no longer is of no use.
+            chat: whose files are looked at, too.
         """
         if not BLOCK_TOKENS <= len(ids) - 1 <= self._most_tokens - 1 or least + BLOCK_TOKENS > len(ids) - 1:
             return None
-        found, has = list[Key](), least // BLOCK_TOKENS
+        found, has, is_kept = list[Key](), least // BLOCK_TOKENS, self._look(chat)
         for key in block_keys(self.root, ids, len(ids) - 1):
-            if len(found) >= has and not self._is_kept(key):
+            if len(found) >= has and not is_kept(key):
                 break
             found.append(key)
         if len(found) * BLOCK_TOKENS <= least:
             return None
-        layout = self._layout_of(found[has])
-        return Found(found, layout, self) if isinstance(layout, BlockLayout) else None
+        layout = self._layout_of(found[has], chat)
+        return Found(found, layout, chat, self) if isinstance(layout, BlockLayout) else None
 
-    def find_state(self, ids: Sequence[int], least: int, *, has_rows: bool) -> Found | None:
+    def find_state(self, ids: Sequence[int], least: int, *, has_rows: bool, chat: str = "") -> Found | None:
         """The same for a cache whose layers forget tokens: it goes on where it was left once, behind `least` tokens.
 
         Args:
@@ -185,12 +195,11 @@ class KeptPrefixes:
         most = min(len(ids) - 1, self._most_tokens)
         if least >= most:
             return None
-        keys = list[Key]()
+        keys, is_kept = list[Key](), self._look(chat)
         for key in block_keys(self._forgetful_root, ids, most):
-            if has_rows and not self._is_kept(key):
+            if has_rows and not is_kept(key):
                 break
             keys.append(key)
-        on_disk = self._files.keys() if self._files is not None else frozenset()
         for index in range(len(keys), -1, -1):
             begin = index * BLOCK_TOKENS
             end = min(begin + BLOCK_TOKENS - 1, most)
@@ -198,28 +207,34 @@ class KeptPrefixes:
                 break
             before = keys[index - 1] if index else self._forgetful_root
             for key in reversed(list(state_keys(before, ids[begin:end]))):
-                if key in self._blocks or key.hex() in on_disk:
-                    state = self._layout_of(key)
+                if is_kept(key):
+                    state = self._layout_of(key, chat)
                     if isinstance(state, StateLayout) and least < state.tokens <= end:
-                        return self._found_state(keys[:index] if has_rows else [], key, state)
+                        return self._found_state(keys[:index] if has_rows else [], key, state, chat)
         return None
 
-    def _found_state(self, blocks: list[Key], key: Key, state: StateLayout) -> Found | None:
-        layout = self._layout_of(blocks[0]) if blocks else BlockLayout(())
-        return Found(blocks, layout, self, state=(key, state)) if isinstance(layout, BlockLayout) else None
+    def _found_state(self, blocks: list[Key], key: Key, state: StateLayout, chat: str) -> Found | None:
+        layout = self._layout_of(blocks[0], chat) if blocks else BlockLayout(())
+        return Found(blocks, layout, chat, self, state=(key, state)) if isinstance(layout, BlockLayout) else None
 
-    def offer(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock) -> None:
+    def offer(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock, chat: str = "") -> None:
         """An answer has ended: `copy` gives what is held of these tokens, until `withdraw`.
 
         Args:
             layout: of what it gives; None if that cannot be kept.
+            chat: on whose part of the disk it may be kept; empty: on none.
         """
         if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
             return
-        self._offer(_Source(_blocks(self.root, ids, len(ids), layout, copy)))
+        self._offer(_Source(_blocks(self.root, ids, len(ids), layout, copy), chat))
 
     def offer_states(
-        self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock, states: Sequence[HeldState]
+        self,
+        ids: Sequence[int],
+        layout: BlockLayout | None,
+        copy: CopyBlock,
+        states: Sequence[HeldState],
+        chat: str = "",
     ) -> None:
         """The same of a cache whose layers forget tokens: it can only be gone on with from one of these states.
 
@@ -238,7 +253,7 @@ class KeptPrefixes:
             *_, key = state_keys(keys[index], ids[index * BLOCK_TOKENS : state.tokens])
             pieces += blocks[sum(piece.layout is layout for piece in pieces) : index]
             pieces.append(_Piece(key, index, StateLayout.of(state), state.copy))
-        self._offer(_Source(pieces, is_whole=False))
+        self._offer(_Source(pieces, chat, is_whole=False))
 
     def _offer(self, source: _Source) -> None:
         with self._changed:
@@ -246,12 +261,12 @@ class KeptPrefixes:
             self._changed.notify_all()
         self._begin_writing()
 
-    def take(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock | None) -> None:
+    def take(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock | None, chat: str = "") -> None:
         """Keeps what is held of these tokens at once, as far as there is room; see `offer`."""
         if layout is None or copy is None or not BLOCK_TOKENS <= len(ids) <= self._most_tokens:
             return
         with self._changed:
-            self._take(_Source(_blocks(self.root, ids, len(ids), layout, copy)), 0)
+            self._take(_Source(_blocks(self.root, ids, len(ids), layout, copy), chat), 0)
             self._changed.notify_all()
         self._begin_writing()
 
@@ -271,6 +286,8 @@ class KeptPrefixes:
     def settle(self, patience_s: float) -> bool:
         """Waits until all that can be written is; whether it is."""
         self._begin_writing()
+        if (files := self._files) is not None:
+            files.close(patience_s)
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_writing and self._next() is None, patience_s)
 
@@ -298,11 +315,11 @@ class KeptPrefixes:
 
     # --- bringing back --------------------------------------------------------------------------------
 
-    def _layout_of(self, key: Key) -> _Layout | None:
+    def _layout_of(self, key: Key, chat: str) -> _Layout | None:
         block = self._blocks.get(key)
         if block is not None:
             return block.layout
-        described = self._files.describe(key) if self._files is not None else None
+        described = self._files.describe(chat, key) if self._files is not None else None
         if described is None:
             return None
         description, nbytes = described
@@ -324,7 +341,7 @@ class KeptPrefixes:
                 data: torch.Tensor | None = getattr(memory, "data", None)
                 if data is None:
                     data = memory.data = torch.empty(found.layout.nbytes, dtype=torch.uint8)
-                if self._files is None or not self._files.read_into(found.keys[at], memoryview(data.numpy())):  # type: ignore[arg-type]
+                if not self._read(found.chat, found.keys[at], data):
                     return False
                 take(at, data)
                 return True
@@ -334,7 +351,7 @@ class KeptPrefixes:
         sound = first + (brought.index(False) if False in brought else len(brought))
         from_ram = sum(ram[:sound])
         found.reused = Reused(0, from_ram, (sound - first) * BLOCK_TOKENS - from_ram)
-        self._used(found.keys[:sound])
+        self._used(found.keys[:sound], found.chat)
         return sound * BLOCK_TOKENS
 
     def _bring_state(self, found: Found, take: Callable[[StateLayout, torch.Tensor], None]) -> bool:
@@ -344,41 +361,49 @@ class KeptPrefixes:
             data = block.data
         else:
             data, block = torch.empty(layout.nbytes, dtype=torch.uint8), None
-            if self._files is None or not self._files.read_into(key, memoryview(data.numpy())):  # type: ignore[arg-type]
+            if not self._read(found.chat, key, data):
                 return False
         take(layout, data)
         _held, ram, disk = found.reused
         rest = layout.tokens - ram - disk
         found.reused = Reused(0, ram + rest, disk) if block is not None else Reused(0, ram, disk + rest)
-        self._used([*found.keys, key])
+        self._used([*found.keys, key], found.chat)
         return True
 
-    def _used(self, keys: list[Key]) -> None:
+    def _read(self, chat: str, key: Key, data: torch.Tensor) -> bool:
+        return self._files is not None and self._files.read_into(chat, key, memoryview(data.numpy()))  # type: ignore[arg-type]
+
+    def _used(self, keys: list[Key], chat: str) -> None:
         with self._changed:
             for key in reversed(keys):
                 if key in self._blocks:
                     self._blocks.move_to_end(key)
         if self._files is not None:
-            self._files.used(keys)
+            self._files.used(chat, keys)
 
     # --- keeping in RAM; all of it under the lock -------------------------------------------------------
 
-    def _is_kept(self, key: Key) -> bool:
-        return key in self._blocks or (self._files is not None and self._files.has(key))
+    def _look(self, chat: str) -> Callable[[Key], bool]:
+        """Whether a block is kept, in RAM or for this chat on disk."""
+        on_disk = self._files.look(chat) if self._files is not None else None
+        return lambda key: key in self._blocks or (on_disk is not None and on_disk(key))
 
     def _take(self, source: _Source, first: int) -> None:
-        keys = source.keys
+        keys, chat, files = source.keys, source.chat, self._files
         for piece in source.pieces[first:]:
-            if self._is_kept(piece.key):
+            if files is not None and files.has(chat, piece.key):
                 continue
-            if not self._make_room(piece.layout.nbytes, keys):
-                break
-            self._hold(piece)
+            if piece.key not in self._blocks:
+                if not self._make_room(piece.layout.nbytes, keys):
+                    break
+                self._hold(piece)
+            if files is not None and files.keeps(chat):
+                self._blocks[piece.key].wanted_by.add(chat)
 
     def _hold(self, piece: _Piece) -> None:
         data = torch.empty(piece.layout.nbytes, dtype=torch.uint8)
         piece.copy(data)
-        self._blocks[piece.key] = _Block(piece.index, piece.layout, data, self._files is None)
+        self._blocks[piece.key] = _Block(piece.index, piece.layout, data)
         self._ram += data.nbytes
 
     def _make_room(self, nbytes: int, spared: Sequence[Key]) -> bool:
@@ -392,7 +417,7 @@ class KeptPrefixes:
             for key in [key for key, block in self._blocks.items() if key not in mine]:
                 if self._ram + nbytes <= budget:
                     return True
-                if self._blocks[key].is_settled is is_settled:
+                if bool(self._blocks[key].wanted_by) is not is_settled:
                     self._ram -= self._blocks.pop(key).data.nbytes
         return self._ram + nbytes <= budget
 
@@ -429,53 +454,69 @@ class KeptPrefixes:
                 with self._changed:
                     self._changed.wait(_LOOK_AGAIN_S)
                 return
-            memory = torch.empty(0, dtype=torch.uint8)
+            memory, before = torch.empty(0, dtype=torch.uint8), list[Key]()
             while (wanted := self._wanted(memory)) is not None:
-                key, index, layout, memory, spared = wanted
-                writing.spare(spared)
-                self._written(key, self._add(writing, key, index, layout, memory))
+                chat, key, index, layout, memory, spared = wanted
+                if spared is not before:
+                    writing.spare(chat, spared)
+                    before = spared
+                self._written(chat, key, self._add(writing, chat, key, index, layout, memory))
 
     @staticmethod
-    def _add(writing: Writing, key: Key, index: int, layout: _Layout, data: torch.Tensor) -> bool:
-        return writing.add(key, index, layout.described, memoryview(data.numpy()))  # type: ignore[arg-type]
+    def _add(writing: Writing, chat: str, key: Key, index: int, layout: _Layout, data: torch.Tensor) -> bool:
+        return writing.add(chat, key, index, layout.described, memoryview(data.numpy()))  # type: ignore[arg-type]
 
-    def _wanted(self, memory: torch.Tensor) -> tuple[Key, int, _Layout, torch.Tensor, list[Key]] | None:
-        """The next block to write: its key, index, layout and bytes, and what must not give way to it."""
+    def _wanted(self, memory: torch.Tensor) -> tuple[str, Key, int, _Layout, torch.Tensor, list[Key]] | None:
+        """The next block to write: its chat, key, index, layout and bytes, and what must not give way to it."""
         with self._changed:
-            key = self._next()
-            if key is None:
+            found = self._next()
+            if found is None:
                 return None
+            chat, key = found
             block, source = self._blocks.get(key), self._source
             if block is not None:
-                return key, block.index, block.layout, block.data, [key]
+                return chat, key, block.index, block.layout, block.data, [key]
             assert source is not None
             piece = source.pieces[source.next]
             if memory.nbytes != piece.layout.nbytes or any(memory is each.data for each in self._blocks.values()):
                 memory = torch.empty(piece.layout.nbytes, dtype=torch.uint8)
             piece.copy(memory)
-            return key, piece.index, piece.layout, memory, source.keys
+            return chat, key, piece.index, piece.layout, memory, source.keys
 
-    def _next(self) -> Key | None:
-        if self._answering or self._files is None:
+    def _next(self) -> tuple[str, Key] | None:
+        files, source = self._files, self._source
+        if self._answering or files is None:
             return None
         for key, block in self._blocks.items():
-            if not block.is_settled:
-                return key
-        source = self._source
-        while source is not None and source.next < len(source.pieces) and not source.is_refused:
+            for chat in tuple(block.wanted_by):
+                if files.is_open(chat):
+                    return chat, key
+                if not files.keeps(chat):
+                    block.wanted_by.discard(chat)
+        if source is None or not files.is_open(source.chat):
+            return None
+        while source.next < len(source.pieces) and not source.is_refused:
             key = source.pieces[source.next].key
-            if not self._files.has(key):
-                return key
+            if not files.has(source.chat, key):
+                return source.chat, key
             source.next += 1
         return None
 
-    def _written(self, key: Key, is_there: bool) -> None:
+    def _written(self, chat: str, key: Key, is_there: bool) -> None:
         with self._changed:
             block, source = self._blocks.get(key), self._source
             if block is not None:
-                block.is_settled = True
-            if source is not None and source.next < len(source.pieces) and source.pieces[source.next].key == key:
+                block.wanted_by.discard(chat)
+            if source is None or source.chat != chat or source.next >= len(source.pieces):
+                return
+            if source.pieces[source.next].key == key:
                 source.next, source.is_refused = source.next + is_there, not is_there
+
+    def _has_key(self, error: OSError | None) -> None:
+        if error is not None:
+            self._give_up(error)
+        with self._changed:
+            self._changed.notify_all()
 
     def _give_up(self, error: OSError) -> None:
         why = "the disk is full" if is_full(error) else error.strerror or str(error)
@@ -484,7 +525,7 @@ class KeptPrefixes:
         with self._changed:
             self._files, self._is_writing = None, False
             for block in self._blocks.values():
-                block.is_settled = True
+                block.wanted_by.clear()
             self._changed.notify_all()
 
 

@@ -12,7 +12,7 @@ from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.names import name_of
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
-from engine.checkpoint.shards import check_filled, read_tensors
+from engine.checkpoint.shards import check_filled, content_digest, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
@@ -66,8 +66,7 @@ class OpenedCheckpoint:
     @property
     def key(self) -> str:
         """Under which what is learned about the model is kept between sessions."""
-        profile = self.profile
-        return f"{self.name} {profile.family} {profile.parameters} {profile.bytes}"
+        return content_digest(self.directory)
 
     def context_tokens(self, config: EngineConfig) -> int:
         """The longest context that is asked for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import transformers
 
+from engine.checkpoint.shards import fingerprint
+from engine.common.errors import EngineError
 from engine.common.kept_context import kept_context_dir
 from engine.devices.host_memory import available_ram
 from engine.runtime.kept.files import KeptFiles, Key
@@ -22,7 +24,6 @@ from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.reuse import can_continue, exact_tokens, long_rope_boundary
 from engine.runtime.loaded_model import LoadedModel
 
-_OF_MODELS = (".safetensors", ".gguf", ".bin", ".pt", "config.json")
 _RAM_SHARE = 8
 """One part in so many of what is free once the model is there, or of what its budget leaves."""
 _RAM_BESIDE_DISK = 128 * 2**20
@@ -76,10 +77,10 @@ def kept_note(model: Any) -> str:
 
 
 def _root(loaded: LoadedModel) -> Key:
-    """Says by which model, and how, something was computed: the files of weights by their names, sizes and times."""
+    """Says by which model, and how, something was computed."""
     info = loaded.info
     described = [
-        _files(Path(info.path)),
+        _weights(Path(info.path)),
         loaded.model.config.to_json_string(),
         [info.precision, str(loaded.model.dtype), str(loaded.kv_type), info.device, loaded.kernels is not None],
         [transformers.__version__, torch.__version__, _version()],
@@ -87,11 +88,11 @@ def _root(loaded: LoadedModel) -> Key:
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).digest()
 
 
-def _files(path: Path) -> list[list[Any]]:
-    if path == Path() or not path.exists():
-        return [["", os.getpid(), id(path)]]  # of no other model, and of no other process
-    files = [path] if path.is_file() else [file for file in path.iterdir() if file.name.endswith(_OF_MODELS)]
-    return sorted([file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files)
+def _weights(path: Path) -> Any:
+    try:
+        return fingerprint(path)
+    except EngineError:
+        return secrets.token_hex()  # of no other model, and of no other start
 
 
 def _version() -> str:

@@ -147,12 +147,12 @@ def kept_dense(opened: OpenedCheckpoint, decision: Decision, kernels: NativeKern
     layers = tuple(BankLayerSpec(name, 1, layout) for name, layout in {**linears, **plain}.items())
     dense = STORED if precision == STORED else careful(precision, opened.weights)
     group = None if precision == STORED else GROUP
-    header = BankHeader(dense, group, BEST_CHECKSUM, source_of(opened.directory, opened.plan), layers)
+    header = BankHeader(dense, group, BEST_CHECKSUM, source_of(opened.directory), layers)
     records = KeptRecords(
         header,
         bank_path(opened.directory, f"{kept_as(precision, guesses=opened.guesses)}-dense"),
         "other weights",
-        lambda made: require_unchanged(opened.directory, opened.plan, made),
+        lambda made: require_unchanged(opened.directory, made),
         keeps=True,
     )
     return KeptDense(records, linears, plain, apart)

@@ -111,14 +111,14 @@ class BankSource:
         Raises:
             EngineError: `CHECKPOINT_DAMAGED` if a file is gone.
         """
-        source = source_of(self.directory, self.plan)
+        source = source_of(self.directory)
         layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in self.sites)
         group = GROUP if format_of(self.precision).is_tiled else None
         return BankHeader(self.precision, group, BEST_CHECKSUM, source, layers)
 
     def require_unchanged(self, header: BankHeader) -> None:
         """See the function."""
-        require_unchanged(self.directory, self.plan, header)
+        require_unchanged(self.directory, header)
 
     def nbytes(self, layer: int) -> int:
         """Bytes to read for one layer."""
@@ -145,18 +145,18 @@ def kept_as(precision: str, *, guesses: bool) -> str:
     return f"{precision}-heads" if guesses else precision
 
 
-def source_of(directory: Path, plan: LoadingPlan) -> dict[str, Any]:
+def source_of(directory: Path) -> dict[str, Any]:
     """The fingerprint of what is converted, and of what converts it.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a file is gone.
     """
-    return {**fingerprint(directory, plan.entries), CONVERTER: _CONVERTER}
+    return {**fingerprint(directory), CONVERTER: _CONVERTER}
 
 
-def require_unchanged(directory: Path, plan: LoadingPlan, header: BankHeader) -> None:
+def require_unchanged(directory: Path, header: BankHeader) -> None:
     """Raises `CHECKPOINT_DAMAGED` if the files are no longer those that `header` was made of."""
-    if source_of(directory, plan) != header.source:
+    if source_of(directory) != header.source:
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
             f"The files in {directory} changed while they were being prepared: try again once they are there.",

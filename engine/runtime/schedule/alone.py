@@ -204,6 +204,8 @@ class AloneAnswer:
         self._guesses: Speculation | None = None
         self._answer = begun
         request = asked.request
+        if isinstance(session, KvSession):
+            session.chat = request.chat
         if begun is None:
             self._reading = session.read(asked.prompt, request.on_progress, request.cancelled, request.on_reused)
         else:

@@ -41,6 +41,7 @@ class BatchRequest:
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
+        chat: of which it is a turn: what is computed of it may be kept on disk, as that chat's; empty: only in RAM.
         shown: control tokens that are part of the answer's text, such as marks around calls of tools; for `messages`,
             those around the reasoning.
         on_progress: told how much of the prompt has been read.
@@ -58,6 +59,7 @@ class BatchRequest:
     constraint: TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
     chances: ChanceLog | None = None
+    chat: str = ""
     shown: tuple[int, ...] = ()
     on_prepared: Callable[[bool], None] = lambda _thinks: None
     on_progress: ProgressCallback = ignore_progress

@@ -285,7 +285,7 @@ class PagedRow:
         if self._was_looked_for or self.held % PAGE_TOKENS:
             return
         self._was_looked_for = True
-        begun_s, found = clock.now(), kept.find(self.prompt, self.held)
+        begun_s, found = clock.now(), kept.find(self.prompt, self.held, self.request.chat)
         if found is None or found.layout != BlockLayout.of_pages(layers):
             return
         self.piece(found.tokens - self.held)
@@ -300,7 +300,8 @@ class PagedRow:
     def offer(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
         """Has all that it holds kept, for its pages are going to be used by others."""
         layout = BlockLayout.of_pages(layers)
-        kept.take(self.read, layout, from_pages(layers, self.pages, layout) if layout is not None else None)
+        copy = from_pages(layers, self.pages, layout) if layout is not None else None
+        kept.take(self.read, layout, copy, self.request.chat)
 
     def piece(self, tokens: int) -> Piece:
         """Its next tokens, with pages for them."""
