@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         "removed_bytes": removed,
         "on_disk": settings.on_disk,
         "budget_bytes": settings.disk_bytes,
-        "key": "file" if is_key_in_file() else "keyring",
+        "key_in_file": is_key_in_file(),
     }
     emit(document, as_json=args.json, human=lambda: _text(document, args.action))
     return 0
@@ -79,7 +79,7 @@ def _text(document: dict[str, Any], action: str | None) -> str:
     if document["on_disk"]:
         held, budget = about(document["bytes"]), about(document["budget_bytes"])
         lines.append(f"{held} of at most {budget} of computed context are kept in {document['folder']}, encrypted.")
-        if document["key"] == "file":
+        if document["key_in_file"]:
             lines.append(
                 f"There is no keyring here, so the key is in {config_dir()}: whoever can read your files there can "
                 "decrypt it."

@@ -146,16 +146,16 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     return _read(path, tuple(map(_state, all_parts(path))))
 
 
-def _state(file: Path) -> tuple[int, int] | None:
+def _state(file: Path) -> tuple[int, ...] | None:
     try:
         status = file.stat()
     except OSError:
         return None
-    return status.st_size, status.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path: Path, states: tuple[tuple[int, int] | None, ...]) -> GgufFile:  # noqa: ARG001 (changed files are read again)
+def _read(path: Path, states: tuple[tuple[int, ...] | None, ...]) -> GgufFile:  # noqa: ARG001 (changed files are read again)
     return _model(path, open_foreign)
 
 

@@ -200,7 +200,7 @@ class KeptFiles:
         whole = _HEADER.size + length + _TAG + nbytes + -(-nbytes // _PIECE) * _TAG
         if magic != _MAGIC or length > _MOST_DESCRIPTION or os.fstat(file.fileno()).st_size != whole:
             raise DamagedFileError
-        cipher = self._cipher(chat, key, header)
+        cipher = self._cipher(chat, key, bytes(header))
         return _decrypted(cipher, 0, _read(file, length + _TAG)), cipher, nbytes
 
     @contextlib.contextmanager
@@ -294,7 +294,7 @@ def _nonce(number: int) -> bytes:
     return number.to_bytes(12, "little")
 
 
-def _decrypted(cipher: AESGCM, number: int, piece: bytes) -> bytes:
+def _decrypted(cipher: AESGCM, number: int, piece: bytearray) -> bytes:
     from cryptography.exceptions import InvalidTag
 
     try:
@@ -303,7 +303,7 @@ def _decrypted(cipher: AESGCM, number: int, piece: bytes) -> bytes:
         raise DamagedFileError from None
 
 
-def _read(file: Any, nbytes: int) -> bytes:
+def _read(file: Any, nbytes: int) -> bytearray:
     found = bytearray(nbytes)
     left = memoryview(found)
     while left:
@@ -311,7 +311,7 @@ def _read(file: Any, nbytes: int) -> bytes:
         if not count:
             raise EOFError
         left = left[count:]
-    return bytes(found)
+    return found
 
 
 def _write(file: Any, piece: bytes) -> None:
