@@ -29,7 +29,7 @@ class ScriptedDesk:
     def prepare(self, model: Path) -> None:
         self.prepared.append(model)
 
-    def release(self, model: Path) -> None:
+    def release(self, model: Path, after_s: float = 0) -> None:
         self.released.append(model)
 
     @property

@@ -15,7 +15,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.openai_requests import BadRequestError, read_constraint, read_messages, read_sampling
+from engine.batch_files.openai_requests import (
+    BadRequestError,
+    read_constraint,
+    read_messages,
+    read_sampling,
+    refuse_what_is_not_given,
+)
 from engine.batch_files.rows import Answer, Row, RowRequest, RowSource
 from engine.common.config import SamplingParams
 
@@ -26,15 +32,6 @@ _FIRST_ROWS = 200
 
 _TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 """What only other servers are asked for."""
-_NOT_GIVEN = {
-    "stream": "a stream",
-    "tools": "tools",
-    "functions": "functions",
-    "logprobs": "probabilities of tokens",
-    "top_logprobs": "probabilities of tokens",
-    "audio": "sound",
-    "web_search_options": "a web search",
-}
 
 
 def holds_openai_requests(source: RowSource) -> bool:
@@ -67,22 +64,11 @@ def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = Fals
     tools = (
         {name: body[name] for name in _TOOLS if body.get(name) is not None} if elsewhere and body.get("tools") else {}
     )
-    _refuse_what_is_not_given({name: value for name, value in body.items() if name not in tools})
+    refuse_what_is_not_given({name: value for name, value in body.items() if name not in tools}, "batch")
     messages = read_messages(body.get("messages"), elsewhere=elsewhere)
     sampling = replace(defaults, **read_sampling(body))
     kept = json.dumps(tools, ensure_ascii=False) if tools else ""
     return RowRequest(row.index, messages, sampling, read_constraint(body), kept)
-
-
-def _refuse_what_is_not_given(body: Mapping[str, Any]) -> None:
-    """Refuses unsupported options that would change the answer; ignores those about users or service levels."""
-    if body.get("n") not in (None, 1):
-        raise BadRequestError("asks for several answers (n); a batch gives one per row")
-    for name, words in _NOT_GIVEN.items():
-        if body.get(name):
-            raise BadRequestError(f"asks for {words} ({name}), which a batch does not give")
-    if body.get("modalities") not in (None, ["text"]):
-        raise BadRequestError("asks for modalities other than text")
 
 
 _NAMESPACE = uuid.UUID("6f6b0b6e-52a5-4d0e-9d67-2a1d3d6c7e55")

@@ -1,17 +1,29 @@
-"""What a chat request in OpenAI's format asks for; for rows of a batch file and for clients of the server alike."""
+"""What a request asks for, by the names of every interface: for rows of a batch file and clients of the server alike.
+
+A field that changes the answer is in one of three tables: `_NUMBERS` (sampling), `_CONSTRAINTS` (what the answer must
+satisfy) or `_NOT_GIVEN` (what is refused, and where it is not).  Other fields are ignored, as OpenAI's, Anthropic's and
+Ollama's servers do: they are about users, caches and the machine (`user`, `metadata`, `store`, `service_tier`,
+`num_ctx`), ask for more beside the answer (`include`), or are hints (`verbosity`, `prediction`, `budget_tokens`).
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, cast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Role, ToolCall
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import EngineError
-from engine.common.foreign import json_text, parse_json
+from engine.common.foreign import DEEPEST, json_text, parse_json
 
+Interface = Literal["chat", "completions", "responses", "messages", "ollama", "generate", "batch"]
+"""How a request came: `messages` is Anthropic's; `ollama` and `generate` are Ollama's two."""
+NO_LIMIT = 2**31
+"""As `max_tokens`: the context ends the answer."""
 _MOST_SEED = 2**63
 _LEAST_TOP_P = 1e-6
 """Greedy: only the most likely token, as 0 means."""
@@ -43,22 +55,26 @@ def _message(entry: Any, *, elsewhere: bool) -> ChatMessage:
     role = {"developer": "system", "function": "tool"}.get(str(role), role)
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use system, user, assistant or tool")
-    calls = _calls(entry.get("tool_calls")) if role == "assistant" else ()
+    calls = _calls(entry) if role == "assistant" else ()
     content, parts = entry.get("content"), ""
     if elsewhere and isinstance(content, list) and _are_more_than_text(content):
         parts = json.dumps(content, ensure_ascii=False)
         content = [part for part in content if part.get("type") in _TEXTS]
     text = "" if content is None and (calls or role == "assistant") else read_text(content)
-    reasoning = entry.get("reasoning_content")
-    answers = entry.get("tool_call_id") or entry.get("name") or ""
+    thought = next((entry[name] for name in _THOUGHTS if isinstance(entry.get(name), str)), "")
+    answers = entry.get("tool_call_id") or entry.get("tool_name") or entry.get("name")
     return ChatMessage(
         cast("Role", role),
         text,
-        reasoning if role == "assistant" and isinstance(reasoning, str) else "",
+        thought if role == "assistant" else "",
         calls,
-        str(answers) if role == "tool" else "",
+        read_id(answers) if role == "tool" else "",
         parts,
     )
+
+
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Where an assistant's message has what was thought before: in most servers' answers, in some's, and in Ollama's."""
 
 
 _TEXTS = frozenset(("text", "input_text", "output_text"))
@@ -81,38 +97,112 @@ def read_text(value: Any) -> str:
     if isinstance(value, list):
         kinds = {str(part.get("type")) if isinstance(part, Mapping) else "" for part in value}
         if kinds <= _TEXTS:
-            return "".join(str(part.get("text", "")) for part in value)
+            texts = [part.get("text") for part in value]
+            if all(isinstance(text, str) for text in texts):
+                return "".join(texts)
+            raise BadRequestError("has a part of a message whose text is not text")
         if kinds & {"image_url", "image", "input_image"}:
             raise BadRequestError("has a picture; this program answers texts only")
     raise BadRequestError("has a message that is not text")
 
 
-def _calls(value: Any) -> tuple[ToolCall, ...]:
-    if value is None:
-        return ()
+def read_id(value: Any) -> str:
+    """What names a call of a tool; empty if nothing does.
+
+    Raises:
+        BadRequestError: it is no name.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise BadRequestError("has the id of a tool call that is not text")
+
+
+def _calls(entry: Mapping[str, Any]) -> tuple[ToolCall, ...]:
+    value = entry.get("tool_calls")
+    entries: list[Any] = value if isinstance(value, list) else [] if value is None else [None]
+    if entry.get("function_call") is not None:  # as it was before there were tools: its result names the function
+        function = entry["function_call"]
+        name = function.get("name") if isinstance(function, Mapping) else None
+        entries = [*entries, {"id": name, "function": function}]
     calls = []
-    entries: list[Any] = value if isinstance(value, list) else [None]
-    for entry in entries:
-        function = entry.get("function") if isinstance(entry, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequestError("has a tool call without a function name")
-        calls.append(read_call(str(entry.get("id") or ""), function["name"], function.get("arguments")))
+    for each in entries:
+        function = each.get("function") if isinstance(each, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise BadRequestError("has a tool call without a function")
+        calls.append(read_call(each.get("id"), function.get("name"), function.get("arguments")))
     return tuple(calls)
 
 
-def read_call(call_id: str, name: str, arguments: Any) -> ToolCall:
+def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
     """A call that an assistant made earlier; its arguments are an object, or one as JSON text.
 
     Raises:
-        BadRequestError: the arguments are neither.
+        BadRequestError: one of them is not what it should be.
     """
+    if not isinstance(name, str):
+        raise BadRequestError("has a tool call without a function name")
     try:
-        known = parse_json(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+        known = parse_json(arguments or "{}", deepest=DEEPEST) if isinstance(arguments, str) else arguments or {}
+        if isinstance(known, Mapping):
+            return ToolCall(read_id(call_id), name, json_text(known))
+    except BadRequestError:
+        raise
     except ValueError:
-        known = None
-    if not isinstance(known, Mapping):
-        raise BadRequestError(f"has a call of {name[:40]!r} whose arguments are not a JSON object")
-    return ToolCall(call_id, name, json_text(known))
+        pass
+    raise BadRequestError(f"has a call of {name[:40]!r} whose arguments are not a JSON object")
+
+
+_NUMBERS: dict[str, str] = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "dry_multiplier": "dry_multiplier",
+    "dry_base": "dry_base",
+    "dry_allowed_length": "dry_allowed_length",
+    "dry_penalty_last_n": "dry_range",
+    "seed": "seed",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+}
+"""Fields of a request, and those of `SamplingParams`; of several for one, the last counts."""
+_WHOLE = frozenset(("top_k", "dry_allowed_length", "dry_range", "seed", "max_tokens"))
+
+
+def read_number(value: Any, name: str, *, whole: bool = False) -> Any:
+    """A number of any request.  A whole one may be written as 3.0, as many clients write all their numbers.
+
+    Raises:
+        BadRequestError: it is none.
+    """
+    if whole and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        raise BadRequestError(f"has {str(value)[:20]!r} as {name}; use a {'whole ' if whole else ''}number")
+    return value
+
+
+def _sampling_number(name: str, value: Any) -> Any:
+    """A number of sampling, with what -1 and the like mean to llama.cpp's, vLLM's and Ollama's clients."""
+    ours = _NUMBERS[name]
+    number = read_number(value, name, whole=ours in _WHOLE)
+    if ours == "seed":
+        return number % _MOST_SEED
+    if ours == "top_p" and number == 0:
+        return _LEAST_TOP_P
+    if ours == "top_k" and number == -1:
+        return 0
+    ends_nowhere = number in (-1, -2) if ours == "max_tokens" else ours == "dry_range" and number == -1
+    if ends_nowhere or (name == "num_predict" and number <= 0):
+        return NO_LIMIT
+    return min(number, NO_LIMIT)
 
 
 def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,29 +211,14 @@ def read_sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadRequestError: one of them makes no sense.
     """
-    names = {
-        "temperature": "temperature",
-        "top_p": "top_p",
-        "top_k": "top_k",
-        "min_p": "min_p",
-        "repetition_penalty": "repetition_penalty",
-        "presence_penalty": "presence_penalty",
-        "frequency_penalty": "frequency_penalty",
-        "seed": "seed",
-        "max_tokens": "max_tokens",
-        "max_completion_tokens": "max_tokens",
-    }
-    asked: dict[str, Any] = {ours: body[theirs] for theirs, ours in names.items() if body.get(theirs) is not None}
-    for name, value in asked.items():
-        whole = name in ("seed", "max_tokens", "top_k")
-        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
-            raise BadRequestError(f"has {str(value)[:20]!r} as {name}")
-    if "seed" in asked:
-        asked["seed"] %= _MOST_SEED
-    if asked.get("top_p") == 0:
-        asked["top_p"] = _LEAST_TOP_P
-    if body.get("stop") is not None:
-        asked["stop"] = read_stop(body["stop"])
+    asked = {ours: _sampling_number(name, body[name]) for name, ours in _NUMBERS.items() if body.get(name) is not None}
+    for name in ("stop_sequences", "stop"):
+        if body.get(name) is not None:
+            asked["stop"] = read_stop(body[name])
+    if (breakers := body.get("dry_sequence_breakers")) is not None:
+        if not isinstance(breakers, list) or not all(isinstance(each, str) for each in breakers):
+            raise BadRequestError("has dry_sequence_breakers that are not a list of strings")
+        asked["dry_breakers"] = tuple(breakers)
     if body.get("logit_bias"):
         asked["logit_bias"] = _bias(body["logit_bias"])
     if (thinking := _thinking(body)) is not None:
@@ -162,21 +237,43 @@ _EFFORTS: dict[str, Thinking] = {
     "medium": "medium",
     "high": "high",
     "xhigh": "high",
+    "max": "high",
 }
 
 
 def _thinking(body: Mapping[str, Any]) -> Thinking | None:
-    """How much to think: `reasoning_effort`, or `enable_thinking` as other servers take it for the chat template."""
-    effort, values = body.get("reasoning_effort"), body.get("chat_template_kwargs")
-    if effort is not None:
-        if not isinstance(effort, str) or effort not in _EFFORTS:
-            raise BadRequestError(f"has {str(effort)[:20]!r} as reasoning_effort; use {', '.join(_EFFORTS)}")
-        return _EFFORTS[effort]
+    """How much to think: Ollama's `think`, Anthropic's `thinking`, OpenAI's efforts, or a value for the template."""
+    think, thinking, values = body.get("think"), body.get("thinking"), body.get("chat_template_kwargs")
+    kind = thinking.get("type") if isinstance(thinking, Mapping) else thinking
+    if kind not in (None, True, False, "enabled", "disabled", "adaptive"):
+        raise BadRequestError(f"has {str(kind)[:20]!r} as thinking; use enabled, disabled or adaptive")
+    for switch in (think, kind == "enabled" if kind in ("enabled", "disabled") else kind):
+        if isinstance(switch, bool):
+            return "on" if switch else "off"
+    efforts = [("think", think), ("reasoning_effort", body.get("reasoning_effort"))]
+    efforts += [(name, _at(body, name)) for name in ("reasoning.effort", "output_config.effort")]
+    for name, effort in efforts:
+        if (effort is not None and not isinstance(effort, str)) or effort not in (None, *_EFFORTS):
+            raise BadRequestError(f"has {str(effort)[:20]!r} as {name}; use {', '.join(_EFFORTS)}")
+        # Anthropic's is about all that is written, and thinking must be asked for as well.
+        if effort is not None and (name != "output_config.effort" or kind == "adaptive"):
+            return _EFFORTS[effort]
     if isinstance(values, Mapping):
         for name in ("enable_thinking", "thinking"):
             if isinstance(values.get(name), bool):
                 return "on" if values[name] else "off"
     return None
+
+
+def _at(body: Mapping[str, Any], name: str) -> Any:
+    """The value of a field, or of one in an object, as in `text.format`; None if it is not there."""
+    head, _, rest = name.partition(".")
+    value = body.get(head)
+    if not rest or value is None:
+        return value
+    if not isinstance(value, Mapping):
+        raise BadRequestError(f"has a {head} that is not an object")
+    return value.get(rest)
 
 
 def read_stop(value: Any) -> tuple[str, ...]:
@@ -195,26 +292,215 @@ def read_stop(value: Any) -> tuple[str, ...]:
 
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
     try:
-        return tuple((int(token), float(bias)) for token, bias in value.items())
+        return tuple((int(token), float(read_number(bias, "logit_bias"))) for token, bias in value.items())
     except (AttributeError, TypeError, ValueError, OverflowError):
         raise BadRequestError("has a logit_bias that is not an object of token ids and numbers") from None
 
 
+# --- what the answer must satisfy -----------------------------------------------------------------
+
+
 def read_constraint(body: Mapping[str, Any]) -> Constraint | None:
-    """What `response_format` wants of the answer.
+    """What a request wants of the whole answer, under whichever name.
 
     Raises:
-        BadRequestError: it is of an unknown type.
+        BadRequestError: it cannot be read, or there are several.
     """
-    form = body.get("response_format")
+    found: dict[str, Constraint] = {}
+    for name, read in _CONSTRAINTS.items():
+        value = _at(body, name)
+        constraint = None if value is None or value == "" else read(name, value)
+        if constraint is not None:
+            found[name] = constraint
+    if len(found) > 1:
+        raise BadRequestError(f"has both {' and '.join(list(found)[:2])}; leave one of them out")
+    return next(iter(found.values()), None)
+
+
+def _form(name: str, form: Any) -> Constraint | None:
+    """OpenAI's forms, flat as in its newer interface and in Anthropic's, or not."""
     kind = form.get("type") if isinstance(form, Mapping) else None
-    if form is None or kind == "text":
+    if kind == "text":
         return None
-    if kind == "json_object":
-        asked = form.get("schema") if isinstance(form, Mapping) else None  # llama.cpp's clients may add one
-        return Constraint(schema=json_text(asked) if isinstance(asked, Mapping) else '{"type": "object"}')
-    described = form.get("json_schema") if isinstance(form, Mapping) else None
-    schema = described.get("schema", {"type": "object"}) if isinstance(described, Mapping) else None
-    if kind != "json_schema" or not isinstance(schema, Mapping):
-        raise BadRequestError(f"has an unsupported response_format type {str(kind)[:20]!r}")
+    if kind == "json_object":  # llama.cpp's clients may add a schema
+        return _schema(name, {"type": "object"} if form.get("schema") is None else form["schema"])
+    described = form.get("json_schema", form) if kind == "json_schema" else None
+    if not isinstance(described, Mapping):
+        raise BadRequestError(f"has an unsupported {name} type {str(kind)[:20]!r}")
+    return _schema(name, described.get("schema", {"type": "object"}))
+
+
+def _ollama_form(name: str, form: Any) -> Constraint:
+    return _schema(name, {"type": "object"} if form == "json" else form)
+
+
+def _json_object(name: str, wanted: Any) -> Constraint | None:
+    return _schema(name, {"type": "object"}) if wanted else None
+
+
+def _schema(name: str, schema: Any) -> Constraint:
+    if isinstance(schema, str):
+        try:
+            schema = parse_json(schema, deepest=DEEPEST)
+        except ValueError:
+            schema = None
+    if not isinstance(schema, Mapping):
+        raise BadRequestError(f"has a {name} that is not a JSON schema")
     return Constraint(schema=json_text(schema))
+
+
+def _choices(name: str, choices: Any) -> Constraint:
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) and each for each in choices):
+        raise BadRequestError(f"has a {name} that is not a list of texts")
+    return Constraint(choices=tuple(choices))
+
+
+def _regex(name: str, pattern: Any) -> Constraint:
+    if not isinstance(pattern, str):
+        raise BadRequestError(f"has a {name} that is not text")
+    escaped = re.sub(r"(?s)\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), pattern)
+    return Constraint(grammar=f"start: /{escaped}/")
+
+
+_IN_LARK = {"/": r"\/", "\n": r"\n"}
+
+
+def _grammar(name: str, grammar: Any) -> Constraint:
+    """A grammar in Lark's form, or in llama.cpp's (GBNF)."""
+    if not isinstance(grammar, str):
+        raise BadRequestError(f"has a {name} that is not text")
+    if len(grammar) > _MOST_GRAMMAR or grammar.count("::=") > _MOST_RULES:
+        raise BadRequestError(f"has a {name} of more than {_MOST_GRAMMAR:,} characters or {_MOST_RULES} rules")
+    from llguidance.gbnf_to_lark import any_to_lark  # with the native library
+
+    try:
+        return Constraint(grammar=any_to_lark(_CODED.sub(_plain_character, grammar)))
+    except Exception as error:  # its own kinds, bare ones, and what Python makes of a text that ends too soon
+        words = " ".join(str(error).split())[:100] or "it ends too soon"
+        raise BadRequestError(f"has a {name} that cannot be read ({words})") from None
+
+
+_MOST_GRAMMAR, _MOST_RULES = 2**16, 500
+"""What is read at once; the time grows with the square of the rules."""
+_CODED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _plain_character(found: re.Match[str]) -> str:
+    """A character in the place of its code, which the reader of grammars mistakes for a shorter one."""
+    code = int(found[1] or found[2] or found[3] or "-1", 16)
+    if code < 0 or 0xD800 <= code < 0xE000 or code > 0x10FFFF:
+        return found[0]
+    return chr(code) if code > 0x7F or chr(code).isalnum() else f"\\x{code:02x}"
+
+
+_CONSTRAINTS: dict[str, Callable[[str, Any], Constraint | None]] = {
+    "response_format": _form,
+    "text.format": _form,  # OpenAI's responses
+    "output_config.format": _form,  # Anthropic's, and what it was called before
+    "output_format": _form,
+    "format": _ollama_form,
+    "json_schema": _schema,  # llama.cpp's
+    "grammar": _grammar,
+    "structured_outputs.json": _schema,  # vLLM's, and what they were called before
+    "structured_outputs.json_object": _json_object,
+    "structured_outputs.regex": _regex,
+    "structured_outputs.choice": _choices,
+    "structured_outputs.grammar": _grammar,
+    "guided_json": _schema,
+    "guided_regex": _regex,
+    "guided_choice": _choices,
+    "guided_grammar": _grammar,
+    "regex": _regex,  # SGLang's
+    "ebnf": _grammar,
+}
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """A field that changes the answer.
+
+    Attributes:
+        words: what it asks for.
+        given: the interfaces that give it.
+        nothing: values that ask for nothing.
+    """
+
+    words: str
+    given: tuple[Interface, ...] = ()
+    nothing: tuple[Any, ...] = (None, False, "", [], {})
+
+
+_CHATS: tuple[Interface, ...] = ("chat", "responses", "messages", "ollama")
+_NOT_STORED: tuple[Interface, ...] = ("chat", "completions", "messages", "ollama", "generate", "batch")
+_NOT_GIVEN: dict[str, _Field] = {
+    "stream": _Field("a stream", (*_CHATS, "completions", "generate")),
+    "n": _Field("several answers", ("chat", "completions"), (None, 1)),
+    "best_of": _Field("the best of several answers", (), (None, 0, 1)),
+    "tools": _Field("tools", _CHATS),
+    "functions": _Field("functions", ("chat",)),
+    "logprobs": _Field("probabilities of tokens", ("chat", "completions")),
+    "top_logprobs": _Field("probabilities of tokens", ("chat", "completions")),
+    "prompt_logprobs": _Field("probabilities of tokens"),
+    "n_probs": _Field("probabilities of tokens"),
+    "echo": _Field("the prompt before the answer", ("completions",)),
+    "suffix": _Field("text between a beginning and an end"),
+    "audio": _Field("sound"),
+    "modalities": _Field("answers other than text", (), (None, [], ["text"])),
+    "images": _Field("the reading of pictures"),
+    "web_search_options": _Field("a web search"),
+    "mcp_servers": _Field("tools of other servers"),
+    "container": _Field("a container for code"),
+    "previous_response_id": _Field("the continuation of an earlier answer; send all turns instead"),
+    "conversation": _Field("the continuation of an earlier answer; send all turns instead"),
+    "context": _Field("the continuation of an earlier answer; send all turns instead"),
+    "background": _Field("an answer in the background"),
+    "prompt": _Field("a stored prompt", _NOT_STORED),
+    "template": _Field("another template"),
+    "chat_template": _Field("another template"),
+    "documents": _Field("documents for the template"),
+    "truncate_prompt_tokens": _Field("a prompt that is cut", (), (None, -1)),
+    "use_beam_search": _Field("beam search"),
+    "length_penalty": _Field("a penalty on length", (), (None, 1)),
+    "min_tokens": _Field("answers of a least length"),
+    "min_new_tokens": _Field("answers of a least length"),
+    "stop_token_ids": _Field("tokens that end the answer; use stop"),
+    "stop_regex": _Field("patterns that end the answer; use stop"),
+    "include_stop_str_in_output": _Field("the stop string in the answer"),
+    "skip_special_tokens": _Field("control tokens in the answer", (), (None, True)),
+    "bad_words": _Field("words that must not come"),
+    "allowed_token_ids": _Field("tokens that alone may come"),
+    "logits_processors": _Field("code for the choice of tokens"),
+    "structural_tag": _Field("a structure of tags"),
+    "structured_outputs.structural_tag": _Field("a structure of tags"),
+    "structured_outputs.whitespace_pattern": _Field("a pattern of spaces"),
+    "structured_outputs.disable_additional_properties": _Field("objects without further properties"),
+    "guided_whitespace_pattern": _Field("a pattern of spaces"),
+    "grammar_lazy": _Field("a grammar that begins later"),
+    "samplers": _Field("an order of its own of sampling"),
+    "mirostat": _Field("mirostat"),
+    "typical_p": _Field("typical sampling", (), (None, 0, 1)),
+    "tfs_z": _Field("tail-free sampling", (), (None, 0, 1)),
+    "xtc_probability": _Field("XTC"),
+    "dynatemp_range": _Field("a temperature that changes"),
+    "top_n_sigma": _Field("top-n-sigma sampling", (), (None, 0, -1)),
+    "top_a": _Field("top-a sampling"),
+    "t_max_predict_ms": _Field("a limit of time", (), (None, 0, -1)),
+    "thinking_budget_tokens": _Field("a limit of thoughts", (), (None, -1)),
+    "thinking_token_budget": _Field("a limit of thoughts", (), (None, -1)),
+    "reasoning_format": _Field("thoughts in the answer's text", (), (None, "", "auto", "deepseek", "deepseek-legacy")),
+    "lora": _Field("adapters"),
+}
+
+
+def refuse_what_is_not_given(body: Mapping[str, Any], interface: Interface) -> None:
+    """Raises BadRequestError if a request asks for an answer of a kind that nobody gives who has this interface."""
+    for name, field in _NOT_GIVEN.items():
+        if interface not in field.given and _at(body, name) not in field.nothing:
+            words, _, instead = field.words.partition("; ")
+            who = "a batch" if interface == "batch" else "this server"
+            raise BadRequestError(
+                f"asks for {words} ({name}), which {who} does not give{'; ' if instead else ''}{instead}"
+            )

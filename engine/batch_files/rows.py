@@ -193,15 +193,17 @@ def _free(name: str, taken: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """A constraint on an answer: exactly one of the two is set.
+    """A constraint on an answer: exactly one of the three is set.
 
     Attributes:
         schema: a JSON schema, as JSON text, that the answer satisfies.
         choices: the texts that the answer must be one of.
+        grammar: of the answer, in llguidance's dialect of Lark.
     """
 
     schema: str = ""
     choices: tuple[str, ...] = ()
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +282,9 @@ def failed(row: int, problem: str) -> Answer:
 
 
 _MOST_CHARACTERS, _MOST_ENTRIES = 2**18, 3_000
-"""Limits of a schema: much bigger ones compile for minutes, uninterruptibly."""
+"""Limits of a constraint: much bigger ones compile for minutes, uninterruptibly."""
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+"""Of texts, that llguidance enforces; any other is an annotation, which JSON Schema leaves to who reads it."""
 
 
 def grammar_of(constraint: Constraint, *, any_space: bool = False) -> str:
@@ -290,28 +294,48 @@ def grammar_of(constraint: Constraint, *, any_space: bool = False) -> str:
         any_space: JSON may have spaces and line breaks between its parts.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, if the schema is unsupported.
+        EngineError: `INVALID_REQUEST`, if the constraint is unsupported.
     """
     from llguidance import LLMatcher
 
-    if constraint.choices:
+    what = "schema" if constraint.schema else "grammar" if constraint.grammar else "choice"
+    characters = len(constraint.schema) + len(constraint.grammar) + sum(map(len, constraint.choices))
+    if characters > _MOST_CHARACTERS or constraint.schema.count(":") + len(constraint.choices) > _MOST_ENTRIES:
+        raise unfit(f"it has more than {_MOST_CHARACTERS:,} characters or {_MOST_ENTRIES:,} entries", what)
+    if constraint.schema:
+        try:
+            schema = _without_annotations(parse_json(constraint.schema, deepest=DEEPEST))
+            # Compact JSON only: models that start to indent or pad may never end.
+            grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": any_space}))
+        except (ValueError, TypeError) as error:
+            raise unfit(str(error)) from None
+    else:
         alternatives = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
-        return str(LLMatcher.grammar_from_lark(f"start: {alternatives}"))
-    if len(constraint.schema) > _MOST_CHARACTERS or constraint.schema.count(":") > _MOST_ENTRIES:
-        raise unfit(f"it has more than {_MOST_CHARACTERS:,} characters or {_MOST_ENTRIES:,} entries")
-    try:
-        schema = parse_json(constraint.schema, deepest=DEEPEST)
-        # Compact JSON only: models that start to indent or pad may never end.
-        grammar = str(LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_flexible": any_space}))
-    except (ValueError, TypeError) as error:
-        raise unfit(str(error)) from None
+        grammar = str(LLMatcher.grammar_from_lark(constraint.grammar or f"start: {alternatives}"))
     refusal = LLMatcher.validate_grammar(grammar)
     if refusal:
-        raise unfit(refusal)
+        raise unfit(refusal, what)
     return grammar
 
 
-def unfit(why: str) -> EngineError:
-    """The error for an unsupported schema."""
+def _without_annotations(schema: Any) -> Any:
+    """A schema without the `format`s that nothing enforces; what only looks like one (a property's name) stays."""
+    if isinstance(schema, list):
+        return [_without_annotations(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("const", "enum", "default", "examples"):
+            kept[key] = value
+        elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            kept[key] = {name: _without_annotations(entry) for name, entry in value.items()}
+        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
+            kept[key] = _without_annotations(value)
+    return kept
+
+
+def unfit(why: str, what: str = "schema") -> EngineError:
+    """The error for a schema, or what else constrains an answer, that is unsupported."""
     first = " ".join(why.split())[:160]
-    return EngineError(ErrorCode.INVALID_REQUEST, f"The schema cannot be used ({first}): simplify or correct it.")
+    return EngineError(ErrorCode.INVALID_REQUEST, f"The {what} cannot be used ({first}): simplify or correct it.")

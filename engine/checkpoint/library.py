@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.config_file import CONFIG_NAME, read_config
+from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
 from engine.checkpoint.gguf.names import LABEL, all_parts, gguf_at
 from engine.checkpoint.in_use import reading
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
@@ -36,6 +36,7 @@ _VERSION = 2
 """Of the file with descriptions; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
+_MOST_TEMPLATE = 16 * 2**20
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8", "compressed-tensors": "compressed"}
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
@@ -195,6 +196,29 @@ def show(model: str) -> LibraryEntry:
 def describe(path: Path, name: str) -> LibraryEntry:
     """The entry of the model at `path`; reads its configuration and the headers of its weights only."""
     return _entry(Found(name, path, origin_of(path)))
+
+
+def chat_template(path: Path) -> str:
+    """The chat template of the model at `path`, with all its versions if it has several.
+
+    Empty if it has none that can be read: no reason not to describe the rest.
+    """
+    gguf = gguf_at(path)
+    try:
+        if gguf is not None:
+            from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
+
+            said = read_gguf(gguf).metadata
+            return "\n".join(str(said[key]) for key in said if key.startswith("tokenizer.chat_template"))
+        files = [path / "chat_template.jinja", *sorted((path / TEMPLATE_FOLDER).glob("*.jinja"))]
+        texts: list[Any] = [read_foreign(file, _MOST_TEMPLATE).decode() for file in files if file.exists()]
+        if not texts:
+            written = read_json(path / "tokenizer_config.json", _MOST_TEMPLATE).get("chat_template")
+            several = written if isinstance(written, list) else [{"template": written}]
+            texts = [each.get("template") for each in several if isinstance(each, dict)]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    except (EngineError, OSError, ValueError):
+        return ""
 
 
 def _entry(model: Found) -> LibraryEntry:

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.batch_files.openai_requests import NO_LIMIT
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
 from engine.common.config import SamplingParams
@@ -107,15 +108,16 @@ def request_body(
             body["tool_choice"] = "required"
     if request.own_tools:
         body |= json.loads(request.own_tools)
-    if request.constraint is not None and "schema" not in lacks:
-        body["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": schema_of(request.constraint), "strict": True},
-        }
-        if request.constraint.choices and server == "vllm":
+    constraint = request.constraint
+    if constraint is not None and "schema" not in lacks:
+        if constraint.grammar:  # who knows no grammars answers without: whoever asks checks what comes
+            body["structured_outputs"] = {"grammar": constraint.grammar}
+        elif constraint.choices and server == "vllm":
             # A bare string is no JSON object, which OpenAI's interface asks for; these know choices.
-            del body["response_format"]
-            body["structured_outputs"] = {"choice": list(request.constraint.choices)}
+            body["structured_outputs"] = {"choice": list(constraint.choices)}
+        else:
+            schema = {"name": "answer", "schema": schema_of(constraint), "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
     return body, left_out
 
 
@@ -170,7 +172,7 @@ def _sampling(
     sampling: SamplingParams, chosen: tuple[str, ...] | None, server: Server, lacks: tuple[Lack, ...]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     limit = "max_completion_tokens" if server == "openai" else "max_tokens"
-    found: dict[str, Any] = {limit: sampling.max_tokens}
+    found: dict[str, Any] = {limit: sampling.max_tokens} if sampling.max_tokens < NO_LIMIT else {}
     if chosen is not None:
         wanted = {name: getattr(sampling, name) for name in chosen if name != "max_tokens"}
         sampling = SamplingParams(**wanted)

@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError, read_call, read_sampling, read_text
+from engine.batch_files.openai_requests import BadRequestError, read_call, read_id, read_text
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError
-from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
+from engine.families.replies.reader import Part, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
 from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent, with_pings
-from engine.serving.tools import ToolUse, read_tool, tool_use
+from engine.serving.tools import Reading, ToolUse, read_tool, tool_use
 
 _KINDS = {
     400: "invalid_request_error",
@@ -67,12 +67,13 @@ class _Anthropic:
         body = await body_of(request)
         uses = _tools(body)
         name, ask = await self._ask(body, uses)
-        if not isinstance(body.get("max_tokens"), int):
+        if body.get("max_tokens") is None:
             raise BadRequestError("has no max_tokens")
+        answer = _Answer(name, ask, uses)
         if body.get("stream"):
-            lines = await opened(request, self._stream(name, ask, uses))
+            lines = await opened(request, self._stream(ask, answer))
             return server_sent(with_pings(lines, event_line({"type": "ping"}, "ping")))
-        answer = await while_connected(request, self._whole(name, ask, uses))
+        await while_connected(request, self._service.whole(ask, answer.take))
         return JSONResponse(answer.message())
 
     async def count_tokens(self, request: Request) -> Response:
@@ -81,37 +82,12 @@ class _Anthropic:
         return JSONResponse({"input_tokens": await while_connected(request, self._service.prompt_length(ask))})
 
     async def _ask(self, body: Mapping[str, Any], uses: ToolUse) -> tuple[str, Ask]:
-        name, path = await self._service.path_of(body.get("model"))
-        sampling = read_sampling(
-            {key: body[key] for key in ("temperature", "top_p", "top_k", "max_tokens") if key in body}
-        )
-        if body.get("stop_sequences") is not None:
-            sampling |= read_sampling({"stop": body["stop_sequences"]})
-        thinking = body.get("thinking")
-        kind = thinking.get("type") if isinstance(thinking, Mapping) else None
-        if kind in ("enabled", "disabled"):
-            sampling["thinking"] = "on" if kind == "enabled" else "off"
         messages = _messages(body)
-        asked = Ask(
-            path,
-            messages=messages,
-            tools=uses.tools,
-            # Whoever ends with the model's turn has written how its answer begins.
-            end="continue" if messages[-1].role == "assistant" and messages[-1].content.strip() else "answer",
-            sampling=sampling,
-            constraint=uses.constraint,
-        )
-        return name, asked
+        # Whoever ends with the model's turn has written how its answer begins.
+        is_begun = messages[-1].role == "assistant" and messages[-1].content.strip()
+        return await self._service.ask_of(body, "messages", messages, uses, "continue" if is_begun else "answer")
 
-    async def _whole(self, name: str, ask: Ask, uses: ToolUse) -> _Answer:
-        answer = _Answer(name, ask, uses)
-        async for event in self._service.events(ask):
-            answer.take(event)
-        return answer
-
-    def _stream(self, name: str, ask: Ask, uses: ToolUse) -> Lines:
-        answer = _Answer(name, ask, uses)
-
+    def _stream(self, ask: Ask, answer: _Answer) -> Lines:
         def failed(error: EngineError) -> list[str]:
             return [event_line(_error_body(error, status_of(error)), "error")]
 
@@ -125,8 +101,7 @@ class _Answer:
     """One answer: its blocks so far, and what to send for each event."""
 
     def __init__(self, name: str, ask: Ask, uses: ToolUse) -> None:
-        self._ask, self._uses = ask, uses
-        self._reader: ReplyReader | None = None
+        self._ask, self._reading = ask, Reading(uses)
         self._blocks: list[dict[str, Any]] = []
         self._head: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
@@ -147,17 +122,17 @@ class _Answer:
 
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """What a stream says of an event."""
+        lines = self._lines(self._reading.parts(event))
         if isinstance(event, Began):
-            self._reader = self._uses.reader(event)
             begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
             usage = self._usage(Ended("stop", event.prompt_tokens, 0, 0))
             return [{"type": "message_start", "message": {**begun, "usage": usage}}]
         if isinstance(event, Said):
-            return self._lines(self._reader.feed(event.text) if self._reader else [])
+            return lines
         self._ended = event
-        lines = [*self._lines(self._reader.end() if self._reader else []), *self._closed()]
         return [
             *lines,
+            *self._closed(),
             {"type": "message_delta", "delta": self._stop, "usage": self._usage(event)},
             {"type": "message_stop"},
         ]
@@ -229,6 +204,10 @@ def _tools(body: Mapping[str, Any]) -> ToolUse:
     offered = body.get("tools") or []
     if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
         raise BadRequestError("has tools that are not a list of objects")
+    for entry in offered:
+        if entry.get("type") not in (None, "custom"):
+            foreign = str(entry["type"])[:40]
+            raise BadRequestError(f"offers a tool of the type {foreign!r}, which this server cannot run; leave it out")
     tools = [read_tool(entry.get("name"), entry.get("description"), entry.get("input_schema")) for entry in offered]
     choice = body.get("tool_choice") or {"type": "auto"}
     kind = choice.get("type") if isinstance(choice, Mapping) else None
@@ -264,12 +243,12 @@ def _turns(role: Any, content: Any) -> list[ChatMessage]:
     for block in content:
         kind = block.get("type")
         if kind == "tool_result":
-            result = block.get("content", "")
-            turns.append(ChatMessage("tool", read_text(result), answers=str(block.get("tool_use_id", ""))))
-        elif kind == "tool_use" and isinstance(block.get("name"), str):
-            calls.append(read_call(str(block.get("id", "")), block["name"], block.get("input")))
+            result = read_text(block.get("content", ""))
+            turns.append(ChatMessage("tool", result, answers=read_id(block.get("tool_use_id"))))
+        elif kind == "tool_use":
+            calls.append(read_call(block.get("id"), block.get("name"), block.get("input")))
         elif kind == "thinking":
-            thought += str(block.get("thinking", ""))
+            thought += read_text(block.get("thinking"))
         elif kind != "redacted_thinking":
             text += read_text([block])
     if text or thought or calls or not turns:

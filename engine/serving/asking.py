@@ -27,6 +27,7 @@ class Ask:
         top_chances: how many likely tokens to name for each token; `None` logs nothing.
         ignores_end: the answer goes on to its limit, past where the model would end it.
         wants: the answer, or only the prompt's length, or only the prompt itself; nothing is generated then.
+        keep_s: how long the model is kept afterwards, see `Answerer.release`; None leaves that as it is.
     """
 
     model: Path
@@ -41,6 +42,7 @@ class Ask:
     top_chances: int | None = None
     ignores_end: bool = False
     wants: Literal["answer", "length", "prompt"] = "answer"
+    keep_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +172,8 @@ class Answerer(Protocol):
         """Has a model loaded before anybody asks for it; a failure is reported to who asks first."""
         ...
 
-    def release(self, model: Path) -> None:
-        """Frees the model, if it is this one, once nobody waits for it."""
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """Frees the model, if it is this one, once nobody has asked for it for so long; never, if that is negative."""
         ...
 
     @property

@@ -41,7 +41,7 @@ class DeskByName:
         self._engine, self._load_model, self.idle_s, self._on_model = engine, load, idle_s, on_model
         self.desk = Desk(engine, chat=chat)
         self._wanted: Path | None = None
-        self._released: Path | None = None
+        self._kept: tuple[Path, float] | None = None
         self._thread = threading.Thread(target=self._work, name="serving-engine", daemon=True)
 
     def start(self) -> None:
@@ -60,14 +60,15 @@ class DeskByName:
     def prepare(self, model: Path) -> None:
         """See `Answerer`."""
         with self.desk.changed:
-            self._wanted, self._released = model, None
+            self._wanted, self._kept = model, None
             self.desk.changed.notify_all()
 
-    def release(self, model: Path) -> None:
-        """See `Answerer`."""
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """See `Answerer`; it holds in the place of `idle_s` until the model is freed."""
         with self.desk.changed:
-            self._released = model
-            self.desk.changed.notify_all()
+            if self.desk.state.model in (None, model):  # while it is loaded there is none
+                self._kept = model, after_s
+                self.desk.changed.notify_all()
 
     def close(self) -> None:
         """Ends all answers, frees the model and waits for the thread."""
@@ -102,9 +103,11 @@ class DeskByName:
                 loaded = desk.state.model
                 is_unused = False
                 while not (desk.state.waiting or self._wanted or desk.is_closed or is_unused):
-                    is_unused = loaded is not None and loaded == self._released
-                    is_unused = is_unused or not desk.changed.wait(self.idle_s if loaded is not None else None)
-                wanted, self._wanted, self._released = self._wanted, None, None
+                    idle_s = None if loaded is None else self.idle_s
+                    if loaded is not None and self._kept is not None and self._kept[0] == loaded:
+                        idle_s = self._kept[1] if self._kept[1] >= 0 else None
+                    is_unused = not desk.changed.wait(idle_s)
+                wanted, self._wanted = self._wanted, None
             first = desk.next_model or wanted
             if desk.is_closed:
                 return None
@@ -121,6 +124,7 @@ class DeskByName:
             self._on_model(model)
 
     def _free(self) -> None:
+        self._kept = None
         self.desk.free()
         self.desk.model_is(None)
         self._on_model(None)

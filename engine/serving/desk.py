@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
+from engine.batch_files.openai_requests import NO_LIMIT
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
@@ -39,9 +40,6 @@ from engine.serving.asking import (
     too_many,
 )
 from engine.telemetry.request_log import RequestLog
-
-LONGEST_ANSWER = 2**31
-"""Where a request names no limit: the context ends it."""
 
 
 class DeskEngine(Protocol):
@@ -216,7 +214,7 @@ class Desk:
         stops: tuple[str, ...] = ()
         shown: tuple[int, ...] = ()
         family = info.family if (info := self._engine.info) else ""
-        sampling = replace(self._sampling, **{"max_tokens": LONGEST_ANSWER, **ask.sampling})
+        sampling = replace(self._sampling, **{"max_tokens": NO_LIMIT, **ask.sampling})
         thinking = thinking_for(sampling, constrained=ask.constraint is not None)
         if ask.ids:
             prompt, thinks = rows.known(ask.ids), False

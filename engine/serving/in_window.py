@@ -51,7 +51,7 @@ class WindowDesk:
     def prepare(self, model: Path) -> None:
         """The window's user loads models."""
 
-    def release(self, model: Path) -> None:
+    def release(self, model: Path, after_s: float = 0) -> None:
         """And frees them."""
 
     # --- the engine's thread ----------------------------------------------------------------------

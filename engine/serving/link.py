@@ -110,10 +110,10 @@ class EngineLink:
             self.wake()
         self._send(Prepare(model))
 
-    def release(self, model: Path) -> None:
+    def release(self, model: Path, after_s: float = 0) -> None:
         """See `Answerer`."""
         if self.is_connected:
-            self._send(Release(model))
+            self._send(Release(model, after_s))
 
     def refuse_all(self, error: EngineError) -> None:
         """No engine will answer what has been asked."""
@@ -251,7 +251,7 @@ class DeskLink:
         elif isinstance(message, Prepare):
             self._desk.prepare(message.model)
         elif isinstance(message, Release):
-            self._desk.release(message.model)
+            self._desk.release(message.model, message.after_s)
 
     def _ask(self, number: int, ask: Ask) -> None:
         def on_event(event: Event) -> None:

@@ -1,10 +1,12 @@
-"""Ollama's interface: `/api/tags`, `show`, `ps`, `version`, `chat` and `generate`."""
+"""Ollama's interface: `/api/tags`, `show`, `ps`, `version`, `chat` and `generate`; `embed` is refused in a sentence."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,30 +14,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError, read_constraint, read_messages, read_sampling
-from engine.checkpoint.library import LibraryEntry
+from engine.batch_files.openai_requests import BadRequestError, Interface, read_messages, read_text
+from engine.checkpoint.library import LibraryEntry, chat_template
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.common.foreign import json_text
-from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
+from engine.families.replies.reader import Part, Spoken, Thought
+from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
-from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
+from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
 from engine.serving.streams import JSONResponse, Lines, Streamed, lines_of, opened
-from engine.serving.tools import ToolUse, openai_tools
+from engine.serving.tools import Reading, ToolUse, openai_tools
 
 VERSION = "0.12.0"
 """The version of the interface that is spoken here: clients ask for it before they use what came later."""
-_OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
+_UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "\u00b5s": 1e-6, "ns": 1e-9}
+_PIECE = r"(\d+(?:\.\d*)?|\.\d+)(ms|us|\u00b5s|ns|h|m|s)"
+_DURATION = re.compile(rf"(-?)\+?(?:(\d+(?:\.\d*)?)|((?:{_PIECE})+))")
+_LONGEST_S = 1e8
+"""Three years: a longer one is for ever."""
 
 
 def ollama_error(error: EngineError | BadRequestError, status: int | None = None) -> Response:
@@ -55,6 +52,8 @@ def routes(service: Service) -> list[Route]:
         Route("/api/show", api.show, methods=["POST"]),
         Route("/api/chat", api.chat, methods=["POST"]),
         Route("/api/generate", api.generate, methods=["POST"]),
+        Route("/api/embed", api.embed, methods=["POST"]),
+        Route("/api/embeddings", api.embed, methods=["POST"]),
     ]
 
 
@@ -81,42 +80,49 @@ class _Ollama:
         _name, entry = await self._service.entry_of(body.get("model") or body.get("name"))
         family = entry.family or "unknown"
         info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
+        template = await on_a_thread(lambda: chat_template(entry.path))
+        # Not `vision` or `embedding`, whatever the model was made for: here it answers texts with texts.
+        thinks = thinking_choices(template) or may_think(template, entry.family)
+        able = {"completion": True, "tools": takes_tools(template), "thinking": thinks}
         described = {
             "details": _described(entry)["details"],
             "model_info": info,
-            "capabilities": ["completion", "tools"],
+            "capabilities": [name for name, is_able in able.items() if is_able],
         }
-        return JSONResponse({"modelfile": "", "parameters": "", "template": "", **described})
+        return JSONResponse({"modelfile": "", "parameters": "", "template": template, **described})
+
+    async def embed(self, _request: Request) -> Response:
+        raise BadRequestError("asks for embeddings, which chat models do not give; use an embedding model's server")
 
     async def chat(self, request: Request) -> Response:
-        body = await body_of(request)
+        body = _with_options(await body_of(request))
         if body.get("messages") == []:
             answer = await self._come_or_go(request, body)
             return JSONResponse(answer | {"message": {"role": "assistant", "content": ""}})
         uses = openai_tools({"tools": body.get("tools")})
-        return await self._answer(request, body, uses, read_messages(_own_calls(body.get("messages"))))
+        _refuse_pictures(body.get("messages"))
+        return await self._answer(request, body, "ollama", uses, read_messages(body.get("messages")))
 
     async def generate(self, request: Request) -> Response:
-        body = await body_of(request)
-        prompt = body.get("prompt") or ""
-        if not isinstance(prompt, str) or body.get("images") or body.get("suffix"):
-            raise BadRequestError("has a prompt that is not text alone")
+        body = _with_options(await body_of(request))
+        prompt = read_text(body.get("prompt") or "")
         if not prompt:
             return JSONResponse(await self._come_or_go(request, body) | {"response": ""})
-        if body.get("raw"):
-            return await self._answer(request, body, ToolUse(), (), prompt)
-        system = body.get("system")
-        messages = (ChatMessage("system", str(system)),) if system else ()
-        return await self._answer(request, body, ToolUse(), (*messages, ChatMessage("user", prompt)))
+        system = read_text(body.get("system") or "")
+        messages = [ChatMessage("system", system)] if system else []
+        text = prompt if body.get("raw") else None
+        turns = (*messages, ChatMessage("user", prompt))
+        return await self._answer(request, body, "generate", ToolUse(), turns, text)
 
     async def _come_or_go(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
         """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
         name, path = await self._service.path_of(body.get("model"))
-        goes = _is_nothing(body.get("keep_alive"))
+        keep_s = _keep_s(body.get("keep_alive"))
+        goes = keep_s == 0
         if goes:
             self._service.desk.release(path)
         else:
-            only_loads = Ask(path, (ChatMessage("user", "Hello"),))
+            only_loads = Ask(path, (ChatMessage("user", "Hello"),), keep_s=keep_s)
             await while_connected(request, self._service.prompt_length(only_loads))
         return {"model": name, "created_at": _now(), "done": True, "done_reason": "unload" if goes else "load"}
 
@@ -124,30 +130,22 @@ class _Ollama:
         self,
         request: Request,
         body: Mapping[str, Any],
+        interface: Interface,
         uses: ToolUse,
         messages: tuple[ChatMessage, ...],
         text: str | None = None,
     ) -> Response:
-        name, path = await self._service.path_of(body.get("model"))
-        asked = Ask(
-            path,
-            messages=messages,
-            tools=uses.tools,
-            text=text,
-            sampling={**_sampling(body.get("options")), **_thinking(body.get("think"))},
-            constraint=read_constraint({"response_format": _format(body.get("format"))}),
-        )
-        answer = _Answer(name, uses, is_chat="messages" in body)
+        """Answers the conversation, or continues a text in its place."""
+        name, asked = await self._service.ask_of(body, interface, messages, uses)
+        asked = replace(asked, keep_s=_keep_s(body.get("keep_alive")))
+        if text is not None:
+            asked = replace(asked, messages=(), text=text)
+        answer = _Answer(name, uses, is_chat=interface == "ollama")
         if body.get("stream", True):
             lines = await opened(request, self._stream(asked, answer))
             return Streamed(lines, media_type="application/x-ndjson")
-
-        async def whole() -> dict[str, Any]:
-            async for event in self._service.events(asked):
-                answer.take(event)
-            return answer.whole()
-
-        return JSONResponse(await while_connected(request, whole()))
+        await while_connected(request, self._service.whole(asked, answer.take))
+        return JSONResponse(answer.whole())
 
     def _stream(self, asked: Ask, answer: _Answer) -> Lines:
         def take(event: Progress) -> list[str]:
@@ -162,8 +160,7 @@ class _Answer:
     """One answer: what has come of it, and what to send for each event."""
 
     def __init__(self, name: str, uses: ToolUse, *, is_chat: bool) -> None:
-        self._name, self._uses, self._is_chat = name, uses, is_chat
-        self._reader: ReplyReader | None = None
+        self._name, self._reading, self._is_chat = name, Reading(uses), is_chat
         self._said, self._thought, self._calls = "", "", list[ToolCall]()
         self._last: dict[str, Any] = {}
         self._asked_ns = time.monotonic_ns()
@@ -171,13 +168,11 @@ class _Answer:
 
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """The lines of a stream that an event makes."""
-        if isinstance(event, Began):
-            self._reader = self._uses.reader(event)
-            return []
+        lines = self._lines(self._reading.parts(event))
         if isinstance(event, Said):
             self._first_ns = self._first_ns or time.monotonic_ns()
-            return self._lines(self._reader.feed(event.text) if self._reader else [])
-        lines = self._lines(self._reader.end() if self._reader else [])
+        if not isinstance(event, Ended):
+            return lines
         self._last = self._ending(event)
         return [*lines, {**self._line(Spoken("")), **self._last}]
 
@@ -232,57 +227,40 @@ def _json_line(line: dict[str, Any]) -> str:
     return json_text(line) + "\n"
 
 
-def _is_nothing(keep_alive: Any) -> bool:
-    """Whether a duration is 0: a number of seconds, or text such as `0s`."""
-    text = str(keep_alive).strip().rstrip("hms")
-    return not isinstance(keep_alive, bool) and text.replace(".", "0").strip("0") == "" and text != ""
+def _keep_s(keep_alive: Any) -> float | None:
+    """How long the model is kept: seconds, as a number or as text, or text such as `1h30m`; negative: for ever."""
+    if keep_alive is None:
+        return None
+    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
+        return float(keep_alive) if 0 <= keep_alive < _LONGEST_S else -1.0
+    found = _DURATION.fullmatch(keep_alive.strip()) if isinstance(keep_alive, str) else None
+    if found is None:
+        words = f"has {str(keep_alive)[:20]!r} as keep_alive; use seconds, a time such as 5m or 1h30m, 0 or -1"
+        raise BadRequestError(words)
+    pieces = re.findall(_PIECE, found[3] or "")
+    seconds = float(found[2] or 0) + sum(float(number) * _UNITS[unit] for number, unit in pieces)
+    return seconds if seconds == 0 or (not found[1] and seconds < _LONGEST_S) else -1.0
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
 
 
-def _own_calls(messages: Any) -> Any:
-    """Ollama's results of tools name the tool instead of the call, and its pictures stand beside the text."""
-    if not isinstance(messages, list):
-        return messages
-    if any(isinstance(entry, Mapping) and entry.get("images") for entry in messages):
+def _refuse_pictures(messages: Any) -> None:
+    """Ollama's stand beside the text."""
+    if isinstance(messages, list) and any(isinstance(entry, Mapping) and entry.get("images") for entry in messages):
         raise BadRequestError("has a picture; this program answers texts only")
-    return [
-        {**entry, "tool_call_id": entry.get("tool_call_id") or entry.get("tool_name")}
-        if isinstance(entry, Mapping) and entry.get("role") == "tool"
-        else entry
-        for entry in messages
-    ]
 
 
-def _thinking(think: Any) -> dict[str, Any]:
-    """Whether to think: true, false, or how much."""
-    if think is None:
-        return {}
-    if isinstance(think, bool):
-        return {"thinking": "on" if think else "off"}
-    return read_sampling({"reasoning_effort": think})
-
-
-def _sampling(options: Any) -> dict[str, Any]:
+def _with_options(body: dict[str, Any]) -> dict[str, Any]:
+    """A request with its options among its fields, where other interfaces have them."""
+    options = body.get("options")
     if options is None:
-        return {}
+        return body
     if not isinstance(options, Mapping):
         raise BadRequestError("has options that are not an object")
-    asked = {ours: options[theirs] for theirs, ours in _OPTIONS.items() if options.get(theirs) is not None}
-    most = options.get("num_predict")
-    if isinstance(most, int) and most > 0:
-        asked["max_tokens"] = most
-    return read_sampling(asked)
-
-
-def _format(form: Any) -> Any:
-    if form in (None, ""):
-        return None
-    if form == "json":
-        return {"type": "json_object"}
-    return {"type": "json_schema", "json_schema": {"schema": form}}
+    drawn = {"seed": None} if options.get("seed") == -1 else {}  # a fresh one
+    return {**options, **drawn, **body}
 
 
 def _described(entry: LibraryEntry) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.common.chat import FinishReason, ToolCall
-from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought
+from engine.families.replies.reader import Part, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
-from engine.serving.tools import ToolUse
+from engine.serving.tools import Reading, ToolUse
 
 _FINISH: dict[FinishReason, str] = {
     "stop": "stop",
@@ -31,6 +31,7 @@ class Wanted:
         each: answers to each prompt.
         uses: tools that may be called.
         is_chat: or else a text is continued.
+        echoes: what stands before each answer: its prompt, if that is wanted.
         streams, counts: whether it wants a stream, and in it the tokens used.
     """
 
@@ -41,6 +42,11 @@ class Wanted:
     is_chat: bool
     streams: bool
     counts: bool
+    echoes: tuple[str, ...]
+
+    def answers(self) -> list[Answer]:
+        """All of them, before anything has come."""
+        return [Answer(self, echo) for echo in self.echoes]
 
     def head(self, *, chunk: bool = False) -> dict[str, Any]:
         """What an answer, or each chunk of one, begins with."""
@@ -69,9 +75,9 @@ class Wanted:
 class Answer:
     """One answer: what has come of it, and what to send for each event."""
 
-    def __init__(self, wanted: Wanted) -> None:
-        self._wanted = wanted
-        self._reader: ReplyReader | None = None
+    def __init__(self, wanted: Wanted, echo: str = "") -> None:
+        self._wanted, self._echo = wanted, echo
+        self._reading = Reading(wanted.uses)
         self._said: list[str] = []
         self._thought: list[str] = []
         self._calls: list[ToolCall] = []
@@ -81,21 +87,23 @@ class Answer:
 
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """The deltas of a stream that an event makes."""
+        is_chat = self._wanted.is_chat
+        parts: list[Part] = self._reading.parts(event) if is_chat else []
         if isinstance(event, Began):
-            self._reader = self._wanted.uses.reader(event) if self._wanted.is_chat else None
-            return [_delta({"role": "assistant", "content": None})] if self._wanted.is_chat else []
+            if is_chat:
+                return [_delta({"role": "assistant", "content": None})]
+            return self._deltas([Spoken(self._echo)])
         if isinstance(event, Said):
             self._chances += event.chances
-            parts: list[Part] = self._reader.feed(event.text) if self._reader else [Spoken(event.text)]
-            deltas = self._deltas(parts)
+            deltas = self._deltas(parts if is_chat else [Spoken(event.text)])
             if event.chances:
-                deltas = deltas or [_delta({"content": ""}) if self._wanted.is_chat else _text_delta("")]
+                deltas = deltas or [_delta({"content": ""}) if is_chat else _text_delta("")]
                 deltas[0]["logprobs"] = self._logprobs(list(event.chances), self._named_characters)
                 self._named_characters += sum(len(each.token.text) for each in event.chances)
             return deltas
         self.ended = event
-        deltas = self._deltas(self._reader.end() if self._reader else [])
-        last: dict[str, Any] = {"delta": {}} if self._wanted.is_chat else {"text": ""}
+        deltas = self._deltas(parts)
+        last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
         return [*deltas, {**last, "logprobs": None, "finish_reason": self._reason}]
 
     def choice(self, index: int) -> dict[str, Any]:
@@ -110,7 +118,7 @@ class Answer:
             message["reasoning_content"] = "".join(self._thought)
         if self._calls:
             message["content"] = said.strip() or None
-            message["tool_calls"] = [_call(call) for call in self._calls]
+            message |= self._called(self._calls[0]) or {"tool_calls": [_call(call) for call in self._calls]}
         return {**chosen, "message": message}
 
     def _logprobs(self, chances: list[NamedChances], before: int) -> dict[str, Any]:
@@ -120,14 +128,20 @@ class Answer:
 
     @property
     def _reason(self) -> str:
-        return "tool_calls" if self._calls else _FINISH[self.ended.reason]
+        called = "function_call" if self._wanted.uses.is_legacy else "tool_calls"
+        return called if self._calls else _FINISH[self.ended.reason]
+
+    def _called(self, call: ToolCall) -> dict[str, Any]:
+        """A call in the form of who offered functions; empty for all others."""
+        return {"function_call": _call(call)["function"]} if self._wanted.uses.is_legacy else {}
 
     def _deltas(self, parts: list[Part]) -> list[dict[str, Any]]:
         deltas = []
         for part in parts:
             if isinstance(part, ToolCall):
                 self._calls.append(part)
-                deltas.append(_delta({"tool_calls": [{"index": len(self._calls) - 1, **_call(part)}]}))
+                called = self._called(part) or {"tool_calls": [{"index": len(self._calls) - 1, **_call(part)}]}
+                deltas.append(_delta(called))
             elif isinstance(part, Thought):
                 self._thought.append(part.text)
                 deltas.append(_delta({"reasoning_content": part.text}))

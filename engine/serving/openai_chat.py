@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -20,7 +19,9 @@ from engine.batch_files.openai_requests import (
     BadRequestError,
     read_constraint,
     read_messages,
+    read_number,
     read_sampling,
+    refuse_what_is_not_given,
 )
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import ChatMessage, PromptEnd
@@ -28,7 +29,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.process.failures import as_engine_error, log_failure
 from engine.serving.asking import Ask, Ended
-from engine.serving.openai_answer import Answer, Wanted
+from engine.serving.openai_answer import Wanted
 from engine.serving.service import Service, body_of, of_engine, status_of, together, while_connected
 from engine.serving.streams import JSONResponse, Lines, event_line, opened, server_sent
 from engine.serving.tools import ToolUse, openai_tools
@@ -96,77 +97,73 @@ class _OpenAi:
 
     async def chat(self, request: Request) -> Response:
         body = await body_of(request)
-        asked, uses = await self._conversation(body)
-        return await self._answer(request, body, [asked], uses, is_chat=True)
+        name, asked, uses = await self._conversation(body)
+        return await self._answer(request, body, name, [asked], uses, is_chat=True)
 
     async def count(self, request: Request) -> Response:
-        asked, _uses = await self._conversation(await body_of(request))
+        _name, asked, _uses = await self._conversation(await body_of(request))
         counting = self._service.prompt_length(asked)
         tokens = await while_connected(request, counting)
         return JSONResponse({"object": "chat.completion.input_tokens", "input_tokens": tokens})
 
-    async def _conversation(self, body: Mapping[str, Any]) -> tuple[Ask, ToolUse]:
-        uses = openai_tools(body)
-        constraint = read_constraint(body)
-        if constraint is not None and uses.constraint is not None:
-            raise BadRequestError("has both a response_format and a required tool call; leave one of them out")
-        top = None
-        if body.get("logprobs"):
-            top = _whole(body, "top_logprobs", 0, 0, 20)
-        messages = read_messages(body.get("messages"))
-        asked = Ask(
-            (await self._service.path_of(body.get("model")))[1],
-            messages=messages,
-            tools=uses.tools,
-            end=read_end(body, messages),
-            sampling=read_sampling(body),
-            constraint=uses.constraint or constraint,
-            top_chances=top,
-            ignores_end=body.get("ignore_eos") is True,
-        )
-        return asked, uses
+    async def _conversation(self, body: Mapping[str, Any]) -> tuple[str, Ask, ToolUse]:
+        uses, messages = openai_tools(body), read_messages(body.get("messages"))
+        name, asked = await self._service.ask_of(body, "chat", messages, uses, read_end(body, messages))
+        top = _whole(body, "top_logprobs", 0, 0, 20) if body.get("logprobs") else None
+        return name, replace(asked, top_chances=top), uses
 
     async def completions(self, request: Request) -> Response:
         body = await body_of(request)
-        if body.get("suffix") or body.get("echo"):
-            raise BadRequestError("asks for suffix or echo, which this server does not give")
-        path = (await self._service.path_of(body.get("model")))[1]
-        sampling, constraint = read_sampling({"max_tokens": 16, **body}), read_constraint(body)
+        refuse_what_is_not_given(body, "completions")
+        name, path = await self._service.path_of(body.get("model"))
         top = _whole(body, "logprobs", 0, 0, 20) if body.get("logprobs") is not None else None
-        endless = body.get("ignore_eos") is True
-        asked = [
-            replace(prompt, sampling=sampling, constraint=constraint, top_chances=top, ignores_end=endless)
-            for prompt in _prompts(path, body.get("prompt", ""))
-        ]
-        return await self._answer(request, body, asked, ToolUse(), is_chat=False)
+        only_echo = body.get("echo") is True and body.get("max_tokens") == 0
+        if body.get("echo") and top is not None:
+            raise BadRequestError(
+                "asks for probabilities of the prompt's tokens (echo with logprobs), which are not here"
+            )
+        like = Ask(
+            path,
+            special=body.get("add_special_tokens") is not False,
+            sampling=read_sampling({"max_tokens": 16, **body, **({"max_tokens": None} if only_echo else {})}),
+            constraint=read_constraint(body),
+            top_chances=top,
+            ignores_end=body.get("ignore_eos") is True,
+            wants="prompt" if only_echo else "answer",
+        )
+        return await self._answer(request, body, name, _prompts(like, body.get("prompt", "")), ToolUse(), is_chat=False)
+
+    async def _echoes(self, request: Request, asked: list[Ask]) -> list[str]:
+        """The prompts as texts."""
+        seen = [self._service.prompt(ask) for ask in asked if ask.ids]
+        texts = iter(await while_connected(request, together(seen)))
+        return [next(texts).text if ask.ids else ask.text or "" for ask in asked]
 
     async def _answer(
-        self, request: Request, body: Mapping[str, Any], asked: list[Ask], uses: ToolUse, *, is_chat: bool
+        self, request: Request, body: Mapping[str, Any], name: str, asked: list[Ask], uses: ToolUse, *, is_chat: bool
     ) -> Response:
         count = _whole(body, "n", 1, 1, MOST_ANSWERS)
         if len(asked) * count > MOST_ANSWERS:
             raise BadRequestError(f"asks for {len(asked) * count} answers; at most {MOST_ANSWERS} are given at once")
         options = body.get("stream_options")
+        echoes = await self._echoes(request, asked) if body.get("echo") else [""] * len(asked)
         wanted = Wanted(
-            (await self._service.path_of(body.get("model")))[0],
+            name,
             tuple(ask for prompt in asked for ask in _several(prompt, count)),
             count,
             uses,
             is_chat,
             bool(body.get("stream")),
             isinstance(options, Mapping) and bool(options.get("include_usage")),
+            tuple(echo for echo in echoes for _ in range(count)),
         )
         if wanted.streams:
             return server_sent(await opened(request, self._stream(wanted)))
-        answers = await while_connected(request, together([self._whole(wanted, ask) for ask in wanted.asks]))
+        answers = wanted.answers()
+        works = [self._service.whole(ask, answer.take) for ask, answer in zip(wanted.asks, answers, strict=True)]
+        await while_connected(request, together(works))
         choices = [answer.choice(index) for index, answer in enumerate(answers)]
         return JSONResponse({**wanted.head(), "choices": choices, "usage": wanted.usage(answers)})
-
-    async def _whole(self, wanted: Wanted, ask: Ask) -> Answer:
-        answer = Answer(wanted)
-        async for event in self._service.events(ask):
-            answer.take(event)
-        return answer
 
     async def _stream(self, wanted: Wanted) -> Lines:
         head = wanted.head(chunk=True)
@@ -182,7 +179,7 @@ class _OpenAi:
                 queue.put_nowait((index, as_engine_error(error, "answering a request")))
 
         tasks = [asyncio.create_task(follow(index, ask)) for index, ask in enumerate(wanted.asks)]
-        answers = [Answer(wanted) for _ in wanted.asks]
+        answers = wanted.answers()
         has_begun = False
         try:
             while left:
@@ -212,15 +209,15 @@ def _several(asked: Ask, count: int) -> list[Ask]:
     return [replace(asked, sampling={**asked.sampling, **seeded}) for seeded in seeds]
 
 
-def _prompts(path: Path, given: Any) -> list[Ask]:
-    """A text, or tokens, or a list of either."""
+def _prompts(like: Ask, given: Any) -> list[Ask]:
+    """A text, or tokens, or a list of either, each as a request like this one."""
     several = given if isinstance(given, list) and not are_tokens(given) else [given]
     prompts = []
     for one in several:
         if isinstance(one, str):
-            prompts.append(Ask(path, text=one))
+            prompts.append(replace(like, text=one))
         elif are_tokens(one):
-            prompts.append(Ask(path, ids=tuple(one)))
+            prompts.append(replace(like, ids=tuple(one)))
         else:
             raise BadRequestError("has a prompt that is neither a text nor a list of tokens")
     if not prompts:
@@ -258,6 +255,7 @@ def _whole(body: Mapping[str, Any], name: str, default: int, least: int, most: i
         return default
     if value is True and name == "logprobs":
         return 0
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    number: int = read_number(value, name, whole=True)
+    if not least <= number <= most:
         raise BadRequestError(f"has {str(value)[:20]!r} as {name}; use a whole number from {least} to {most}")
-    return value
+    return number

@@ -15,21 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import (
-    BadRequestError,
-    read_call,
-    read_constraint,
-    read_messages,
-    read_sampling,
-    read_text,
-)
+from engine.batch_files.openai_requests import BadRequestError, read_call, read_id, read_messages, read_text
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
-from engine.families.replies.reader import Part, ReplyReader, Thought
+from engine.families.replies.reader import Part, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, while_connected
 from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent
-from engine.serving.tools import ToolUse, openai_tools
+from engine.serving.tools import Reading, ToolUse, openai_tools
 
 
 def routes(service: Service) -> list[Route]:
@@ -51,13 +44,8 @@ class _Responses:
         answer = _Answer(name, body, uses)
         if body.get("stream"):
             return server_sent(await opened(request, self._stream(asked, answer)))
-
-        async def whole() -> dict[str, Any]:
-            async for event in self._service.events(asked):
-                answer.take(event)
-            return answer.response
-
-        return JSONResponse(await while_connected(request, whole()))
+        await while_connected(request, self._service.whole(asked, answer.take))
+        return JSONResponse(answer.response)
 
     async def count(self, request: Request) -> Response:
         _name, _uses, asked = await self._ask(await body_of(request))
@@ -65,28 +53,8 @@ class _Responses:
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
 
     async def _ask(self, body: Mapping[str, Any]) -> tuple[str, ToolUse, Ask]:
-        if body.get("previous_response_id") or body.get("conversation"):
-            raise BadRequestError("continues an earlier response, which this server does not store; send all turns")
-        if body.get("background"):
-            raise BadRequestError("asks for an answer in the background, which this server does not give")
         uses = openai_tools(body, flat=True)
-        name, path = await self._service.path_of(body.get("model"))
-        form = body.get("text")
-        form = form.get("format") if isinstance(form, Mapping) else None
-        if isinstance(form, Mapping) and form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": form}
-        constraint = read_constraint({"response_format": form})
-        if constraint is not None and uses.constraint is not None:
-            raise BadRequestError("has both a text format and a required tool call; leave one of them out")
-        reasoning = body.get("reasoning")
-        effort = reasoning.get("effort") if isinstance(reasoning, Mapping) else None
-        asked = Ask(
-            path,
-            messages=_messages(body),
-            tools=uses.tools,
-            sampling=read_sampling({**body, "max_tokens": body.get("max_output_tokens"), "reasoning_effort": effort}),
-            constraint=uses.constraint or constraint,
-        )
+        name, asked = await self._service.ask_of(body, "responses", _messages(body), uses)
         return name, uses, asked
 
     def _stream(self, asked: Ask, answer: _Answer) -> Lines:
@@ -104,8 +72,7 @@ class _Answer:
     """One response: its items so far, and what to send for each event."""
 
     def __init__(self, name: str, body: Mapping[str, Any], uses: ToolUse) -> None:
-        self._uses = uses
-        self._reader: ReplyReader | None = None
+        self._reading = Reading(uses)
         self._number = 0
         self._open: dict[str, Any] | None = None
         self.response: dict[str, Any] = {
@@ -122,22 +89,22 @@ class _Answer:
             "parallel_tool_calls": uses.is_parallel,
             "temperature": body.get("temperature"),
             "tool_choice": body.get("tool_choice") or "auto",
-            "tools": body.get("tools") or [],
+            "tools": [tool for tool in body.get("tools") or [] if tool["type"] == "function"],
             "top_p": body.get("top_p"),
             "usage": None,
         }
 
     def take(self, event: Progress) -> list[dict[str, Any]]:
         """What a stream says of an event."""
+        lines = self._lines(self._reading.parts(event))
         if isinstance(event, Began):
-            self._reader = self._uses.reader(event)
             kinds = ("response.created", "response.in_progress")
             return [self._line(kind, response=dict(self.response)) for kind in kinds]
         if isinstance(event, Said):
-            return self._lines(self._reader.feed(event.text) if self._reader else [])
-        lines = [*self._lines(self._reader.end() if self._reader else []), *self._closed()]
+            return lines
         is_cut = event.reason in ("length", "context")
         self.response["status"] = "incomplete" if is_cut else "completed"
+        lines += self._closed(self.response["status"])
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
         self.response["usage"] = _usage(event)
@@ -145,6 +112,8 @@ class _Answer:
 
     def failed(self, error: EngineError) -> list[dict[str, Any]]:
         """What a stream says when the answer breaks off."""
+        if self._open is not None:
+            self._open["status"] = "incomplete"
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return [self._line("response.failed", response=self.response)]
 
@@ -173,7 +142,8 @@ class _Answer:
     def _thought(self, text: str) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []
         if not self._is_open("reasoning"):
-            lines = self._begun({"type": "reasoning", "id": _id("rs"), "summary": [], "content": []})
+            item = {"type": "reasoning", "id": _id("rs"), "status": "in_progress", "summary": [], "content": []}
+            lines = self._begun(item)
             self._item["content"].append({"type": "reasoning_text", "text": ""})
         self._item["content"][0]["text"] += text
         return [*lines, self._at("response.reasoning_text.delta", content_index=0, delta=text)]
@@ -202,7 +172,7 @@ class _Answer:
         self._open = item
         return lines
 
-    def _closed(self) -> list[dict[str, Any]]:
+    def _closed(self, status: str = "completed") -> list[dict[str, Any]]:
         item = self._open
         if item is None:
             return []
@@ -214,8 +184,7 @@ class _Answer:
         elif item["type"] == "reasoning":
             text = item["content"][0]["text"]
             lines.append(self._at("response.reasoning_text.done", content_index=0, text=text))
-        if "status" in item:
-            item["status"] = "completed"
+        item["status"] = status
         place = len(self.response["output"]) - 1
         lines.append(self._line("response.output_item.done", output_index=place, item=item))
         self._open = None
@@ -271,10 +240,10 @@ def _turn(item: Any) -> list[ChatMessage]:
     if kind == "message":
         return list(read_messages([item]))
     if kind == "function_call":
-        call = read_call(str(item.get("call_id", "")), str(item.get("name", "")), item.get("arguments"))
+        call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         return [ChatMessage("assistant", "", tool_calls=(call,))]
     if kind == "function_call_output":
-        return [ChatMessage("tool", read_text(item.get("output")), answers=str(item.get("call_id", "")))]
+        return [ChatMessage("tool", read_text(item.get("output")), answers=read_id(item.get("call_id")))]
     if kind == "reasoning":
         return []
     raise BadRequestError(f"has an input item of the type {str(kind)[:40]!r}, which this server does not take")

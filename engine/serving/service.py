@@ -7,19 +7,27 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from engine.batch_files.openai_requests import BadRequestError
+from engine.batch_files.openai_requests import (
+    BadRequestError,
+    Interface,
+    read_constraint,
+    read_sampling,
+    refuse_what_is_not_given,
+)
 from engine.checkpoint.library import LibraryEntry, describe, list_models
+from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, sayable
 from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, Refused
 from engine.serving.exchange import current_exchange
+from engine.serving.tools import ToolUse
 
 MOST_BODY_BYTES = 32 * 2**20
 SLOWEST_BODY_S = 60.0
@@ -143,6 +151,35 @@ class Service:
         entries = await self.models()
         return known, next((entry for entry in entries if entry.path == path), LibraryEntry(known, path))
 
+    async def ask_of(
+        self,
+        body: Mapping[str, Any],
+        interface: Interface,
+        messages: tuple[ChatMessage, ...],
+        uses: ToolUse,
+        end: PromptEnd = "answer",
+    ) -> tuple[str, Ask]:
+        """What a request for an answer to a conversation asks for, and the name of the model.
+
+        Raises:
+            EngineError, BadRequestError: it cannot be given.
+        """
+        refuse_what_is_not_given(body, interface)
+        name, path = await self.path_of(body.get("model"))
+        constraint = read_constraint(body)
+        if constraint is not None and uses.constraint is not None:
+            raise BadRequestError("wants both a form of the answer and a tool call; leave one of them out")
+        asked = Ask(
+            path,
+            messages=messages,
+            tools=uses.tools,
+            end=end,
+            sampling=read_sampling(body),
+            constraint=uses.constraint or constraint,
+            ignores_end=body.get("ignore_eos") is True,
+        )
+        return name, asked
+
     async def prompt(self, ask: Ask) -> Prompt:
         """A prompt that is not answered.
 
@@ -166,6 +203,15 @@ class Service:
             if isinstance(event, Ended):
                 tokens = event.prompt_tokens
         return tokens
+
+    async def whole(self, ask: Ask, take: Callable[[Progress], object]) -> None:
+        """Has `take` take all that happens to a request.
+
+        Raises:
+            EngineError: as `events`.
+        """
+        async for event in self.events(ask):
+            take(event)
 
     async def events(self, ask: Ask) -> AsyncIterator[Progress]:
         """What happens to a request; if nobody listens any more it is cancelled.
@@ -201,6 +247,8 @@ class Service:
             raise
         finally:
             ticket.cancel()
+            if ask.keep_s is not None:
+                self.desk.release(ask.model, ask.keep_s)
 
 
 async def on_a_thread(work: Callable[[], Whole]) -> Whole:

@@ -11,24 +11,45 @@ from engine.batch_files.openai_requests import BadRequestError
 from engine.batch_files.rows import Constraint
 from engine.common.chat import Tool
 from engine.common.foreign import json_text
-from engine.families.replies.reader import ReplyReader, reply_reader
-from engine.serving.asking import Began
+from engine.families.replies.reader import Part, ReplyReader, reply_reader
+from engine.serving.asking import Began, Progress, Said
 
 MOST_TOOLS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What may be called; with a `constraint` the whole answer is one call; several, if `is_parallel`."""
+    """What may be called.
+
+    Attributes:
+        constraint: with one the whole answer is one call.
+        is_parallel: several calls are wanted.
+        is_legacy: they were offered as OpenAI's `functions`, whose calls have another form.
+    """
 
     tools: tuple[Tool, ...] = ()
     constraint: Constraint | None = None
     is_parallel: bool = True
+    is_legacy: bool = False
 
-    def reader(self, began: Began) -> ReplyReader:
-        """What takes apart an answer that may call them."""
-        is_call, several = self.constraint is not None, self.is_parallel
-        return reply_reader(began.family, self.tools, thinks=began.thinks, is_call=is_call, several=several)
+
+class Reading:
+    """The parts of an answer that may call tools, as its events come."""
+
+    def __init__(self, uses: ToolUse) -> None:
+        self._uses = uses
+        self._reader: ReplyReader | None = None
+
+    def parts(self, event: Progress) -> list[Part]:
+        """What an event adds."""
+        if isinstance(event, Began):
+            uses = self._uses
+            called = {"is_call": uses.constraint is not None, "several": uses.is_parallel}
+            self._reader = reply_reader(event.family, uses.tools, thinks=event.thinks, **called)
+            return []
+        if self._reader is None:
+            return []
+        return self._reader.feed(event.text) if isinstance(event, Said) else self._reader.end()
 
 
 def read_tool(name: Any, description: Any, parameters: Any) -> Tool:
@@ -74,7 +95,7 @@ def tool_use(tools: list[Tool], choice: str, named: str = "") -> ToolUse:
 
 def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
     """What a call of the tool looks like; this stands at `place` of the whole schema."""
-    parameters = _moved(json.loads(tool.parameters), f"{place}/properties/arguments")
+    parameters = {"type": "object", **_moved(json.loads(tool.parameters), f"{place}/properties/arguments")}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.name}, "arguments": parameters},
@@ -100,21 +121,31 @@ def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> ToolUse:
     """What a request in OpenAI's format offers.
 
     Args:
-        flat: in the form of the responses interface, where a tool's fields are not under `function`.
+        flat: in the form of the responses interface, where a tool's fields are not under `function`, and where tools
+            of other types than functions are skipped: they are offers to servers that can run them.
 
     Raises:
         BadRequestError: it makes no sense.
     """
+    functions, call = body.get("functions"), body.get("function_call")
+    if functions or call not in (None, "none", "auto"):
+        if body.get("tools") or not isinstance(functions, list):
+            raise BadRequestError("has functions that are not a list, or tools as well; leave one of them out")
+        offered = [{"type": "function", "function": function} for function in functions]
+        named = {"function": call} if isinstance(call, Mapping) else call
+        uses = openai_tools({"tools": offered, "tool_choice": named, "parallel_tool_calls": False})
+        return replace(uses, is_legacy=True)
     offered = body.get("tools") or []
-    if not isinstance(offered, list):
-        raise BadRequestError("has tools that are not a list")
+    if not isinstance(offered, list) or not all(isinstance(entry, Mapping) for entry in offered):
+        raise BadRequestError("has tools that are not a list of objects")
     tools = []
     for entry in offered:
-        function = entry if flat else entry.get("function") if isinstance(entry, Mapping) else None
-        if not isinstance(entry, Mapping) or entry.get("type") != "function" or not isinstance(function, Mapping):
-            kind = entry.get("type") if isinstance(entry, Mapping) else entry
-            raise BadRequestError(f"offers a tool of the type {str(kind)[:40]!r}; only functions can be called")
-        tools.append(read_tool(function.get("name"), function.get("description"), function.get("parameters")))
+        function = entry if flat else entry.get("function")
+        if entry.get("type") == "function" and isinstance(function, Mapping):
+            tools.append(read_tool(function.get("name"), function.get("description"), function.get("parameters")))
+        elif not flat or not isinstance(entry.get("type"), str):
+            kind = str(entry.get("type"))[:40]
+            raise BadRequestError(f"offers a tool of the type {kind!r}; only functions can be called")
     return replace(_chosen(tools, body, flat=flat), is_parallel=body.get("parallel_tool_calls") is not False)
 
 

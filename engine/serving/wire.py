@@ -44,9 +44,10 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Free it once nobody waits for it."""
+    """Free it once nobody has asked for it for so long; see `Answerer.release`."""
 
     model: Path
+    after_s: float
 
 
 @dataclass(frozen=True, slots=True)

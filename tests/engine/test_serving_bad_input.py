@@ -104,7 +104,7 @@ def running() -> Iterator[Running]:
         yield found
 
 
-def _check(api: str, answer: httpx2.Response, status: int, kind: str, code: str | None = None) -> None:
+def check_error(api: str, answer: httpx2.Response, status: int, kind: str, code: str | None = None) -> None:
     """That an error has the form of its interface; OpenAI's are for both of its paths."""
     assert answer.status_code == status, answer.text
     said = answer.json()
@@ -129,7 +129,7 @@ def _check(api: str, answer: httpx2.Response, status: int, kind: str, code: str 
 def test_what_makes_no_sense(running: Running, api: str, fields: dict[str, Any], streams: bool) -> None:
     answer = running.post(PATHS[api], {**GOOD[api], **fields, "stream": streams})
     is_long = LONG in fields.values()
-    _check(api, answer, 400, "invalid_request_error", "context_length_exceeded" if is_long else None)
+    check_error(api, answer, 400, "invalid_request_error", "context_length_exceeded" if is_long else None)
 
 
 @pytest.mark.parametrize("api", PATHS)
@@ -138,8 +138,8 @@ def test_models_that_are_not_there_or_do_not_load(running: Running, api: str) ->
     broken = "overloaded_error" if api == "anthropic" else "server_error"
     for streams in (False, True):
         asked = {**GOOD[api], "stream": streams}
-        _check(api, running.post(PATHS[api], {**asked, "model": "nothing"}), 404, unknown, "model_not_found")
-        _check(api, running.post(PATHS[api], {**asked, "model": "broken"}), 503, broken)
+        check_error(api, running.post(PATHS[api], {**asked, "model": "nothing"}), 404, unknown, "model_not_found")
+        check_error(api, running.post(PATHS[api], {**asked, "model": "broken"}), 503, broken)
 
 
 @pytest.mark.parametrize("api", PATHS)
@@ -152,7 +152,7 @@ def test_fields_that_nobody_knows_are_ignored(running: Running, api: str) -> Non
 def test_bodies_that_cannot_be_read(running: Running, api: str) -> None:
     deep = json.dumps(GOOD[api])[:-1].encode() + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     for body in (b"\xff\xfe", b'{"messages": "\xe4"}', b"{", b"[]", b"", b"NaN", deep):
-        _check(api, httpx2.post(running.url + PATHS[api], content=body, timeout=30), 400, "invalid_request_error")
+        check_error(api, httpx2.post(running.url + PATHS[api], content=body, timeout=30), 400, "invalid_request_error")
 
 
 def test_a_wrong_key() -> None:
@@ -160,7 +160,7 @@ def test_a_wrong_key() -> None:
         for api, path in PATHS.items():
             for headers in ({}, {"authorization": "Bearer other"}, {"x-api-key": "other"}):
                 answer = running.post(path, GOOD[api], headers=headers)
-                _check(api, answer, 401, "authentication_error", "invalid_api_key")
+                check_error(api, answer, 401, "authentication_error", "invalid_api_key")
 
 
 def test_a_port_in_use_is_one_sentence(

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.batch_files.openai_format import holds_openai_requests
+from engine.batch_files.openai_requests import NO_LIMIT
 from engine.batch_files.opening import open_source
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts, parse_template, template_of
-from engine.batch_files.rows import Answer, Row, RowRequest
+from engine.batch_files.rows import Answer, Constraint, Row, RowRequest, grammar_of
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import EngineError
 
@@ -107,6 +109,12 @@ def test_an_openai_request_brings_its_own_sampling(tmp_path: Path) -> None:
         ({"max_completion_tokens": 0}, "max_tokens is 0"),
         ({"seed": 1.5}, "seed"),
         ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"guided_choice": "yes"}, "guided_choice"),
+        ({"guided_json": {}, "grammar": "start: /a/"}, "leave one of them out"),
+        ({"functions": [{"name": "a"}]}, "functions"),
+        ({"suffix": "x"}, "suffix"),
+        ({"min_tokens": 2}, "least length"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "not text"),
     ],
 )
 def test_openai_requests_that_cannot_be_answered_say_why(body: dict[str, object], word: str) -> None:
@@ -143,6 +151,31 @@ def test_what_asks_for_nothing_out_of_the_way_is_answered() -> None:
     anything = OpenAiPrompts(_SAMPLING)(_openai(response_format={"type": "json_schema", "json_schema": {"name": "n"}}))
     assert isinstance(anything, RowRequest)
     assert anything.constraint is not None
+
+
+@pytest.mark.parametrize(
+    ("body", "constraint"),
+    [
+        ({"guided_choice": ["a", "b"]}, Constraint(choices=("a", "b"))),
+        ({"structured_outputs": {"regex": "a/b\\/c\n"}}, Constraint(grammar="start: /a\\/b\\/c\\n/")),
+        ({"json_schema": {"type": "integer"}}, Constraint(schema='{"type": "integer"}')),
+        ({"grammar": 'root ::= "\\u00e9\\x2d\\U0001f600\\n"'}, Constraint(grammar='start: "\u00e9\\x2d\U0001f600\\n"')),
+    ],
+)
+def test_rows_are_constrained_under_every_name(body: dict[str, object], constraint: Constraint) -> None:
+    asked = OpenAiPrompts(_SAMPLING)(_openai(**body))
+    assert isinstance(asked, RowRequest)
+    assert asked.constraint is not None
+    assert constraint.grammar.strip() in asked.constraint.grammar
+    assert replace(asked.constraint, grammar="") == replace(constraint, grammar="")
+    assert grammar_of(asked.constraint)
+
+
+def test_numbers_of_a_row_may_be_written_as_others_write_them() -> None:
+    for body, limit in (({"max_tokens": -1}, NO_LIMIT), ({"max_tokens": 3.0}, 3), ({"n_predict": 4}, 4)):
+        asked = OpenAiPrompts(_SAMPLING)(_openai(**body))
+        assert isinstance(asked, RowRequest)
+        assert asked.sampling.max_tokens == limit
 
 
 @pytest.mark.parametrize(

@@ -295,6 +295,16 @@ def test_a_schema_of_a_size_that_takes_minutes_is_refused(schema: str) -> None:
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
+def test_only_annotations_are_taken_out_of_a_schema() -> None:
+    known, unknown = {"type": "string", "format": "uuid"}, {"type": "string", "format": "path"}
+    schema = {
+        "properties": {"format": unknown, "id": known, "x": {"const": {"format": "path"}}},
+        "$defs": {"f": unknown},
+    }
+    grammar = grammar_of(Constraint(schema=json.dumps({"anyOf": [schema, unknown]})))
+    assert (grammar.count('"format"'), grammar.count("path"), grammar.count("uuid")) == (3, 1, 1)
+
+
 @pytest.mark.parametrize(
     "values", [{"num_hidden_layers": 10**12}, {"text_config": {"num_experts": 10**9}}, {"n_layer": 1e300}]
 )

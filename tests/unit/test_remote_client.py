@@ -164,8 +164,10 @@ def test_settings_go_as_far_as_the_server_takes_them(
 def test_a_schema_and_choices(server: BadEndpoint) -> None:
     server.answer = lambda asked: asked.stream('{"answer": ', '"red"}')
     assert ask(server, replace(HELLO, constraint=Constraint(choices=("red", "blue")))).text == "red"
+    ask(server, replace(HELLO, constraint=Constraint(grammar="start: /a/")))
+    assert server.posted[-1].body["structured_outputs"] == {"grammar": "start: /a/"}
     assert ask(server, replace(HELLO, constraint=Constraint(schema='{"type": "object"}'))).text == '{"answer": "red"}'
-    form = server.posted[1].body["response_format"]
+    form = server.posted[-1].body["response_format"]
     assert form["json_schema"]["schema"] == {"type": "object"}
 
 

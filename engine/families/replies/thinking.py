@@ -1,4 +1,4 @@
-"""What a chat template can be told about thinking before the answer, read from its text."""
+"""What a chat template can be told about thinking before the answer, and of tools, read from its text."""
 
 from __future__ import annotations
 
@@ -59,6 +59,11 @@ def may_think(template: str, family: str) -> bool:
     """Whether answers to prompts of this template may begin with reasoning."""
     form = form_of(family)
     return form.has_channels or any(closes in template for _opens, closes in form.thoughts)
+
+
+def takes_tools(template: str) -> bool:
+    """Whether a template tells the model which tools it may call."""
+    return "tools" in template
 
 
 def _reading(template: str) -> Callable[[re.Pattern[str]], bool]:

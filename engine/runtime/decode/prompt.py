@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
-from engine.families.replies.thinking import thinking_values
+from engine.families.replies.thinking import takes_tools, template_text, thinking_values
 from engine.foreign_text.marks import encode_marked
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
 from engine.foreign_text.templates import TemplateRefusedError
@@ -56,7 +56,7 @@ def chat_prompt(
     """
     if not messages:
         raise EngineError(ErrorCode.INVALID_REQUEST, "There is no message to answer: write one first.")
-    if tools and not takes_tools(tokenizer):
+    if tools and not takes_tools(template_text(tokenizer)):
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
             "This model's chat template has no place for tools, so that it would never see them: ask without tools, or "
@@ -91,13 +91,6 @@ def chat_prompt(
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
     return encode(tokenizer, text, special=False, cancelled=cancelled)
-
-
-def takes_tools(tokenizer: Any) -> bool:
-    """Whether its chat template tells the model which tools it may call."""
-    template = tokenizer.chat_template
-    texts = template.values() if isinstance(template, dict) else (template or "",)
-    return any("tools" in text for text in texts)
 
 
 def encode(tokenizer: Any, text: str, *, special: bool, cancelled: CancelCheck = never_cancelled) -> list[int]:
