@@ -72,7 +72,8 @@ def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = Fals
 
 
 _NAMESPACE = uuid.UUID("6f6b0b6e-52a5-4d0e-9d67-2a1d3d6c7e55")
-_FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length"}
+FINISH = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length", "cancelled": "stop"}
+"""Why an answer ended, in OpenAI's words."""
 
 
 def errors_path(output: Path) -> Path:
@@ -132,7 +133,7 @@ def _completion(row: Row, answer: Answer, key: str, created_s: int) -> dict[str,
         "index": 0,
         "message": message,
         "logprobs": None,
-        "finish_reason": "tool_calls" if answer.tool_calls else _FINISH.get(answer.finish_reason, "stop"),
+        "finish_reason": "tool_calls" if answer.tool_calls else FINISH.get(answer.finish_reason, "stop"),
     }
     return {
         "id": f"chatcmpl-{key}",

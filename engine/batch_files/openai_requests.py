@@ -55,6 +55,8 @@ def _message(entry: Any, *, elsewhere: bool) -> ChatMessage:
     role = {"developer": "system", "function": "tool"}.get(str(role), role)
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use system, user, assistant or tool")
+    if entry.get("images"):  # Ollama's stand beside the text
+        raise BadRequestError(_A_PICTURE)
     calls = _calls(entry) if role == "assistant" else ()
     content, parts = entry.get("content"), ""
     if elsewhere and isinstance(content, list) and _are_more_than_text(content):
@@ -77,6 +79,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Where an assistant's message has what was thought before: in most servers' answers, in some's, and in Ollama's."""
 
 
+_A_PICTURE = "has a picture; this program answers texts only"
 _TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
@@ -102,7 +105,7 @@ def read_text(value: Any) -> str:
                 return "".join(texts)
             raise BadRequestError("has a part of a message whose text is not text")
         if kinds & {"image_url", "image", "input_image"}:
-            raise BadRequestError("has a picture; this program answers texts only")
+            raise BadRequestError(_A_PICTURE)
     raise BadRequestError("has a message that is not text")
 
 

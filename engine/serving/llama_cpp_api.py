@@ -64,8 +64,8 @@ class _LlamaCpp:
     async def apply_template(self, request: Request) -> Response:
         body = await body_of(request)
         messages = read_messages(body.get("messages"))
-        asked = {"messages": messages, "tools": openai_tools(body).tools, "end": read_end(body, messages)}
-        return JSONResponse({"prompt": (await self._seen(request, body, **asked)).text})
+        _name, ask = await self._service.ask_of(body, "chat", messages, openai_tools(body), read_end(body, messages))
+        return JSONResponse({"prompt": (await while_connected(request, self._service.prompt(ask))).text})
 
     async def _seen(self, request: Request, body: dict[str, Any], **asked: Any) -> Prompt:
         _name, path = await self._service.path_of(body.get("model"))

@@ -84,12 +84,9 @@ class _Ollama:
         # Not `vision` or `embedding`, whatever the model was made for: here it answers texts with texts.
         thinks = thinking_choices(template) or may_think(template, entry.family)
         able = {"completion": True, "tools": takes_tools(template), "thinking": thinks}
-        described = {
-            "details": _described(entry)["details"],
-            "model_info": info,
-            "capabilities": [name for name, is_able in able.items() if is_able],
-        }
-        return JSONResponse({"modelfile": "", "parameters": "", "template": template, **described})
+        described = {"details": _described(entry)["details"], "model_info": info, "template": template}
+        capabilities = [name for name, is_able in able.items() if is_able]
+        return JSONResponse({"modelfile": "", "parameters": "", **described, "capabilities": capabilities})
 
     async def embed(self, _request: Request) -> Response:
         raise BadRequestError("asks for embeddings, which chat models do not give; use an embedding model's server")
@@ -100,7 +97,6 @@ class _Ollama:
             answer = await self._come_or_go(request, body)
             return JSONResponse(answer | {"message": {"role": "assistant", "content": ""}})
         uses = openai_tools({"tools": body.get("tools")})
-        _refuse_pictures(body.get("messages"))
         return await self._answer(request, body, "ollama", uses, read_messages(body.get("messages")))
 
     async def generate(self, request: Request) -> Response:
@@ -110,9 +106,9 @@ class _Ollama:
             return JSONResponse(await self._come_or_go(request, body) | {"response": ""})
         system = read_text(body.get("system") or "")
         messages = [ChatMessage("system", system)] if system else []
-        text = prompt if body.get("raw") else None
-        turns = (*messages, ChatMessage("user", prompt))
-        return await self._answer(request, body, "generate", ToolUse(), turns, text)
+        if body.get("raw"):
+            return await self._answer(request, body, "generate", ToolUse(), (), prompt)
+        return await self._answer(request, body, "generate", ToolUse(), (*messages, ChatMessage("user", prompt)))
 
     async def _come_or_go(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
         """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""
@@ -137,9 +133,7 @@ class _Ollama:
     ) -> Response:
         """Answers the conversation, or continues a text in its place."""
         name, asked = await self._service.ask_of(body, interface, messages, uses)
-        asked = replace(asked, keep_s=_keep_s(body.get("keep_alive")))
-        if text is not None:
-            asked = replace(asked, messages=(), text=text)
+        asked = replace(asked, text=text, keep_s=_keep_s(body.get("keep_alive")))
         answer = _Answer(name, uses, is_chat=interface == "ollama")
         if body.get("stream", True):
             lines = await opened(request, self._stream(asked, answer))
@@ -231,7 +225,7 @@ def _keep_s(keep_alive: Any) -> float | None:
     """How long the model is kept: seconds, as a number or as text, or text such as `1h30m`; negative: for ever."""
     if keep_alive is None:
         return None
-    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool):
+    if isinstance(keep_alive, int | float) and not isinstance(keep_alive, bool) and keep_alive == keep_alive:
         return float(keep_alive) if 0 <= keep_alive < _LONGEST_S else -1.0
     found = _DURATION.fullmatch(keep_alive.strip()) if isinstance(keep_alive, str) else None
     if found is None:
@@ -244,12 +238,6 @@ def _keep_s(keep_alive: Any) -> float | None:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-
-
-def _refuse_pictures(messages: Any) -> None:
-    """Ollama's stand beside the text."""
-    if isinstance(messages, list) and any(isinstance(entry, Mapping) and entry.get("images") for entry in messages):
-        raise BadRequestError("has a picture; this program answers texts only")
 
 
 def _with_options(body: dict[str, Any]) -> dict[str, Any]:

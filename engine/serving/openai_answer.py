@@ -8,18 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.common.chat import FinishReason, ToolCall
+from engine.batch_files.openai_format import FINISH
+from engine.common.chat import ToolCall
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, NamedChances, NamedToken, Progress, Said
 from engine.serving.tools import Reading, ToolUse
-
-_FINISH: dict[FinishReason, str] = {
-    "stop": "stop",
-    "stop_string": "stop",
-    "length": "length",
-    "context": "length",
-    "cancelled": "stop",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +90,7 @@ class Answer:
             self._chances += event.chances
             deltas = self._deltas(parts if is_chat else [Spoken(event.text)])
             if event.chances:
-                deltas = deltas or [_delta({"content": ""}) if is_chat else _text_delta("")]
+                deltas = deltas or [self._spoken("")]
                 deltas[0]["logprobs"] = self._logprobs(list(event.chances), self._named_characters)
                 self._named_characters += sum(len(each.token.text) for each in event.chances)
             return deltas
@@ -129,7 +122,7 @@ class Answer:
     @property
     def _reason(self) -> str:
         called = "function_call" if self._wanted.uses.is_legacy else "tool_calls"
-        return called if self._calls else _FINISH[self.ended.reason]
+        return called if self._calls else FINISH[self.ended.reason]
 
     def _called(self, call: ToolCall) -> dict[str, Any]:
         """A call in the form of who offered functions; empty for all others."""
@@ -147,17 +140,16 @@ class Answer:
                 deltas.append(_delta({"reasoning_content": part.text}))
             elif part.text:
                 self._said.append(part.text)
-                is_chat = self._wanted.is_chat
-                deltas.append(_delta({"content": part.text}) if is_chat else _text_delta(part.text))
+                deltas.append(self._spoken(part.text))
         return deltas
+
+    def _spoken(self, text: str) -> dict[str, Any]:
+        is_chat = self._wanted.is_chat
+        return _delta({"content": text}) if is_chat else {"text": text, "logprobs": None, "finish_reason": None}
 
 
 def _delta(delta: dict[str, Any]) -> dict[str, Any]:
     return {"delta": delta, "logprobs": None, "finish_reason": None}
-
-
-def _text_delta(text: str) -> dict[str, Any]:
-    return {"text": text, "logprobs": None, "finish_reason": None}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

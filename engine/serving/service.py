@@ -169,7 +169,7 @@ class Service:
         constraint = read_constraint(body)
         if constraint is not None and uses.constraint is not None:
             raise BadRequestError("wants both a form of the answer and a tool call; leave one of them out")
-        asked = Ask(
+        return name, Ask(
             path,
             messages=messages,
             tools=uses.tools,
@@ -178,7 +178,6 @@ class Service:
             constraint=uses.constraint or constraint,
             ignores_end=body.get("ignore_eos") is True,
         )
-        return name, asked
 
     async def prompt(self, ask: Ask) -> Prompt:
         """A prompt that is not answered.

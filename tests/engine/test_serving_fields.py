@@ -315,6 +315,9 @@ def test_no_odd_value_becomes_a_text_of_the_prompt(running: Running, odd: Any) -
     for api, fields in turns:
         check_error(api, _post(running, api, **fields), 400, "invalid_request_error")
     check_error("openai", running.post("/apply-template", turns[0][1]), 400, "invalid_request_error")
+    for fields in ({"tools": odd or [odd]}, {"chat_template": "x"}, {"messages": odd}):
+        shown = running.post("/apply-template", {"messages": HELLO, **fields})
+        check_error("openai", shown, 400, "invalid_request_error")
     if odd is not None:
         generated = running.post("/api/generate", {"prompt": "x", "system": odd, "stream": False})
         check_error("ollama", generated, 400, "")
