@@ -13,6 +13,7 @@ from engine.batch_files.openai_requests import NO_LIMIT
 from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
 from engine.common.config import SamplingParams
+from engine.common.foreign import json_text
 from engine.families.replies.reader import Spoken, Thought, reply_reader
 from engine.remote.endpoint import Found, Lack, Server
 
@@ -314,7 +315,7 @@ class Gathered:
         known[0] = known[0] or str(call.get("id") or "")
         known[1] += str(function.get("name") or "")
         arguments = function.get("arguments")
-        known[2] += arguments if isinstance(arguments, str) else json.dumps(arguments) if arguments else ""
+        known[2] += arguments if isinstance(arguments, str) else json_text(arguments) if arguments else ""
 
 
 def _count(value: Any) -> int | None:

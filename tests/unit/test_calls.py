@@ -341,6 +341,7 @@ def test_calls_that_are_not_quite_in_form_are_read(family: str, text: str, argum
 def test_a_value_may_hold_whole_calls() -> None:
     inner = _coder([("weather", DAYS)])
     calls: list[Call] = [("weather", {"city": f"Write:\n{inner}\nso.", "days": 1}), ("weather", {"city": inner})]
+    calls.append(("weather", {"city": "<parameter=days> is a tag\n<parameter=size> too"}))
     assert calls_of(parts_of(_coder(calls), "qwen3_moe")) == calls
 
 

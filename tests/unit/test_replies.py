@@ -164,40 +164,6 @@ def test_however_it_is_cut_each_form_reads_the_same(name: str, data: st.DataObje
     assert _parts(pieces, family=family) == _parts([text], family=family)
 
 
-QUOTED = {
-    "hermes": (
-        "qwen3_moe",
-        '<tool_call>\n{"name": "weather", "arguments": {"city": "TEXT"}}\n</tool_call>',
-        "</tool_call>",
-    ),
-    "mistral": ("mistral4", '[TOOL_CALLS]weather[ARGS]{"city": "TEXT"}', "[TOOL_CALLS]"),
-    "granite 3": ("granitemoe", '<|tool_call|>[{"name": "weather", "arguments": {"city": "TEXT"}}]', "<|tool_call|>"),
-    "lfm": ("lfm2_moe", "<|tool_call_start|>[weather(city='TEXT')]<|tool_call_end|>", "<|tool_call_end|>"),
-    "gemma": ("gemma4_text", '<|tool_call>call:weather{city:<|"|>TEXT<|"|>}<tool_call|>', "<tool_call|>"),
-    "deepseek": (
-        "deepseek_v3",
-        f'<{D}tool▁call▁begin{D}>weather<{D}tool▁sep{D}>{{"city": "TEXT"}}<{D}tool▁call▁end{D}>',
-        f"<{D}tool▁call▁end{D}>",
-    ),
-    "gpt-oss": (
-        "gpt_oss",
-        "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>" + '{"city": "TEXT"}<|call|>',
-        "<|end|>",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", QUOTED)
-@given(st.data())
-def test_a_mark_within_a_text_ends_no_call(name: str, data: st.DataObject) -> None:
-    family, text, mark = QUOTED[name]
-    said = f"a {mark} b"
-    text = text.replace("TEXT", said)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert _parts(pieces, family=family) == [ToolCall("", "weather", json.dumps({"city": said}, ensure_ascii=False))]
-
-
 @pytest.mark.parametrize("escaped", ["\\\\", '\\"'])
 def test_texts_within_calls_end_where_json_says(escaped: str) -> None:
     call = '{"name": "weather", "arguments": {"city": "' + escaped + ' </tool_call>"}}'
@@ -246,12 +212,6 @@ def test_what_only_looks_like_a_call_is_said(family: str, text: str) -> None:
 def test_harmony_without_tools_says_what_is_final() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Paris."
     assert _parts([text], family="gpt_oss", tools=False) == [Thought("Hm."), Spoken("Paris.")]
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "gemma4_text", "mistral", "deepseek_v3", "granitemoe"])
-@given(text=st.text(alphabet='<>|[]{}(="tool_call:endsra\uff5c\n', max_size=80))
-def test_no_rubbish_breaks_a_reader(family: str, text: str) -> None:
-    assert _parts([text], family=family) == _parts(list(text), family=family)
 
 
 def _parts(

@@ -543,8 +543,10 @@ class Tagged:
             key, _mark = yield from self._key(source)
         except NoCall:
             return False
-        is_apart = bool(self.value_opens) or source.text[at - 1] == "\n"
-        return is_apart and key not in given and (not keys or key in keys)
+        stands_alone = bool(self.value_opens) or source.text[at - 1] == "\n"
+        if self.is_apart:
+            stands_alone &= (yield from source.peek()) == "\n"
+        return stands_alone and key not in given and (not keys or key in keys)
 
 
 _IS_TEXT = '" string="true">'
