@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import psutil
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
-from engine.common.paths import python_module
+from engine.common.paths import confined_module
 
 COUNTING_S = 20
 """If a tokenizer takes longer for one question, its model's prompts are estimated by length; the process exits."""
@@ -112,9 +112,9 @@ class TokenCounter(QObject):
 
     def _running(self) -> QProcess:
         if self._process is None:
-            (program, *arguments), variables = python_module("engine.foreign_text.child")
-            environment = QProcessEnvironment.systemEnvironment()
-            for name, value in {**variables, "TOKENIZERS_PARALLELISM": "false"}.items():
+            (program, *arguments), variables = confined_module("engine.foreign_text.child")
+            environment = QProcessEnvironment()
+            for name, value in variables.items():
                 environment.insert(name, value)
             process = self._process = QProcess(self)
             process.setProcessEnvironment(environment)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
+ROLES: tuple[Role, ...] = get_args(Role)
 PromptEnd = Literal["answer", "continue", "whole"]
 """How the prompt of a conversation ends: where an answer begins, in the middle of its last turn, or after that turn."""
 FinishReason = Literal["stop", "length", "stop_string", "context", "cancelled"]

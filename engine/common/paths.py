@@ -97,3 +97,20 @@ def python_module(module: str) -> tuple[list[str], dict[str, str]]:
         inherited = os.environ.get("PYTHONPATH")
         extra["PYTHONPATH"] = os.pathsep.join([root, inherited] if inherited else [root])
     return [sys.executable, "-P", "-X", "utf8", "-m", module], extra
+
+
+_NEEDED_VARIABLES = (
+    "PYTHONPATH", "PYTHONHOME", "PYTHONUSERBASE", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "HOME", "USERPROFILE",
+    "APPDATA", "SYSTEMROOT", "WINDIR", "TEMP", "TMP", "TMPDIR", "LANG", "LC_ALL", "LC_CTYPE", "LC_TIME", "TZ",
+)  # fmt: skip
+"""What Python needs to find itself, its packages and their libraries, and to tell the time as the computer does."""
+
+
+def confined_module(module: str) -> tuple[list[str], dict[str, str]]:
+    """`python_module` for what runs others' code: the command, and its whole environment.
+
+    Keys, tokens and whatever else is in this process's environment are not in it.
+    """
+    command, extra = python_module(module)
+    inherited = {name: os.environ[name] for name in _NEEDED_VARIABLES if name in os.environ}
+    return command, {**inherited, **extra, "TOKENIZERS_PARALLELISM": "false"}

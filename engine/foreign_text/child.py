@@ -4,9 +4,10 @@
     {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer
     {"do": "hold", "bytes": N, "split_special": B}        loads the tokenizer from the N bytes of JSON after the line
     {"do": "drop"}                                        releases it
-    {"do": "encode", "text": T, "special": B}             ids, by the loaded tokenizer
-    {"do": "encode_marked", "text": T, "tokens": [...]}   see `marks`
-    {"do": "render", "template": T, "values": {...}}      the text; with "control" and "maybe_control" marks in it
+    {"do": "encode", "text": T, "special": B, "written": W}
+        ids, by the loaded tokenizer; control tokens are read in the spans W alone, or anywhere if that is null
+    {"do": "render", "template": T, "values": {...}, "own": {...}}
+        the text, and the spans of it that the template wrote or had from its "own" values
 
 Every request has `seconds`: one that takes longer ends the whole process; and `most_bytes`, which rendering may take.
 An answer is {"result": ...} or {"problem": why, "kind": "refused" | "memory" | "broken"}. Memory is limited where the
@@ -17,27 +18,42 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
+import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from engine.checkpoint.gguf.names import gguf_at
+from engine.common.chat import ROLES
 from engine.common.foreign import read_foreign
-from engine.foreign_text.marks import encode_marked, marked
-from engine.foreign_text.templates import TemplateRefusedError, literal_text, render
+from engine.foreign_text.provenance import Spans, is_control, own, own_bytes, spans_of
+from engine.foreign_text.templates import TemplateRefusedError, render
 
 MEMORY_BYTES = 2 * 2**30
 MOST_TOKENIZER_BYTES = 256 * 2**20
 MOST_IDS = 2**24
+_MOST_ROUNDS = 16
+"""In which foreign control tokens are blanked: two do for all but those that have others in them."""
 TOKENIZER_NAME = "tokenizer.json"
 _SAMPLE = (
     "Hello, world!  It's 2024: naïve café №1 — 你好, привет, नमस्ते 👋🏽\n\n"
     "\tdef f(x): return [x ** 2 for _ in 'aaaa']\r\n"
 )
+
+
+class _Mark(NamedTuple):
+    """An added token in a text: its id, the place of all that it takes, and that without spaces at its ends."""
+
+    token: int
+    begin: int
+    end: int
+    first: int
+    last: int
 
 
 class _BackendEncoder:
@@ -50,23 +66,120 @@ class _BackendEncoder:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = split_special
+        self._model = self._backend.model
+        self._added = self._backend.get_added_tokens_decoder()
+        self._control = {
+            index for index, token in self._added.items() if is_control(token.content, special=token.special)
+        }
+        contents = set().union(*(token.content for token in self._added.values()))
+        self._blank = next(sign for sign in map(chr, range(0x2801, 0x2900)) if sign not in contents)
+        """A sign that is part of no added token and that no normaliser changes."""
+        self._unknown: set[int] = set()
+        with contextlib.suppress(Exception):  # a vocabulary of words may have nothing for others
+            self._unknown.update(self._of_model("\U00100000"))
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+    def encode(self, text: str, *, special: bool = False, written: Spans | None = None) -> list[int]:
+        """Tokens of a text, with what the tokenizer adds at its ends if `special`.
+
+        Args:
+            written: the parts in which a control token is read as such; None for all.
+
+        Raises:
+            ValueError: a control token cannot be written as text.
+        """
+        backend = self._backend
+        if written is None:
+            ids: list[int] = backend.encode(text, add_special_tokens=special).ids
+            return ids
+        processor, backend.post_processor = backend.post_processor, None  # it moves the tokens' places
+        try:
+            ids = self._encode_written(text, own_bytes(len(text), written))
+        finally:
+            backend.post_processor = processor
+        if special:
+            sample = backend.encode("a")
+            ends = list(zip(sample.ids, sample.special_tokens_mask, strict=True))
+            before, after = (itertools.takewhile(lambda end: end[1], way) for way in (ends, reversed(ends)))
+            ids = [index for index, _ in (*before, *((index, 0) for index in ids), *reversed(list(after)))]
         return ids
 
-    def encode_as_text(self, text: str) -> list[int]:
-        backend = self._backend
-        if backend.normalizer is not None:
-            text = backend.normalizer.normalize_str(text)
-        splits = [text]
-        if backend.pre_tokenizer is not None:
-            splits = [split for split, _place in backend.pre_tokenizer.pre_tokenize_str(text)]
-        return [token.id for split in splits for token in backend.model.tokenize(split)]
+    def _encode_written(self, text: str, own: bytearray) -> list[int]:
+        """As the library encodes it, if no control token that it reads is foreign.
 
-    def token_id(self, token: str) -> int | None:
-        index: int | None = self._backend.token_to_id(token)
-        return index
+        Where some are, their characters are blanked until there are none, which shows the others. What is between those
+        is then encoded as the library does, but for its search for added tokens.
+        """
+        shown = text
+        for _ in range(_MOST_ROUNDS):
+            found = self._backend.encode(shown, add_special_tokens=False)
+            marks = list(self._marks(shown, found))
+            forged = [mark for mark in marks if mark.token in self._control and not _is_within(own, mark)]
+            if not forged:
+                return list(found.ids) if shown is text else self._encode_between(text, marks)
+            signs = list(shown)
+            for mark in forged:
+                for place in range(mark.first, mark.last):
+                    if not own[place]:
+                        signs[place] = self._blank
+            shown = "".join(signs)
+        raise ValueError("a control token in the text cannot be written as text")
+
+    def _marks(self, text: str, encoding: Any) -> Iterator[_Mark]:
+        for index, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            token = self._added.get(index)
+            if token is None:
+                continue
+            part = text[begin:end]
+            first = begin + (len(part) - len(part.lstrip()) if token.lstrip else 0)
+            last = end - (len(part) - len(part.rstrip()) if token.rstrip else 0)
+            is_written = token.content in (part := text[first:last])
+            if index in self._unknown and not is_written and self._backend.normalizer is not None:
+                is_written = token.content in self._backend.normalizer.normalize_str(part)
+            # Others are what the model makes of a word: a mark must not be, but may be what it does not know.
+            if is_written or (index in self._control and index not in self._unknown):
+                yield _Mark(index, begin, end, first, last)
+
+    def _encode_between(self, text: str, marks: Sequence[_Mark]) -> list[int]:
+        from tokenizers import PreTokenizedString
+
+        # One sign for each mark, at which the library divides the text much faster than at places.
+        used = set(text)
+        sign = next(sign for sign in map(chr, range(0xF0000, 0x110000)) if sign not in used)
+        bounds = [0, *(place for mark in marks for place in (mark.begin, mark.end)), len(text)]
+        text = sign.join(text[begin:end] for begin, end in zip(bounds[::2], bounds[1::2], strict=True))
+        pieces = PreTokenizedString(text)
+        pieces.split(lambda _, whole: whole.split(sign, "removed"))
+        if self._backend.normalizer is not None:
+            pieces.normalize(self._backend.normalizer.normalize)
+        if self._backend.pre_tokenizer is not None:
+            self._backend.pre_tokenizer.pre_tokenize(pieces)
+        ids: list[int] = []
+        known: dict[str, list[int]] = {}
+        places = [found.start() for found in re.finditer(sign, text)]
+        ahead = list(zip(places, marks, strict=True))[::-1]
+        for word, (begin, _), _ in pieces.get_splits():
+            while ahead and ahead[-1][0] < begin:
+                ids.append(ahead.pop()[1].token)
+            if word not in known:
+                known[word] = self._as_text(word)
+            ids += known[word]
+        return [*ids, *(mark.token for _, mark in reversed(ahead))]
+
+    def _as_text(self, word: str) -> list[int]:
+        """Tokens of a word; its characters' if the model itself makes a control token of it."""
+        ids = self._of_model(word)
+        if not self._forges(ids):
+            return ids
+        ids = [index for character in word for index in self._of_model(character)]
+        if self._forges(ids):
+            raise ValueError("a control token in the text cannot be written as text")
+        return ids
+
+    def _forges(self, ids: list[int]) -> bool:
+        return any(index in self._control and index not in self._unknown for index in ids)
+
+    def _of_model(self, word: str) -> list[int]:
+        return [token.id for token in self._model.tokenize(word)]
 
     def decode(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
@@ -93,10 +206,9 @@ class _Child:
                 return None
             case "encode":
                 assert self._held is not None
-                return _not_too_many(self._held.encode(request["text"], special=request["special"]))
-            case "encode_marked":
-                assert self._held is not None
-                return _not_too_many(encode_marked(self._held, request["text"], request["tokens"]))
+                return _not_too_many(
+                    self._held.encode(request["text"], special=request["special"], written=request["written"])
+                )
             case "render":
                 return _rendered(request)
         raise ValueError(f"unknown request {request['do']!r}")
@@ -130,14 +242,24 @@ def _read(folder: str) -> _BackendEncoder:
     return _BackendEncoder(read_foreign(Path(folder) / TOKENIZER_NAME, MOST_TOKENIZER_BYTES))
 
 
-def _rendered(request: dict[str, Any]) -> str:
-    template, values = request["template"], request["values"]
+def _is_within(own: bytearray, mark: _Mark) -> bool:
+    return mark.first < mark.last and own.find(0, mark.first, mark.last) < 0
+
+
+def _rendered(request: dict[str, Any]) -> dict[str, Any]:
+    values = {**request["values"], **own(request["own"])}
+    turns = values.get("messages")
+    if isinstance(turns, list):
+        values["messages"] = [_with_own_role(turn) for turn in turns]
     with _at_most(request["most_bytes"]):
-        if "control" in request:
-            text = literal_text(template)
-            maybe = [token for token in request["maybe_control"] if token in text and not token.isspace()]
-            values = marked(values, [*request["control"], *maybe])
-        return render(template, values)
+        text = render(request["template"], values)
+    # Half a surrogate pair would become one character with its neighbour on the way, so that places were others.
+    return {"text": str.encode(text, "utf-8", "replace").decode("utf-8"), "written": spans_of(text)}
+
+
+def _with_own_role(turn: Any) -> Any:
+    """A turn with a role that is one of ours, not foreign text: templates make control tokens of it."""
+    return {**turn, "role": own(turn["role"])} if isinstance(turn, dict) and turn.get("role") in ROLES else turn
 
 
 @contextlib.contextmanager

@@ -7,25 +7,25 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from engine.common.errors import RequestCancelled
-from engine.common.paths import python_module
+from engine.common.paths import confined_module
 from engine.common.plain_text import plain_line
 from engine.foreign_text.child import MEMORY_BYTES, TOKENIZER_NAME
+from engine.foreign_text.provenance import Spans
 from engine.foreign_text.templates import TemplateRefusedError
 
 _LOOK_S = 0.02
@@ -56,6 +56,13 @@ class RequestLimits:
     characters_per_s: int = 50_000
     memory_bytes: int = MEMORY_BYTES
     template_bytes: int = 256 * 2**20
+
+
+class Rendered(NamedTuple):
+    """What a template made of a conversation, and the parts of it that the template itself wrote."""
+
+    text: str
+    written: Spans
 
 
 class ForeignText:
@@ -141,23 +148,30 @@ class ForeignText:
                 with contextlib.suppress(ForeignTextError):  # from an earlier request
                     self._begin({"do": "drop"})
 
-    def encode(self, tokenizer: Any, text: str, *, special: bool, cancelled: Callable[[], bool]) -> list[int]:
+    def encode(
+        self,
+        tokenizer: Any,
+        text: str,
+        *,
+        special: bool,
+        written: Spans | None = None,
+        cancelled: Callable[[], bool],
+    ) -> list[int]:
         """Tokens of a text, including the tokens that it adds at the ends if `special`.
 
-        Raises:
-            ForeignTextError, RequestCancelled: as `check`.
-        """
-        return self._encoded(tokenizer, {"do": "encode", "text": text, "special": special}, cancelled)
-
-    def encode_marked(
-        self, tokenizer: Any, text: str, tokens: Sequence[str], cancelled: Callable[[], bool]
-    ) -> list[int]:
-        """Tokens of a text in which control tokens that are plain text are marked; see `marks`.
+        Args:
+            written: the parts of it in which a control token is read as such, and not as text; None for all.
 
         Raises:
             ForeignTextError, RequestCancelled: as `check`.
         """
-        return self._encoded(tokenizer, {"do": "encode_marked", "text": text, "tokens": list(tokens)}, cancelled)
+        with self._locked(cancelled):
+            if self._held is None or self._held() is not tokenizer or not self._is_alive():
+                self._give(tokenizer)
+            about = self._names.setdefault(tokenizer, f"tokenizer {next(self._numbers)}")
+            request = {"do": "encode", "text": text, "special": special, "written": written}
+            ids: list[int] = self._ask(request, cancelled=cancelled, about=about)
+        return ids
 
     def render(
         self,
@@ -165,25 +179,21 @@ class ForeignText:
         values: Mapping[str, Any],
         cancelled: Callable[[], bool],
         *,
-        control: Sequence[str] | None = None,
-        maybe_control: Sequence[str] = (),
-    ) -> str:
+        own: Mapping[str, Any] | None = None,
+    ) -> Rendered:
         """The output of a chat template.
 
         Args:
-            control: tokens to mark in the values; None marks none.
-            maybe_control: tokens to mark as well if the template itself writes them.
+            own: more values, whose control tokens are the template's.
 
         Raises:
             TemplateRefusedError: the template is broken, or rejects these values.
             ForeignTextError, RequestCancelled: as `check`.
         """
-        request = {"do": "render", "template": template, "values": values}
-        if control is not None:
-            request |= {"control": list(control), "maybe_control": list(maybe_control)}
+        request = {"do": "render", "template": template, "values": values, "own": own or {}}
         with self._locked(cancelled):
-            text: str = self._ask(request, cancelled=cancelled, about=_mark(template))
-        return text
+            result = self._ask(request, cancelled=cancelled, about=_mark(template))
+        return Rendered(**result)
 
     def close(self) -> None:
         """Ends the process and an early check; a later request starts another."""
@@ -194,14 +204,6 @@ class ForeignText:
                 self._end()
             finally:
                 self._lock.release()
-
-    def _encoded(self, tokenizer: Any, request: dict[str, Any], cancelled: Callable[[], bool]) -> list[int]:
-        with self._locked(cancelled):
-            if self._held is None or self._held() is not tokenizer or not self._is_alive():
-                self._give(tokenizer)
-            about = self._names.setdefault(tokenizer, f"tokenizer {next(self._numbers)}")
-            ids: list[int] = self._ask(request, cancelled=cancelled, about=about)
-        return ids
 
     @contextlib.contextmanager
     def _locked(self, cancelled: Callable[[], bool]) -> Any:
@@ -333,7 +335,7 @@ class _Exchange:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    command, variables = python_module("engine.foreign_text.child")
+    command, variables = confined_module("engine.foreign_text.child")
     # Ctrl-C in a terminal is for the parent, which ends the child.
     apart: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
@@ -343,7 +345,7 @@ def _started() -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **variables, "TOKENIZERS_PARALLELISM": "false"},
+        env=variables,
         **apart,
     )
 

@@ -6,18 +6,22 @@ A test compares the two.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.compiler
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
 import jinja2.runtime
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+
+from engine.foreign_text.provenance import Traced, formatted, joined, own, recased
 
 MOST_CHARACTERS = 2**25
 """Longest output of a template: millions of tokens more than any model's context."""
@@ -29,8 +33,8 @@ class TemplateRefusedError(Exception):
     """The template cannot be rendered with these messages; the argument briefly says why."""
 
 
-def render(template: str, values: Mapping[str, Any]) -> str:
-    """The template's output.
+def render(template: str, values: Mapping[str, Any]) -> Traced:
+    """The template's output; what it wrote itself is marked as its own, and so is what of the values was its own.
 
     Raises:
         TemplateRefusedError: it is broken, rejects these values, or writes too much.
@@ -48,19 +52,7 @@ def render(template: str, values: Mapping[str, Any]) -> str:
         raise TemplateRefusedError((str(error).strip().splitlines() or [type(error).__name__])[0][:200]) from None
     if length > MOST_CHARACTERS:
         raise TemplateRefusedError(f"it writes more than {MOST_CHARACTERS:,} characters")
-    return "".join(parts)
-
-
-@lru_cache(4)
-def literal_text(template: str) -> str:
-    """The literal text of a template, joined by NUL characters; empty if it cannot be parsed."""
-    try:
-        tree = _environment().parse(template)
-    except (jinja2.TemplateError, RecursionError):
-        return ""
-    pieces = {node.data for node in tree.find_all(jinja2.nodes.TemplateData)}
-    pieces |= {node.value for node in tree.find_all(jinja2.nodes.Const) if isinstance(node.value, str)}
-    return "\0".join(pieces)
+    return joined(parts)
 
 
 @lru_cache(4)
@@ -122,6 +114,15 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+@jinja2.pass_eval_context
+def _join(context: jinja2.nodes.EvalContext, value: Any, d: str = "", attribute: str | int | None = None) -> str:
+    return jinja2.filters.sync_do_join(context, value, Traced(d) if type(d) is str else d, attribute)
+
+
+def _title(value: Any) -> str:
+    return recased(jinja2.filters.do_title(value), value)
+
+
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -130,10 +131,54 @@ def _strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Marks every text in a template as its own, and keeps the marks where texts are put together."""
+
+    def visit_Const(self, node: jinja2.nodes.Const, frame: jinja2.compiler.Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if isinstance(value, str | list | tuple | dict):
+            self.write(f"environment.own({value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: jinja2.nodes.TemplateData, frame: jinja2.compiler.Frame) -> None:
+        self.write("environment.own(")
+        super().visit_TemplateData(node, frame)
+        self.write(")")
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: jinja2.compiler.Frame) -> None:
+        if frame.eval_ctx.volatile or frame.eval_ctx.autoescape:
+            super().visit_Concat(node, frame)
+            return
+        self.write("environment.concat(map(str, (")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")))")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.own({super()._output_const_repr(group)})"
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """Without powers of so many digits that they take hours in which nothing interrupts them."""
 
     intercepted_binops = frozenset({"**"})
+    code_generator_class = _CodeGenerator
+    concat = staticmethod(joined)
+    own = staticmethod(own)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        plain, pattern = super().wrap_str_format(value), getattr(value, "__self__", None)
+        if plain is None or not isinstance(pattern, Traced):
+            return plain
+        formatter, is_map = SandboxedFormatter(self), value.__name__ == "format_map"
+
+        def traced(*args: Any, **kwargs: Any) -> str:
+            text = plain(*args, **kwargs)
+            return formatted(text, pattern, formatter, () if is_map else args, args[0] if is_map else kwargs)
+
+        return traced
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > _MOST_BITS:
@@ -144,7 +189,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 @lru_cache(1)
 def _environment() -> _Environment:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-    environment.filters["tojson"] = _to_json
+    environment.filters.update(tojson=_to_json, join=_join, title=_title)
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
     )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from pytestqt.qtbot import QtBot
 from tokenizers import Tokenizer
@@ -47,6 +48,16 @@ def test_tokens_are_counted_with_the_models_tokenizer(counter: TokenCounter, mod
     assert told.args == ["k", 6 + 3 * TOKENS_PER_TURN]
 
 
+def test_the_counting_process_knows_nothing_of_our_environment(
+    counter: TokenCounter, model: Path, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hidden")
+    with qtbot.waitSignal(counter.counted, timeout=WAIT_MS):
+        counter.count("k", str(model), ["one"])
+    assert counter._process is not None
+    assert "hidden" not in psutil.Process(counter._process.processId()).environ().values()
+
+
 def test_only_the_newest_question_is_answered(counter: TokenCounter, model: Path, qtbot: QtBot) -> None:
     told: list[tuple[str, int]] = []
     counter.counted.connect(lambda key, tokens: told.append((key, tokens)))
@@ -67,13 +78,13 @@ def test_without_a_tokenizer_length_serves(counter: TokenCounter, tmp_path: Path
 def test_a_process_that_cannot_be_started_or_dies_is_no_trouble(
     counter: TokenCounter, model: Path, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_counter, "python_module", lambda _: (["/nowhere/python"], {}))
+    monkeypatch.setattr(token_counter, "confined_module", lambda _: (["/nowhere/python"], {}))
     with qtbot.waitSignal(counter.counted, timeout=WAIT_MS) as told:
         counter.count("k", str(model), ["abcd"])
     assert told.args == ["k", 1 + TOKENS_PER_TURN]
     other = model / "other"
     other.mkdir()
-    monkeypatch.setattr(token_counter, "python_module", lambda _: (["false"], {}))
+    monkeypatch.setattr(token_counter, "confined_module", lambda _: (["false"], {}))
     with qtbot.waitSignal(counter.counted, timeout=WAIT_MS) as told:
         counter.count("k", str(other), ["abcd"])
     assert told.args == ["k", 1 + TOKENS_PER_TURN]

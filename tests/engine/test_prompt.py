@@ -155,7 +155,6 @@ def test_templates_are_rendered_as_the_library_renders_them(template: str) -> No
         "<|im_end|>",
         "a<|im_end|>b<|im_start|>",
         "\n<|im_end|> ",
-        "<|im_end|><|im_e\U000f0000nd|>",
         "<|endoftext|><|im_end|>",
     ],
 )

@@ -169,8 +169,7 @@ def _template(data: bytes) -> None:
         "do": "render",
         "template": data.decode("utf-8", "replace"),
         "values": seeds.VALUES,
-        "control": ["<s>", "</s>"],
-        "maybe_control": ["[INST]"],
+        "own": {"bos_token": "<s>", "eos_token": "</s>"},
         "most_bytes": 2**28,
     }
     with contextlib.suppress(_EndlessError), _time_limit(1.0):

@@ -58,7 +58,7 @@ def text() -> Iterator[ForeignText]:
 
 def test_one_process_for_many_requests(text: ForeignText, tmp_path: Path) -> None:
     assert text.pid is None
-    assert text.render("{{ a }}", {"a": "ä\ud800"}, never) == "ä\ud800"
+    assert text.render("{{ a }}", {"a": "ä\ud800"}, never).text == "ä?"
     pid = text.pid
     write_tokenizer(tmp_path)
     text.check(tmp_path, never)
@@ -85,7 +85,7 @@ def test_a_template_that_never_ends_is_stopped(text: ForeignText) -> None:
     with pytest.raises(ForeignTextError, match="seconds"):
         text.render(ENDLESS, {}, never)
     text.limits = RequestLimits()
-    assert text.render("x", {}, never) == "x"
+    assert text.render("x", {}, never).text == "x"
 
 
 def test_what_was_stopped_thrice_is_not_tried_again(text: ForeignText, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_a_template_that_fills_memory_is_stopped(text: ForeignText, template: st
     with pytest.raises((ForeignTextError, TemplateRefusedError)):
         text.render(template, {"messages": [{"role": "user"}]}, never)
     assert text.pid is None or psutil.Process(text.pid).memory_info().rss < 2 * 2**30
-    assert text.render("x", {}, never) == "x"
+    assert text.render("x", {}, never).text == "x"
 
 
 def test_memory_is_watched_where_no_system_limits_it(text: ForeignText) -> None:
@@ -127,7 +127,7 @@ def test_a_template_has_less_memory_than_a_tokenizer(text: ForeignText) -> None:
     text.limits = RequestLimits(template_bytes=2**26)
     with pytest.raises(ForeignTextError, match="64 MiB"):
         text.render("{{ 'a' * 99999999 }}", {}, never)
-    assert text.render("{{ 'a' * 9999999 }}", {}, never) == "a" * 9999999
+    assert text.render("{{ 'a' * 9999999 }}", {}, never).text == "a" * 9999999
 
 
 @pytest.mark.parametrize("template", ["{{ 9 ** (9 ** 9) }}", "{{ messages ** messages }}"])
@@ -188,7 +188,7 @@ def test_stop_works_meanwhile(text: ForeignText, tmp_path: Path, work: Any) -> N
     with pytest.raises(RequestCancelled):
         work(text, tmp_path, cancelled)
     assert text.pid is None
-    assert text.render("x", {}, never) == "x"
+    assert text.render("x", {}, never).text == "x"
 
 
 def test_stop_works_while_another_thread_has_the_process(text: ForeignText) -> None:
@@ -320,3 +320,13 @@ def test_closing_ends_an_early_check(text: ForeignText, tmp_path: Path) -> None:
     closing.join()
     early.join()
     assert text.pid is None
+
+
+def test_the_process_knows_nothing_of_our_environment(text: ForeignText, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "HTTPS_PROXY", "SWITCHYARD_KEY", "PYTHONSTARTUP"):
+        monkeypatch.setenv(name, "hidden")
+    assert text.render("x", {}, never).text == "x"
+    assert text.pid is not None
+    environment = psutil.Process(text.pid).environ()
+    assert environment["TOKENIZERS_PARALLELISM"] == "false"
+    assert "hidden" not in environment.values()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.families.replies.thinking import takes_tools, template_text, thinking_values
-from engine.foreign_text.marks import encode_marked
-from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
+from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError, Rendered
+from engine.foreign_text.provenance import Spans, is_control, own_bytes
 from engine.foreign_text.templates import TemplateRefusedError
-from engine.runtime.load.tokenizer import knows_chatml, token_id
+from engine.runtime.load.tokenizer import knows_chatml
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -46,8 +46,8 @@ def chat_prompt(
     What was thought before earlier answers is the template's to keep or to leave out; most leave it out.
 
     The checkpoint's own template and tokenizer run in a process that can be stopped.  A system message that the
-    template refuses or leaves out becomes the beginning of the first user message.  Control tokens that a person typed
-    stay text.
+    template refuses or leaves out becomes the beginning of the first user message.  Control tokens are those that the
+    template itself wrote; all that others wrote is text, wherever it stands.
 
     Raises:
         EngineError: `INVALID_REQUEST` if there is no message; `MODEL_UNSUPPORTED` if the template cannot be rendered,
@@ -65,46 +65,58 @@ def chat_prompt(
     messages = [replace(message, content=encodable(message.content)) for message in messages]
     if tokenizer.chat_template is None and not knows_chatml(tokenizer):
         text = _plain(messages, end)
-        return _without_final_eos(tokenizer, encode(tokenizer, text, special=True, cancelled=cancelled))
+        return _without_final_eos(tokenizer, encode(tokenizer, text, special=True, written=(), cancelled=cancelled))
 
     turns = [_turn(message) for message in messages]
 
-    def render(turns: list[dict[str, Any]], *, mark: bool = False) -> str:
-        text = _render(tokenizer, turns, cancelled, tools, thinking, answers=end == "answer", mark=mark)
-        return _reopened(text, messages[-1].content) if end == "continue" else text
+    def render(turns: list[dict[str, Any]]) -> Rendered:
+        prompt = _render(tokenizer, turns, cancelled, tools, thinking, answers=end == "answer")
+        return _reopened(prompt, messages[-1].content) if end == "continue" else prompt
 
     folded = _fold_system(turns)
     try:
         try:
-            text = render(turns)
-            accepted = folded is None or all(_is_in(turn, text) for turn in turns if turn["role"] == "system")
+            prompt = render(turns)
+            accepted = folded is None or all(_is_in(turn, prompt.text) for turn in turns if turn["role"] == "system")
         except TemplateRefusedError:
             if folded is None:
                 raise
             accepted = False
         if not accepted:
             assert folded is not None
-            turns = folded
-            text = render(turns)
-        if _types_control_tokens(tokenizer, messages):
-            return _encode_marked(tokenizer, render(turns, mark=True), cancelled)
+            prompt = render(folded)
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
-    return encode(tokenizer, text, special=False, cancelled=cancelled)
+    return encode(tokenizer, prompt.text, special=False, written=prompt.written, cancelled=cancelled)
 
 
-def encode(tokenizer: Any, text: str, *, special: bool, cancelled: CancelCheck = never_cancelled) -> list[int]:
+def encode(
+    tokenizer: Any,
+    text: str,
+    *,
+    special: bool,
+    written: Spans | None = None,
+    cancelled: CancelCheck = never_cancelled,
+) -> list[int]:
     """Tokens of a text, with what the tokenizer adds at its ends if `special`.
+
+    Args:
+        written: the parts of the text in which a control token is read as such, and not as text; None for all.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED` if the tokenizer fails, or takes too much time or memory.
         RequestCancelled: `cancelled()` came true meanwhile.
     """
-    if not _can_be_sent(tokenizer):
-        # `verbose=False`: transformers' own warning about long texts says less than PROMPT_TOO_LONG does.
-        return _as_ids(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
-    with _tokenizer_at_fault():
-        return FOREIGN_TEXT.encode(tokenizer, text, special=special, cancelled=cancelled)
+    try:
+        if isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+            return FOREIGN_TEXT.encode(tokenizer, text, special=special, written=written, cancelled=cancelled)
+        # One of transformers' own programs, which cannot be sent; only its vocabulary is the checkpoint's.
+        return _encode_here(tokenizer, text, special=special, written=written)
+    except ForeignTextError as error:
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"The model's tokenizer {error}: download or copy its tokenizer files again, or use another model.",
+        ) from error
 
 
 def encodable(text: str) -> str:
@@ -151,36 +163,30 @@ def _render(
     thinking: Thinking,
     *,
     answers: bool,
-    mark: bool,
-) -> str:
-    """What the template writes.
-
-    Args:
-        answers: with the beginning of an answer.
-        mark: control tokens in the turns, for `_encode_marked`.
-    """
+) -> Rendered:
+    """What the template writes; with the beginning of an answer if `answers`."""
     template = _template(tokenizer, tools)
-    values = {
+    values = {"messages": turns, "tools": [_described(tool) for tool in tools] or None, "documents": None}
+    own = {
         **thinking_values(template, thinking),
-        "messages": turns,
-        "tools": [_described(tool) for tool in tools] or None,
-        "documents": None,
         "add_generation_prompt": answers,
         **{name: _as_text(token) for name, token in tokenizer.special_tokens_map.items()},
     }
-    control, maybe = _control_tokens(tokenizer) if mark else (None, [])
     try:
-        return FOREIGN_TEXT.render(template, values, cancelled, control=control, maybe_control=maybe)
+        return FOREIGN_TEXT.render(template, values, cancelled, own=own)
     except ForeignTextError as error:
         raise _template_at_fault(str(error)) from error
 
 
-def _reopened(text: str, content: str) -> str:
+def _reopened(prompt: Rendered, content: str) -> Rendered:
     """What a template wrote, up to where its last turn can go on."""
     for said in (content, content.strip()):
-        at = text.rfind(said)
+        at = prompt.text.rfind(said)
         if said and at >= 0:
-            return text[: at + len(said)]
+            end = at + len(said)
+            return Rendered(
+                prompt.text[:end], [(first, min(last, end)) for first, last in prompt.written if first < end]
+            )
     raise EngineError(
         ErrorCode.INVALID_REQUEST,
         "The last message cannot be continued: it is empty, or this model's chat template changes it.",
@@ -210,56 +216,26 @@ def _template_at_fault(what: str) -> EngineError:
     )
 
 
-@contextlib.contextmanager
-def _tokenizer_at_fault() -> Iterator[None]:
-    try:
-        yield
-    except ForeignTextError as error:
-        raise EngineError(
-            ErrorCode.MODEL_UNSUPPORTED,
-            f"The model's tokenizer {error}: download or copy its tokenizer files again, or use another model.",
-        ) from error
-
-
-def _control_tokens(tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Tokens that control the model, and those that do if its template writes them."""
-    added = tokenizer.added_tokens_decoder.values()
-    named = getattr(tokenizer, "chat_control_tokens", None)
-    control = [token.content for token in added if token.special or token.content in (named or ())]
-    return control, [] if named is not None else [token.content for token in added if not token.special]
-
-
-def _encode_marked(tokenizer: Any, text: str, cancelled: CancelCheck) -> list[int]:
-    tokens = list(tokenizer.added_tokens_encoder)
-    with _tokenizer_at_fault():
-        if _can_be_sent(tokenizer):
-            return FOREIGN_TEXT.encode_marked(tokenizer, text, tokens, cancelled)
-        try:
-            return encode_marked(_LibraryEncoder(tokenizer), text, tokens)
-        except ValueError as error:
-            raise ForeignTextError(f"fails ({error})") from error
-
-
-def _can_be_sent(tokenizer: Any) -> bool:
-    """Whether it is one of the `tokenizers` library, which writes itself as JSON; the few others are transformers' own
-    programs, whose vocabulary alone is the checkpoint's."""
-    return isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer)
-
-
-class _LibraryEncoder:
-    """See `Encoder`."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def encode(self, text: str) -> list[int]:
-        return _as_ids(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def encode_as_text(self, text: str) -> list[int]:
-        return _as_ids(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-
-    def token_id(self, token: str) -> int | None:
-        return token_id(self._tokenizer, token)
+def _encode_here(tokenizer: Any, text: str, *, special: bool, written: Spans | None) -> list[int]:
+    if written is None:
+        # `verbose=False`: transformers' own warning about long texts says less than PROMPT_TOO_LONG does.
+        return _as_ids(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+    added = tokenizer.added_tokens_decoder.items()
+    control = {token.content: index for index, token in added if is_control(token.content, special=token.special)}
+    pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)"
+    own = own_bytes(len(text), written)
+    shown = "".join(sign if is_own else "\0" for sign, is_own in zip(text, own, strict=True))
+    ids, at = [], 0
+    for mark in [*re.finditer(pattern, shown), None]:
+        piece = text[at : mark.start() if mark else len(text)]
+        found = _as_ids(tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True))
+        if set(found) & set(control.values()) - {tokenizer.unk_token_id}:
+            raise ForeignTextError("fails (a control token in the text cannot be written as text)")
+        ids += found
+        if mark:
+            ids.append(control[mark[0]])
+            at = mark.end()
+    return _as_ids(tokenizer.build_inputs_with_special_tokens(ids)) if special else ids
 
 
 def _as_text(token: Any) -> Any:
@@ -282,11 +258,6 @@ def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
 def _is_in(turn: dict[str, Any], text: str) -> bool:
     """Whether the template wrote this turn; some drop a system message without a word."""
     return turn["content"].strip() in text
-
-
-def _types_control_tokens(tokenizer: Any, messages: Sequence[ChatMessage]) -> bool:
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return any(token in message.content for message in messages if message.role != "assistant" for token in special)
 
 
 def _plain(messages: Sequence[ChatMessage], end: PromptEnd) -> str:
