@@ -1,0 +1,147 @@
+"""The documents show commands and links that exist, and stay as short as they are meant to be."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from engine.cli import VERBS
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *(CHECKOUT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((CHECKOUT / "docs").glob("*.md")),
+    CHECKOUT / "docs" / "cards" / "README.md",
+]
+_CODE = re.compile(r"^```.*?^```|`(?:[^`\n]|\n(?!\n))+`|^ {4}\S.*$", re.MULTILINE | re.DOTALL)
+_SWITCHYARD = re.compile(r"(?:^|\s|/)switchyard +(?P<rest>[^#]+)")
+_PYTHON = re.compile(r"\bpython3? +(?:-m +(?P<module>[\w.]+)|(?P<script>installers/\w+\.py))(?P<rest>[^#]*)")
+
+
+def _commands(document: Path) -> Iterator[str]:
+    """Each on a line, as it stands in code."""
+    for code in _CODE.findall(document.read_text(encoding="utf-8")):
+        whole = code.replace("\\\n", " ") if code.startswith("```") else code.replace("\n", " ")
+        for line in whole.splitlines():
+            yield line.strip("` ").replace(r"\|", "|")
+
+
+@lru_cache
+def _parser_of(verb: str) -> argparse.ArgumentParser:
+    parsers = argparse.ArgumentParser().add_subparsers()
+    importlib.import_module(f"engine.verbs.{verb}").add_parser(parsers)
+    return parsers.choices[verb]
+
+
+def _kinds(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = [each.choices for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    own = {option for action in parser._actions for option in action.option_strings}
+    return own.union(*map(_options, _kinds(parser).values()))
+
+
+def _wrong_with(rest: str) -> str:
+    """What a `switchyard` with these words after it names that is not there; empty if nothing is."""
+    verb, *words = rest.split()
+    if not re.fullmatch(r"[a-z]+", verb):
+        return ""  # an option, or whatever stands for a verb
+    if verb not in VERBS:
+        return verb
+    parser = _parser_of(verb)
+    kinds = _kinds(parser)
+    kind = words[0] if words else ""
+    if kinds and re.fullmatch(r"[a-z-]+[a-z]", kind):
+        if kind not in kinds:
+            return f"{verb} {kind}"
+        parser = kinds[kind]
+    known = _options(parser) | _options(_parser_of(verb)) if parser is not _parser_of(verb) else _options(parser)
+    return " ".join(sorted({*re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)} - known))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_that_are_shown_exist(document: Path) -> None:
+    wrong = []
+    for line in _commands(document):
+        for found in _SWITCHYARD.finditer(line):
+            wrong += [f"{line}: {what}" for what in [_wrong_with(found["rest"])] if what]
+        for found in _PYTHON.finditer(line):
+            script, module = found["script"], found["module"]
+            if script and not (CHECKOUT / script).is_file():
+                wrong.append(line)
+            if module and module.split(".")[0] in ("engine", "app", "tests") and not importlib.util.find_spec(module):
+                wrong.append(line)
+    assert not wrong
+
+
+def test_what_does_not_exist_is_seen() -> None:
+    assert _wrong_with("dance --now") == "dance"
+    assert _wrong_with("models dance") == "models dance"
+    assert _wrong_with("serve --model M --dance") == "--dance"
+    assert not _wrong_with("bench prefill --peers --model M")
+
+
+def test_commands_of_the_readme_are_those_of_set_up() -> None:
+    sys.path.insert(0, str(CHECKOUT / "installers"))
+    try:
+        start = importlib.import_module("start")
+    finally:
+        sys.path.pop(0)
+    shown = [line for line in _commands(CHECKOUT / "README.md") if "installers/start.py" in line]
+    assert len(shown) == 2
+    for line in shown:
+        words = shlex.split(line, comments=True)[2:]
+        assert all(hasattr(start, word) for word in words)
+
+
+def test_pull_requests_run_the_command_that_the_readme_shows_for_tests() -> None:
+    workflow = (CHECKOUT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    command = "python3 installers/start.py test"
+    assert command in (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    assert f"run: {command}\n" in workflow
+    assert "pull_request:\n" in workflow
+    for system in ("ubuntu", "windows", "macos"):
+        assert f"on: {system}-" in workflow
+
+
+def test_no_workflow_may_write_but_where_a_release_is_made() -> None:
+    for workflow in (CHECKOUT / ".github" / "workflows").glob("*.yml"):
+        text = workflow.read_text(encoding="utf-8")
+        assert "\npermissions:\n  contents: read\n" in text
+        assert "pull_request_target" not in text
+        writing = [line for line in text.splitlines() if re.search(r"^\s*[\w-]+: write\b", line)]
+        assert len(writing) == (workflow.name == "packages.yml")
+
+
+def _anchors(document: Path) -> set[str]:
+    titles = re.findall(r"^#+ +(.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = _CODE.sub("", document.read_text(encoding="utf-8"))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = document.parent / name if name else document
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def test_the_changelog_fits_a_screen() -> None:
+    lines = (CHECKOUT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 80
+    assert max(map(len, lines)) <= 130
