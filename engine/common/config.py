@@ -78,6 +78,12 @@ DRY_BREAKERS = ("\n", ":", '"', "*")
 MOST_BREAKERS = 100
 
 
+_LEAST = 1e-37
+"""Less than this is 0 in fp32, or has lost digits, and nothing may be divided by it."""
+_GREEDY_BELOW = 1e-5
+"""At such a temperature a logit that is higher by a ten-thousandth is 20,000 times as likely."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen, and whether the model thinks before it answers.
@@ -86,7 +92,7 @@ class SamplingParams:
     min-p, temperature, and then one draw.  Tokens that end an answer are never penalised.
 
     Attributes:
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: below 1e-5 is greedy; otherwise logits are divided by it.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches p; 1 keeps all.
         min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
@@ -132,9 +138,13 @@ class SamplingParams:
         checks = (
             ("temperature", 0 <= self.temperature <= 10, "between 0 and 10"),
             ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_p", _LEAST <= self.top_p <= 1, f"above 0 and at most 1 (below {_LEAST} counts as 0)"),
             ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty <= 10, "above 0 and at most 10"),
+            (
+                "repetition_penalty",
+                _LEAST <= self.repetition_penalty <= 10,
+                f"above 0 and at most 10 (below {_LEAST} counts as 0)",
+            ),
             ("max_tokens", self.max_tokens >= 1, "1 or more"),
             ("beams", 1 <= self.beams <= 64, "between 1 and 64"),
             ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 (off) and 100"),
@@ -162,6 +172,11 @@ class SamplingParams:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"dry_breakers must be at most {MOST_BREAKERS} texts, none of them empty."
             )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always chosen, so that another try gives the same answer."""
+        return self.temperature < _GREEDY_BELOW or self.top_k == 1
 
     @property
     def uses_dry(self) -> bool:

@@ -22,6 +22,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in _WORDS)
 
 
+def is_fault_of_device(error: BaseException) -> bool:
+    """Whether a device failed, and not what was computed on it: everybody who uses it is concerned."""
+    if isinstance(error, EngineError):
+        return error.code is ErrorCode.DEVICE_UNAVAILABLE
+    return isinstance(error, torch.AcceleratorError) and not is_out_of_memory(error)
+
+
 def as_engine_error(error: BaseException, stream: str) -> EngineError:
     """The error for an exception of submitted work, without traceback: its frames would keep tensors alive."""
     if isinstance(error, EngineError):

@@ -65,7 +65,7 @@ class Asking:
             problem = f"could not be answered: {answer.error}"
         elif not answer.is_complete:
             # This machine gives the same greedy answer every time; others need not.
-            if (answer.by or row.asked.sampling.temperature > 0) and row.tries < self._tries:
+            if (answer.by or not row.asked.sampling.is_greedy) and row.tries < self._tries:
                 self._again.append(row)
                 return None
             is_cut = answer.finish_reason == "length" or not answer.by

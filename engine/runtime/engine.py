@@ -24,6 +24,7 @@ from engine.experts.early_reads import EARLY_READS, remember
 from engine.jobs.rows import Check, never
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode
+from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model, open_compute_devices
@@ -375,11 +376,16 @@ class Engine:
         answer = SplitAnswer(loaded.info.family, on_text, on_reasoning)
 
         def ended(outcome: Outcome) -> None:
-            answer.end()
-            if not isinstance(outcome, BaseException):
-                outcome = replace(outcome, text=answer.text, reasoning=answer.reasoning)
+            try:
+                with of_one():
+                    answer.end()
+            except SequenceError as error:
+                outcome = outcome if isinstance(outcome, BaseException) else error
+            if isinstance(outcome, BaseException):
+                on_end(outcome)
+            else:
+                on_end(replace(outcome, text=answer.text, reasoning=answer.reasoning))
                 note_use(self._place, _how(loaded.info), outcome.tokens_per_s, outcome.generated_tokens)
-            on_end(outcome)
             self._tell_of_card()
 
         request = BatchRequest(

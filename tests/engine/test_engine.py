@@ -160,7 +160,7 @@ def test_a_conversation_survives_a_fault_in_an_answer(engine: Engine, tiny: Path
     def fault(_text: str, _tokens: int) -> None:
         raise RuntimeError("in the middle of an answer")
 
-    with pytest.raises(RuntimeError):
+    with pytest.raises(EngineError, match=r"RuntimeError at test_engine\.py"):
         engine.generate(
             [ChatMessage("user", "another question")],
             SamplingParams(),

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
-from engine.common.errors import EngineError
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest
 
@@ -82,8 +82,9 @@ class ModelRows:
     def _requests(self, rows: Iterator[RowRequest], on_row: RowCallback) -> Iterator[BatchRequest]:
         for asked in rows:
             try:
-                constraint = self._begun(asked)
-            except EngineError as error:
+                with of_one():
+                    constraint = self._begun(asked)
+            except SequenceError as error:
                 on_row(RowAnswer(asked.row, "", "failed", error=error.message))
                 continue
             split = SplitAnswer(self._family)
@@ -101,15 +102,21 @@ class ModelRows:
 
     def _answer(self, answer: BatchAnswer) -> RowAnswer:
         split, constraint = self._under_way.pop(answer.row)
-        split.take(answer.text, answer.generated_tokens)
-        split.end()
+        error, is_complete = answer.error, False
+        try:
+            with of_one():
+                split.take(answer.text, answer.generated_tokens)
+                split.end()
+                is_complete = constraint is None or constraint.complete
+        except SequenceError as unreadable:
+            error = error or unreadable
         return RowAnswer(
             answer.row,
             split.text,
-            answer.finish_reason,
+            answer.finish_reason if error is None else "failed",
             answer.prompt_tokens,
             answer.generated_tokens,
             split.reasoning,
-            answer.error.message if answer.error is not None else "",
-            constraint is None or constraint.complete,
+            error.message if error is not None else "",
+            is_complete,
         )

@@ -20,7 +20,7 @@ from engine.common.errors import CancelCheck
 from engine.runtime.decode.detokenizer import decode_text
 from engine.runtime.decode.generation import BeamModel, Decoded, Session, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition
-from engine.runtime.decode.sequence import AnswerLimits, StopStrings, dry_penalty
+from engine.runtime.decode.sequence import AnswerLimits, StopStrings, alone_with, check_finite, dry_penalty, of_one
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
@@ -98,12 +98,12 @@ def decode_beams(
         end_ids=limits.end_ids,
         adjust=_beam_penalties(prefix, earlier, sampling, limits.end_ids, tokenizer),
         ends_in_stop=_stop_check(tokenizer, limits.stop),
-        after_step=after_step,
+        after_step=alone_with(after_step),
     )
     moments.append(clock.now())
     stops = StopStrings(limits.stop)
     ids = [token for token in result.ids if token not in limits.end_ids]
-    text, stopped = stops.feed(decode_text(tokenizer, ids))
+    text, stopped = stops.feed(alone_with(decode_text)(tokenizer, ids))
     if not stopped:
         text += stops.flush()
     reason: FinishReason
@@ -148,6 +148,8 @@ def beam_search(
     logits = first_logits.expand(width, -1)
 
     for length in range(1, max_tokens + 1):
+        with of_one():
+            check_finite(logits.amax(dim=-1), length - 1)
         log_probs = logits.float().log_softmax(dim=-1)
         if adjust is not None:
             log_probs = adjust(log_probs, [node.ids() if node is not None else [] for node in live])
@@ -234,7 +236,7 @@ def _beam_penalties(
             rows.append(dry.apply(log_probs[row : row + 1]))
         return torch.cat(rows)
 
-    return adjust
+    return alone_with(adjust)
 
 
 def _stop_check(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], bool] | None:
@@ -247,4 +249,4 @@ def _stop_check(tokenizer: Any, stop: tuple[str, ...]) -> Callable[[list[int]], 
         text = decode_text(tokenizer, ids[-tail:])
         return any(entry in text for entry in stop)
 
-    return ends_in_stop
+    return alone_with(ends_in_stop)

@@ -84,6 +84,7 @@ class ConstrainedAnswer:
         from llguidance.numpy import fill_next_token_bitmask
 
         fill_next_token_bitmask(self._matcher, self._bits)
+        self._check()
         allowed = np.unpackbits(self._bits.view(np.uint8), bitorder="little")[: self._vocabulary]
         mask = torch.from_numpy(allowed.view(np.bool_)).to(logits.device)
         return logits.masked_fill(~mask, float("-inf"))
@@ -91,7 +92,12 @@ class ConstrainedAnswer:
     def accept(self, token_id: int) -> bool:
         """Goes on behind a token that was chosen from restricted logits; whether nothing but an end may follow."""
         self._matcher.consume_token(token_id)
+        self._check()
         return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise unfit(self._matcher.get_error())
 
     def reset(self) -> None:
         """As if nothing had been accepted."""

@@ -47,7 +47,8 @@ def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     An id that occurs several times is penalised once (CTRL, Keskar et al. 2019, section 4.1).
     """
     chosen = logits.gather(-1, seen)
-    chosen = torch.where(chosen < 0, chosen * penalty, chosen / penalty)
+    largest = torch.finfo(chosen.dtype).max
+    chosen = torch.where(chosen < 0, chosen * penalty, chosen / penalty).clamp(-largest, largest)
     return logits.scatter(-1, seen, chosen)
 
 
@@ -74,7 +75,7 @@ def chances_of(logits: torch.Tensor, token_id: int, top: int) -> Chances:
 
 
 def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
-    """What top-k, top-p and min-p leave of logits [V], at a `sampling.temperature` above 0.
+    """What top-k, top-p and min-p leave of logits [V], none of them NaN or plus infinity.
 
     Top-k keeps exactly k tokens; of equally likely ones at its edge, any.
     """
@@ -86,7 +87,8 @@ def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
         logits, token_ids = logits.topk(sampling.top_k)
         ordered = True
     if sampling.top_p == 1 and sampling.min_p == 0:
-        return Candidates((logits / sampling.temperature).softmax(dim=-1), token_ids)
+        # From 0 down, so that nothing becomes infinite that is divided by little.
+        return Candidates(((logits - logits.max()) / sampling.temperature).softmax(dim=-1), token_ids)
 
     probabilities = logits.softmax(dim=-1)
     if sampling.top_p < 1:
@@ -110,9 +112,10 @@ def candidates(logits: torch.Tensor, sampling: SamplingParams) -> Candidates:
 def _most_likely(probabilities: torch.Tensor, mass: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The most likely tokens of [V] in falling order, enough of them to hold `mass`: ([m] probabilities, [m] ids).
 
-    Tokens below (1 - mass) / V cannot reach 1 - mass even all together, so they are dropped before anything is sorted.
+    Tokens below (1 - mass) / V cannot reach 1 - mass even all together, so they are dropped before anything is sorted;
+    half of that is the limit, as all may be equally likely but for rounding.
     """
-    ids = (probabilities >= (1 - mass) / probabilities.shape[-1]).nonzero().squeeze(-1)
+    ids = (probabilities >= (1 - mass) / (2 * probabilities.shape[-1])).nonzero().squeeze(-1)
     kept = probabilities[ids]
     # On the CPU numpy's sort is vectorised, unlike torch's.
     on_cpu = kept.device.type == "cpu"
@@ -144,7 +147,7 @@ def seeded_generator(seed: int | None, device: torch.device) -> torch.Generator:
 
 def make_chooser(sampling: SamplingParams, device: torch.device) -> Chooser:
     """The function that picks each token of one answer, from penalised logits."""
-    if sampling.temperature == 0 or sampling.top_k == 1:
+    if sampling.is_greedy:
         return greedy_token
     generator = seeded_generator(sampling.seed, device)
     return lambda logits: draw(candidates(logits[0], sampling), generator)

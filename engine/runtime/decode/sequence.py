@@ -1,18 +1,25 @@
 """One answer, token by token: how each token is chosen, what ends it, and the text that may be shown of it.
 
-Chats and rows of a batch generate through the same `AnswerSequence`; beams share its limits and stop strings.
+Chats and rows of a batch generate through the same `AnswerSequence`; beams share its limits and stop strings.  What is
+done for one answer alone is done in `of_one`, so that what goes wrong there ends that answer and no other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
 from engine.runtime.decode.dry import DryPenalty, breakers_of
 from engine.runtime.decode.generation import ChanceLog, TokenConstraint
@@ -26,6 +33,59 @@ from engine.runtime.decode.sampling import (
     penalise_repetition,
 )
 from engine.runtime.load.tokenizer import token_id
+
+_log = logging.getLogger(__name__)
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+class SequenceError(EngineError):
+    """What is wrong with one sequence: it ends, and all others go on."""
+
+
+@contextmanager
+def of_one() -> Iterator[None]:
+    """Inside, something is done for one sequence alone: whatever goes wrong is its error.
+
+    Raises:
+        SequenceError: for every exception but a cancelling, and the fault of a device, which concerns everybody.
+    """
+    try:
+        yield
+        return
+    except (SequenceError, RequestCancelled):
+        raise
+    except Exception as error:
+        if is_fault_of_device(error):
+            raise
+        wrong = _wrong_with_one(error)
+    # Not in the handler: the exception's frames would keep tensors alive.
+    raise wrong
+
+
+def alone_with(call: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """The same function, done in `of_one`."""
+
+    def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with of_one():
+            return call(*args, **kwargs)
+
+    return called
+
+
+def _wrong_with_one(error: Exception) -> SequenceError:
+    if isinstance(error, EngineError):
+        return SequenceError(error.code, error.message)
+    if is_out_of_memory(error):
+        words = "There was not enough memory to choose this answer's next token: close other programs and ask again."
+        return SequenceError(ErrorCode.NOT_ENOUGH_MEMORY, words)
+    # Without the exception's text, which can quote a prompt or an answer.
+    name, frames = type(error).__name__, traceback.extract_tb(error.__traceback__)
+    _log.error("one sequence failed: %s\n%s", name, "".join(traceback.format_tb(error.__traceback__)))
+    where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    words = f"This answer ended by an internal error ({name}{where}); the log has the details for a bug report."
+    return SequenceError(ErrorCode.INTERNAL, words)
+
 
 END_OF_TURN_TOKENS = (
     "<|im_end|>",
@@ -134,8 +194,21 @@ class AnswerSequence:
         self._choose = make_chooser(self._sampling, device)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token [1, 1] int64 from logits [1, V]."""
-        token = self._choose(self._changed(logits))
+        """The next token [1, 1] int64 from logits [1, V].
+
+        Raises:
+            EngineError: `MODEL_UNSUPPORTED`: the logits are no numbers; `INVALID_REQUEST`: no token is allowed.
+        """
+        if self.is_greedy:
+            token = greedy_token(logits)
+            check_finite(logits[0, token], len(self.ids))
+            return token
+        check_finite(logits.amax(), len(self.ids))
+        changed = self._changed(logits)
+        if self._constraint is not None and not bool(changed.amax().isfinite()):
+            words = f"No token may follow the first {len(self.ids):,} of the answer: its schema or choices allow none."
+            raise EngineError(ErrorCode.INVALID_REQUEST, words)
+        token = self._choose(changed)
         if self._chances is not None:
             self._chances.tokens.append(chances_of(logits[0], int(token), self._chances.top))
         return token
@@ -182,6 +255,22 @@ class AnswerSequence:
             text += self._stops.flush()
         self._parts.append(text)
         return text, "stop_string" if stopped else reason
+
+
+def check_finite(highest: torch.Tensor, tokens: int) -> None:
+    """Raises EngineError `MODEL_UNSUPPORTED` unless the highest logit, of each sequence if of several, is a number.
+
+    NaN counts as the highest of all.  A token at minus infinity is one that the model rules out.
+
+    Args:
+        tokens: that there are of the answer.
+    """
+    if not bool(highest.isfinite().all()):
+        raise EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            f"Token {tokens + 1:,} of the answer could not be chosen, as what the model computes for it are no numbers "
+            "(NaN or infinite logits): check its file with switchyard models verify, or use another --precision.",
+        )
 
 
 def dry_penalty(

@@ -21,6 +21,7 @@ import torch
 from engine.common import clock
 from engine.runtime.decode.drafter import Drafter, Guess
 from engine.runtime.decode.prompt_lookup import PromptLookup
+from engine.runtime.decode.sequence import of_one
 from engine.runtime.decode.step_model import MOST_ROWS
 
 _PRIOR_PRICE = 0.4
@@ -137,14 +138,16 @@ class Speculation:
         """The answer's next token; logits [1, V] after it."""
         self._left -= 1
         self._since_probe += 1
-        for drafter in self._drafters:
-            drafter.append(token_id)
+        with of_one():
+            for drafter in self._drafters:
+                drafter.append(token_id)
         if self.foresaw(token_id):
             self._at += 1
             return self._rows[self._at : self._at + 1]
         self.settle()
         begun_s = clock.now()
-        guess = self._worthwhile()
+        with of_one():
+            guess = self._worthwhile()
         guessed_s = clock.now()
         if guess is None:
             self._lost_s += guessed_s - begun_s
@@ -179,7 +182,8 @@ class Speculation:
             self._step_s += back_s
             self._prices.took_back(back_s)
         self.accepted += came_true
-        self._drafter.learn(guess, came_true)
+        with of_one():
+            self._drafter.learn(guess, came_true)
         lost_s = self._step_s - (1 + came_true) * self._prices.single_s
         self._lost_s += lost_s
         self._to_probe = _NEAREST_PROBE if lost_s < 0 else min(2 * self._to_probe, _FARTHEST_PROBE)

@@ -32,7 +32,7 @@ from engine.runtime.decode.generation import (
     ignore_progress,
 )
 from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.sequence import AnswerSequence, of_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.loaded_model import LoadedModel
@@ -251,7 +251,8 @@ class AloneAnswer:
         result, answer = replace(NOTHING_CAME, prompt_tokens=len(self.asked.prompt)), self._answer
         if answer is None:
             return result
-        answer.end("cancelled")
+        with of_one():
+            answer.end("cancelled")
         ids = tuple(answer.ids)
         return replace(result, text=answer.text, generated_tokens=len(ids), token_ids=ids)
 
@@ -305,13 +306,14 @@ class AloneAnswer:
                 earlier=asked.earlier,
             )
         steps: Any = session
-        if self._guesses is not None:
-            steps = self._guesses
-        elif self._guessing is not None:
-            steps = self._guesses = self._guessing([*prefix, *answer.ids[:-1]] if answer is not None else prefix)
-        if answer is None:
-            assert logits is not None
-            answer = self._answer = asked.begin(prefix, logits.device)
+        with of_one():
+            if self._guesses is not None:
+                steps = self._guesses
+            elif self._guessing is not None:
+                steps = self._guesses = self._guessing([*prefix, *answer.ids[:-1]] if answer is not None else prefix)
+            if answer is None:
+                assert logits is not None
+                answer = self._answer = asked.begin(prefix, logits.device)
         return decode(logits, steps, answer, request.on_text, request.cancelled)
 
     @property
@@ -351,7 +353,7 @@ class AloneAnswer:
             make_row: a row that holds what the session does, if there can be one.
         """
         held = self._settled()
-        if held is None or self._answer is None or self._over is not None or held.drafters():
+        if held is None or self._answer is None or held.drafters():
             return None
         return make_row(self.asked, self._answer, held.cache, held.tokens)
 
@@ -374,7 +376,13 @@ class AloneAnswer:
     def _settled(self) -> KvSession | None:
         """The session, if its own cache holds all tokens of an answer under way but the last, which was chosen."""
         session, answer = self._session, self._answer
-        if answer is None or not answer.ids or not isinstance(session, KvSession) or session.graphs is not None:
+        if (
+            self._over is not None
+            or answer is None
+            or not answer.ids
+            or not isinstance(session, KvSession)
+            or session.graphs is not None
+        ):
             return None
         if self._guesses is not None:
             self._guesses.settle()
@@ -413,19 +421,24 @@ def decode(
 
     Args:
         logits: [1, V] after the prompt, or `None` if the answer has tokens, the last of which has not been read.
+
+    Raises:
+        SequenceError: what went wrong was not the model's step.
     """
     first_s = last_s = 0.0
     reason: FinishReason | None = None
     if logits is None:
         if cancelled():  # before it came here
-            text, reason = answer.end("cancelled")
-            on_text(text, len(answer.ids))
+            with of_one():
+                text, reason = answer.end("cancelled")
+                on_text(text, len(answer.ids))
             return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
         logits = session.step(torch.tensor([answer.ids[-1:]]), answer.ids[-1])
     of_step = 0
     while True:
-        token = answer.choose(logits)
-        token_id = int(token)
+        with of_one():
+            token = answer.choose(logits)
+            token_id = int(token)
         last_s = clock.now()
         of_step += 1
         # A step lasts until a token is chosen that was not tried with it.
@@ -434,11 +447,12 @@ def decode(
             of_step = 0
         if not answer.ids:
             first_s = last_s
-        text, reason = answer.take(token_id)
-        on_text(text, len(answer.ids))
-        if reason is None and cancelled():
-            text, reason = answer.end("cancelled")
+        with of_one():
+            text, reason = answer.take(token_id)
             on_text(text, len(answer.ids))
+            if reason is None and cancelled():
+                text, reason = answer.end("cancelled")
+                on_text(text, len(answer.ids))
         if reason is not None:
             break
         yield

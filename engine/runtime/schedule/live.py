@@ -15,6 +15,7 @@ from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.prompt import encode
+from engine.runtime.decode.sequence import SequenceError
 from engine.runtime.decode.token_bytes import token_bytes
 from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation
@@ -197,7 +198,8 @@ class LiveRows:
 def _answer(request: BatchRequest, outcome: Outcome) -> BatchAnswer | None:
     """What became of a request; None if no other can be answered either."""
     if isinstance(outcome, BaseException):
-        if not isinstance(outcome, EngineError) or outcome.code not in _OF_ONE:
+        is_of_one = isinstance(outcome, SequenceError)
+        if not isinstance(outcome, EngineError) or not (is_of_one or outcome.code in _OF_ONE):
             return None
         return BatchAnswer(request.row, "", "failed", len(request.ids), error=outcome)
     return BatchAnswer(

@@ -35,13 +35,13 @@ class Loan:
     @property
     def is_over(self) -> bool:
         """Whether the answer has ended, and nobody has been told."""
-        return self._row is not None and self._row.over is not None
+        return self._row is not None and (self._row.over is not None or self._row.error is not None)
 
     def lend(self, answer: AloneAnswer, to: ContinuousBatch) -> PagedRow | None:
         """A row in these pages that goes on with the answer, if there can be one now; `bring_back` ends that."""
         row = self._row
         if row is not None and row.held + 1 == len(row.prompt) + len(row.sequence.ids):  # nobody else has gone on
-            ready = row.over is None and not row.request.cancelled() and row.reserve_next()
+            ready = not self.is_over and not row.request.cancelled() and row.reserve_next()
             return row if ready else None
         if self._of is not to:
             self.end()
@@ -66,9 +66,12 @@ class Loan:
         """The answer goes on alone, behind what has been written for it meanwhile.
 
         Raises:
+            EngineError: it has come to a bad end there.
             LookupError, MemoryError, RuntimeError: it cannot.
         """
         row, of = self._row, self._of
+        if row is not None and row.error is not None:
+            raise row.error
         if row is not None and of is not None:
             layers = of.model.layer_pages()
             answer.bring_back(row, lambda cache, first: append(cache, layers, row.pages, row.held, first))

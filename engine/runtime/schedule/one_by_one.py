@@ -66,11 +66,15 @@ class OneByOne(Lane):
                 continue
             try:
                 result = answer.turn(until)
+                is_left = result is not None and result.finish_reason == "cancelled" and self._is_left
+                begins_again = is_left and not asked.request.cancelled()
             except EngineError as error:
                 self._now = None
                 source.on_row(asked.ended("failed", error))
                 continue
-            if result is not None:
+            if begins_again:
+                self._begin(source, asked)
+            elif result is not None:
                 self._ended(result)
 
     def drop(self, source: RowSource) -> None:
@@ -124,13 +128,9 @@ class OneByOne(Lane):
     def _ended(self, result: GenerationResult) -> None:
         assert self._now is not None
         (source, asked, _answer), self._now = self._now, None
-        request = asked.request
-        if result.finish_reason == "cancelled" and self._is_left and not request.cancelled():
-            self._begin(source, asked)
-            return
         source.on_row(
             BatchAnswer(
-                request.row,
+                asked.request.row,
                 result.text,
                 result.finish_reason,
                 result.prompt_tokens,

@@ -24,7 +24,7 @@ from engine.runtime.decode.generation import (
     ignore_text,
 )
 from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stops
-from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, end_token_ids
+from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, alone_with, end_token_ids, of_one
 from engine.runtime.decode.split_answer import Replies, thinking_for
 from engine.runtime.loaded_model import LoadedModel
 
@@ -187,10 +187,25 @@ class Preparation:
     def prepare(self, request: BatchRequest, cancelled: CancelCheck = never_cancelled) -> PreparedRow:
         """A request with its prompt and the limits of its answer.
 
+        What it is told later, and asks, is done as work for it alone: see `of_one`.
+
         Raises:
-            EngineError: it cannot be answered: `INVALID_REQUEST`, `PROMPT_TOO_LONG` or `MODEL_UNSUPPORTED`.
+            SequenceError: it cannot be answered: `INVALID_REQUEST`, `PROMPT_TOO_LONG` or `MODEL_UNSUPPORTED`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
+        with of_one():
+            return self._prepared(
+                replace(
+                    request,
+                    on_progress=alone_with(request.on_progress),
+                    on_text=alone_with(request.on_text),
+                    on_reused=alone_with(request.on_reused),
+                    cancelled=alone_with(request.cancelled),
+                ),
+                cancelled,
+            )
+
+    def _prepared(self, request: BatchRequest, cancelled: CancelCheck) -> PreparedRow:
         begun_s, sampling, earlier = clock.now(), request.sampling, 0
         if request.ids:
             prompt, stop = list(request.ids), sampling.stop

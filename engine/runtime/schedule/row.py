@@ -182,6 +182,8 @@ class PagedRow:
         self._reserved = 0
         self.over: FinishReason | None = None
         """Why its answer has ended, once it has."""
+        self.error: EngineError | None = None
+        """What was wrong with it; it has ended then."""
         self.held = 0
         self.shared = 0
         self.kept = Reused()

@@ -8,6 +8,7 @@ it, as measured, and does nothing before each of them has its first token.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
+from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
 from engine.runtime.schedule.asked import Asked, OnEnd, Outcome
@@ -36,6 +38,8 @@ from engine.runtime.schedule.row import PagedRow, pages_for
 from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch
+
+_log = logging.getLogger(__name__)
 
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
@@ -139,7 +143,7 @@ class Scheduler:
             self._times.start()
             self._rest(False)
         self._numbers += 1
-        asked = Asked(replace(request, row=self._numbers), on_end, on_begin, clock.now(), self._wrote)
+        asked = Asked(replace(request, row=self._numbers), _told(on_end), on_begin, clock.now(), self._wrote)
         self._waiting.append(asked)
 
     def serve(self, until: Check = never) -> None:
@@ -385,14 +389,15 @@ class Scheduler:
         if asked.prepared is None:
             prepared = self._preparation.prepare(replace(request, on_text=asked.on_text), request.cancelled)
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
-        if request.cancelled():
+        if asked.prepared.request.cancelled():
             raise RequestCancelled
         if self._first is None and asked.outgrown is not None:
             self._first = asked, self.alone.go_on(asked.prepared, asked.outgrown)
         elif asked.outgrown is not None:
             return False
         elif self._first is None:
-            asked.on_begin()
+            with of_one():
+                asked.on_begin()
             self._first = asked, self.alone.begin(asked.prepared)
         elif request.sampling.beams == 1 and self._can_share(asked.prepared):
             self._sharing[request.row] = asked
@@ -452,7 +457,9 @@ class Scheduler:
         rows = self._together.able_to_write()
         if self._first is not None:
             asked, answer = self._first
-            row = self._loan.lend(answer, self._together)
+            row = None
+            with suppress(SequenceError):  # it meets that in its own turn
+                row = self._loan.lend(answer, self._together)
             if row is not None:
                 asked.has_moved = True
                 rows.append(row)
@@ -562,6 +569,19 @@ class Scheduler:
 
     def _rows(self) -> list[PagedRow]:
         return self._together.rows if self._together is not None else []
+
+
+def _told(on_end: OnEnd) -> OnEnd:
+    """The same, where it harms nobody else if there is nobody who can be told."""
+
+    def told(outcome: Outcome) -> None:
+        try:
+            with of_one():
+                on_end(outcome)
+        except SequenceError as error:
+            _log.warning("the end of a request could not be told: %s", error.code)
+
+    return told
 
 
 def _budget_of(together: ContinuousBatch) -> SharedBudget:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from engine.common import clock
-from engine.common.chat import FinishReason
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
@@ -19,7 +18,7 @@ from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.moving import can_move, move, move_back
@@ -328,9 +327,12 @@ class ContinuousBatch(Lane):
 
     def _drop_cancelled(self) -> None:
         for row in [*self.rows, *self._aside]:
-            if row.request.cancelled():
-                row.sequence.end("cancelled")
-                self._leave(row).on_row(row.answer("cancelled"))
+            with self._work_for(row):
+                if row.request.cancelled():
+                    row.sequence.end("cancelled")
+                    row.over = "cancelled"
+            if row.over is not None and row.error is None:
+                self._leave(row).on_row(row.answer(row.over))
 
     def _admit(self) -> None:
         """Admits rows while there are pages: first those that stepped aside, then new ones."""
@@ -354,14 +356,20 @@ class ContinuousBatch(Lane):
 
     def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
         """Whether there was room for a row, or it has ended before it began."""
-        if new.request.cancelled():
+        try:
+            with of_one():
+                is_cancelled, sequence = new.request.cancelled(), new.begin()
+        except SequenceError as error:
+            source.on_row(new.ended("failed", error))
+            return True
+        if is_cancelled:
             source.on_row(new.ended("cancelled"))
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
         if pages_for(needs) > self.pool.capacity:
             source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
             return True
-        row = PagedRow(new.request, new.prompt, new.begin(), new.limits.max_tokens, self.pool, self._policy.ahead)
+        row = PagedRow(new.request, new.prompt, sequence, new.limits.max_tokens, self.pool, self._policy.ahead)
         if not self._reserve(row):
             source.next = new
             return False
@@ -405,7 +413,7 @@ class ContinuousBatch(Lane):
         self._make_room()
         work, left = list[Work](), self._sweep_tokens
         being_read: set[bytes] = set()
-        for row in self.rows:
+        for row in list(self.rows):
             if self._source_of[row].rests:
                 continue
             if not row.is_reading:
@@ -413,7 +421,10 @@ class ContinuousBatch(Lane):
                 continue
             row.share_pages()
             if self._kept is not None and (layers := self._model.layer_pages()):
-                row.bring_kept(self._kept, layers)
+                with self._work_for(row):
+                    row.bring_kept(self._kept, layers)
+                if row.error is not None:
+                    continue
             if left <= 0 or row.following in being_read:
                 continue  # another row is computing the page that this one will share
             if row.following is not None:
@@ -428,31 +439,50 @@ class ContinuousBatch(Lane):
         work, self._work = self._work, []
         choosing = [each.row for each in work if each.wants_logits]
         for each in work:
-            if each.row.is_reading and not each.row.sequence.ids:
-                each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
-            each.row.has_read(each.tokens)
-        tokens = _choose(choosing, logits)
+            with self._work_for(each.row):
+                if each.row.is_reading and not each.row.sequence.ids:
+                    each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
+                each.row.has_read(each.tokens)
+        for row, of_row in zip(choosing, logits, strict=True):
+            if row.error is None:
+                with self._work_for(row):
+                    (token,) = _choose([row], of_row[None])
+                    text, row.over = row.sequence.take(token)
+                    row.request.on_text(text, len(row.sequence.ids))
         if RECORDER.on:
             RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
-        for row, token in zip(choosing, tokens, strict=True):
-            text, row.over = row.sequence.take(token)
-            row.request.on_text(text, len(row.sequence.ids))
-            if row.over is not None:
-                self._ended(row, row.over)
+        for row in choosing:
+            if row.over is not None and row.error is None:
+                self._ended(row)
 
-    def _ended(self, row: PagedRow, reason: FinishReason) -> None:
-        """A row has its answer, whoever's it is; who lent it without being here looks at it again by itself."""
+    @contextmanager
+    def _work_for(self, row: PagedRow) -> Iterator[None]:
+        """Inside, something is done for this row alone: what goes wrong ends it, and no other."""
+        try:
+            with of_one():
+                yield
+        except SequenceError as error:
+            row.error = error
+            self._ended(row)
+
+    def _ended(self, row: PagedRow) -> None:
+        """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
         if row in self._source_of:
-            if self._kept is not None and self._keeps:
+            if row.error is None and self._kept is not None and self._keeps:
                 row.offer(self._kept, self._model.layer_pages())
-            self._leave(row).on_row(row.answer(reason))
+            answer = row.answer("failed" if row.error is not None else row.over or "cancelled", row.error)
+            self._leave(row).on_row(answer)
         elif self._above is not None:
-            self._above._ended(row, reason)
+            self._above._ended(row)
 
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
-        writing = [row for row in self.rows if not row.is_reading and row.sequence.ids]
-        return [row for row in writing if not row.request.cancelled() and row.reserve_next()]
+        able = []
+        for row in [row for row in self.rows if not row.is_reading and row.sequence.ids]:
+            with self._work_for(row):
+                if not row.request.cancelled() and row.reserve_next():
+                    able.append(row)
+        return able
 
 
 def _nothing() -> None:
@@ -465,12 +495,7 @@ def _nobody() -> Sequence[PagedRow]:
 
 def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
     """The next token of each row, from logits [R, V]."""
-    # Numpy's argmax is vectorised, torch's is not.
-    most_likely = logits.float().numpy().argmax(axis=-1).tolist() if rows else []
-    return [
-        token if row.sequence.is_greedy else int(row.sequence.choose(row_logits[None]))
-        for row, row_logits, token in zip(rows, logits, most_likely, strict=True)
-    ]
+    return [int(row.sequence.choose(of_row[None])) for row, of_row in zip(rows, logits, strict=True)]
 
 
 def _is_memory(error: BaseException) -> bool:
