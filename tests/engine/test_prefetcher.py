@@ -107,6 +107,38 @@ def test_a_choice_is_kept_whatever_it_gains(choice: str) -> None:
     assert prefetcher.report().prefetched or choice == "previous"
 
 
+@given(counts=st.lists(st.integers(1, EXPERTS), min_size=LAYERS, max_size=LAYERS), seed=st.integers(0, 99))
+def test_layers_of_different_sizes_are_asked_for_what_they_have(counts: list[int], seed: int) -> None:
+    draw = random.Random(seed)
+
+    class Anything(PreviousToken):
+        def predict(self, layer: int) -> Ranked:
+            return [(expert, 0.9) for expert in draw.sample(range(EXPERTS + 4), EXPERTS + 4)]
+
+    class Tier(SlotsInTime):
+        def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
+            assert all(expert < counts[layer] for expert in experts)
+            return super().absent(layer, experts)
+
+    tier = Tier(40, EXPERTS, arrival_s=FAST, miss_s=1e-3)
+    prefetcher = Prefetcher(
+        tier,
+        [Anything(LAYERS)],
+        lambda: tier.times,
+        layers=LAYERS,
+        experts=counts,
+        per_token=WIDTH,
+        choice="previous",
+        clock=tier.clock,
+    )
+    for _ in range(40):
+        for layer, count in enumerate(counts):
+            wanted = draw.sample(range(count), min(count, WIDTH))
+            tier.want(layer, wanted)
+            prefetcher.observe(layer, wanted)
+    assert prefetcher.report().prefetched or sum(counts) < 40
+
+
 def test_off_is_no_prefetcher() -> None:
     tier = tier_of()
     for choice in ("off", "gate", "mlp"):  # the last two have nothing to work with here

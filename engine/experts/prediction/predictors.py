@@ -20,7 +20,8 @@ Ranked = Sequence[tuple[int, float]]
 """(expert, probability that it will be needed), most probable first."""
 
 Gate = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A layer's router: hidden states [T, H] -> (logits [T, E], chosen experts [T, k])."""
+"""A layer's router: hidden states [T, H] -> (logits [T, E] of the routed experts, chosen experts [T, k]), where ids
+from E on are of experts of other kinds, which have no records."""
 
 _LEAST = 1e-6
 _LARGEST = 1e30
@@ -116,7 +117,7 @@ class NextGate:
         if self._hidden is None or layer <= self._layer or (gate := self._gates[layer]) is None:
             return []
         logits, index = gate(self._hidden)
-        chosen = set(index.reshape(-1).tolist())
+        chosen = {expert for expert in index.reshape(-1).tolist() if expert < logits.shape[-1]}
         limit = min(self._limit + max(0, len(chosen) - index.shape[-1]), logits.shape[-1])
         if logits.shape[0] > 1:
             logits = logits.amax(0, keepdim=True)  # needed if any of the tokens needs it
@@ -125,7 +126,7 @@ class NextGate:
         score = dict(zip(order.tolist(), values.tolist(), strict=True))
         highest = next(iter(score.values()))
         levels = list(score.values())
-        edge = (levels[width - 1] + levels[width]) / 2 if width < limit else levels[-1]
+        edge = (levels[max(width, 1) - 1] + levels[width]) / 2 if width < limit else levels[-1]
         scale = max(highest - edge, 1e-6) / 4
         # A router may not choose by its logits alone (groups, a bias), so the experts it chose come first.
         ranked = {expert: (1.0 + _sigmoid((score.get(expert, edge) - edge) / scale)) / 2 for expert in chosen}

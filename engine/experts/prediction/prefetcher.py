@@ -37,7 +37,7 @@ class Prefetcher:
         predictors: to choose from.
         times: returns the current estimate of what a prefetch takes and saves.
         layers: of the target.
-        experts: the most of any layer.
+        experts: that have records, of each layer, or of all alike; no prediction is taken of any other.
         per_token: experts that a token is routed to.
         choice: name of the predictor to use; `auto` for the one that gains most.
         learning: of the trained predictor, if used; `close` closes it.
@@ -51,7 +51,7 @@ class Prefetcher:
         times: Callable[[], PrefetchTimes],
         *,
         layers: int,
-        experts: int,
+        experts: int | Sequence[int],
         per_token: int,
         choice: str = "auto",
         learning: Learning | None = None,
@@ -60,10 +60,10 @@ class Prefetcher:
     ) -> None:
         self._target, self._clock = target, clock
         self._layers, self._per_token = layers, per_token
-        self._all_experts = range(experts)
+        self._experts = [experts] * layers if isinstance(experts, int) else list(experts)
         self._scores = [Score(predictor, per_token) for predictor in predictors]
         self._adoption = Adoption(None if choice == "auto" else choice)
-        self._aging = Aging(pools if pools is not None else [0] * layers, experts)
+        self._aging = Aging(pools if pools is not None else [0] * layers, max(self._experts, default=0))
         self._distance = Distance(layers)
         self._steps = 0
         self._last_layer, self._last_s = layers, 0.0
@@ -122,7 +122,7 @@ class Prefetcher:
         if self._watched:
             self._watch(coming, adopted)
         elif adopted is not None:
-            self._bring(coming, adopted.predictor.predict(coming), adopted)
+            self._bring(coming, self._predicted_by(adopted, coming), adopted)
 
     def replace(self, predictor: Predictor) -> None:
         """Adds a predictor, replacing the one with the same name; it starts without a score."""
@@ -211,19 +211,24 @@ class Prefetcher:
         """Asks all watched predictors, and prefetches what the adopted one predicts."""
         clock = self._clock
         begun_s = clock()
-        absent = frozenset(self._target.absent(coming, self._all_experts))
+        absent = frozenset(self._target.absent(coming, range(self._experts[coming])))
         looked_s = clock() - begun_s
         self._worth.look(self._distance.lead_s, self._target.backlog_bytes)
         said: list[tuple[Score, Ranked]] = []
         for score in self._watched if adopted is None or adopted in self._watched else [*self._watched, adopted]:
             begun_s = clock()
-            ranked = score.predictor.predict(coming)
+            ranked = self._predicted_by(score, coming)
             score.time(self._observing_s.get(score, 0.0), clock() - begun_s)
             score.interval = _interval(score.cost_s + looked_s)
             said.append((score, ranked))
         self._claims[coming] = absent, said
         if adopted is not None:
             self._bring(coming, next((ranked for score, ranked in said if score is adopted), ()), adopted)
+
+    def _predicted_by(self, score: Score, layer: int) -> Ranked:
+        """What a predictor says of a layer, of the experts that there are: tables are as wide as the widest layer."""
+        count = self._experts[layer]
+        return [claim for claim in score.predictor.predict(layer) if claim[0] < count]
 
     def _bring(self, layer: int, ranked: Ranked, adopted: Score) -> None:
         """Prefetches the predicted experts that are worth it, as many as can arrive in time."""
@@ -287,7 +292,7 @@ def make_prefetcher(
     times: Callable[[], PrefetchTimes],
     *,
     layers: int,
-    experts: int,
+    experts: int | Sequence[int],
     per_token: int,
     choice: str = "auto",
     gates: Sequence[Gate | None] = (),
@@ -304,10 +309,11 @@ def make_prefetcher(
         learning: of the trained predictor; the prefetcher closes it.
         trace: initial counts of the correlation table.
     """
-    limit = min(2 * per_token, experts)
+    most = experts if isinstance(experts, int) else max(experts, default=0)
+    limit = min(2 * per_token, most)
     makers: dict[str, Callable[[], Predictor]] = {
         "previous": lambda: PreviousToken(layers),
-        "correlation": lambda: Correlation(layers, experts, limit, trace=trace),
+        "correlation": lambda: Correlation(layers, most, limit, trace=trace),
     }
     if any(gate is not None for gate in gates):
         makers["gate"] = lambda: NextGate(gates, limit)

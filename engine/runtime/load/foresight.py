@@ -195,7 +195,7 @@ def _gate_beside(model: Any, site: ExpertsSite) -> Gate | None:
             matrix = next((weight for weight in router.parameters() if weight.dim() == 2), None)
             if matrix is None or matrix.is_meta or matrix.shape[-1] != width:
                 continue
-            gate = RouterGate(router, matrix)
+            gate = RouterGate(router, matrix, site.num_experts)
             if gate.answers():
                 return gate
     return None
@@ -211,10 +211,11 @@ class RouterGate:
 
     Args:
         matrix: the parameter that says of which type and on which device its input is, [any, H].
+        experts: E, that have records; a router may choose others besides, such as LongCat-Flash's zero experts.
     """
 
-    def __init__(self, router: torch.nn.Module, matrix: torch.Tensor) -> None:
-        self._router = router
+    def __init__(self, router: torch.nn.Module, matrix: torch.Tensor, experts: int) -> None:
+        self._router, self._experts = router, experts
         # The class's own: no hook is called, no recorder that has been put in its place.
         self._forward = type(router).forward
         self._matrix = matrix
@@ -223,7 +224,7 @@ class RouterGate:
     def __call__(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden_states [T, H] -> (logits [T, E], chosen experts [T, k])."""
         logits, _, index = self._forward(self._router, hidden_states.to(self._matrix))
-        return logits, index
+        return logits[:, : self._experts], index
 
     def answers(self) -> bool:
         """Whether it can be asked so."""
@@ -235,7 +236,8 @@ class RouterGate:
                 and logits.dim() == index.dim() == 2
                 and logits.is_floating_point()
                 and not index.is_floating_point()
-                and 0 < index.shape[1] <= logits.shape[1]
+                and logits.shape[1] == self._experts
+                and index.shape[1] > 0
             )
         except Exception:  # whatever a router makes of an input that it was not made for
             return False

@@ -103,8 +103,9 @@ class LayerExperts:
         """See `LayerWork.bring_hot`."""
         number = self._next(index) if of_next else self._first_of[index]
         if number is not None:
-            half = self._buffers.begin(number)
-            self._buffers.bring(half, self._missing(number, self._uses.hot(number, self._per_token)))
+            half, there = self._buffers.begin(number), self._buffers.experts_of(number)
+            hot = [expert for expert in self._uses.hot(number, self._per_token) if expert < there]
+            self._buffers.bring(half, self._missing(number, hot))
 
     def bring_wanted(self, calls: Sequence[ExpertsCall]) -> None:
         """See `LayerWork.bring_wanted`."""
