@@ -4,8 +4,9 @@
     {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer
     {"do": "hold", "bytes": N, "split_special": B}        loads the tokenizer from the N bytes of JSON after the line
     {"do": "drop"}                                        releases it
-    {"do": "encode", "text": T, "special": B, "written": W}
-        ids, by the loaded tokenizer; control tokens are read in the spans W alone, or anywhere if that is null
+    {"do": "encode", "bytes": N, "special": B, "written": W, "most_tokens": M}
+        ids of the text after the line, by the loaded tokenizer; control tokens are read in the spans W alone, or
+        anywhere if that is null; only about how many there are if a part of the text has more than M
     {"do": "render", "template": T, "values": {...}, "own": {...}}
         the text, and the spans of it that the template wrote or had from its "own" values
 
@@ -24,7 +25,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -37,6 +38,8 @@ from engine.foreign_text.templates import TemplateRefusedError, render
 MEMORY_BYTES = 2 * 2**30
 MOST_TOKENIZER_BYTES = 256 * 2**20
 MOST_IDS = 2**24
+_TOKEN_CHARACTERS = 8
+"""Few tokens of a text are longer."""
 _MOST_ROUNDS = 16
 """In which foreign control tokens are blanked: two do for all but those that have others in them."""
 TOKENIZER_NAME = "tokenizer.json"
@@ -206,9 +209,10 @@ class _Child:
                 return None
             case "encode":
                 assert self._held is not None
-                return _not_too_many(
-                    self._held.encode(request["text"], special=request["special"], written=request["written"])
-                )
+                text = body.decode("utf-8")
+                if (tokens := _clearly_more(self._held.encode, text, request["most_tokens"])) is not None:
+                    return tokens
+                return _not_too_many(self._held.encode(text, special=request["special"], written=request["written"]))
             case "render":
                 return _rendered(request)
         raise ValueError(f"unknown request {request['do']!r}")
@@ -278,6 +282,18 @@ def _at_most(nbytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def _clearly_more(encode: Callable[[str], list[int]], text: str, most_tokens: int | None) -> int | None:
+    """About how many tokens a text has, if its beginning alone has more than `most_tokens`; so it takes no longer to
+    refuse a text of any length than to read the longest that is not refused."""
+    most, part = most_tokens or 0, _TOKEN_CHARACTERS * (most_tokens or 0)
+    while 0 < part < len(text):
+        tokens = len(encode(text[:part]))
+        if tokens > most + most // 8:  # what follows may change its last ones
+            return tokens * len(text) // part
+        part *= 4
+    return None
 
 
 def _not_too_many(ids: list[int]) -> list[int]:

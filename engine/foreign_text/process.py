@@ -41,6 +41,14 @@ class ForeignTextError(Exception):
     """A template or a tokenizer failed; the argument says why, completing a sentence about it."""
 
 
+class TooManyTokensError(Exception):
+    """A text has about so many `tokens`, clearly more than `most_tokens`."""
+
+    def __init__(self, tokens: int, most_tokens: int) -> None:
+        super().__init__(f"{tokens:,} tokens")
+        self.tokens, self.most_tokens = tokens, most_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
     """Limits of one request: hundreds of times its normal use.
@@ -156,6 +164,7 @@ class ForeignText:
         special: bool,
         written: Spans | None = None,
         cancelled: Callable[[], bool],
+        most_tokens: int | None = None,
     ) -> list[int]:
         """Tokens of a text, including the tokens that it adds at the ends if `special`.
 
@@ -164,13 +173,17 @@ class ForeignText:
 
         Raises:
             ForeignTextError, RequestCancelled: as `check`.
+            TooManyTokensError: a part of it has more than `most_tokens`.
         """
         with self._locked(cancelled):
             if self._held is None or self._held() is not tokenizer or not self._is_alive():
                 self._give(tokenizer)
             about = self._names.setdefault(tokenizer, f"tokenizer {next(self._numbers)}")
-            request = {"do": "encode", "text": text, "special": special, "written": written}
-            ids: list[int] = self._ask(request, cancelled=cancelled, about=about)
+            request = {"do": "encode", "special": special, "written": written, "most_tokens": most_tokens}
+            body = text.encode("utf-8", "replace")  # JSON of megabytes would keep all other threads waiting
+            ids: list[int] | int = self._ask(request, body, cancelled=cancelled, about=about)
+        if isinstance(ids, int):
+            raise TooManyTokensError(ids, most_tokens or 0)
         return ids
 
     def render(
@@ -220,11 +233,13 @@ class ForeignText:
         self._begin({"do": "hold", "split_special": bool(tokenizer.split_special_tokens)}, content)
         self._held = weakref.ref(tokenizer)
 
-    def _ask(self, request: dict[str, Any], *, cancelled: Callable[[], bool], about: str = "") -> Any:
+    def _ask(
+        self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool], about: str = ""
+    ) -> Any:
         """The result of a request, within its limits."""
         if self._stopped[about] >= _MOST_TRIES:
             raise ForeignTextError(f"was stopped {_MOST_TRIES} times for using too much time or memory")
-        exchange = self._begin(request, cancelled=cancelled)
+        exchange = self._begin(request, body, cancelled=cancelled)
         try:
             self._wait(exchange, cancelled)
         except ForeignTextError:
@@ -269,8 +284,8 @@ class ForeignText:
         line = json.dumps(request)
         seconds = self.limits.seconds + (len(line) + len(body)) / self.limits.characters_per_s
         most_bytes = self.limits.template_bytes + 16 * len(line)
-        limited = {**request, "seconds": seconds, "bytes": len(body), "most_bytes": most_bytes}
-        head = json.dumps(limited).encode("ascii") + b"\n"
+        limits = json.dumps({"seconds": seconds, "bytes": len(body), "most_bytes": most_bytes})
+        head = f"{line[:-1]}, {limits[1:]}\n".encode("ascii")
         self._exchange = _Exchange(self._process, head + body, seconds)
         return self._exchange
 

@@ -13,6 +13,7 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,8 @@ def quiet_libraries() -> None:
 
 
 LOG_BYTES = 2**20
+SELDOM_S = 60.0
+_MOST_SEEN = 1000
 
 
 class _Plain(logging.Formatter):
@@ -46,6 +49,37 @@ class _Plain(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return plain(super().format(record))
+
+
+class Seldom(logging.Filter):
+    """Lets a warning or an error through once a minute, with how often it came meanwhile: strangers may cause many."""
+
+    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._now_s = now_s
+        self._seen: dict[tuple[object, ...], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`; decides once for all handlers."""
+        if not hasattr(record, "is_let_through"):
+            record.is_let_through = self._lets_through(record)
+        return bool(record.is_let_through)
+
+    def _lets_through(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        now_s = self._now_s()
+        entry = (record.pathname, record.lineno, str(record.args))
+        since_s, more = self._seen.get(entry, (now_s - SELDOM_S, 0))
+        if now_s - since_s < SELDOM_S:
+            self._seen[entry] = since_s, more + 1
+            return False
+        if len(self._seen) >= _MOST_SEEN:
+            self._seen.clear()
+        self._seen[entry] = now_s, 0
+        if more:
+            record.msg, record.args = f"{record.getMessage()} (and {more:,} times since it was last written)", None
+        return True
 
 
 def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
@@ -56,6 +90,7 @@ def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
     """
     root = logging.getLogger()
     root.setLevel(logging.INFO)
+    seldom = Seldom()
     handlers: list[logging.Handler] = [logging.StreamHandler()] if also_stderr else []
     try:
         private_folder(log_dir())
@@ -64,6 +99,7 @@ def log_to_file(name: str, *, also_stderr: bool) -> Callable[[], None]:
     except OSError:
         handlers.append(logging.NullHandler())
     for handler in handlers:
+        handler.addFilter(seldom)
         handler.setFormatter(_Plain("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"))
         root.addHandler(handler)
 

@@ -1,6 +1,7 @@
 """Where requests of all clients meet the engine: those for the loaded model are answered, many in each sweep.
 
-Requests are handed in on any thread; the engine's thread answers them.  Who loads models, and when the engine's thread
+Requests are handed in on any thread.  They become tokens on a thread of the desk's, so that no answer waits for another
+client's long prompt, and are answered on the engine's thread.  Who loads models, and when the engine's thread
 comes here, is decided elsewhere: `engine.serving.by_name` for a server of its own, the engine process for the window.
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -41,6 +43,17 @@ from engine.serving.asking import (
 )
 from engine.telemetry.request_log import RequestLog
 
+MOST_READY = 64
+"""Those at the head of the queue that are tokens before it is their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A request as tokens, and what its client is told when it is its turn."""
+
+    request: BatchRequest
+    began: Began
+
 
 class DeskEngine(Protocol):
     """The engine as it is used here; `engine.runtime.engine.Engine` is one."""
@@ -58,7 +71,7 @@ class Desk:
 
     Args:
         engine: used on the engine's thread only.
-        on_waiting: called on any thread when a request has come.
+        on_waiting: called on any thread when a request has come, or has become tokens.
         chat: what is computed of requests may be kept on disk as this chat's; empty: none of it.
     """
 
@@ -66,6 +79,8 @@ class Desk:
         self._engine, self._on_waiting, self._chat = engine, on_waiting, chat
         self.changed = threading.Condition()
         self._waiting: deque[Ticket] = deque()
+        self._ready: dict[Ticket, _Ready] = {}
+        self._preparing: threading.Thread | None = None
         self._under_way: dict[int, Ticket] = {}
         self._rows: LiveRows | None = None
         self._model: Path | None = None
@@ -85,6 +100,7 @@ class Desk:
                 raise too_many()
             self._waiting.append(ticket)
             self._logs[ticket] = log
+            self._prepare()
             self.changed.notify_all()
         self._on_waiting()
         return ticket
@@ -130,7 +146,16 @@ class Desk:
         Raises:
             BaseException: the model cannot be run.
         """
-        self._rows_now().run(_Arriving(self._next), self._ended)
+        rows = self._rows_now()
+        while True:
+            rows.run(_Arriving(self._next), self._ended)
+            with self.changed:
+                self.changed.wait_for(lambda: self.is_closed or self._preparing is None or self._is_ready())
+                if self.is_closed or not self._waiting or self._waiting[0].ask.model != self._model:
+                    return
+
+    def _is_ready(self) -> bool:
+        return bool(self._waiting) and self._waiting[0] in self._ready
 
     def admit(self) -> None:
         """Lets who waits for the loaded model join those that the engine is answering.
@@ -151,9 +176,13 @@ class Desk:
         with self.changed:
             left = list(self._under_way.values())
             self._under_way.clear()
+            self._ready.clear()
+            rows, self._rows = self._rows, None
+            preparing = self._preparing
         for ticket in left:
             ticket.tell(Refused(EngineError(ErrorCode.BUSY, "The model was taken away: try again later.")))
-        rows, self._rows = self._rows, None
+        if preparing is not None:
+            preparing.join()
         if rows is not None:
             rows.close()
 
@@ -170,7 +199,8 @@ class Desk:
         """Nobody who waits gets an answer, unless it is for another model than this."""
         with self.changed:
             refused = [ticket for ticket in self._waiting if model in (None, ticket.ask.model)]
-            self._waiting = deque(ticket for ticket in self._waiting if ticket not in refused)
+            for ticket in refused:
+                self._take_out(ticket)
         for ticket in refused:
             ticket.tell(Refused(failure))
 
@@ -178,65 +208,115 @@ class Desk:
         """Takes out who waits no more: no model is loaded for them, and nobody waits behind them."""
         gone = [ticket for ticket in self._waiting if ticket.is_cancelled()]
         for ticket in gone:
-            self._waiting.remove(ticket)
+            self._take_out(ticket)
         return gone
 
+    def _take_out(self, ticket: Ticket) -> bool:
+        """Whether it was still waiting; who takes it out tells it what becomes of it."""
+        self._ready.pop(ticket, None)
+        if ticket not in self._waiting:
+            return False
+        self._waiting.remove(ticket)
+        return True
+
     def _next(self) -> BatchRequest | None:
-        """The next request for the loaded model, if it is its turn."""
+        """The next request for the loaded model, if it is its turn and ready."""
+        with self.changed:
+            gone = self._without_the_gone()
+            ticket = self._waiting[0] if self._is_ready() and not self.is_closed else None
+            if ticket is not None:
+                ready = self._ready[ticket]
+                self._take_out(ticket)
+                self._under_way[ready.request.row] = ticket
+            self._prepare()
+        _end(gone)
+        if ticket is None:
+            return None
+        self._logs[ticket].reads(len(ready.request.ids))
+        ticket.tell(ready.began)
+        return ready.request
+
+    # --- the thread that makes tokens -------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Starts it, with the lock held, if there is something to do for it."""
+        if self._preparing is None and self._rows is not None and self._next_text() is not None:
+            work = self._prepare_all
+            self._preparing = threading.Thread(target=work, args=(self._rows,), name="serving-prompts", daemon=True)
+            self._preparing.start()
+
+    def _next_text(self) -> Ticket | None:
+        """The first of those at the head of the queue that is no tokens yet."""
+        ours = takewhile(lambda ticket: ticket.ask.model == self._model, self._waiting)
+        texts = (ticket for ticket in islice(ours, MOST_READY) if ticket not in self._ready)
+        return next((ticket for ticket in texts if not ticket.is_cancelled()), None)
+
+    def _prepare_all(self, rows: LiveRows) -> None:
+        """Ends once nobody waits whose request is a text, or the model is taken away."""
         while True:
-            ticket = None
             with self.changed:
-                gone = self._without_the_gone()
-                if not self.is_closed and self._waiting and self._waiting[0].ask.model == self._model:
-                    ticket = self._waiting.popleft()
-            _end(gone)
-            if ticket is None:
-                return None
+                ticket = self._next_text() if rows is self._rows and not self.is_closed else None
+                if ticket is None:
+                    self._preparing = None
+                    self.changed.notify_all()
+                    return
+            ready, endings = None, list[Event]()
             try:
-                request = self._begin(ticket)
+                ready, endings = self._begin(ticket, rows)
             except RequestCancelled:
-                ticket.tell(closing() if self.is_closed else Ended("cancelled", 0, 0, 0))
+                if rows is self._rows and not self.is_closed:  # if not, it waits for the next model, or for its refusal
+                    endings = [Ended("cancelled", 0, 0, 0)]
             except Exception as error:  # what is wrong with one request harms no other
                 if not isinstance(error, EngineError):
                     log_failure(error, "reading a request")
-                ticket.tell(Refused(as_engine_error(error, "reading a request")))
-            else:
-                if request is not None:
-                    return request
+                endings = [Refused(as_engine_error(error, "reading a request"))]
+            with self.changed:
+                if ready is not None and rows is self._rows and ticket in self._waiting:
+                    self._ready[ticket] = ready
+                is_told = bool(endings) and self._take_out(ticket)
+                self.changed.notify_all()
+            for event in endings if is_told else ():
+                ticket.tell(event)
+            self._on_waiting()
 
-    def _begin(self, ticket: Ticket) -> BatchRequest | None:
-        rows, ask = self._rows, ticket.ask
-        assert rows is not None
+    def _begin(self, ticket: Ticket, rows: LiveRows) -> tuple[_Ready | None, list[Event]]:
+        """The request as tokens; or, if nothing else was asked for, all that its client is told."""
+        ask = ticket.ask
 
         def unwanted() -> bool:
             return ticket.is_cancelled() or self.is_closed
 
+        def given_up() -> bool:
+            return unwanted() or self._rows is not rows
+
         stops: tuple[str, ...] = ()
         shown: tuple[int, ...] = ()
         family = info.family if (info := self._engine.info) else ""
+        most = rows.context_tokens if ask.wants == "answer" else None
         sampling = replace(self._sampling, **{"max_tokens": NO_LIMIT, **ask.sampling})
         thinking = thinking_for(sampling, constrained=ask.constraint is not None)
         if ask.ids:
             prompt, thinks = rows.known(ask.ids), False
         elif ask.text is not None:
-            prompt, thinks = rows.text_prompt(ask.text, unwanted, special=ask.special), False
+            prompt, thinks = rows.text_prompt(ask.text, given_up, most, special=ask.special), False
         else:
-            prompt = rows.prompt(ask.messages, ask.tools, unwanted, thinking, ask.end)
+            prompt = rows.prompt(ask.messages, ask.tools, given_up, thinking, ask.end, most)
             stops, thinks, shown = rows.implied_stops, rows.thinks(prompt), rows.shown(calls=bool(ask.tools))
         if ask.wants != "answer":
+            events: list[Event] = [Ended("stop", len(prompt), 0, 0)]
             if ask.wants == "prompt":
                 raw = tuple(tuple(rows.token_bytes(token)) for token in prompt)
                 seen = Prompt(rows.text_of(prompt), tuple(prompt), raw)
-                ticket.tell(Began(len(prompt), thinks, family, seen))
-            ticket.tell(Ended("stop", len(prompt), 0, 0))
-            return None
+                events.insert(0, Began(len(prompt), thinks, family, seen))
+            return None, events
         rows.check_room(prompt)
         constraint = None
         if ask.constraint is not None:
             constraint = rows.constrained(ask.constraint, prompt if ask.messages else None, thinking)
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1
-        number, told = self._numbers, 0
+        told = 0
+        following = self._logs[ticket]
 
         def on_text(text: str, generated_tokens: int) -> None:
             nonlocal told
@@ -247,13 +327,8 @@ class Desk:
             following.has_written(generated_tokens)
             ticket.tell(Said(text, generated_tokens, chances))
 
-        ticket.tell(Began(len(prompt), thinks, family))
-        following = self._logs[ticket]
-        following.reads(len(prompt))
-        with self.changed:
-            self._under_way[number] = ticket
-        return BatchRequest(
-            number,
+        request = BatchRequest(
+            self._numbers,
             ids=tuple(prompt),
             sampling=replace(sampling, stop=(*sampling.stop, *stops)),
             constraint=constraint,
@@ -265,6 +340,7 @@ class Desk:
             on_reused=following.reuses,
             cancelled=unwanted,
         )
+        return _Ready(request, Began(len(prompt), thinks, family)), []
 
     def _named(self, chances: Chances) -> NamedChances:
         rows = self._rows

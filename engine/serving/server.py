@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import logging
 import os
 import socket
 import threading
@@ -13,30 +12,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.failures import as_engine_error, log_failure
 from engine.serving import anthropic_api, llama_cpp_api, ollama_api, openai_chat, openai_responses
+from engine.serving.door import BACKLOG, Caller, Door
 from engine.serving.exchange import Noted
 from engine.serving.front_messages import Served
 from engine.serving.service import ClientGoneError, Service
 
 DEFAULT_PORT = 8490
-MOST_CONNECTIONS = 512
-SLOWEST_HEAD_S = 15.0
-"""A connection that has sent no complete request head for so long is cut."""
 LEAST_KEY_CHARACTERS = 8
-IDLE_S = 20
-"""A connection that sends nothing after an answer is closed then."""
+MOST_HELD_BYTES = 256 * 2**20
+"""Of the bodies of all requests that have come and are not answered yet; a small one is always taken."""
+_SMALL_BYTES = 2**16
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -125,23 +122,25 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 class _Guard:
-    """Lets in who may come: by the name called, the page that asks, and the key."""
+    """Lets in who may come, by the name called, the page that asks and the key, with as much as there is room for."""
 
     def __init__(self, app: ASGIApp, address: Address) -> None:
         self._app, self._address = app, address
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        _with_path(scope)
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         origin = headers.get("origin")
-        app: ASGIApp = self._refusal(scope, headers, origin) or self._app
-        if origin is None or not self._allows(origin, headers):
+        app: ASGIApp = self._refusal(scope, headers, origin) or self._counted
+        if origin is None or not self._allows(origin, scope, headers):
             await app(scope, receive, send)
             return
         allowed = {"access-control-allow-origin": origin, "vary": "origin"}  # so that a page can read refusals too
-        if scope["method"] == "OPTIONS" and app is self._app:
+        if scope["method"] == "OPTIONS" and app == self._counted:
             # `*` stands for all headers but this one.
             headers_allowed = "Authorization, *"
             allowed |= {"access-control-allow-methods": "GET, POST", "access-control-allow-headers": headers_allowed}
@@ -156,24 +155,53 @@ class _Guard:
 
         await app(scope, receive, send_allowed)
 
-    def _allows(self, origin: str, headers: dict[str, str]) -> bool:
-        """Whether a page from there may ask: one that was named, or one of this server's own name."""
-        return origin in self._address.origins or _name_in(origin.split("://")[-1]) == _host_in(headers)
+    async def _counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has a request answered as long as the bodies of all have room."""
+        held_bytes = 0
+
+        async def receive_counted() -> Any:
+            nonlocal held_bytes
+            message = await receive()
+            more_bytes = len(message.get("body", b""))
+            held_bytes += more_bytes
+            self._held_bytes += more_bytes
+            if held_bytes > _SMALL_BYTES and self._held_bytes > MOST_HELD_BYTES:
+                words = "The server holds as many large requests as it has room for: try again in a moment."
+                raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, words)
+            return message
+
+        try:
+            await self._app(scope, receive_counted, send)
+        finally:
+            self._held_bytes -= held_bytes
+
+    def _allows(self, origin: str, scope: Scope, headers: dict[str, str]) -> bool:
+        """Whether a page from there may ask: one that was named, or one of this server's own."""
+        if origin in self._address.origins:
+            return True
+        theirs = _place(origin)
+        return theirs is not None and theirs == _place(f"{scope['scheme']}://{headers.get('host', '')}")
 
     def _refusal(self, scope: Scope, headers: dict[str, str], origin: str | None) -> Response | None:
         shape = _shape_for(scope)
-        host = _host_in(headers)
+        called = _place(f"http://{headers.get('host', '')}")
+        host = called[1] if called is not None else ""
         address = self._address
         # A web page can make a browser call this server by a name of its own, and would then read the answers.
         if address.is_local and host not in (*_LOCAL_NAMES, address.host, *address.names):
             return _with_status(shape, 403, f"The server does not answer to the name {host[:80]!r}: use 127.0.0.1.")
-        if origin is not None and not self._allows(origin, headers):
+        if origin is not None and not self._allows(origin, scope, headers):
             return _with_status(shape, 403, "Web pages may not use this server: name them with --origin.")
-        if address.key and scope["method"] != "OPTIONS" and scope["path"] not in llama_cpp_api.HEALTH:
+        if scope["method"] == "OPTIONS" or scope["path"] in llama_cpp_api.HEALTH:
+            return None
+        if address.key:
             scheme, _, token = headers.get("authorization", "").strip().partition(" ")
             given = (headers.get("x-api-key", ""), token.strip() if scheme.lower() == "bearer" else "")
             if not any(hmac.compare_digest(each.encode("utf-8", "replace"), address.key.encode()) for each in given):
                 return _with_status(shape, 401, "The key is missing or wrong: send it as Authorization: Bearer KEY.")
+        caller: Caller | None = scope.get("state", {}).get("caller")
+        if caller is not None and not caller.let_in(has_key=bool(address.key)):
+            return _with_status(shape, 503, "The server answers as many clients as it can: try again in a moment.")
         return None
 
 
@@ -181,41 +209,25 @@ def _with_status(shape: ErrorShape, status: int, message: str) -> Response:
     return shape(EngineError(ErrorCode.INVALID_REQUEST, message), status)
 
 
-def _host_in(headers: dict[str, str]) -> str:
-    return _name_in(headers.get("host", ""))
+def _with_path(scope: Scope) -> None:
+    """Takes a request that names its whole URL, as clients of proxies write it, for one of its path at that host."""
+    scheme, _, rest = scope["raw_path"].partition(b"://")
+    host, _, path = rest.partition(b"/")
+    if scheme.lower() in (b"http", b"https") and host:
+        scope["raw_path"], scope["path"] = b"/" + path, "/" + unquote(path.decode("latin-1"))
+        scope["headers"] = [(b"host", host), *(header for header in scope["headers"] if header[0] != b"host")]
 
 
-def _name_in(host: str) -> str:
-    """A host without its port."""
-    if host.startswith("["):
-        return host[1:].split("]", 1)[0].lower()
-    return host.split(":", 1)[0].lower()
-
-
-class _TimelyProtocol(H11Protocol):
-    """Cuts connections whose request does not begin in time, be it the first or a later one."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self._await_head(SLOWEST_HEAD_S)
-
-    def on_response_complete(self) -> None:
-        self._head_timer.cancel()
-        self._await_head(IDLE_S + SLOWEST_HEAD_S)
-        super().on_response_complete()
-
-    def _await_head(self, seconds: float) -> None:
-        self._answered = self.cycle
-        self._head_timer = self.loop.call_later(seconds, self._cut_if_silent)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer.cancel()
-        super().connection_lost(exc)
-
-    def _cut_if_silent(self) -> None:
-        transport: Any = self.transport
-        if self.cycle is self._answered and not transport.is_closing():
-            transport.abort()
+def _place(url: str) -> tuple[str, str, int | None] | None:
+    """The scheme, host and port of a URL that has nothing else; None if it has."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    if parts.hostname is None or url.lower() != f"{parts.scheme}://{parts.netloc.lower()}" or "@" in parts.netloc:
+        return None
+    return parts.scheme, parts.hostname, port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 class Server:
@@ -223,7 +235,7 @@ class Server:
 
     def __init__(self, service: Service, address: Address, on_served: Callable[[Served], None] | None = None) -> None:
         self._service, self._address, self._on_served = service, address, on_served
-        self._server: uvicorn.Server | None = None
+        self._door: Door | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
@@ -234,23 +246,10 @@ class Server:
         """
         self._address.check()
         listener = _listen(self._address)
-        config = uvicorn.Config(
-            make_app(self._service, self._address, self._on_served),
-            http=_TimelyProtocol,
-            loop="asyncio",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_keep_alive=IDLE_S,
-            timeout_graceful_shutdown=2,
-            server_header=False,
-            ssl_certfile=self._address.certificate,
-        )
-        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-        self._server = server = uvicorn.Server(config)
+        app = make_app(self._service, self._address, self._on_served)
+        self._door = door = Door(app, self._address.certificate)
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(server.serve([listener])),
+            target=lambda: asyncio.run(door.serve([listener])),
             name="http-server",
             daemon=True,
         )
@@ -259,10 +258,10 @@ class Server:
 
     def stop(self) -> None:
         """Stops listening; answers under way break off."""
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
+        if self._door is not None and self._thread is not None:
+            self._door.should_exit = True
             self._thread.join()
-            self._server = self._thread = None
+            self._door = self._thread = None
 
 
 def _listen(address: Address) -> socket.socket:
@@ -273,7 +272,7 @@ def _listen(address: Address) -> socket.socket:
             if os.name == "posix":  # on Windows it would let two programs share a port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address.host, address.port))
-            listener.listen(128)
+            listener.listen(BACKLOG)
         except BaseException:
             listener.close()
             raise

@@ -24,7 +24,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
-from engine.serving import server as server_module
+from engine.serving import door
 from engine.serving.asking import Ask, Ended, Refused
 from engine.serving.by_name import DeskByName
 from engine.serving.front_messages import Served
@@ -470,7 +470,7 @@ def test_hundreds_of_clients_that_misbehave_leave_nothing_behind(running: Runnin
 
 
 def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(door, "SLOWEST_HEAD_S", 0.05)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
         caller.settimeout(10)
         with contextlib.suppress(ConnectionError):
@@ -478,8 +478,8 @@ def test_a_connection_that_says_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_later_request_must_arrive_in_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "SLOWEST_HEAD_S", 0.05)
-    monkeypatch.setattr(server_module, "IDLE_S", 1)
+    monkeypatch.setattr(door, "SLOWEST_HEAD_S", 0.05)
+    monkeypatch.setattr(door, "IDLE_S", 1)
     with serving() as running, socket.create_connection(("127.0.0.1", running.port)) as caller:
         caller.settimeout(10)
         caller.sendall(b"GET /api/version HTTP/1.1\r\nHost: localhost\r\n\r\n")

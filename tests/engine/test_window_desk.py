@@ -78,6 +78,9 @@ class Window:
     def answer(self) -> None:
         """What the engine process does until the window wants something, or nobody anything."""
         self.desk.admit()
+        while self.desk.state.waiting:  # until their requests are tokens
+            time.sleep(0.001)
+            self.desk.admit()
         self.chats.answer()
         self.desk.admit()
 
@@ -112,7 +115,7 @@ def test_a_chat_and_other_programs_share_sweeps() -> None:
             window.chat("c", tokens=20)
             window.ask(lambda event: order.extend(["later"] * isinstance(event, Said)), tokens=20)
 
-    window.ask(on_event, tokens=40)
+    window.ask(on_event, tokens=200)
     window.answer()
     for name in ("chat", "later"):
         there = [place for place, who in enumerate(order) if who == name]

@@ -14,7 +14,7 @@ from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.families.replies.thinking import takes_tools, template_text, thinking_values
-from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError, Rendered
+from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError, Rendered, TooManyTokensError
 from engine.foreign_text.provenance import Spans, is_control, own_bytes
 from engine.foreign_text.templates import TemplateRefusedError
 from engine.runtime.load.tokenizer import knows_chatml
@@ -40,6 +40,7 @@ def chat_prompt(
     tools: Sequence[Tool] = (),
     thinking: Thinking = "auto",
     end: PromptEnd = "answer",
+    most_tokens: int | None = None,
 ) -> list[int]:
     """Token ids of the conversation, ready for the assistant's answer unless `end` says otherwise.
 
@@ -51,7 +52,8 @@ def chat_prompt(
 
     Raises:
         EngineError: `INVALID_REQUEST` if there is no message; `MODEL_UNSUPPORTED` if the template cannot be rendered,
-            or it or the tokenizer takes too much time or memory.
+            or it or the tokenizer takes too much time or memory; `PROMPT_TOO_LONG` if there are clearly more tokens
+            than `most_tokens`, which is then known before all of them are made.
         RequestCancelled: `cancelled()` came true meanwhile.
     """
     if not messages:
@@ -65,7 +67,8 @@ def chat_prompt(
     messages = [replace(message, content=encodable(message.content)) for message in messages]
     if tokenizer.chat_template is None and not knows_chatml(tokenizer):
         text = _plain(messages, end)
-        return _without_final_eos(tokenizer, encode(tokenizer, text, special=True, written=(), cancelled=cancelled))
+        ids = encode(tokenizer, text, special=True, written=(), cancelled=cancelled, most_tokens=most_tokens)
+        return _without_final_eos(tokenizer, ids)
 
     turns = [_turn(message) for message in messages]
 
@@ -87,7 +90,8 @@ def chat_prompt(
             prompt = render(folded)
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
-    return encode(tokenizer, prompt.text, special=False, written=prompt.written, cancelled=cancelled)
+    limits: dict[str, Any] = {"written": prompt.written, "cancelled": cancelled, "most_tokens": most_tokens}
+    return encode(tokenizer, prompt.text, special=False, **limits)
 
 
 def encode(
@@ -97,6 +101,7 @@ def encode(
     special: bool,
     written: Spans | None = None,
     cancelled: CancelCheck = never_cancelled,
+    most_tokens: int | None = None,
 ) -> list[int]:
     """Tokens of a text, with what the tokenizer adds at its ends if `special`.
 
@@ -104,14 +109,19 @@ def encode(
         written: the parts of the text in which a control token is read as such, and not as text; None for all.
 
     Raises:
-        EngineError: `MODEL_UNSUPPORTED` if the tokenizer fails, or takes too much time or memory.
+        EngineError: `MODEL_UNSUPPORTED` if the tokenizer fails, or takes too much time or memory; `PROMPT_TOO_LONG` as
+            `chat_prompt`.
         RequestCancelled: `cancelled()` came true meanwhile.
     """
     try:
         if isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
-            return FOREIGN_TEXT.encode(tokenizer, text, special=special, written=written, cancelled=cancelled)
+            limits: dict[str, Any] = {"written": written, "cancelled": cancelled, "most_tokens": most_tokens}
+            return FOREIGN_TEXT.encode(tokenizer, text, special=special, **limits)
         # One of transformers' own programs, which cannot be sent; only its vocabulary is the checkpoint's.
         return _encode_here(tokenizer, text, special=special, written=written)
+    except TooManyTokensError as error:
+        tokens, most = error.tokens, error.most_tokens
+        raise _too_long(f"about {tokens:,}", most, f"about {tokens - most:,}") from None
     except ForeignTextError as error:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
@@ -127,11 +137,15 @@ def encodable(text: str) -> str:
 def check_length(prompt_tokens: int, context_tokens: int) -> None:
     """Raises `PROMPT_TOO_LONG` unless at least one token of answer fits behind the prompt."""
     if prompt_tokens >= context_tokens:
-        raise EngineError(
-            ErrorCode.PROMPT_TOO_LONG,
-            f"The prompt is {prompt_tokens:,} tokens long, but this model holds {context_tokens:,} together with the "
-            f"answer: shorten it by at least {prompt_tokens - context_tokens + 1:,} tokens, or start a new chat.",
-        )
+        raise _too_long(f"{prompt_tokens:,}", context_tokens, f"at least {prompt_tokens - context_tokens + 1:,}")
+
+
+def _too_long(tokens: str, context_tokens: int, by: str) -> EngineError:
+    return EngineError(
+        ErrorCode.PROMPT_TOO_LONG,
+        f"The prompt is {tokens} tokens long, but this model holds {context_tokens:,} together with the answer: "
+        f"shorten it by {by} tokens, or start a new chat.",
+    )
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:

@@ -34,7 +34,7 @@ _OF_ONE = (
 
 
 class LiveRows:
-    """Answers requests as they arrive, many in each sweep.  Not thread-safe.
+    """Answers requests as they arrive, many in each sweep.  `take`, `run` and `close` are for the engine's thread.
 
     Args:
         scheduler: of this model, whose other requests share the sweeps; `None` for one that nobody else uses.
@@ -57,6 +57,11 @@ class LiveRows:
         return self._scheduler.loaded
 
     @property
+    def context_tokens(self) -> int:
+        """Tokens of a prompt and its answer."""
+        return self._loaded.context_tokens
+
+    @property
     def note(self) -> str:
         """Why requests are answered one by one, for the user; empty if they share each sweep."""
         return self._scheduler.note
@@ -73,22 +78,25 @@ class LiveRows:
         cancelled: CancelCheck,
         thinking: Thinking = "auto",
         end: PromptEnd = "answer",
+        most_tokens: int | None = None,
     ) -> list[int]:
-        """The tokens of a conversation, which may be too many.
+        """The tokens of a conversation, which may be too many.  Like what else makes prompts, callable on any thread.
 
         Raises:
             EngineError: as `chat_prompt`.
             RequestCancelled: `cancelled()` came true meanwhile.
         """
-        return self._preparation.prompt(messages, cancelled, tools, thinking, end)
+        return self._preparation.prompt(messages, cancelled, tools, thinking, end, most_tokens)
 
-    def text_prompt(self, text: str, cancelled: CancelCheck, *, special: bool = True) -> list[int]:
+    def text_prompt(
+        self, text: str, cancelled: CancelCheck, most_tokens: int | None = None, *, special: bool = True
+    ) -> list[int]:
         """The tokens of a text, which may be too many; with what the tokenizer adds at its ends if `special`.
 
         Raises:
             EngineError, RequestCancelled: as `prompt`.
         """
-        return encode(self._loaded.tokenizer, text, special=special, cancelled=cancelled)
+        return encode(self._loaded.tokenizer, text, special=special, cancelled=cancelled, most_tokens=most_tokens)
 
     def known(self, ids: tuple[int, ...]) -> list[int]:
         """Tokens that somebody else has chosen.

@@ -157,6 +157,7 @@ class Preparation:
         tools: Sequence[Tool] = (),
         thinking: Thinking = "auto",
         end: PromptEnd = "answer",
+        most_tokens: int | None = None,
     ) -> list[int]:
         """The tokens of a conversation.
 
@@ -168,7 +169,7 @@ class Preparation:
                 words = "This model reads a question apart from its answer, which therefore cannot be begun for it."
                 raise EngineError(ErrorCode.INVALID_REQUEST, words)
             return source_prompt(self._tokenizer, messages, cancelled)
-        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end)
+        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end, most_tokens)
 
     def fitting(self, prompt: list[int]) -> int:
         """Tokens that may follow a prompt.
@@ -212,7 +213,8 @@ class Preparation:
         else:
             constraint = request.constraint
             thinking = thinking_for(sampling, constrained=constraint is not None)
-            prompt = self.prompt(request.messages, cancelled, thinking=thinking)
+            most = self._context_tokens
+            prompt = self.prompt(request.messages, cancelled, thinking=thinking, most_tokens=most)
             stop = (*sampling.stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
                 earlier = self._earlier(request.messages, prompt, cancelled)
