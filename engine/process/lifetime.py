@@ -61,9 +61,9 @@ class Seldom(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`; decides once for all handlers."""
-        if not hasattr(record, "is_let_through"):
-            record.is_let_through = self._lets_through(record)
-        return bool(record.is_let_through)
+        if "is_let_through" not in record.__dict__:
+            record.__dict__["is_let_through"] = self._lets_through(record)
+        return bool(record.__dict__["is_let_through"])
 
     def _lets_through(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:

@@ -148,9 +148,9 @@ class Door(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
-        (listener,) = sockets or ()
         await super().startup([])
-        self._accepting = asyncio.create_task(self._accept(listener))
+        assert sockets is not None
+        self._accepting = asyncio.create_task(self._accept(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
@@ -170,9 +170,8 @@ class Door(uvicorn.Server):
             try:
                 connection, (host, *_) = await loop.sock_accept(listener)
             except OSError as error:  # no more files or memory, or whoever came has gone already
-                _log.warning("A connection cannot be accepted: %s", error.strerror)
-                self._makes_room(None)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(0 if self._makes_room(None) else _RETRY_S)
+                _log.warning("A connection could not be accepted: %s", error.strerror)  # now there may be a file for it
                 continue
             address = _counted(host)
             if self._makes_room(address):
