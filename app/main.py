@@ -74,7 +74,6 @@ def _application(argv: list[str]) -> Application:
     app.setApplicationDisplayName("Switchyard")
     app.setOrganizationName("Switchyard")
     app.setDesktopFileName("switchyard")
-    app.setStyle("Fusion")
     GarbageCollection(app)
     install_translations(app, QLocale.system(), translations_dir())
     return app

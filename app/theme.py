@@ -17,11 +17,11 @@ from __future__ import annotations
 import dataclasses
 import string
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from PySide6.QtCore import QCoreApplication, QEvent, QObject, Qt
 from PySide6.QtGui import QColor, QFont, QFontDatabase, QGuiApplication, QPalette
-from PySide6.QtWidgets import QApplication, QWidget
+from PySide6.QtWidgets import QApplication, QLabel, QProxyStyle, QWidget
 
 from engine.common.paths import resources_dir
 
@@ -253,12 +253,27 @@ class _TabularFigures(QObject):
         return False
 
 
+class PlainTextStyle(QProxyStyle):
+    """A style in which labels, tooltips and message boxes show their text as it is.
+
+    Qt guesses whether a text is HTML, and HTML loads files, which on Windows may be another machine's: the names, cells
+    and messages shown here come from strangers. What is meant as HTML says so with `setTextFormat`. A style sees every
+    label before its text is laid out, also those that Qt makes itself.
+    """
+
+    def polish(self, what: Any) -> None:  # type: ignore[override]
+        if isinstance(what, QLabel) and what.textFormat() == Qt.TextFormat.AutoText:
+            what.setTextFormat(Qt.TextFormat.PlainText)
+        super().polish(what)
+
+
 class ThemeController(QObject):
     """Chooses the theme, applies it to the application, and follows the system while the choice is `system`."""
 
     def __init__(self, choice: Choice = "system", font_px: int = BODY_PX, parent: QObject | None = None) -> None:
         super().__init__(parent)
         self._choice: Choice = choice
+        QApplication.setStyle(PlainTextStyle("Fusion"))
         load_fonts()
         QGuiApplication.styleHints().colorSchemeChanged.connect(self._follow_system)
         self._force_scheme()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +27,8 @@ def ask(
     box = QMessageBox(parent)
     box.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     box.setIcon(QMessageBox.Icon.NoIcon)
-    box.setText(f"<b>{html.escape(question)}</b>")
+    box.setProperty("asks", True)
+    box.setText(question)
     box.setInformativeText(details)
     answers: dict[QPushButton, Answer] = {}
     for label, kind, answer in choices:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QVBoxLayout, QWidget
 
@@ -21,7 +20,6 @@ class Card(QFrame):
         self.setAccessibleName(heading)
         self.heading = QLabel(heading, self)
         self.heading.setProperty("role", "heading")
-        self.heading.setTextFormat(Qt.TextFormat.PlainText)
         self.caption = muted_label(self)
         self._is_below, self._caption_at = False, 0
         self.head = QHBoxLayout()

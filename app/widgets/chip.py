@@ -41,7 +41,6 @@ class ElidedLabel(QLabel):
         super().__init__(parent)
         self._full = ""
         self._tip = ""
-        self.setTextFormat(Qt.TextFormat.PlainText)
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
 
     def set_full_text(self, text: str) -> None:

@@ -67,7 +67,6 @@ class HelpBubble(QFrame):
         heading, said = QLabel(about, self), QLabel(text, self)
         heading.setProperty("role", "heading")
         for label in (heading, said):
-            label.setTextFormat(Qt.TextFormat.PlainText)
             label.setWordWrap(True)
         column = QVBoxLayout(self)
         column.setContentsMargins(14, 10, 14, 12)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from PySide6.QtCore import Qt, QTimer
+from PySide6.QtCore import QTimer
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
 
 SHOWN_MS = 10_000
@@ -20,7 +20,6 @@ class Toast(QWidget):
         self._card = card = QFrame(self)
         card.setObjectName("toast")
         self._text = QLabel(card)
-        self._text.setTextFormat(Qt.TextFormat.PlainText)
         self._text.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
         self._text.setWordWrap(True)
         self.button = QPushButton(card)

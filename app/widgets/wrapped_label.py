@@ -21,7 +21,6 @@ class WrappedLabel(QLabel):
         self._whole = ""
         self._is_short = False
         self.setWordWrap(True)
-        self.setTextFormat(Qt.TextFormat.PlainText)
         self.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         self.setText(text)
 

@@ -66,7 +66,6 @@ def _delete_what_was_closed() -> None:
 @pytest.fixture(scope="session")
 def qapp(qapp: QApplication) -> QApplication:
     """The application in the light theme at 14 px, once for all tests: to dress it means to style every widget."""
-    qapp.setStyle("Fusion")
     ThemeController("light", parent=qapp)
     return qapp
 

@@ -43,7 +43,6 @@ def _draw(args: argparse.Namespace, width: int, height: int, home: Path) -> None
     from tests.app.stage import SCENES, staged
 
     app = QApplication([])
-    app.setStyle("Fusion")
     GarbageCollection(app)  # as in the window: each scene leaves its services behind while the next one's threads work
     theme = ThemeController(args.theme, args.text)
     for name, enter in SCENES.items():

@@ -54,7 +54,6 @@ class PlaceRows(QWidget):
     def _add_line(self) -> None:
         at = len(self._lines)
         name, state, rows, cost = QLabel(self), ElidedLabel(self), QLabel(self), QLabel(self)
-        name.setTextFormat(Qt.TextFormat.PlainText)
         for label in (state, rows, cost):
             label.setProperty("role", "secondary")
         for label in (rows, cost):

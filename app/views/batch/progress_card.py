@@ -36,7 +36,6 @@ class ProgressCard(QFrame):
         self._status = QLabel(self)
         self._status.setProperty("role", "secondary")
         self._status.setWordWrap(True)
-        self._status.setTextFormat(Qt.TextFormat.PlainText)
         self._status.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         for label in (self._percent, self._rows, self._rate, self._end):
             use_tabular_figures(label)

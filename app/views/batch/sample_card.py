@@ -123,7 +123,6 @@ class _Answer(QWidget):
         label = QLabel(text, self)
         label.setProperty("role", role)
         label.setWordWrap(True)
-        label.setTextFormat(label.textFormat().PlainText)
         label.setTextInteractionFlags(label.textInteractionFlags().TextSelectableByMouse)
         label.setVisible(bool(text))
         column.addWidget(label)

@@ -125,7 +125,6 @@ class ChatView(Page):
         note_row.setContentsMargins(24, 6, 24, 10)
         self.sent_note = QLabel(self)
         self.sent_note.setProperty("role", "secondary")
-        self.sent_note.setTextFormat(Qt.TextFormat.PlainText)
         self.sent_note.setWordWrap(True)
         self.sent_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
         note_row.addWidget(self.sent_note)

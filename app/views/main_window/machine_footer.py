@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
 
 from app.services.device_monitor import DeviceMonitor
@@ -206,7 +205,6 @@ def _caption(parent: QWidget) -> QLabel:
     label = QLabel(parent)
     label.setProperty("role", "caption")
     label.setWordWrap(True)
-    label.setTextFormat(Qt.TextFormat.PlainText)
     return label
 
 

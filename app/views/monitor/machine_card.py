@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QLabel, QVBoxLayout, QWidget
 
 from app.theme import use_tabular_figures
@@ -147,6 +146,5 @@ class _GpuRow(QWidget):
 
 def _line(parent: QWidget) -> QLabel:
     label = muted_label(parent)
-    label.setTextFormat(Qt.TextFormat.PlainText)
     use_tabular_figures(label)
     return label

@@ -38,7 +38,6 @@ class TimelineCard(QFrame):
         self._hint = self.tr("Hover to read every lane, drag to average, wheel or ↑ ↓ to zoom, ← → to move.")
         self._said = QLabel(self._hint, self)
         self._said.setProperty("role", "caption")
-        self._said.setTextFormat(Qt.TextFormat.PlainText)
         self._said.setWordWrap(True)
         self._said.setMinimumHeight(2 * self._said.fontMetrics().height())
         self._said.setAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)

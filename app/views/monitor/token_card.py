@@ -93,7 +93,6 @@ class TokenCard(Card):
         name, value = QLabel(text, self), QLabel(self)
         for label in (name, value):
             label.setProperty("role", "secondary")
-            label.setTextFormat(Qt.TextFormat.PlainText)
         use_tabular_figures(value)
         row = self._grid.rowCount() + 1  # the bar is below the first
         if key in _KINDS:

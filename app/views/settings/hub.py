@@ -167,7 +167,6 @@ class TokenRows(QWidget):
     def _row(self, host: str) -> QWidget:
         row = QWidget(self)
         name = QLabel(host, row)
-        name.setTextFormat(Qt.TextFormat.PlainText)
         remove = QPushButton(self.tr("Remove token"), row)
         remove.setAccessibleName(self.tr("Remove the token for {0}").format(host))
         remove.clicked.connect(lambda: self.forget_wanted.emit(host))

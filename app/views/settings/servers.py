@@ -142,10 +142,8 @@ class ServersCard(SettingsCard):
     def _line(self, title: str, explanation: str, *buttons: QPushButton) -> QWidget:
         row = QWidget(self.rows)
         name = QLabel(title, row)
-        name.setTextFormat(Qt.TextFormat.PlainText)
         name.setWordWrap(True)
         words = muted_label(row, explanation)
-        words.setTextFormat(Qt.TextFormat.PlainText)
         left = QVBoxLayout()
         left.setSpacing(2)
         left.addWidget(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QSize, Signal
 from PySide6.QtGui import QMouseEvent, QResizeEvent
 from PySide6.QtWidgets import (
     QBoxLayout,
@@ -76,7 +76,6 @@ class RunCard(Card):
         self.cancel = CancelButton(self.tr("Cancel"), self)
         self.cancel.setToolTip("Esc")
         self.doing = QLabel(self)
-        self.doing.setTextFormat(Qt.TextFormat.PlainText)
         self.doing.setWordWrap(True)
         self.bar = QProgressBar(self)
         self.bar.setRange(0, _STEPS)

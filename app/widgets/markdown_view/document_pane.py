@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import html
-
 from PySide6.QtCore import QEvent, QPoint, QRect, QRectF, Qt, QUrl, Signal
 from PySide6.QtGui import (
     QColor,
@@ -150,8 +148,7 @@ class DocumentPane(QTextBrowser):
         if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
             address = self.anchorAt(event.pos())
             if address:
-                text = f"<p style='white-space: pre-wrap'>{html.escape(address[:500])}</p>"
-                QToolTip.showText(event.globalPos(), text, self.viewport())
+                QToolTip.showText(event.globalPos(), address[:500], self.viewport())
             else:
                 QToolTip.hideText()
             return True

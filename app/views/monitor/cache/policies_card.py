@@ -88,7 +88,6 @@ class PoliciesCard(Card):
         label, bar, value = QLabel(self), MemoryBar(self), QLabel(self)
         for text in (label, value):
             text.setProperty("role", "secondary")
-            text.setTextFormat(Qt.TextFormat.PlainText)
         use_tabular_figures(value)
         row = len(self._rows)
         self._grid.addWidget(label, row, 0)

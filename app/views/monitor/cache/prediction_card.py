@@ -133,7 +133,6 @@ class PredictionCard(Card):
         row = len(self._cells)
         for column, cell in enumerate(cells):
             cell.setProperty("role", "caption")
-            cell.setTextFormat(Qt.TextFormat.PlainText)
             use_tabular_figures(cell)
             side = Qt.AlignmentFlag.AlignRight if column else Qt.AlignmentFlag.AlignLeft
             self._grid.addWidget(cell, row, column, side)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
 
 from app.models.cache_figures import hit_rate
@@ -22,7 +21,6 @@ class TierRow(QWidget):
         self._rest.setProperty("role", "secondary")
         self._name.setProperty("role", "secondary")
         for label in (self._name, self._now, self._rest):
-            label.setTextFormat(Qt.TextFormat.PlainText)
             use_tabular_figures(label)
         self.line = RateLine(self)
         self.line.setToolTip(self.tr("Hit rate of the last three minutes of decoding, 0 to 100%"))
