@@ -17,7 +17,7 @@ from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.services.crash_reports import CrashReports
-from app.services.data_folder import holds_our_data, planned_change
+from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
 from app.services.garbage import GarbageCollection
 from app.services.settings import Settings
@@ -36,6 +36,7 @@ from engine.common.paths import data_dir, log_dir, own_dirs
 if TYPE_CHECKING:
     from app.services.services import Services
     from app.views.chat.model_picker import ModelPicker
+    from app.widgets.starter_offer import StarterOffer
 
 _log = logging.getLogger("switchyard.window")
 translate = QCoreApplication.translate
@@ -53,12 +54,18 @@ def main(argv: list[str] | None = None) -> int:
     A second start on one data folder raises the first window, which opens the files, and returns 0.
     """
     reached("process and imports")
+    words = argv or sys.argv
+    if (odd := what_is_no_file()) is not None:  # before anything waits for it
+        from app.views.data_folder_start import warn_no_file
+
+        _application(words)
+        warn_no_file(odd)
+        return 2
     make_private(own_dirs())
     reports = CrashReports(log_dir())
     reports.install()
     open_window_log(log_dir())
     begin_with_proxy()
-    words = argv or sys.argv
     files = [os.path.abspath(word) for word in words[1:] if not word.startswith("-")]
     try:
         return _run(_application(words), reports, files)
@@ -194,6 +201,7 @@ def _chat(services: Services) -> Page:
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)
     _connect_picker(page.picker, page, services)
+    page.picker.add_starter(_starter_for(page.picker, services))
     return page
 
 
@@ -240,6 +248,7 @@ def _tune(services: Services) -> Page:
 
     page = TunePage(services.client, services.settings, services.tuning, services.jobs)
     services.tuning_outrun.noticed.connect(page.on_outrun)
+    page.add_starter(_starter_for(page, services))
     return page
 
 
@@ -249,6 +258,7 @@ def _models(services: Services) -> Page:
     the = services
     page = ModelsPage(the.client, the.settings, the.library, the.downloads, the.hub, the.speeds)
     _connect_loading(page.load_wanted, page.unload_wanted, page, services)
+    page.add_starter(_starter_for(page, services))
     return page
 
 
@@ -263,6 +273,12 @@ def _settings(services: Services) -> Page:
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
     return page
+
+
+def _starter_for(page: QWidget, services: Services) -> StarterOffer:
+    from app.widgets.starter_offer import StarterOffer
+
+    return StarterOffer(services.download, parent=page)
 
 
 def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:

@@ -6,10 +6,11 @@ moved: the old folder stays in use until the copy is complete, and is not change
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,14 +18,24 @@ from PySide6.QtCore import QCoreApplication
 
 from app.services.single_instance import LOCK_NAME
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import new_folder, private_file, write_private
-from engine.common.paths import chosen_data_dir_file, config_dir, data_dir, standard_data_dir
+from engine.common.files import is_no_file, new_folder, private_file, write_private
+from engine.common.paths import (
+    cache_dir,
+    chosen_data_dir_file,
+    config_dir,
+    data_dir,
+    jobs_dir,
+    log_dir,
+    sessions_dir,
+    standard_data_dir,
+)
 from engine.common.sizes import rounded_down, rounded_up
 
 translate = QCoreApplication.translate
 
 _CHUNK_BYTES = 4 * 2**20
 _UNFINISHED = ".switchyard-unfinished"
+_FILE_SUFFIXES = (".json", ".jsonl", ".log", ".lock", ".sqlite3", ".sqlite3-wal", ".sqlite3-shm", ".txt")
 _OURS = ("chats.sqlite3", "models")
 
 
@@ -34,6 +45,29 @@ class FolderChange:
 
     target: Path
     copy: bool
+
+
+def what_is_no_file() -> Path | None:
+    """Something else in the place of one of our files, such as a pipe, which whoever opened it would wait for; None if
+    there is nothing of the kind."""
+    return next((odd for folder in _own_folders() for odd in _no_files_in(folder)), None)
+
+
+def _own_folders() -> Iterator[Path]:
+    yield config_dir()  # first: a file in it says where the others are
+    yield from (jobs_dir(), sessions_dir(), cache_dir(), log_dir(), data_dir())
+    large = {"models", "banks", "parts", "jobs", "sessions"}
+    with contextlib.suppress(OSError):
+        yield from [path for path in data_dir().iterdir() if path.name not in large and path.is_dir()]
+
+
+def _no_files_in(folder: Path) -> Iterator[Path]:
+    named = (config_dir(), data_dir(), log_dir())  # elsewhere a folder may be called as it likes
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            path = Path(entry.path)
+            if not entry.is_file(follow_symlinks=False) and is_no_file(path, _FILE_SUFFIXES if folder in named else ()):
+                yield path
 
 
 def holds_our_data(folder: Path) -> bool:

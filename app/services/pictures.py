@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PySide6.QtCore import QBuffer, QCoreApplication, QMimeData, QObject, QSize, Qt
+from PySide6.QtCore import QBuffer, QCoreApplication, QMimeData, QObject, QSize, Qt, QUrl
 from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
 
 from app.services.background import TaskQueue
@@ -26,6 +26,7 @@ MOST_FILE_BYTES = 100 * 10**6
 MOST_PNG_BYTES = 1_500_000
 JPEG_QUALITY = 90
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_FILE_MANAGERS = ("x-special/nautilus-clipboard", "copy", "cut")
 _MOST = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
 _FORMATS = ("png", "jpeg", "webp", "gif")
 
@@ -68,13 +69,26 @@ class Pictures(QObject):
 
 
 def sources_in(data: QMimeData) -> list[Source]:
-    """The pictures that are dragged or pasted: files, or one that is no file; a text with a picture of it is a text."""
-    files = [Path(url.toLocalFile()) for url in data.urls() if url.isLocalFile()]
-    found: list[Source] = [path for path in files if path.suffix.lower() in SUFFIXES]
-    if not found and not files and data.hasImage() and not data.hasText():
+    """The files that are dragged or pasted, of any kind, or a picture that is no file; a text with a picture of it is a
+    text."""
+    urls = data.urls() or _urls_in(data.text())
+    found: list[Source] = [Path(url.toLocalFile()) for url in urls if url.isLocalFile()]
+    if not found and data.hasImage() and not data.hasText():
         image = data.imageData()
         found = [image] if isinstance(image, QImage) and not image.isNull() else []
     return found
+
+
+def _urls_in(text: str) -> list[QUrl]:
+    """Files that a file manager copies as a text."""
+    lines = text.split("\n") if "file:" in text else []
+    named = [line.strip() for line in lines if line.strip() not in ("", *_FILE_MANAGERS)]
+    return [QUrl(line) for line in named] if all(line.startswith("file:/") for line in named) else []
+
+
+def is_picture(source: Source) -> bool:
+    """Whether it may be one that can be sent."""
+    return isinstance(source, QImage) or source.suffix.lower() in SUFFIXES
 
 
 def too_many() -> str:
@@ -113,6 +127,8 @@ def _is_photo(source: Source) -> bool:
 
 def _read(path: Path) -> QImage:
     try:
+        if not path.is_file() and path.exists():  # a pipe would keep us waiting
+            raise NotAPictureError(translate("Pictures", "{0} is no file.").format(path.name))
         nbytes = path.stat().st_size
         with path.open("rb"):
             pass

@@ -20,10 +20,12 @@ class StarterDownload(QObject):
     Every `start` ends in exactly one `ended`.
 
     Signals:
+        began: it runs.
         progress(int): percent.
         ended(bool, str): whether the starter is there now; if not, a sentence, empty if it was cancelled.
     """
 
+    began = Signal()
     progress = Signal(int)
     ended = Signal(bool, str)
 
@@ -58,6 +60,7 @@ class StarterDownload(QObject):
         process.finished.connect(self._on_finished)
         process.errorOccurred.connect(self._on_error)
         self._process, self._said, self._cancelled = process, b"", False
+        self.began.emit()
         process.start(command[0], command[1:])
 
     def cancel(self) -> None:

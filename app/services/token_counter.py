@@ -69,6 +69,11 @@ class TokenCounter(QObject):
         if not self._pause.isActive():
             self._pause.start()
 
+    def estimate(self, model_path: str, texts: Sequence[str]) -> int:
+        """The same at once: as counted where that was done already, else by length."""
+        known = self._known if model_path == self._path else {}
+        return sum(known.get(text, -(-len(text) // CHARACTERS_PER_TOKEN)) + TOKENS_PER_TURN for text in texts)
+
     def close(self) -> None:
         """End the counting process; a later `count` starts another."""
         self._pause.stop()
@@ -104,11 +109,7 @@ class TokenCounter(QObject):
 
     def _tell(self, question: _Question) -> None:
         self._question = None
-        total = 0
-        for text in question.texts:
-            estimate = -(-len(text) // CHARACTERS_PER_TOKEN)
-            total += self._known.get(text, estimate) + TOKENS_PER_TURN
-        self.counted.emit(question.key, total)
+        self.counted.emit(question.key, self.estimate(question.path, question.texts))
 
     def _running(self) -> QProcess:
         if self._process is None:

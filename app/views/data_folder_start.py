@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication, QEventLoop, Qt, QTimer
 from PySide6.QtWidgets import QMessageBox, QProgressDialog
@@ -114,4 +115,15 @@ def warn_not_writable() -> None:
             "DataFolderStart",
             "The data folder {0} cannot be written to; check its permissions and free space, then start again.",
         ).format(data_dir()),
+    )
+
+
+def warn_no_file(path: Path) -> None:
+    """Something that is no file lies where one of ours belongs."""
+    QMessageBox.warning(
+        None,
+        "Switchyard",
+        translate(
+            "DataFolderStart", "{0} is not a file, and Switchyard keeps one there: move it away, then start again."
+        ).format(path),
     )

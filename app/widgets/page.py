@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QWidget
+from PySide6.QtCore import QEvent, QObject, Qt, Signal
+from PySide6.QtGui import QKeyEvent
+from PySide6.QtWidgets import QApplication, QWidget
+from shiboken6 import isValid
 
 if TYPE_CHECKING:
     from app.services.services import Services
@@ -18,10 +20,78 @@ FIRST_RUN = "first-run"
 """In place of the chat as long as there is no model."""
 
 
+class FocusKeeper(QObject):
+    """Keeps the focus from jumping to a neighbour when what has it is disabled or hidden.
+
+    Qt gives it to the next widget then, so that the second press of a key does something else: after Pause, say, it
+    would open the result. Here what lies around has it, where keys do nothing, until the widget can be used again; Tab
+    goes on from the widget's place.
+    """
+
+    def __init__(self, app: QApplication) -> None:
+        super().__init__(app)
+        self._lost: QWidget | None = None
+        self._around: QWidget | None = None
+        app.focusChanged.connect(self._on_focus)
+
+    def _on_focus(self, old: QWidget | None, new: QWidget | None) -> None:
+        if new is self._around:
+            return
+        self._forget()
+        usable = old is None or new is None or not isValid(old) or (old.isEnabled() and old.isVisible())
+        if usable or old is None or new is None or old.window() is not new.window():
+            return
+        around = old.parentWidget()
+        while around is not None and not (around.isVisible() and around.isEnabled()):
+            around = around.parentWidget()
+        if around is not None:
+            self._lost, self._around = old, around
+            old.installEventFilter(self)
+            around.installEventFilter(self)
+            around.setFocus()
+
+    def _forget(self) -> None:
+        for widget in (self._lost, self._around):
+            if widget is not None and isValid(widget):
+                widget.removeEventFilter(self)
+        self._lost = self._around = None
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        lost = self._lost
+        if lost is None or not isValid(lost):
+            return False
+        if watched is lost and event.type() in (QEvent.Type.EnabledChange, QEvent.Type.Show):
+            if lost.isEnabled() and lost.isVisible():
+                lost.setFocus()
+        elif watched is self._around and isinstance(event, QKeyEvent) and event.type() == QEvent.Type.KeyPress:
+            is_tab = event.key() in (Qt.Key.Key_Tab, Qt.Key.Key_Backtab)
+            if is_tab:
+                self._step(lost, back=event.key() == Qt.Key.Key_Backtab)
+            return is_tab
+        return False
+
+    def _step(self, lost: QWidget, *, back: bool) -> None:
+        """To the neighbour of the widget that lost the focus, as if that had it still."""
+        at = lost
+        while True:
+            at = at.previousInFocusChain() if back else at.nextInFocusChain()
+            takes = at.focusPolicy() & Qt.FocusPolicy.TabFocus and at.focusProxy() is None
+            if at is lost or (takes and at.isEnabled() and at.isVisible()):
+                break
+        self._forget()
+        at.setFocus(Qt.FocusReason.BacktabFocusReason if back else Qt.FocusReason.TabFocusReason)
+
+
 class Page(QWidget):
     """Signals: `page_wanted(str)`: the user wants to go to the page of this name."""
 
     page_wanted = Signal(str)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        app = QApplication.instance()
+        if isinstance(app, QApplication) and app.findChild(FocusKeeper) is None:
+            FocusKeeper(app)
 
     def open_files(self, paths: list[Path]) -> None:
         """Opens files that were double-clicked; most pages have no use for any."""

@@ -13,6 +13,19 @@ _WORDS = re.compile(r"[^\s/\\-]+[/\\-]?|[/\\-]")
 """Lines break at white space, and in paths after a slash or a hyphen."""
 
 
+_COMMANDS = (
+    re.compile(r"(?: \(|, or run )`switchyard [^`]*`\)?"),
+    re.compile(r"[:;] [^:;]*`switchyard .*?(?=\.(?:\s|$))", re.DOTALL),
+)
+
+
+def without_commands(text: str) -> str:
+    """A message of the engine without what people at a terminal can run: a window has buttons for that."""
+    for command in _COMMANDS:
+        text = command.sub("", text)
+    return text
+
+
 class WrappedLabel(QLabel):
     """Selectable plain text; where a word is elided, the tooltip has the full text."""
 
@@ -25,7 +38,7 @@ class WrappedLabel(QLabel):
         self.setText(text)
 
     def setText(self, text: str) -> None:
-        self._whole = text
+        self._whole = without_commands(text)
         self._fit()
 
     def text(self) -> str:

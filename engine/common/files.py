@@ -225,6 +225,16 @@ def make_private(folders: Iterable[Path]) -> None:
                     restrict_files(folder.iterdir())
 
 
+def is_no_file(path: Path, file_suffixes: tuple[str, ...] = ()) -> bool:
+    """Whether a pipe or device lies there, or a folder with a name that ends as a file's; links are followed."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    pipe = stat.S_ISFIFO(mode) or stat.S_ISCHR(mode) or stat.S_ISBLK(mode)
+    return pipe or (stat.S_ISDIR(mode) and path.name.endswith(file_suffixes))
+
+
 def restrict_files(paths: Iterable[Path]) -> None:
     """Makes these files private if they belong to the user; skips anything that is not a file."""
     for path in paths:

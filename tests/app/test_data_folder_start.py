@@ -11,7 +11,9 @@ from PySide6.QtCore import QTimer
 from PySide6.QtWidgets import QApplication, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
 
-from app.services.data_folder import FolderChange, plan_change, planned_change, use_folder
+import app.main
+from app.services.chat_store import ChatStore
+from app.services.data_folder import FolderChange, plan_change, planned_change, use_folder, what_is_no_file
 from app.services.single_instance import Claim, SingleInstance
 from app.views import data_folder_start
 from engine.common.paths import data_dir, standard_data_dir
@@ -118,3 +120,50 @@ def test_a_folder_that_cannot_be_written_to_is_opened_if_there_are_chats_to_read
     claimed = main._claim_data_folder()
     assert isinstance(claimed, SingleInstance) == has_chats
     assert told == ([] if has_chats else ["not writable"])
+
+
+@pytest.mark.parametrize(
+    "where", ["data/chats.sqlite3", "config/settings.json", "data/jobs/x", "data/downloads/x.json"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+def test_what_is_no_file_is_told_before_anything_waits_for_it(
+    answer: Callable[[str, list[str]], None],
+    switchyard_home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    kind: str,
+) -> None:
+    path = switchyard_home / where
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "pipe" and hasattr(os, "mkfifo"):
+        os.mkfifo(path)
+    elif kind == "device" and Path("/dev/zero").exists():
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+        if path.parent.name in ("jobs", "downloads"):
+            assert what_is_no_file() is None  # a folder there may be called as it likes
+            return
+    monkeypatch.setattr(app.main, "_application", lambda _words: None)
+    said: list[str] = []
+    answer("OK", said)
+    assert app.main.main(["switchyard"]) == 2
+    assert said == [f"{path} is not a file, and Switchyard keeps one there: move it away, then start again."]
+    for each in (path.unlink,) if not path.is_dir() else (path.rmdir,):
+        each()
+    assert what_is_no_file() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")
+@pytest.mark.parametrize("name", ["chats.sqlite3", "chats.sqlite3-wal"])
+def test_the_chats_go_on_in_memory_where_a_pipe_has_come_in_their_place(
+    qtbot: QtBot, tmp_path: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    store = ChatStore(tmp_path / "chats.sqlite3", retry_s=0.01)
+    with qtbot.waitSignal(store.trouble) as told:
+        pass
+    assert f"{name} is not a file" in told.args[0]
+    (tmp_path / name).unlink()
+    qtbot.waitUntil(lambda: store.unsaved == 0)
+    assert store.close() == 0

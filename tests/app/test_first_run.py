@@ -22,8 +22,8 @@ from app.services.settings import STARTER, Settings
 from app.services.starter_download import StarterDownload
 from app.views.first_run import FirstRunPage
 from app.views.first_run.phrases import meaning_words, parts_words
-from app.views.first_run.starter_card import StarterCard
 from app.widgets.page import CHAT, MODELS, SETTINGS
+from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import TokenDialog
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
@@ -269,14 +269,14 @@ COMMANDS = {
 
 
 @pytest.fixture
-def card(qtbot: QtBot) -> Iterator[Callable[[str], StarterCard]]:
+def card(qtbot: QtBot) -> Iterator[Callable[[str], StarterOffer]]:
     made: list[StarterDownload] = []
 
-    def make(kind: str) -> StarterCard:
+    def make(kind: str) -> StarterOffer:
         command = [sys.executable, "-c", COMMANDS[kind]] if kind in COMMANDS else ["/no/such/program"]
         starter = StarterDownload(command=command)
         made.append(starter)
-        result = StarterCard(starter)
+        result = StarterOffer(starter, "A small Mixture of Experts")
         qtbot.addWidget(result)
         result.show()
         return result
@@ -287,16 +287,16 @@ def card(qtbot: QtBot) -> Iterator[Callable[[str], StarterCard]]:
         one.deleteLater()
 
 
-def _press(card: StarterCard, text: str) -> None:
+def _press(card: StarterOffer, text: str) -> None:
     (button,) = [b for b in card.findChildren(QPushButton) if b.isVisible() and b.text().startswith(text)]
     button.click()
 
 
-def _says(card: StarterCard, text: str) -> bool:
+def _says(card: StarterOffer, text: str) -> bool:
     return any(text in label.text() for label in card.findChildren(QLabel) if label.isVisible())
 
 
-def test_getting_the_starter_ends_in_ready(card: Callable[[str], StarterCard], qtbot: QtBot) -> None:
+def test_getting_the_starter_ends_in_ready(card: Callable[[str], StarterOffer], qtbot: QtBot) -> None:
     shown = card("done")
     with qtbot.waitSignal(shown.ready):
         _press(shown, "Get the starter")
@@ -307,7 +307,7 @@ def test_getting_the_starter_ends_in_ready(card: Callable[[str], StarterCard], q
     [("refused", "No network is there."), ("crashed", "could not be built"), ("absent", "could not be started")],
 )
 def test_a_download_that_fails_says_why_and_can_be_tried_again(
-    card: Callable[[str], StarterCard], qtbot: QtBot, kind: str, sentence: str
+    card: Callable[[str], StarterOffer], qtbot: QtBot, kind: str, sentence: str
 ) -> None:
     shown = card(kind)
     for button in ("Get the starter", "Try again"):
@@ -315,7 +315,7 @@ def test_a_download_that_fails_says_why_and_can_be_tried_again(
         qtbot.waitUntil(lambda: _says(shown, sentence))
 
 
-def test_a_download_shows_how_far_it_is_and_can_be_cancelled(card: Callable[[str], StarterCard], qtbot: QtBot) -> None:
+def test_a_download_shows_how_far_it_is_and_can_be_cancelled(card: Callable[[str], StarterOffer], qtbot: QtBot) -> None:
     shown = card("endless")
     _press(shown, "Get the starter")
     qtbot.waitUntil(lambda: _says(shown, "7%"))

@@ -26,7 +26,7 @@ from app.services.chat_store.records import ROLES, Conversation, Message, Messag
 from app.services.chat_store.schema import check_contents, check_header, connect, damaged, is_damage, migrate
 from app.services.chat_store.tree import sound
 from engine.common.chat import Picture, media_of
-from engine.common.files import private_file, private_folder, restrict_files
+from engine.common.files import is_no_file, private_file, private_folder, restrict_files
 
 RECOVERED_TITLE = "Recovered chat"
 CUT_OFF = "The rest of this message was on a damaged part of the chat file."
@@ -105,7 +105,14 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether the database at `path` can be written to; True if there is none yet."""
+    """Whether the database at `path` can be written to; True if there is none yet.
+
+    Raises:
+        OSError: it is no file.
+    """
+    for odd in (path, *(path.with_name(f"{path.name}{side}") for side in _SIDE_FILES)):
+        if is_no_file(odd, (odd.name,)):
+            raise OSError(f"{odd.name} is not a file")
     return not path.exists() or (os.access(path.parent, os.W_OK) and os.access(path, os.W_OK))
 
 

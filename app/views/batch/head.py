@@ -35,9 +35,9 @@ class BatchHead(PageHeader):
         self._more.setProperty("role", "secondary")
         self.set_middle(self._names, least_px=LEAST_NAMES_PX, stretch=1)
         self.row.addWidget(self._more)
+        self.retry = self._button(self.tr("Retry failed"))
         self.pause = self._button(self.tr("Pause"))
         self.resume = self._button(self.tr("Resume"))
-        self.retry = self._button(self.tr("Retry failed"))
         self.open = self._button(self.tr("Open result"))
         self.menu = self._button(self.tr("More"))
         self.new = self._button(self.tr("New job"))
@@ -67,12 +67,17 @@ class BatchHead(PageHeader):
         self._names.set_full_text(f"{job.input.name} → {job.output.name}" if job is not None else "")
         if on_form:
             self._names.set_full_text(self.tr("New job"))
-        self.pause.setVisible(state in (JobState.RUNNING, JobState.QUEUED, JobState.STOPPING))
-        self.pause.setEnabled(state is not JobState.STOPPING)
+        # Each has its place, whatever the job does while the pointer is over it.
+        width = max(self.pause.sizeHint().width(), self.resume.sizeHint().width())
+        for button in (self.pause, self.resume):
+            button.setMinimumWidth(width)
+        self.pause.setVisible(job is not None and state not in RESUMABLE)
+        self.pause.setEnabled(state in (JobState.RUNNING, JobState.QUEUED))
         self.resume.setVisible(state in RESUMABLE)
         self.retry.setVisible(job is not None and state is JobState.FINISHED and job.failed > 0)
         written = state in (JobState.FINISHED, JobState.STOPPED, JobState.PAUSED)
-        self.open.setVisible(job is not None and written and (job.done > 0 or state is JobState.FINISHED))
+        self.open.setVisible(job is not None)
+        self.open.setEnabled(job is not None and written and (job.done > 0 or state is JobState.FINISHED))
         self.menu.setVisible(job is not None)
         self.new.setVisible(not on_form and not empty)
         idle = state in RESUMABLE or state is JobState.FINISHED

@@ -13,6 +13,7 @@ from app.views.batch.phrases import pace_text, rows_text, state_text, status_tex
 from app.views.batch.place_rows import PlaceRows
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import percent
+from app.widgets.wrapped_label import WrappedLabel
 
 
 class ProgressCard(QFrame):
@@ -33,10 +34,8 @@ class ProgressCard(QFrame):
         self._bar.setTextVisible(False)
         self._bar.setRange(0, 1000)
         self._bar.setAccessibleName(self.tr("Job progress"))
-        self._status = QLabel(self)
+        self._status = WrappedLabel("", self)
         self._status.setProperty("role", "secondary")
-        self._status.setWordWrap(True)
-        self._status.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         for label in (self._percent, self._rows, self._rate, self._end):
             use_tabular_figures(label)
         left = QWidget(self)

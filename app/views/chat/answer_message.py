@@ -6,7 +6,7 @@ from typing import Literal
 
 from PySide6.QtCore import QEvent, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
@@ -19,6 +19,7 @@ from app.views.chat.version_switch import VersionSwitch
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.markdown_view import MarkdownView
+from app.widgets.wrapped_label import WrappedLabel
 
 COPIED_MS = 1500
 ANSWER_PX = 680
@@ -138,8 +139,7 @@ class AnswerMessage(QWidget):
     def _build_note(self) -> QFrame:
         note = QFrame(self)
         note.setProperty("note", True)
-        self._note_label = QLabel(note)
-        self._note_label.setWordWrap(True)
+        self._note_label = WrappedLabel("", note)
         self._restart = QPushButton(self.tr("Restart engine"), note)
         self._restart.clicked.connect(lambda: self.acted.emit("restart"))
         self._note_again = QPushButton(self.tr("Answer again"), note)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from PySide6.QtCore import QObject
 from PySide6.QtWidgets import QWidget
 
-from app.services.pictures import Pictures, Prepared, Source, too_many
+from app.services.pictures import Pictures, Prepared, Source, is_picture, too_many
 from app.views.chat.composer import Composer
 from app.views.chat.file_dialogs import ask_pictures
-from app.views.chat.phrases import text_only_text
+from app.views.chat.phrases import not_attached_text, text_only_text
 from app.views.chat.presenter import ChatPresenter
 from engine.remote.picture_files import MOST_PICTURES
 
@@ -29,7 +30,7 @@ class Attaching(QObject):
         self._presenter, self._composer, self._tell, self._page = presenter, composer, tell, page
         self._pictures = Pictures(self)
         composer.pictures_wanted.connect(self.choose)
-        composer.pictured.connect(self.give)
+        composer.given.connect(self.give)
         composer.picture_removed.connect(self._remove)
         presenter.attached.connect(composer.show_pictures)
 
@@ -39,11 +40,17 @@ class Attaching(QObject):
             ask_pictures(self._page, self.give)
 
     def give(self, sources: Sequence[Source]) -> None:
-        """Attaches these once they are prepared, as far as they can be sent."""
-        if self._may():
+        """Attaches the pictures once they are prepared, as far as they can be sent; says that nothing else can be."""
+        others = [source.name for source in sources if isinstance(source, Path) and not is_picture(source)]
+        pictures = [source for source in sources if is_picture(source)]
+        if pictures and not self._may():
+            return
+        if others:
+            self._tell(not_attached_text(others, reads_pictures=self._presenter.reads_pictures))
+        if pictures:
             here = self._presenter.conversation.id
             beside = (*self._presenter.model.pictures, *self._presenter.pictures)
-            self._pictures.prepare(sources, beside, lambda prepared: self._on_prepared(here, prepared))
+            self._pictures.prepare(pictures, beside, lambda prepared: self._on_prepared(here, prepared))
 
     def close(self) -> None:
         """Waits for what is being prepared."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
-from PySide6.QtGui import QDesktopServices, QDragEnterEvent, QDropEvent, QKeySequence, QResizeEvent, QShowEvent
+from PySide6.QtGui import (
+    QDesktopServices,
+    QDragEnterEvent,
+    QDropEvent,
+    QFocusEvent,
+    QKeySequence,
+    QResizeEvent,
+    QShowEvent,
+)
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, QVBoxLayout, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
@@ -29,12 +37,13 @@ from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, translate, unseen_text
+from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, too_long_text, translate, unseen_text
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.asking import ask
 from app.widgets.banner import Banner
+from app.widgets.dropped_model import dropped_model
 from app.widgets.markdown_view import import_parser
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
@@ -90,13 +99,18 @@ class ChatView(Page):
         self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
         self.trouble_banner = Banner("warning", self)
         self.notice_banner = Banner("info", self)
-        self.notice_banner.add_action(self.tr("Dismiss"), self.notice_banner.hide, kind="quiet")
+        self.notice_banner.add_action(self.tr("Dismiss"), self._dismiss, kind="quiet")
+        self._told: dict[str, str] = {}
+        """By chat: a notice about it alone, shown as long as the chat is on screen."""
+        self._send_anyway: Callable[[], object] = self.composer.setFocus
+        self.room_banner = Banner("warning", self)
+        self._to_new_chat = self.room_banner.add_action(self.tr("Ask in a new chat"), self._ask_in_new_chat)
+        self.room_banner.add_action(self.tr("Send anyway"), self._try_anyway, kind="quiet")
         self._pages = QStackedWidget(self)
         self.toast = Toast(self)
         self.setAcceptDrops(True)
         self._shows_chats = False
         self._close_guard = UnsavedTextGuard(store, self)
-        self.setFocusProxy(self.composer)
         self._lay_out()
         self._connect_page()
         self._connect_services()
@@ -146,6 +160,7 @@ class ChatView(Page):
         hint_row.setContentsMargins(24, 0, 24, 0)
         hint_row.addWidget(self.batch_hint)
         right.addLayout(hint_row)
+        right.addWidget(self.room_banner)
         right.addLayout(box_row)
         right.addLayout(note_row)
         below = QHBoxLayout()
@@ -166,7 +181,7 @@ class ChatView(Page):
         self.title_bar.models_wanted.connect(self.choose_model)
         self.title_bar.cancel_wanted.connect(self.picker.cancel_wanted)
         self.picker.more_wanted.connect(lambda: self.page_wanted.emit(MODELS))
-        self.picker.chosen.connect(do.choose_model)
+        self.picker.chosen.connect(self._choose_model)
         self.picker.chosen.connect(lambda _model: self.composer.setFocus())
         self._endpoints.changed.connect(self._show_place)
         panel.opened.connect(self._open)
@@ -185,7 +200,7 @@ class ChatView(Page):
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
-        self.attaching = Attaching(do, self.composer, self.notice_banner.show_text, self)
+        self.attaching = Attaching(do, self.composer, self._tell, self)
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
         self.composer.sampling_changed.connect(do.set_sampling)
@@ -273,6 +288,11 @@ class ChatView(Page):
         """Open the list of models, or close it."""
         self.picker.open_for(self.title_bar.model_button)
 
+    def _choose_model(self, model: str) -> None:
+        if self._told.get(self.presenter.conversation.id):
+            self._dismiss()  # it may read what the other could not
+        self.presenter.choose_model(model)
+
     def _choose_first(self) -> None:
         if self._library.was_listed and not self._library.entries:
             self.page_wanted.emit(FIRST_RUN)
@@ -280,7 +300,7 @@ class ChatView(Page):
             self.choose_model()
 
     def dragEnterEvent(self, event: QDragEnterEvent) -> None:
-        if sources_in(event.mimeData()):
+        if sources_in(event.mimeData()) and dropped_model(event.mimeData()) is None:
             event.acceptProposedAction()
         else:
             event.ignore()  # a model is for the window
@@ -300,6 +320,11 @@ class ChatView(Page):
         super().showEvent(event)
         self._close_guard.watch(self.window())
         self.composer.setFocus()
+
+    def focusInEvent(self, event: QFocusEvent) -> None:
+        # Not a focus proxy: Tab would go to the composer in the page's place, and past all that is above it.
+        super().focusInEvent(event)
+        self.composer.setFocus(event.reason())
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
@@ -328,16 +353,58 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def _resend(self, message_id: str, text: str) -> None:
-        self._once_agreed(lambda: self.presenter.resend(message_id, text))
+        self._once_it_fits((*self._before(message_id), text), lambda: self.presenter.resend(message_id, text))
         self.composer.setFocus()  # the box that had the focus is gone
 
     def _send(self, text: str) -> None:
-        def send() -> None:
-            if self.presenter.send(text):
-                self.composer.set_text("")
-                self.transcript.jump_to_end()
+        self._once_it_fits((*self._said(), text), lambda: self._send_now(text))
 
-        self._once_agreed(send)
+    def _send_now(self, text: str) -> None:
+        if self.presenter.send(text):
+            self.composer.set_text("")
+            self.transcript.jump_to_end()
+
+    def _said(self) -> list[str]:
+        return [row.message.content for row in self.presenter.model.rows]
+
+    def _before(self, message_id: str) -> list[str]:
+        return [message.content for message in self.presenter.model.tree.lineage(message_id)[:-1]]
+
+    def _once_it_fits(self, prompt: Sequence[str], do: Callable[[], object]) -> None:
+        """Does it if the context has room for the prompt, or when people say that it is to be tried nevertheless."""
+        limit = self._limit
+        path = self._client.model.path if self._client.model is not None else ""
+        used = self._counter.estimate(path, self._texts(prompt))
+        if limit is not None and used >= limit:
+            self._show_room(used, limit, lambda: self._once_agreed(do))
+        else:
+            self._once_agreed(do)
+
+    def _texts(self, prompt: Sequence[str]) -> list[str]:
+        return [text for text in (self.presenter.conversation.system_prompt, *prompt) if text.strip()]
+
+    def _show_room(self, used: int | None, limit: int | None, do: Callable[[], object]) -> None:
+        """Says that the context has no room for a prompt, if it is so; `do` sends it nevertheless."""
+        self._send_anyway = do
+        if used is None or limit is None or used < limit:
+            self.room_banner.hide()
+            return
+        path = self._client.model.path if self._client.model is not None else ""
+        alone = self._counter.estimate(path, self._texts([self.composer.text]))
+        self._to_new_chat.setVisible(alone < limit)
+        self.room_banner.show_text(too_long_text(used, limit, is_chat=alone < limit))
+
+    def _ask_in_new_chat(self) -> None:
+        text = self.composer.text
+        self.composer.set_text("")
+        self.presenter.set_draft("")
+        self.new_chat()
+        self.composer.box.setPlainText(text)
+
+    def _try_anyway(self) -> None:
+        self.room_banner.hide()
+        self._send_anyway()
+        self.composer.setFocus()
 
     def _once_agreed(self, do: Callable[[], object]) -> None:
         """Does it at once, or, where text would leave this PC for the first time to there, when people agree."""
@@ -389,7 +456,8 @@ class ChatView(Page):
         if action == "branch":  # which asks nobody
             act_and_show()
         else:
-            self._once_agreed(act_and_show)
+            prompt = self._said() if action == "continue" else self._before(message_id)
+            self._once_it_fits(prompt, act_and_show)
 
     def _escape(self) -> None:
         if self._shows_chats and not self._beside.isVisible():
@@ -424,7 +492,25 @@ class ChatView(Page):
 
     # --- reacting to signals ---
 
+    def _tell(self, sentence: str) -> None:
+        """A notice about the chat on screen."""
+        self._told[self.presenter.conversation.id] = sentence
+        self._show_told()
+
+    def _show_told(self) -> None:
+        sentence = self._told.get(self.presenter.conversation.id, "")
+        if sentence:
+            self.notice_banner.show_text(sentence)
+        elif self.notice_banner.text in self._told.values():  # of another chat
+            self.notice_banner.hide()
+
+    def _dismiss(self) -> None:
+        self._told.pop(self.presenter.conversation.id, None)
+        self.notice_banner.hide()
+
     def _on_shown(self, conversation: Conversation) -> None:
+        self.room_banner.hide()  # until this chat is counted
+        self._show_told()
         self._on_changed(conversation)
         self.composer.show_conversation(conversation, with_draft=True)
         self.composer.show_pictures(self.presenter.pictures)
@@ -537,23 +623,33 @@ class ChatView(Page):
 
     def _count(self) -> None:
         """Exact right after an answer; estimated here while there is text that the engine has not counted."""
-        remote = self.presenter.remote
-        model = self._client.model if not self.presenter.is_elsewhere else None
-        limit = model.context_tokens if model is not None else self._context_of(remote)
-        draft = self.composer.text
+        is_here, model, draft = not self.presenter.is_elsewhere, self._client.model, self.composer.text
         last = self.presenter.model.last
-        if last is not None and last.stats is not None and last.stats.prompt_tokens and not draft.strip():
-            self._counting = ""
-            self.composer.set_context(last.stats.prompt_tokens + last.stats.generated_tokens, limit, about=False)
+        if last is not None and last.stats is not None and last.stats.prompt_tokens:
+            used = last.stats.prompt_tokens + last.stats.generated_tokens
+            if not draft.strip() or not is_here:
+                self._counting = ""
+                self._show_used(used + (self._counter.estimate("", [draft]) if draft.strip() else 0), about=bool(draft))
+                return
+        if not is_here or model is None:
+            self._show_used(None, about=True)
             return
-        if model is None or (last is not None and last.state is MessageState.STREAMING):
-            if model is None:
-                self.composer.set_context(None, None, about=True)
+        if last is not None and last.state is MessageState.STREAMING:
             return
-        path = (row.message.content for row in self.presenter.model.rows)
-        texts = [self.presenter.conversation.system_prompt, *path, draft]
         self._counting = self.presenter.conversation.id
-        self._counter.count(self._counting, model.path, [text for text in texts if text.strip()])
+        self._counter.count(self._counting, model.path, self._texts((*self._said(), draft)))
+
+    @property
+    def _limit(self) -> int | None:
+        """The context of who answers, in tokens, if it is known."""
+        if self.presenter.is_elsewhere:
+            return self._context_of(self.presenter.remote)
+        return self._client.model.context_tokens if self._client.model is not None else None
+
+    def _show_used(self, used: int | None, *, about: bool) -> None:
+        limit = self._limit
+        self.composer.set_context(used, limit, about=about)
+        self._show_room(used, limit, lambda: self._once_agreed(lambda: self._send_now(self.composer.text)))
 
     def _context_of(self, remote: RemoteModel | None) -> int | None:
         """The longest context of a server's model, if it says so."""
@@ -567,7 +663,7 @@ class ChatView(Page):
     def _on_counted(self, key: str, tokens: int) -> None:
         model = self._client.model
         if model is not None and key == self._counting and not self.presenter.is_elsewhere:
-            self.composer.set_context(tokens, model.context_tokens, about=tokens > 0)
+            self._show_used(tokens, about=tokens > 0)
 
     def _set_widths(self) -> None:
         width = scaled(COLUMN_PX)

@@ -26,11 +26,11 @@ LEAST_CHIP_PX = 60
 
 class Composer(QFrame):
     """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit;
-    `pictures_wanted` (choose files), `pictured` (pictures that were pasted or dropped), `picture_removed` (which)."""
+    `pictures_wanted` (choose files), `given` (what was pasted or dropped and is no text), `picture_removed` (which)."""
 
     sent = Signal(str)
     pictures_wanted = Signal()
-    pictured = Signal(list)
+    given = Signal(list)
     picture_removed = Signal(int)
     stopped = Signal()
     edited = Signal(str)
@@ -51,8 +51,8 @@ class Composer(QFrame):
         self.box.entered.connect(self._send)
         self.box.focused.connect(self._show_focus)
         self.box.textChanged.connect(self._on_text)
-        self.box.takes_pictures = True
-        self.box.pictured.connect(self.pictured)
+        self.box.takes_files = True
+        self.box.given.connect(self.given)
         self.pictures = PictureRow(thumbnails, self, removable=True)
         self.pictures.removed.connect(self.picture_removed)
         self._has_pictures = False

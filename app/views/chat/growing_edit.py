@@ -13,13 +13,13 @@ MOST_LINES = 10
 
 
 class GrowingEdit(QPlainTextEdit):
-    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus), `pictured` (pictures that
-    were pasted or dropped, if it `takes_pictures`)."""
+    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus), `given` (files and pictures
+    that were pasted or dropped, if it `takes_files`: their addresses are never a text)."""
 
     entered = Signal()
     focused = Signal(bool)
-    pictured = Signal(list)
-    takes_pictures = False
+    given = Signal(list)
+    takes_files = False
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -34,16 +34,16 @@ class GrowingEdit(QPlainTextEdit):
 
     def canInsertFromMimeData(self, source: QMimeData) -> bool:
         # A model dropped here is meant for the window.
-        if self.takes_pictures and sources_in(source):
-            return True
-        return dropped_model(source) is None and super().canInsertFromMimeData(source)
+        if sources_in(source):
+            return self.takes_files and dropped_model(source) is None
+        return super().canInsertFromMimeData(source)
 
     def insertFromMimeData(self, source: QMimeData) -> None:
-        sources = sources_in(source) if self.takes_pictures else []
-        if sources:
-            self.pictured.emit(sources)
-        else:
+        sources = sources_in(source)
+        if not sources:
             super().insertFromMimeData(source)
+        elif self.takes_files:
+            self.given.emit(sources)
 
     def event(self, event: QEvent) -> bool:
         # With nothing to undo here, Ctrl+Z goes to the page, which restores a deleted chat.

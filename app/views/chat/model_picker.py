@@ -33,6 +33,7 @@ from app.views.chat.phrases import choice_text, sent_text, title_text
 from app.widgets.loading_words import loading_words
 from app.widgets.popover import Popover
 from app.widgets.shortcuts import note_keys
+from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
 
 WIDTH_PX = 460
@@ -103,6 +104,11 @@ class ModelPicker(Popover):
         self.more_button = self._action(self.tr("Get more models…"), self._get_more, kind="quiet")
         self._lay_out()
         self._connect()
+
+    def add_starter(self, offer: StarterOffer) -> None:
+        """Below the list."""
+        self.column.insertWidget(self.column.indexOf(self.nothing) + 1, offer)
+        offer.follow(self._library)
 
     # --- building ---
 

@@ -189,6 +189,28 @@ def text_only_text(remote: RemoteModel | None) -> str:
     )
 
 
+def too_long_text(used: int, limit: int, *, is_chat: bool) -> str:
+    """That a prompt does not fit, before it is sent."""
+    words = (
+        translate("Chat", "With your message this chat has about {0} tokens; the model reads {1}. Ask in a new chat.")
+        if is_chat
+        else translate("Chat", "Your message has about {0} tokens; the model reads {1}. Shorten it.")
+    )
+    return words.format(count(used), count(limit))
+
+
+def not_attached_text(names: Sequence[str], *, reads_pictures: bool) -> str:
+    """Why these files cannot go with a message, and what can."""
+    more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1)
+    takes = (
+        translate("Chat", "a message takes text and pictures (PNG, JPEG, WebP, GIF)")
+        if reads_pictures
+        else translate("Chat", "messages to this model take text only")
+    )
+    words = translate("Chat", "{0} cannot be attached: {1}. Copy what the model is to read into the message.")
+    return words.format(names[0] if len(names) == 1 else more, takes)
+
+
 def unseen_text(remote: RemoteModel | None) -> str:
     """That who answers reads nothing of the pictures in a chat."""
     if remote is None:

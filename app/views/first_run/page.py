@@ -19,7 +19,6 @@ from app.theme import scaled
 from app.views.first_run.engine_card import EngineCard
 from app.views.first_run.here_card import HereCard
 from app.views.first_run.phrases import meaning_words, parts_words
-from app.views.first_run.starter_card import StarterCard
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.fit_words import Presence
@@ -27,6 +26,7 @@ from app.widgets.flow_layout import Flow
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.recommendations import RecommendationList
+from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import ask_token_of
 
 if TYPE_CHECKING:
@@ -81,7 +81,13 @@ class FirstRunPage(Page):
         self.list = RecommendationList(self.recommended, primary="balanced")
         self.progress = DownloadsCard(self)
         self.here = HereCard(self)
-        self.starter = StarterCard(starter, self)
+        self.starter_card = Card(self.tr("Just try the starter"), self)
+        about = self.tr(
+            "A small Mixture of Experts that runs on any machine, converted here from a PyPI package, for a first "
+            "look. It gets facts wrong and may repeat itself."
+        )
+        self.starter = StarterOffer(starter, about, self.starter_card)
+        self.starter_card.body.addWidget(self.starter)
         self._parts = muted_label(self.machine, role="")
         self._meaning = muted_label(self.machine)
         self._note = muted_label(self.recommended, self.tr("Looking at this PC…"))
@@ -119,7 +125,7 @@ class FirstRunPage(Page):
             column.setSpacing(GAP_PX)
             for card in cards:
                 column.addWidget(card)
-        right.addWidget(self.starter)
+        right.addWidget(self.starter_card)
         left.addWidget(Flow(*self.ways, parent=self))
         left.addStretch(1)
         right.addStretch(1)
@@ -211,7 +217,7 @@ class FirstRunPage(Page):
         self._middle.setMaximumWidth(scaled(WIDEST_PX))
 
     def _show_lead(self) -> None:
-        self.starter.setVisible(not self._part.is_needed)  # it comes with the engine, or after it
+        self.starter_card.setVisible(not self._part.is_needed)  # it comes with the engine, or after it
         self._lead.setText(
             self.tr("First the engine, then a model. Nothing is downloaded before you click.")
             if self._part.is_needed

@@ -8,19 +8,28 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QEvent, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QDragEnterEvent, QDropEvent, QGuiApplication, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QFrame,
+    QHBoxLayout,
+    QMainWindow,
+    QPushButton,
+    QStackedWidget,
+    QVBoxLayout,
+    QWidget,
+)
 
 from app.icons import logo
 from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
+from app.services.settings import STARTER
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
 from app.widgets.banner import Banner, BannerStack
 from app.widgets.dropped_model import dropped_model, model_at
-from app.widgets.page import BATCH, CHAT, FIRST_RUN, TUNE, Page, PageEntry
+from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
 from app.widgets.shortcuts import add_shortcut, keys_of
@@ -89,11 +98,12 @@ class MainWindow(QMainWindow):
 
         self.sidebar.page_chosen.connect(self.show_page)
         services.model_start.starter_missing.connect(self._on_no_model)
-        services.model_start.problem.connect(self.problem_banner.show_text)
-        settings.save_failed.connect(self.problem_banner.show_text)
+        services.model_start.problem.connect(self._on_model_problem)
+        services.download.ended.connect(self._on_starter)
+        settings.save_failed.connect(self._show_problem)
         services.hardware_change.noticed.connect(self._on_hardware_change)
         services.tuning_outrun.noticed.connect(self._on_outrun)
-        services.telemetry.problem.connect(self.problem_banner.show_text)
+        services.telemetry.problem.connect(self._show_problem)
         client.state_changed.connect(self._on_engine_state)
         client.model_loaded.connect(self._on_model_loaded)
         client.responding_changed.connect(self._on_responding)
@@ -201,7 +211,7 @@ class MainWindow(QMainWindow):
         def save(path: Path) -> None:
             diagnosis = Diagnosis(self)
             self.closing.connect(diagnosis.close)
-            diagnosis.problem.connect(self.problem_banner.show_text)
+            diagnosis.problem.connect(self._show_problem)
             diagnosis.written.connect(
                 lambda: self.crash_banner.show_text(self.tr("The report is in {0}.").format(path))
             )
@@ -275,6 +285,28 @@ class MainWindow(QMainWindow):
         from app.widgets.asking import before_loading
 
         before_loading(self.services.jobs, self, self.services.model_start.restart)
+
+    def _show_problem(self, sentence: str) -> None:
+        if self._to_models is not None:
+            self._to_models.hide()
+        self.problem_banner.show_text(sentence)
+
+    def _on_model_problem(self, sentence: str) -> None:
+        self._show_problem(sentence)
+        if self._to_models is None:
+            self._to_models = self.problem_banner.add_action(self.tr("Models"), lambda: self.show_page(MODELS))
+        self._to_models.show()
+
+    _to_models: QPushButton | None = None
+
+    def _on_starter(self, is_there: bool) -> None:
+        """Loads the starter that was got anywhere but on the page of the first run, which loads it itself."""
+        the = self.services
+        if is_there:
+            the.library.look()
+            wants = the.settings.default_model == STARTER and the.client.model is None
+            if wants and FIRST_RUN not in self._built:
+                the.model_start.begin()
 
     def _on_no_model(self) -> None:
         self._needs_model = True

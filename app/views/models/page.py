@@ -42,6 +42,7 @@ from app.widgets.page_header import PageHeader
 from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
 from app.widgets.shortcuts import add_shortcut
+from app.widgets.starter_offer import StarterOffer
 from app.widgets.toast import Toast
 from app.widgets.token_dialog import TokenDialog, ask_token_of
 from engine.checkpoint.connected import Room
@@ -102,6 +103,11 @@ class ModelsPage(Page):
         self._show_models()
         self._show_downloads()
         self._show_recommendations()
+
+    def add_starter(self, offer: StarterOffer) -> None:
+        """Below the models on this PC."""
+        self.here.body.insertWidget(self.here.body.count() - 1, offer)
+        offer.follow(self._library)
 
     def close_down(self) -> None:
         """Waits for background work."""

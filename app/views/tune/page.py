@@ -20,9 +20,10 @@ from app.views.tune.report import page_report
 from app.views.tune.run_following import RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
-from app.widgets.page import Page
+from app.widgets.page import MODELS, Page
 from app.widgets.page_header import PageHeader
 from app.widgets.shortcuts import add_shortcut
+from app.widgets.starter_offer import StarterOffer
 from engine.planner.plan_parts import Plan
 from engine.tuning.machine_look import MachineLook
 
@@ -86,6 +87,15 @@ class TunePage(Page):
         if not self.tuning.is_running and not self.following.has_unsaved:
             self.tuning.recall(self.cards.run.model)
 
+    def add_starter(self, offer: StarterOffer) -> None:
+        """Where it is not there."""
+        self.cards.run.add_starter(offer)
+        offer.ready.connect(self._on_starter)
+
+    def _on_starter(self) -> None:
+        self._list_models()
+        self._ask_for_plan()
+
     def close_down(self) -> None:
         """Waits for background work."""
         self.planning.close()
@@ -126,6 +136,7 @@ class TunePage(Page):
         self.what_if_button.toggled.connect(self._on_what_if)
         self.cards.what_if.close_wanted.connect(lambda: self.what_if_button.setChecked(False))
         self.copy_button.clicked.connect(self._copy)
+        self.cards.run.models_wanted.connect(lambda: self.page_wanted.emit(MODELS))
         self.cards.run.model_chosen.connect(lambda _model: self._on_model())
         following = self.following
         following.began.connect(self._on_began)
@@ -176,7 +187,7 @@ class TunePage(Page):
         self._listing.ask(_library, self._on_listed, lambda _error: self._on_listed([]))
 
     def _on_listed(self, names: list[str]) -> None:
-        self.cards.run.show_models([STARTER, *names])
+        self.cards.run.show_models(names)
 
     def _on_looked(self, look: MachineLook) -> None:
         self.following.draw_machine()

@@ -23,6 +23,7 @@ from app.theme import set_look
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
+from app.widgets.starter_offer import StarterOffer
 from engine.tuning.result import TuningKind
 
 _STEPS = 1000
@@ -36,13 +37,15 @@ class CancelButton(QPushButton):
 
 
 class RunCard(Card):
-    """Signals: `model_chosen(str)`, `run_wanted`, `measuring_wanted`, `cancel_wanted`, `keep_wanted`."""
+    """Signals: `model_chosen(str)`, `run_wanted`, `measuring_wanted`, `cancel_wanted`, `keep_wanted`, `models_wanted`
+    (to get others)."""
 
     model_chosen = Signal(str)
     run_wanted = Signal()
     measuring_wanted = Signal()
     cancel_wanted = Signal()
     keep_wanted = Signal()
+    models_wanted = Signal()
 
     def __init__(self, model: str, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -50,6 +53,7 @@ class RunCard(Card):
         self.caption.hide()
         self.setAccessibleName(self.tr("Tuning"))
         self._model, self._in_library, self._names = model, True, [model]
+        self._here = {model}
         self.models = ComboBox(self)
         self.models.setEditable(True)
         self.models.setInsertPolicy(ComboBox.InsertPolicy.NoInsert)
@@ -86,6 +90,8 @@ class RunCard(Card):
         self.keep = QPushButton(self.tr("Save anyway"), self)
         self.keep.setToolTip(self.tr("Saves figures that are too low because other programs were busy"))
         self.keep.hide()
+        self.others = QPushButton(self.tr("Get another model…"), self)
+        self.others.clicked.connect(self.models_wanted)
         self._lay_out()
         self._show_running(running=False)
         self.show_models([model])
@@ -105,8 +111,18 @@ class RunCard(Card):
     def kind(self) -> TuningKind:
         return "thorough" if self.thorough.isChecked() else "quick"
 
+    def add_starter(self, offer: StarterOffer) -> None:
+        """Shown where the starter was chosen and is not there, which `show_models` says."""
+        self.starter = offer
+        self._missing.insertWidget(0, offer)
+        self._show_can_run()
+
+    starter: StarterOffer | None = None
+
     def show_models(self, names: Sequence[str]) -> None:
-        """Updates the library's models; keeps the selection."""
+        """Updates the models that are there; keeps the selection."""
+        self._here = set(names)
+        names = [STARTER, *names]
         self._names = list(dict.fromkeys((*names, *([self._model] if self._in_library else []))))
         self.models.clear()
         for name in self._names:
@@ -212,6 +228,10 @@ class RunCard(Card):
         self.body.addWidget(self.choices)
         self.body.addWidget(self.running)
         self.body.addWidget(self.notes)
+        self._missing = QHBoxLayout()
+        self._missing.addWidget(self.others)
+        self._missing.addStretch(1)
+        self.body.addLayout(self._missing)
         below = QHBoxLayout()
         below.setSpacing(16)
         below.addWidget(self.unsaved, 1)
@@ -231,10 +251,14 @@ class RunCard(Card):
         self._show_can_run()
 
     def _show_can_run(self) -> None:
+        is_missing = self._in_library and self._model not in self._here
         for button in (self.start, self.measure_only):
             button.setEnabled(self._in_library)
         tip = "" if self._in_library else self.tr("Only library models can be timed; for this one you can make a plan.")
         self.start.setToolTip(tip)
+        self.others.setVisible(is_missing)
+        if self.starter is not None:
+            self.starter.setVisible(is_missing and self._model == STARTER)
 
     def _on_activated(self, at: int) -> None:
         self._take(str(self.models.itemData(at)), in_library=True)

@@ -1,0 +1,99 @@
+"""The starter model, offered where no model is: small, and runs on any machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QProgressBar, QPushButton, QVBoxLayout, QWidget
+
+from app.services.settings import STARTER
+from app.services.starter_download import StarterDownload
+from app.widgets.card import muted_label, set_message
+from app.widgets.flow_layout import Flow
+
+if TYPE_CHECKING:
+    from app.services.library import Library
+
+
+class StarterOffer(QWidget):
+    """A button that gets it, then how far it is, wherever that was begun.
+
+    Args:
+        about: what is said beside the button.
+
+    Signals: `ready`, when the starter model is there.
+    """
+
+    ready = Signal()
+
+    def __init__(self, download: StarterDownload, about: str = "", parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._download, self._about = download, about
+        self.text = muted_label(self)
+        self._bar = QProgressBar(self)
+        self._bar.setTextVisible(False)
+        self._bar.setAccessibleName(self.tr("Download of the starter model"))
+        self.get_button = QPushButton(self)
+        self.get_button.clicked.connect(self.begin)
+        self.cancel_button = QPushButton(self.tr("Cancel"), self)
+        self.cancel_button.clicked.connect(self._stop)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        for widget in (self.text, self._bar, Flow(self.get_button, self.cancel_button, parent=self)):
+            column.addWidget(widget)
+        download.began.connect(self._show_begun)
+        download.progress.connect(self._on_progress)
+        download.ended.connect(self._on_ended)
+        self._show_offer("")
+        if download.is_running:
+            self._show_begun()
+
+    def follow(self, library: Library) -> None:
+        """Shows it as long as the models on this PC are known, and the starter is none of them."""
+
+        def show() -> None:
+            self.setVisible(library.was_listed and library.entry(STARTER) is None)
+
+        library.listed.connect(show)
+        show()
+
+    def begin(self) -> None:
+        """Gets it; no effect while it is on its way."""
+        self._download.start()
+
+    def _show_offer(self, trouble: str) -> None:
+        set_message(self.text, trouble or self._about)
+        self.get_button.setText(self.tr("Try again") if trouble else self.tr("Get the starter (93 MB)"))
+        had_focus = self.cancel_button.hasFocus()
+        self._bar.hide()
+        self.get_button.show()
+        if had_focus:
+            self.get_button.setFocus()
+        self.cancel_button.hide()
+
+    def _show_begun(self) -> None:
+        set_message(self.text, self.tr("Getting the starter model…"))
+        self._bar.setRange(0, 0)  # busy indicator until the first percentage
+        self._bar.show()
+        self.cancel_button.setEnabled(True)
+        self.cancel_button.show()
+        if self.get_button.hasFocus():
+            self.cancel_button.setFocus()
+        self.get_button.hide()
+
+    def _stop(self) -> None:
+        self.cancel_button.setEnabled(False)
+        self.text.setText(self.tr("Stopping…"))
+        self._download.cancel()
+
+    def _on_progress(self, percent: int) -> None:
+        self._bar.setRange(0, 100)
+        self._bar.setValue(percent)
+        if self.cancel_button.isEnabled():
+            self.text.setText(self.tr("Getting the starter model, {0}% done…").format(percent))
+
+    def _on_ended(self, built: bool, sentence: str) -> None:
+        self._show_offer(sentence)
+        if built:
+            self.ready.emit()

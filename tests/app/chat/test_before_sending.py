@@ -1,0 +1,139 @@
+"""What is told before a message is sent: what cannot be attached, in its chat alone, and that a chat is too long."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from PySide6.QtCore import QMimeData, QUrl
+from PySide6.QtGui import QGuiApplication, QTextCursor
+from pytestqt.qtbot import QtBot
+
+from app.views.chat.chat_view import ChatView
+from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+
+def write(page: ChatView, text: str) -> None:
+    page.composer.box.setPlainText(text)
+    page.composer.box.entered.emit()
+
+
+def _files(*paths: Path, text: str = "") -> QMimeData:
+    data = QMimeData()
+    data.setUrls([QUrl.fromLocalFile(str(path)) for path in paths])
+    if text:
+        data.setText(text)
+    return data
+
+
+def test_a_file_never_becomes_its_address(page: ChatView, tmp_path: Path) -> None:
+    notes, model = tmp_path / "notes.pdf", tmp_path / "model.gguf"
+    for path in (notes, model):
+        path.write_bytes(b"x")
+    given = [_files(path, text=path.as_uri()) for path in (notes, model, tmp_path, tmp_path / "gone")]
+    given.append(_files(notes, model))
+    for words in (notes.as_uri(), f"x-special/nautilus-clipboard\ncopy\n{notes.as_uri()}\n"):
+        given.append(QMimeData())
+        given[-1].setText(words)
+    for data in given:
+        page.notice_banner.hide()
+        page.composer.box.insertFromMimeData(data)
+        assert page.composer.text == ""
+        assert "cannot be attached: messages to this model take text only" in page.notice_banner.text
+        assert page.notice_banner.isVisible()
+    assert page.notice_banner.text.startswith("notes.pdf cannot")
+    QGuiApplication.clipboard().setMimeData(_files(notes, model))
+    page.composer.box.paste()
+    QGuiApplication.clipboard().clear()  # Python's data must not outlive Python
+    assert page.notice_banner.text.startswith("notes.pdf and 1 more cannot")
+    sent = QMimeData()
+    sent.setText("see file:///etc/hosts, and\nhttps://example.org")
+    page.composer.box.insertFromMimeData(sent)
+    assert page.composer.text == sent.text()
+
+
+def test_an_edited_message_takes_no_files_either(page: ChatView, engine: ScriptedEngine, tmp_path: Path) -> None:
+    write(page, "Hello")
+    engine.finish()
+    page.transcript.turns[0].start_editing()  # type: ignore[union-attr]
+    editor = page.transcript.turns[0].editor  # type: ignore[union-attr]
+    editor.moveCursor(QTextCursor.MoveOperation.End)
+    assert not editor.canInsertFromMimeData(_files(tmp_path / "notes.pdf"))
+    editor.insertFromMimeData(_files(tmp_path / "notes.pdf"))
+    assert editor.toPlainText() == "Hello"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")
+def test_a_pipe_with_the_name_of_a_picture_is_not_waited_for(tmp_path: Path) -> None:
+    from app.services.pictures import _prepared
+
+    os.mkfifo(tmp_path / "a.png")
+    assert _prepared([tmp_path / "a.png"], 0).problems == ("a.png is no file.",)
+
+
+def test_a_notice_stays_with_its_chat(page: ChatView, engine: ScriptedEngine) -> None:
+    write(page, "Hello")
+    engine.finish()
+    first = page.presenter.conversation.id
+    page.attaching.choose()
+    assert page.notice_banner.text.startswith("Models on this PC read text only")
+    page.new_chat()
+    assert not page.notice_banner.isVisible()
+    page.presenter.open(first)
+    assert page.notice_banner.isVisible()
+    page.new_chat()
+    page.notice_banner.show_text("Of the whole window.")
+    page.presenter.open(first)
+    page._dismiss()
+    page.new_chat()
+    page.presenter.open(first)
+    assert not page.notice_banner.isVisible()
+
+
+def _words(tokens: int) -> str:
+    return "word" * tokens  # four letters a token, where the model has no tokenizer
+
+
+def test_a_chat_over_its_context_is_told_first(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    write(page, _words(5000))
+    engine.finish()
+    asked = len(engine.requests)
+    page.composer.box.setPlainText(_words(4000))
+    qtbot.waitUntil(page.room_banner.isVisible)  # while one writes
+    assert f"reads {STARTER.context_tokens:,}" in page.room_banner.text
+    page.composer.box.entered.emit()
+    assert len(engine.requests) == asked
+    assert page.composer.text == _words(4000)
+    first = page.presenter.conversation.id
+    page._to_new_chat.click()
+    assert page.presenter.conversation.id != first
+    assert page.composer.text == _words(4000)
+    assert not page.room_banner.isVisible()
+    page.composer.box.entered.emit()
+    assert len(engine.requests) == asked + 1
+
+
+def test_it_is_told_at_once_and_can_be_tried_nevertheless(page: ChatView, engine: ScriptedEngine) -> None:
+    page.composer.box.setPlainText(_words(9000))
+    page.composer.box.entered.emit()
+    assert engine.requests == []
+    assert "Shorten it." in page.room_banner.text
+    assert page._to_new_chat.isHidden()  # it would not fit there, either
+    page._try_anyway()
+    assert len(engine.requests) == 1
+    assert page.composer.text == ""
+
+
+def test_editing_and_continuing_are_looked_at_too(page: ChatView, engine: ScriptedEngine) -> None:
+    write(page, _words(5000))
+    engine.write(_words(4000))
+    engine.finish()
+    question, answer = (row.message.id for row in page.presenter.model.rows)
+    asked = len(engine.requests)
+    page.transcript.acted.emit(answer, "continue")
+    assert page.room_banner.isVisible()
+    page.transcript.resent.emit(question, _words(9000))
+    assert len(engine.requests) == asked
+    page.transcript.resent.emit(question, "Short")
+    assert len(engine.requests) == asked + 1
