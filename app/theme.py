@@ -261,7 +261,7 @@ class PlainTextStyle(QProxyStyle):
     label before its text is laid out, also those that Qt makes itself.
     """
 
-    def polish(self, what: Any) -> None:  # type: ignore[override]
+    def polish(self, what: Any) -> None:
         if isinstance(what, QLabel) and what.textFormat() == Qt.TextFormat.AutoText:
             what.setTextFormat(Qt.TextFormat.PlainText)
         super().polish(what)

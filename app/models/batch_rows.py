@@ -10,6 +10,7 @@ from PySide6.QtCore import QModelIndex, QObject, Qt
 
 from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from engine.batch_files.messages import BatchRow
+from engine.common.plain_text import few_marks
 
 __all__ = ["ROW_ROLE", "AnsweredRowsModel", "Column", "InputRowsModel", "one_line"]
 
@@ -127,4 +128,4 @@ class InputRowsModel(HeadedTable):
 
 def one_line(text: str) -> str:
     """Text without line breaks, for a table cell."""
-    return " ".join(text.split())
+    return few_marks(" ".join(text.split()))

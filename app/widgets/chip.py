@@ -8,6 +8,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePol
 
 from app.icons import IconMark
 from app.theme import ColourName, themed
+from engine.common.plain_text import few_marks
 
 SIGN_PX = 14
 WIDEST_PX = 340
@@ -45,7 +46,7 @@ class ElidedLabel(QLabel):
 
     def set_full_text(self, text: str) -> None:
         """Show this text, elided if necessary."""
-        self._full = " ".join(line.strip() for line in text.splitlines())
+        self._full = few_marks(" ".join(line.strip() for line in text.splitlines()))
         self.setAccessibleName(self._full)
         self._fit()
         self.updateGeometry()

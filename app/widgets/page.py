@@ -72,14 +72,15 @@ class FocusKeeper(QObject):
 
     def _step(self, lost: QWidget, *, back: bool) -> None:
         """To the neighbour of the widget that lost the focus, as if that had it still."""
-        at = lost
-        while True:
+        at: QWidget | None = lost
+        while at is not None:
             at = at.previousInFocusChain() if back else at.nextInFocusChain()
-            takes = at.focusPolicy() & Qt.FocusPolicy.TabFocus and at.focusProxy() is None
-            if at is lost or (takes and at.isEnabled() and at.isVisible()):
+            if at is None or at is lost:
+                break
+            if at.focusPolicy() & Qt.FocusPolicy.TabFocus and not at.focusProxy() and at.isEnabled() and at.isVisible():
                 break
         self._forget()
-        at.setFocus(Qt.FocusReason.BacktabFocusReason if back else Qt.FocusReason.TabFocusReason)
+        (at or lost).setFocus(Qt.FocusReason.BacktabFocusReason if back else Qt.FocusReason.TabFocusReason)
 
 
 class Page(QWidget):

@@ -8,6 +8,8 @@ from PySide6.QtCore import QEvent, QSize, Qt
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QLabel, QWidget
 
+from engine.common.plain_text import few_marks
+
 _LEAST_CHARACTERS = 12
 _WORDS = re.compile(r"[^\s/\\-]+[/\\-]?|[/\\-]")
 """Lines break at white space, and in paths after a slash or a hyphen."""
@@ -38,7 +40,7 @@ class WrappedLabel(QLabel):
         self.setText(text)
 
     def setText(self, text: str) -> None:
-        self._whole = without_commands(text)
+        self._whole = few_marks(without_commands(text))
         self._fit()
 
     def text(self) -> str:

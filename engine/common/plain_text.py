@@ -6,10 +6,15 @@ terminal, set its title or fill its clipboard, and marks that reverse the order 
 
 from __future__ import annotations
 
+import itertools
 import re
+import unicodedata
+from functools import cache
 
 INSTEAD = "\ufffd"
 _LONGEST_QUOTE = 100
+_MOST_MARKS = 30
+"""As in Unicode's stream-safe text format (UAX 15)."""
 
 _OBEYED = re.compile(
     "["
@@ -32,6 +37,18 @@ def plain(text: str) -> str:
 def plain_line(text: str) -> str:
     """The same on one line: every kind of white space becomes a space."""
     return plain(" ".join(text.split()))
+
+
+@cache
+def _many_marks() -> re.Pattern[str]:
+    planes = itertools.chain(range(0x300, 0x1F000), range(0xE0100, 0xE01F0))
+    marks = "".join(letter for letter in map(chr, planes) if unicodedata.category(letter)[0] == "M")
+    return re.compile(f"([{marks}]{{{_MOST_MARKS}}})[{marks}]+")
+
+
+def few_marks(text: str) -> str:
+    """`text` with no more combining marks on a letter than writing has: to lay out thousands takes seconds."""
+    return text if text.isascii() else _many_marks().sub(r"\1", text)
 
 
 def quoted(text: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PySide6.QtCore import QSize
 from PySide6.QtTest import QSignalSpy
 from PySide6.QtWidgets import QApplication, QLabel, QMessageBox, QPushButton
 from pytestqt.qtbot import QtBot
@@ -20,17 +21,22 @@ from app.services.hub import Hub
 from app.services.library import Library
 from app.services.settings import STARTER, Settings
 from app.services.starter_download import StarterDownload
+from app.theme import ThemeController
 from app.views.first_run import FirstRunPage
 from app.views.first_run.phrases import meaning_words, parts_words
 from app.widgets.page import CHAT, MODELS, SETTINGS
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import TokenDialog
+from app.widgets.wrapped_label import WrappedLabel
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
+from engine.checkpoint.names import not_in_library
 from tests.app import tuning_results as made
 from tests.app.model_parts import DOWNLOADS, RECOMMENDATIONS
+from tests.app.model_parts import MODELS as MODELS_HERE
 from tests.app.scripted_engine import STARTER as STARTER_INFO
 from tests.app.scripted_engine import ScriptedEngine
+from tests.app.stage import SCENES, staged
 from tests.app.test_accessible_names import without_name
 
 FOUND = (
@@ -321,3 +327,58 @@ def test_a_download_shows_how_far_it_is_and_can_be_cancelled(card: Callable[[str
     qtbot.waitUntil(lambda: _says(shown, "7%"))
     _press(shown, "Cancel")
     qtbot.waitUntil(lambda: _says(shown, "small Mixture of Experts"))
+
+
+# --- offered wherever models are chosen -----------------------------------------------------------
+
+
+def test_the_starter_can_be_had_from_the_picker_models_and_tune(
+    settings: Settings, theme: ThemeController, tmp_path: Path, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library_module, "_look_around", lambda _: Listing(()))
+    with staged(settings, theme, tmp_path) as stage:
+        stage.services.download._command = [sys.executable, "-c", COMMANDS["endless"]]
+        stage.show(QSize(1280, 800))
+        stage.engine.unload()
+        SCENES["tune-start"](stage)
+        stage.window.show_page(MODELS)
+        stage.window.show_page(CHAT)
+        stage.chat.choose_model()
+        offers = [page.findChild(StarterOffer) for page in (stage.chat.picker, stage.window.page(MODELS), stage.tune)]
+        picker, models, tune = offers
+        assert picker is not None
+        assert models is not None
+        assert tune is not None
+        qtbot.waitUntil(lambda: not any(offer.isHidden() for offer in (picker, models, tune)))
+        picker.get_button.click()
+        for offer in (picker, models, tune):  # all of them say how far it is
+            qtbot.waitUntil(lambda offer=offer: "7%" in offer.text.text())
+        models.cancel_button.click()
+        qtbot.waitUntil(lambda: not stage.services.download.is_running)
+        assert not picker.get_button.isHidden()
+        assert picker.cancel_button.isHidden()
+        begun: list[None] = []
+        monkeypatch.setattr(stage.services.model_start, "begin", lambda: begun.append(None))
+        monkeypatch.setattr(library_module, "_look_around", lambda _: Listing(MODELS_HERE))
+        stage.services.download.ended.emit(True, "")
+        assert begun == [None]  # it is loaded, as nothing else is
+        qtbot.waitUntil(lambda: picker.isHidden() and models.isHidden())
+
+
+def test_messages_in_the_window_name_no_commands(qtbot: QtBot) -> None:
+    said = {
+        str(not_in_library("x")): "There is no model called 'x' in the library.",
+        "The starter model is not on this machine yet: run `switchyard models pull starter`.": (
+            "The starter model is not on this machine yet."
+        ),
+        "There is no folder a/b; if it is on the hub, `switchyard models pull a/b` downloads it. Else.": (
+            "There is no folder a/b. Else."
+        ),
+        "Give a new one, or remove it (`switchyard models forget-token`).": "Give a new one, or remove it.",
+        "This machine has no card: use cpu, or run `switchyard doctor`.": "This machine has no card: use cpu.",
+        "It is broken: reinstall Switchyard; `switchyard doctor` says more.": "It is broken: reinstall Switchyard.",
+    }
+    for sentence, shown in said.items():
+        label = WrappedLabel(sentence)
+        qtbot.addWidget(label)
+        assert label.text() == shown

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine import cli
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.plain_text import INSTEAD, plain, plain_line
+from engine.common.plain_text import INSTEAD, few_marks, plain, plain_line
 from engine.process.lifetime import log_to_file
 from engine.verbs import output
 
@@ -98,3 +101,12 @@ def test_what_is_no_exception_is_told_as_a_fault_of_ours(
     monkeypatch.setattr(cli, "_run", panic)
     assert cli.main(["models"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@given(st.text(alphabet=st.sampled_from("ab é\u0301\u0334\u20dd\ufe0fि한中 \n"), max_size=300))
+def test_letters_keep_the_marks_that_writing_has(text: str) -> None:
+    shown = few_marks(text)
+    assert re.sub("[\u0301\u0334\u20dd\ufe0fि]", "", shown) == re.sub("[\u0301\u0334\u20dd\ufe0fि]", "", text)
+    assert not re.search("[\u0301\u0334\u20dd\ufe0fि]{31}", shown)
+    if not re.search("[\u0301\u0334\u20dd\ufe0fि]{31}", text):
+        assert shown == text

@@ -12,6 +12,7 @@ from app.views.batch.phrases import end_text
 from app.widgets.card import Card, muted_label
 from app.widgets.quantities import SEPARATOR, count
 from engine.batch_files.messages import BatchRow
+from engine.common.plain_text import few_marks
 
 BOX_PX = 96
 
@@ -81,8 +82,10 @@ class RowDetail(Card):
             facts = [self.tr("Failed: the row {0}.").format(row.problem)]
         self._facts.setText(SEPARATOR.join(facts))
         if row.prompt or not self.prompt.toPlainText():
-            self.prompt.setPlainText(row.prompt or self.tr("The input can no longer be read, or the row was not sent."))
-        self.answer.setPlainText(row.answer)
+            self.prompt.setPlainText(
+                few_marks(row.prompt) or self.tr("The input can no longer be read, or the row was not sent.")
+            )
+        self.answer.setPlainText(few_marks(row.answer))
         self._show_reasoning(row.reasoning)
 
     def _show_reasoning(self, text: str) -> None:

@@ -15,6 +15,7 @@ from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.views.chat.version_switch import VersionSwitch
+from engine.common.plain_text import few_marks
 
 BUBBLE_PX = 540
 PADDING = QSize(16, 9)
@@ -75,7 +76,7 @@ class UserMessage(QWidget):
         """Show this turn."""
         self._row = row
         # Rich text only for the line height: the whole message is escaped.
-        escaped = html.escape(row.message.content)
+        escaped = html.escape(few_marks(row.message.content))
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
         self._pictures.show_pictures(row.message.pictures)

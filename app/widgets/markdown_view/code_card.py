@@ -23,6 +23,7 @@ from app.widgets.markdown_view.highlighter import CodeHighlighter
 from app.widgets.markdown_view.segments import CodeBlock, Segment
 from app.widgets.markdown_view.style import Style
 from app.widgets.markdown_view.text_writer import base_format
+from engine.common.plain_text import few_marks
 
 _RADIUS = 10
 _SLICE_S = 0.006
@@ -91,7 +92,7 @@ class CodeCard(QWidget):
         super().__init__(parent)
         self.containers = ""
         self._style: Style | None = None
-        self._code = ""
+        self._whole = self._code = ""  # all of it, and what is shown
         self._language = ""
         self._scanned: tuple[str, str] | None = None
         self._scan_cost_s = 0.0
@@ -109,7 +110,7 @@ class CodeCard(QWidget):
 
     @property
     def code(self) -> str:
-        return self._code
+        return self._whole
 
     @property
     def copy_button(self) -> QAbstractButton:
@@ -135,7 +136,8 @@ class CodeCard(QWidget):
         self._text.setAccessibleName(
             self.tr("Code in {language}").format(language=segment.language) if segment.language else self.tr("Code")
         )
-        self._set_code(segment.code)
+        self._whole = segment.code
+        self._set_code(few_marks(segment.code))
         self._schedule()
         self.update()
 
@@ -216,7 +218,7 @@ class CodeCard(QWidget):
             self._schedule()
 
     def _copy(self) -> None:
-        QGuiApplication.clipboard().setText(self._code)
+        QGuiApplication.clipboard().setText(self._whole)
         self._button.say_copied()
 
     def resizeEvent(self, event: QResizeEvent) -> None:  # noqa: ARG002

@@ -19,10 +19,11 @@ from PySide6.QtGui import (
 from PySide6.QtWidgets import QWidget
 
 from app.widgets.markdown_view.document_pane import DocumentPane
-from app.widgets.markdown_view.segments import Alignment, Segment, TableBlock
+from app.widgets.markdown_view.segments import Alignment, Segment, TableBlock, TextSpan
 from app.widgets.markdown_view.style import Style
 from app.widgets.markdown_view.text_writer import base_format, insert_spans
 
+MOST_COLUMNS = 50
 _ALIGNMENTS: dict[Alignment, Qt.AlignmentFlag] = {
     "left": Qt.AlignmentFlag.AlignLeft,
     "center": Qt.AlignmentFlag.AlignHCenter,
@@ -49,10 +50,14 @@ class TablePane(DocumentPane):
         document.setDefaultFont(style.font)
         cursor = QTextCursor(document)
         cursor.beginEditBlock()
-        table = cursor.insertTable(len(segment.rows), len(segment.alignments), _table_format())
+        shown, left_out = _shown(segment)
+        if left_out:
+            words = self.tr("… and {0} more columns: copy the answer to have them").format(left_out)
+            shown[0].append((TextSpan(words, italic=True),))
+        table = cursor.insertTable(len(shown), len(shown[0]), _table_format())
         self._table = table
-        for row, cells in enumerate(segment.rows):
-            for column, spans in enumerate(cells[: len(segment.alignments)]):
+        for row, cells in enumerate(shown):
+            for column, spans in enumerate(cells):
                 cell = table.cellAt(row, column)
                 font = style.heading_font(6) if row == 0 else style.font
                 char = base_format(font, style.theme.text)
@@ -61,7 +66,7 @@ class TablePane(DocumentPane):
                 form.setAlignment(_ALIGNMENTS[segment.alignments[column]])
                 inside.setBlockFormat(form)
                 insert_spans(inside, spans, char, style)
-                _frame_cell(cell, style, is_header=row == 0, is_last=row == len(segment.rows) - 1)
+                _frame_cell(cell, style, is_header=row == 0, is_last=row == len(shown) - 1)
         cursor.movePosition(QTextCursor.MoveOperation.End)  # the empty block that Qt keeps below a table
         below = QTextBlockFormat()
         below.setLineHeight(1, QTextBlockFormat.LineHeightTypes.FixedHeight.value)
@@ -93,6 +98,12 @@ class TablePane(DocumentPane):
 
     def browser(self) -> DocumentPane:
         return self
+
+
+def _shown(segment: TableBlock) -> tuple[list[list[tuple[TextSpan, ...]]], int]:
+    """The cells that are laid out, by row, and how many columns are left out: thousands would take seconds."""
+    columns = len(segment.alignments)
+    return [list(cells[: min(columns, MOST_COLUMNS)]) for cells in segment.rows], max(0, columns - MOST_COLUMNS)
 
 
 def _table_format() -> QTextTableFormat:

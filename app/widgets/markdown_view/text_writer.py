@@ -9,6 +9,7 @@ from PySide6.QtGui import QColor, QFont, QTextBlockFormat, QTextCharFormat, QTex
 from app.widgets.markdown_view.markers import number_width
 from app.widgets.markdown_view.segments import TextBlock, TextSpan, quote_part
 from app.widgets.markdown_view.style import MAX_VISIBLE_DEPTH, Style
+from engine.common.plain_text import few_marks
 
 
 def base_format(font: QFont, colour: str) -> QTextCharFormat:
@@ -36,7 +37,7 @@ def insert_spans(cursor: QTextCursor, spans: Iterable[TextSpan], base: QTextChar
             char.setAnchorHref(span.href)
             char.setForeground(QColor(style.theme.accent_text))
             char.setFontUnderline(True)
-        cursor.insertText(span.text.replace("\n", "\u2028"), char)
+        cursor.insertText(few_marks(span.text).replace("\n", "\u2028"), char)
 
 
 def append_block(cursor: QTextCursor, block: TextBlock, gap: int, is_first: bool, style: Style) -> None:

@@ -9,7 +9,8 @@ from pytestqt.qtbot import QtBot
 from app.theme import LIGHT, ThemeController
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.markdown_view.code_card import CodeCard
-from app.widgets.markdown_view.table_pane import TablePane
+from app.widgets.markdown_view.document_pane import DocumentPane
+from app.widgets.markdown_view.table_pane import MOST_COLUMNS, TablePane
 from app.widgets.markdown_view.text_pane import TextPane
 from tests.app.markdown.markdown_looks import ViewMaker, look
 from tests.unit.markdown_texts import EVERYTHING
@@ -96,3 +97,26 @@ def test_themes_and_fonts_change_everything_at_once(make_view: ViewMaker, theme:
     theme.set_choice("light")
     view.flush()
     assert [kind for kind, _, _ in look(view)] == [kind for kind, _, _ in light]
+
+
+def test_a_table_of_thousands_of_columns_is_laid_out_in_part_and_copied_whole(make_view: ViewMaker) -> None:
+    names = [f"c{number}" for number in range(MOST_COLUMNS + 1950)]
+    text = f"|{'|'.join(names)}|\n|{'---|' * len(names)}\n|{'|'.join(names)}|\n"
+    view = make_view(text)
+    (pane,) = view.findChildren(TablePane)
+    assert pane._table is not None
+    assert (pane._table.rows(), pane._table.columns()) == (2, MOST_COLUMNS + 1)
+    assert "… and 1950 more columns" in pane.toPlainText()
+    assert view.markdown() == text
+    assert names[-1] in view.plain_text()
+
+
+def test_a_letter_with_thousands_of_marks_is_shown_with_few_and_copied_whole(make_view: ViewMaker) -> None:
+    dense = "a" + "\u0301\u0334" * 5000 + "b\u0301"
+    view = make_view(f"{dense}\n\n```\n{dense}\n```\n\n| {dense} |\n|---|\n| x |\n")
+    shown = [pane.toPlainText() for pane in view.findChildren(DocumentPane)]
+    assert len(shown) == 3
+    assert all("a" + "\u0301\u0334" * 15 + "b\u0301" in each and len(each) < 50 for each in shown)
+    assert view.markdown().count(dense) == 3
+    (card,) = view.findChildren(CodeCard)
+    assert card.code == dense
