@@ -100,13 +100,13 @@ def test_themes_and_fonts_change_everything_at_once(make_view: ViewMaker, theme:
 
 
 def test_a_table_of_thousands_of_columns_is_laid_out_in_part_and_copied_whole(make_view: ViewMaker) -> None:
-    names = [f"c{number}" for number in range(MOST_COLUMNS + 1950)]
+    names = [f"c{number}" for number in range(MOST_COLUMNS + 200)]
     text = f"|{'|'.join(names)}|\n|{'---|' * len(names)}\n|{'|'.join(names)}|\n"
     view = make_view(text)
     (pane,) = view.findChildren(TablePane)
     assert pane._table is not None
     assert (pane._table.rows(), pane._table.columns()) == (2, MOST_COLUMNS + 1)
-    assert "… and 1950 more columns" in pane.toPlainText()
+    assert "… and 200 more columns" in pane.toPlainText()
     assert view.markdown() == text
     assert names[-1] in view.plain_text()
 
