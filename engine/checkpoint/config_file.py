@@ -17,8 +17,45 @@ CONFIG_NAME = "config.json"
 MAX_CONFIG_BYTES = 16 * 2**20
 TEXT_CLASS = re.compile(r"(CausalLM|ConditionalGeneration|LMHeadModel|Seq2SeqLM|BlockDiffusion)$")
 """How the names of classes end that write text."""
-_MOST = ((re.compile(r"(^|_)(layers|n_layer|num_layer)$"), 4096), (re.compile("experts"), 2**20))
-"""Names of numbers that are checked."""
+# The families' names for the same value; the first positive number counts.
+EXPERTS = (
+    "num_local_experts",
+    "num_experts",
+    "n_routed_experts",
+    "moe_num_experts",
+    "num_routed_experts",
+    "n_experts",
+)
+PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k", "top_k",
+    "experts_per_token", "num_selected_experts", "num_experts_per_topk",
+)  # fmt: skip
+_ABOVE_ZERO = 1e-30
+_RANGES = tuple(
+    (re.compile(names), least, most)
+    for names, least, most in (
+        (r"^((num|n|num_hidden|num_decoder|encoder|decoder)_layers?|depth)$", 1, 4096),
+        (r"(^|_)layers$", 0, 4096),
+        (r"^(num_selected_experts|moe_topk|moe_top_k|moe_k|top_k_experts)$|experts_per_to", 0, 2**12),
+        (r"experts", 0, 2**20),
+        (r"vocab_size", 1, 2**28),
+        (r"^(hidden_size|d_model|n_embd|n_heads?|num_heads|num_attention_heads|num_key_value_heads)$", 1, 2**20),
+        (r"heads$", 0, 2**16),
+        (r"head_dim$|^(kv_channels|d_kv)$", 0, 2**16),
+        (r"^layer_rope_theta$", 0, 1e30),
+        (r"(_size|_dim|_rank|_width|kernel|_groups?|_period|_step|_pattern|_interval)$", -1, 2**28),
+        (r"(^|_)theta$|_base_freq$|^factor$", _ABOVE_ZERO, 1e30),
+        (r"^partial_rotary_factor$", _ABOVE_ZERO, 1),
+        (r"^(max_position_embeddings|n_positions|max_seq_len|original_max_position_embeddings)$", 1, 2**27),
+        (r"eps(ilon)?$", 0, 1),
+    )
+)
+"""Names of numbers that are checked, the least and the most that they may be; the first that fits counts.
+
+Some files say -1 where there is none.
+"""
+_WINDOWS = ("sliding_window", "sliding_window_size", "attention_chunk_size")
+_MAY_BE_INFINITE = "time_step_limit"
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 _INPUTS = {"vision_config": "images", "audio_config": "sound", "sound_config": "sound"}
 
@@ -68,26 +105,55 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def check_numbers(file: Path, config: dict[str, Any]) -> None:
-    """Rejects absurd counts, which we and the library would loop over, and numbers too large to compute with.
+    """Rejects numbers that no model has: absurd counts, which we and the library would loop over, and what breaks
+    arithmetic.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`.
     """
-    held = list(config.items())
+    held: list[tuple[str, Any]] = [("", config)]
     while held:
         key, value = held.pop()
+        if isinstance(value, dict) and value.keys() == {"__float__"}:  # as the library writes what JSON lacks
+            value = {"Infinity": math.inf, "-Infinity": -math.inf}.get(str(value["__float__"]), math.nan)
         if isinstance(value, dict):
+            _check_together(file, value)
             held += value.items()
         elif isinstance(value, list):
             held += ((key, item) for item in value)
-        elif isinstance(value, int | float):
-            most = next((most for names, most in _MOST if names.search(key)), math.inf)
-            if abs(value) > most or (isinstance(value, int) and abs(value) >= 2**63):
-                shown = f"{value:,}" if abs(value) < 2**63 else "a number of more than 63 bits"
-                raise EngineError(
-                    ErrorCode.CHECKPOINT_DAMAGED,
-                    f"{file} gives {quoted(key)} as {shown}, which is not plausible: download or copy the model again.",
-                )
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            least, most = next(((low, high) for names, low, high in _RANGES if names.search(key)), (-(2**63), 2**63))
+            if not least <= value <= most and not (key == _MAY_BE_INFINITE and value == math.inf):
+                raise _senseless(file, key, value)
+
+
+def _check_together(file: Path, part: dict[str, Any]) -> None:
+    """Rejects more experts per token than there are, and heads that cannot share keys."""
+    experts = next((part[name] for name in EXPERTS if type(part.get(name)) is int), 0)
+    for name in PER_TOKEN:
+        if name == "top_k":  # that of sampling may stand here, too
+            continue
+        if experts and type(part.get(name)) is int and not 0 < part[name] <= experts:
+            raise _senseless(file, name, part[name], f" of {experts:,} experts")
+    for name in _WINDOWS:
+        window = part.get(name)
+        if (
+            isinstance(window, int | float)
+            and (window is True or not window >= 1)
+            and part.get("use_sliding_window") is not False
+        ):
+            raise _senseless(file, name, window)
+    heads, shared = part.get("num_attention_heads"), part.get("num_key_value_heads")
+    if type(heads) is int and type(shared) is int and shared > 0 and heads % shared and not part.get("kv_lora_rank"):
+        raise _senseless(file, "num_key_value_heads", shared, f" for {heads:,} heads")
+
+
+def _senseless(file: Path, key: str, value: float, more: str = "") -> EngineError:
+    shown = f"{value:,}" if abs(value) < 2**63 or value != value else "a number of more than 63 bits"
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"{file} gives {quoted(key)} as {shown}{more}, which is not plausible: get another version of the model.",
+    )
 
 
 def read_json(file: Path, max_bytes: int) -> dict[str, Any]:

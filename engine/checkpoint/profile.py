@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.config_file import read_config, text_part
+from engine.checkpoint.config_file import EXPERTS, PER_TOKEN, read_config, text_part
 from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
 from engine.checkpoint.quantised.declared import quantisation_of
 from engine.checkpoint.shards import read_tensors
@@ -101,18 +101,6 @@ def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
 
 
 # The families' names for the same value; the first positive number counts.
-_EXPERTS = (
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_routed_experts",
-    "n_experts",
-)
-_PER_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k", "top_k",
-    "experts_per_token", "num_selected_experts", "num_experts_per_topk",
-)  # fmt: skip
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
 _EXPERT_KEY = re.compile(r"(\.|^)(experts|expert_mlp|input_linear|output_linear)\b|\.experts?_\d+\.")
@@ -167,8 +155,8 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
     text = text_part(config)
     tensors = list(tensors)
     experts = [entry for entry in tensors if is_expert_key(entry.key)]
-    count = number_of(text, _EXPERTS)
-    per_token = number_of(text, _PER_TOKEN) or family_of(str(config["model_type"])).experts_per_token
+    count = number_of(text, EXPERTS)
+    per_token = number_of(text, PER_TOKEN) or family_of(str(config["model_type"])).experts_per_token
     trained = number_of(text, _CONTEXT)
     return ModelProfile(
         family=str(config["model_type"]),

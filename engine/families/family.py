@@ -139,6 +139,8 @@ class Family:
     Attributes:
         refused: why its models cannot run, completing "it ..."; empty if they can.
         adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface.
+        with_layer_types: the `model_type` whose code the library uses for configurations that have `layer_types`, if it
+            is another one.
         experts_per_token: where the configuration does not give it.
         kv: properties of its KV cache.
         packs_rows: whether layers can take the tokens of many rows as one sequence: they compute each token
@@ -162,6 +164,7 @@ class Family:
 
     refused: str = ""
     adapter: str = ""
+    with_layer_types: str = ""
     experts_per_token: int = 0
     kv: KvNumbers = KvNumbers()
     packs_rows: bool = False

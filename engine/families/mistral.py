@@ -5,4 +5,4 @@ from __future__ import annotations
 from engine.families.family import Family
 from engine.families.replies import MISTRAL
 
-FAMILY = Family(replies=MISTRAL, mlx_experts={})
+FAMILY = Family(with_layer_types="ministral", replies=MISTRAL, mlx_experts={})

@@ -342,7 +342,7 @@ class Client:
                 raise unreachable(self.endpoint, "its answer took too long") from None
             yield self._object(content)
             return
-        async with contextlib.aclosing(self._lines(response)) as lines:
+        async with contextlib.aclosing(self._lines(response, gathered)) as lines:
             async for line in lines:
                 if not line.startswith(b"data:"):
                     continue  # comments keep the connection open; nothing else is of use
@@ -353,18 +353,27 @@ class Client:
                 if data:
                     yield self._object(data)
 
-    async def _lines(self, response: httpx2.Response) -> AsyncGenerator[bytes, None]:
+    async def _lines(self, response: httpx2.Response, gathered: Gathered) -> AsyncGenerator[bytes, None]:
         held, total, parts = bytearray(), 0, response.aiter_raw()
         # The first one may take long: a server can begin its stream before it reads the prompt.
         patience_s = self._patience.first_s
+        pieces, since = 0, time.monotonic()
         while True:
+            if gathered.pieces > pieces:
+                pieces, since = gathered.pieces, time.monotonic()
+            # What keeps the connection open is no answer: it does not do so for ever.
+            most_s = self._patience.next_s if gathered.finish else self._patience.first_s
+            left_s = max(0.0, since + most_s - time.monotonic())
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(min(patience_s, left_s)):
                     part = await anext(parts)
             except StopAsyncIteration:
                 break
             except TimeoutError:
-                raise unreachable(self.endpoint, f"nothing more for {patience_s:.0f} seconds") from None
+                if gathered.finish:
+                    return
+                passed = f"{min(patience_s, most_s):.0f}"
+                raise unreachable(self.endpoint, f"nothing more for {passed} seconds") from None
             total += len(part)
             if len(held) > MOST_LINE_BYTES or total > MOST_ANSWER_BYTES:
                 raise unreachable(self.endpoint, "its answer has no end")

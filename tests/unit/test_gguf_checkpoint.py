@@ -73,6 +73,22 @@ def test_experts_are_found_one_by_one_and_shapes_are_counted(write: Callable[...
     assert (shape.name, shape.expert_width, shape.moe_layers) == ("model", WIDTH, 1)
 
 
+def test_the_width_of_heads_is_that_of_the_tensors_where_no_key_says_it(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, shape in TENSORS.items():
+        if ".attn_" in name and len(shape) == 2:  # half as wide as usual
+            halved = (shape[0], shape[1] // 2) if "output" in name else (shape[0] // 2, shape[1])
+            monkeypatch.setitem(TENSORS, name, halved)
+    file = write(KEYS)
+    assert read_config(file)["head_dim"] == 2
+    assert read_tensors(file)["model.layers.0.self_attn.q_proj.weight"].shape == (HIDDEN // 2, HIDDEN)
+    with pytest.raises(EngineError) as damaged:
+        read_tensors(write(KEYS | {"attention.key_length": 4}))
+    assert "attn_q" in damaged.value.message
+    assert "again" not in damaged.value.message
+
+
 def test_one_number_per_layer_is_one_number_if_all_are_equal(write: Callable[..., Path]) -> None:
     keys = KEYS | {"attention.head_count_kv": [2, 2]}
     assert read_config(write(keys))["num_key_value_heads"] == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -56,6 +57,40 @@ def failure(server: BadEndpoint, patience: Patience | None = None, key: str = ""
 
 
 # What goes well
+
+
+@pytest.mark.parametrize(
+    "held_open", [b": still here\n\n", b"event: ping\n\n", b'data: {"choices": [{"delta": {}}]}\n\n']
+)
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_what_only_keeps_the_connection_open_holds_nobody_for_ever(
+    server: BadEndpoint, held_open: bytes, has_begun: bool
+) -> None:
+    is_over = threading.Event()
+
+    def without_end(asked: Asked) -> None:
+        asked.begin_stream()
+        if has_begun:
+            asked.chunk({"content": "Hel"})
+        with contextlib.suppress(OSError):
+            while not is_over.wait(0.02):
+                asked.raw(held_open)
+
+    server.answer = without_end
+    failed = failure(server, QUICK)
+    is_over.set()
+    assert failed.kind is Trouble.UNREACHABLE
+    assert "nothing more" in failed.message
+
+
+def test_an_answer_that_has_ended_is_whole_although_the_connection_stays(server: BadEndpoint) -> None:
+    def without_end(asked: Asked) -> None:
+        asked.begin_stream()
+        asked.chunk({"content": "Hello"}, "stop")
+        asked.hang()
+
+    server.answer = without_end
+    assert ask(server, patience=QUICK).text == "Hello"
 
 
 def test_an_answer_is_told_as_it_comes(server: BadEndpoint) -> None:

@@ -40,7 +40,7 @@ def _check_size(shape: tuple[int, ...], sources: Sequence[TensorEntry]) -> None:
 def damaged(entry: TensorEntry, what: str) -> EngineError:
     """The error for a tensor that cannot be what it should be."""
     return EngineError(
-        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: download or copy the model again."
+        ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: get another version of the file."
     )
 
 

@@ -297,7 +297,7 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
     if layers > _MOST_LAYERS or type(further) is not int or not 0 <= further < layers:
         raise keys._senseless("block_count", layers)
     hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
-    head_dim = keys.whole(family.head_dim, max(hidden // heads, 1))
+    head_dim = keys.whole(family.head_dim, _width_of_keys(file) or max(hidden // heads, 1))
     if family.head_dim == HEAD_DIM and keys.whole("attention.value_length", head_dim) != head_dim:
         raise keys.unsupported("attention.value_length", file.value("attention.value_length"))
     if embedding.shape[1] != hidden:
@@ -326,6 +326,25 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
         "tie_word_embeddings": _HEAD not in file.tensors,
         **_special_tokens(file),
     }
+
+
+def _width_of_keys(file: GgufFile) -> int:
+    """Of a head, from the first matrix that makes keys; 0 if there is none.
+
+    Queries have as wide heads, but some models' have gates among them.
+    """
+    for layer in range(_MOST_LAYERS):
+        keys = file.tensors.get(f"blk.{layer}.attn_k.weight")
+        if keys is not None and keys.shape:
+            found = file.value("attention.head_count_kv")
+            if found is None:
+                found = file.value("attention.head_count")
+            heads: Any = found
+            if isinstance(found, np.ndarray):
+                heads = found[layer].item() if layer < len(found) else 0
+            is_sensible = type(heads) is int and heads > 0 and keys.shape[0] % heads == 0
+            return int(keys.shape[0] // heads) if is_sensible else 0
+    return 0
 
 
 def _width(keys: _Keys, family: Gguf) -> int:

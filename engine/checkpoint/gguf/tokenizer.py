@@ -141,7 +141,7 @@ def _explained(path: Path) -> Iterator[None]:
     except (_DamagedError, UnicodeError) as error:
         what = "has a text that is not UTF-8" if isinstance(error, UnicodeError) else str(error)
         raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {what}: download or copy the file again."
+            ErrorCode.CHECKPOINT_DAMAGED, f"The tokenizer in {path} {what}: get another version of the file."
         ) from error
 
 

@@ -216,7 +216,7 @@ class PartConverter:
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
-                f"The checkpoint's tensors do not add up to {target}: download or copy the model again.",
+                f"The checkpoint's tensors do not add up to {target}: get another version of the model.",
             ) from error
         finally:
             self.converter.collected_tensors.clear()
@@ -290,7 +290,7 @@ def load_rest(
         names = sorted([*info.conversion_errors, *(key[0] for key in info.mismatched_keys)])
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"The checkpoint does not fit its config.json (at {names[0]}): download or copy the model again.",
+            f"The checkpoint does not fit its configuration (at {names[0]}): get another version of the model.",
         )
     _give_memory_to_buffers(model)
     info = model._finalize_model_loading(model, config, info)

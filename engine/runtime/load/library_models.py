@@ -5,16 +5,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -33,6 +38,7 @@ from engine.checkpoint.gguf.tokenizer import end_token_ids
 from engine.checkpoint.quantised.declared import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
+from engine.families import family_of
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.later_modules import with_all_meta_operators
 
@@ -64,6 +70,8 @@ def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
             values make no sense to it.
     """
     model_type = raw["model_type"]
+    if "layer_types" in raw:
+        model_type = family_of(model_type).with_layer_types or model_type
     if model_type not in CONFIG_MAPPING_NAMES:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
@@ -71,14 +79,105 @@ def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
             "a newer version of Switchyard may.",
         )
     try:
-        if gguf_at(directory) is not None:
-            return transformers.AutoConfig.for_model(**raw)
-        return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config_class = CONFIG_MAPPING[model_type]
+        config = config_class(**_needed(config_class, config_class._decode_special_floats(raw)))
+        text = config.get_text_config(decoder=True)
+        if "sliding_attention" in (getattr(text, "layer_types", None) or ()) and not getattr(text, "sliding_window", 1):
+            raise ValueError("some layers slide, but sliding_window is not a number")
+        return config
     except Exception as error:  # the library raises whatever its validation or arithmetic stumbles over
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
             f"The configuration of {directory} does not make sense for a {model_type} model ({_first_line(error)}).",
         ) from error
+
+
+_NOT_NEEDED = frozenset(
+    (
+        *("num_labels", "id2label", "label2id", "problem_type", "task_specific_params", "classifier_dropout"),
+        *("output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "use_return_dict"),
+        *("chunk_size_feed_forward", "tie_last_hidden_states", "transformers_version", "auto_map"),
+        *(
+            "attn_implementation",
+            "experts_implementation",
+            "name_or_path",
+            "use_cache",
+            "pruned_heads",
+            "is_encoder_decoder",
+        ),
+    )
+)
+"""Fields that every family has for classifiers, for training, or for what a caller wants returned."""
+_ALWAYS = frozenset(
+    (
+        *("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "head_dim"),
+        *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings"),
+        *("original_max_position_embeddings", "sliding_window", "attention_chunk_size", "layer_types"),
+        *("per_layer_config", "tokenizer_class"),
+        *("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"),
+    )
+)
+"""Fields that the library reads for any family."""
+
+
+def _needed(config_class: Any, raw: dict[str, Any]) -> dict[str, Any]:
+    """What a family's configuration is made from: its fields, and what its own code reads besides.
+
+    All else is left out: the library would set whatever a file says on its object, and do as that says.
+    """
+    renamed = config_class.attribute_map
+    known = _ALWAYS.union(config_class.__dataclass_fields__, renamed, renamed.values(), _read_by(config_class))
+    kept = {
+        name: value
+        for name, value in raw.items()
+        if name in known
+        and name not in _NOT_NEEDED
+        and name[0] != "_"
+        # What is no field would stand in place of what the family makes of others.
+        and (value is not None or name in config_class.__dataclass_fields__)
+    }
+    for name, spec in config_class.sub_configs_defaults.items():
+        inner = kept.get(name)
+        if isinstance(inner, dict):
+            kind = inner.get("model_type")
+            is_open = not issubclass(spec.config_class, transformers.PreTrainedConfig)
+            its_class = CONFIG_MAPPING[kind or spec.model_type] if is_open else spec.config_class
+            kept[name] = _needed(its_class, inner) | ({"model_type": kind} if kind else {})
+    return kept
+
+
+@functools.cache
+def _read_by(config_class: Any) -> frozenset[str]:
+    """The names and texts in a family's own code, among them what it takes from older files or may do without."""
+    found: set[str] = set()
+    for each in config_class.__mro__:
+        if each in (transformers.PreTrainedConfig, object) or not each.__module__.startswith("transformers.models."):
+            continue
+        modules = [sys.modules[each.__module__]]
+        with contextlib.suppress(ImportError):
+            modules.append(importlib.import_module(each.__module__.replace(".configuration_", ".modeling_")))
+        for module in modules:
+            for part in vars(module).values():
+                if getattr(part, "__module__", None) == module.__name__:
+                    members = [part, *vars(part).values()] if isinstance(part, type) else [part]
+                    for member in members:
+                        found |= _texts_in(
+                            getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
+                        )
+    return frozenset(found)
+
+
+def _texts_in(code: CodeType | None) -> set[str]:
+    if code is None:
+        return set()
+    found = {*code.co_names, *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _texts_in(constant)
+        else:
+            parts = constant if isinstance(constant, tuple | frozenset) else (constant,)
+            found.update(part for part in parts if isinstance(part, str))
+    return found
 
 
 def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, Any]:
@@ -118,15 +217,19 @@ def quantizer_for(config: Any) -> Any | None:
 
     `None` if they are plain, or unpacked as they are read (see `engine.checkpoint.quantised`).
     """
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
+    stored: Any = getattr(config, "quantization_config", None)
+    values = stored.to_dict() if hasattr(stored, "to_dict") else stored
+    if not isinstance(values, dict) or values.get("quant_method") not in LIBRARY_METHODS:
         return None
-    values = stored if isinstance(stored, dict) else stored.to_dict()
-    if values.get("quant_method") not in LIBRARY_METHODS:
-        return None
-    quantization = AutoQuantizationConfig.from_dict(dict(values))
-    quantization.dequantize = True
-    return AutoHfQuantizer.from_config(quantization, pre_quantized=True)
+    try:
+        quantization = AutoQuantizationConfig.from_dict(dict(values))
+        quantization.dequantize = True
+        return AutoHfQuantizer.from_config(quantization, pre_quantized=True)
+    except Exception as error:  # the library raises whatever it stumbles over
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The model's quantization_config makes no sense ({_first_line(error)}): get another version of the model.",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 
 import transformers
 
+from engine.checkpoint.config_file import CONFIG_NAME, read_config
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
@@ -21,9 +22,7 @@ from engine.common.foreign import check_foreign, reason
 from engine.common.plain_text import plain_line
 from engine.foreign_text.child import MOST_TOKENIZER_BYTES, TOKENIZER_NAME
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError
-from engine.runtime.load.library_models import (
-    quiet_library,
-)
+from engine.runtime.load.library_models import quiet_library, read_library_config
 
 _FILES = (
     TOKENIZER_NAME, "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
@@ -87,10 +86,14 @@ def _load(directory: Path, shown: Path, cancelled: CancelCheck) -> Any:
             FOREIGN_TEXT.check(directory, cancelled)
         except ForeignTextError as error:
             raise _unreadable(shown, f"it {error}") from error
+    config = None
+    if (directory / CONFIG_NAME).exists():  # the library would make all of it that it says
+        config = read_library_config(directory, read_config(directory))
+        config.name_or_path = str(directory)
     try:
         with quiet_library():
             tokenizer = transformers.AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False
+                directory, config=config, local_files_only=True, trust_remote_code=False
             )
     except (KeyboardInterrupt, SystemExit):
         raise
