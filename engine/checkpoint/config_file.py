@@ -128,13 +128,19 @@ def check_numbers(file: Path, config: dict[str, Any]) -> None:
 
 
 def _check_together(file: Path, part: dict[str, Any]) -> None:
-    """Rejects more experts per token than there are, and heads that cannot share keys."""
+    """Rejects more experts per token than there are, uneven groups of them, and heads that cannot share keys."""
     experts = next((part[name] for name in EXPERTS if type(part.get(name)) is int), 0)
     for name in PER_TOKEN:
         if name == "top_k":  # that of sampling may stand here, too
             continue
         if experts and type(part.get(name)) is int and not 0 < part[name] <= experts:
             raise _senseless(file, name, part[name], f" of {experts:,} experts")
+    groups, chosen = part.get("n_group"), part.get("topk_group")
+    if experts and type(groups) is int and groups > 1:
+        if experts % groups:
+            raise _senseless(file, "n_group", groups, f" of {experts:,} experts")
+        if type(chosen) is int and not 0 < chosen <= groups:
+            raise _senseless(file, "topk_group", chosen, f" of {groups:,} groups")
     for name in _WINDOWS:
         window = part.get(name)
         if (

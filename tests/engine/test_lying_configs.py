@@ -92,6 +92,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(("rope_theta", lie) for lie in (0, -1.0, math.nan, {"__float__": "NaN"})),
         *(("sliding_window", lie) for lie in (-1, 0, False)),
         ("num_key_value_heads", 3),
+        ("n_group", 30_000_000),
     ],
 )
 def test_what_no_model_has_is_refused_by_name(tiny: Path, tmp_path: Path, name: str, lie: Any) -> None:
