@@ -41,7 +41,7 @@ class JobEntry:
         job: as it will be started next.
         created_s: seconds since 1970.
         model: name of the model that answers it; empty before it has run.
-        done, failed: finished rows, and how many of them failed.
+        done, failed, cut_off: finished rows, how many of them failed, and how many ended at their limit of tokens.
         total: all rows; None while unknown.
         tokens_per_s: recent rate; 0 while unknown.
         ends_low_s, ends_high_s: expected end, seconds since 1970; None while unknown.
@@ -66,6 +66,7 @@ class JobEntry:
     model: str = ""
     done: int = 0
     failed: int = 0
+    cut_off: int = 0
     total: int | None = None
     tokens_per_s: float = 0.0
     ends_low_s: float | None = None

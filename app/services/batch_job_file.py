@@ -85,6 +85,7 @@ def _from_journal(known: KnownJob, noted: JobEntry | None) -> JobEntry | None:
         model=str(known.settings.get("model", "")),
         done=known.done,
         failed=known.failed,
+        cut_off=known.cut_off,
         result=known.output,
         errors=known.errors,
         begun_model=str(known.settings.get("model", "")) if known.kept else "",

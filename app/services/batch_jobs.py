@@ -114,13 +114,15 @@ class BatchJobs(QObject):
         """Queues a job to be resumed, retried or restarted."""
         entry = self._entries[key]
         if entry.state in RESUMABLE or (entry.state is JobState.FINISHED and start != "resume"):
-            done = 0 if start == "restart" else entry.done - (entry.failed if start == "retry_failed" else 0)
-            failed = 0 if start != "resume" else entry.failed
+            again = {"restart": entry.done, "retry_failed": entry.failed, "redo_cut_off": entry.cut_off}.get(start, 0)
+            failed = 0 if start in ("restart", "retry_failed") else entry.failed
+            cut_off = 0 if start in ("restart", "redo_cut_off") else entry.cut_off
+            entry = replace(entry, done=entry.done - again, failed=failed, cut_off=cut_off)
             job = replace(entry.job, start=start)
             self._turns.append(key)
             if start == "restart":
                 entry = replace(entry, result="", errors="")
-            self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note="", done=done, failed=failed))
+            self._put(replace(entry, job=job, state=JobState.QUEUED, reason="", note=""))
             self.start_more()
 
     def config_to_resume(self, key: str) -> EngineConfig | None:
@@ -291,6 +293,7 @@ class BatchJobs(QObject):
             entry,
             done=event.done,
             failed=event.failed,
+            cut_off=event.cut_off,
             total=total,
             tokens_per_s=event.tokens_per_s,
             ends_low_s=now + event.remaining_low_s if event.remaining_low_s >= 0 else None,
@@ -322,14 +325,12 @@ class BatchJobs(QObject):
 
     def _ended(self, entry: JobEntry, event: BatchFinished, wish: JobState) -> JobEntry:
         entry = replace(entry, ran_tokens=event.tokens, ran_s=event.seconds)
+        if event.done:  # a job stopped before it began reports nothing about earlier runs
+            entry = replace(entry, done=event.done, failed=event.failed, cut_off=event.cut_off)
         if event.output:
             entry = replace(entry, result=event.output, errors=event.errors, note=event.note)
         if event.finished:
-            return replace(
-                entry, state=JobState.FINISHED, done=event.done, failed=event.failed, total=event.done, note=event.note
-            )
-        if event.done:  # a job stopped before it began reports nothing about earlier runs
-            entry = replace(entry, done=event.done, failed=event.failed)
+            return replace(entry, state=JobState.FINISHED, total=event.done, note=event.note)
         if entry.state is not JobState.STOPPING and wish is JobState.PAUSED:
             why = self.tr("The engine was needed for something else, such as another model; no answered row is lost.")
             return replace(entry, state=JobState.PAUSED, reason=why)

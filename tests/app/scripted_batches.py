@@ -57,6 +57,7 @@ class ScriptedBatches(ScriptedEngine):
         total: int = -1,
         *,
         failed: int = 0,
+        cut_off: int = 0,
         rate: float = 0.0,
         left: float = -1.0,
         blocked: str = "",
@@ -66,7 +67,7 @@ class ScriptedBatches(ScriptedEngine):
         """Progress of a job, the latest one if not told; `left` are seconds, of which the upper end is twice as far."""
         high = left * 2 if left >= 0 else -1.0
         progress = BatchProgress(self.jobs[of].id, done, failed, total, rate, left, high, blocked, places=places)
-        self.jobs[of].deliver(progress)
+        self.jobs[of].deliver(replace(progress, cut_off=cut_off))
 
     def answer(self, *rows: BatchRow, sample: bool = False) -> None:
         run = (self.samples if sample else self.jobs)[-1]
@@ -79,9 +80,10 @@ class ScriptedBatches(ScriptedEngine):
             BatchPlanned(run.id, 24, 1, "", 6, 40.0, 200.0, 400.0, 60.0, 120.0, "weights", is_measured=measured)
         )
 
-    def end(self, done: int, failed: int = 0, *, finished: bool = True, of: int = -1) -> None:
+    def end(self, done: int, failed: int = 0, *, finished: bool = True, of: int = -1, cut_off: int = 0) -> None:
         """A job ends, finished or stopped: the latest one if not told."""
-        self.jobs[of].end(BatchFinished(self.jobs[of].id, finished, done, failed, done, 10 * done, 2.0, ""))
+        ended = BatchFinished(self.jobs[of].id, finished, done, failed, done, 10 * done, 2.0, "")
+        self.jobs[of].end(replace(ended, cut_off=cut_off))
 
     def end_sample(self, done: int = 3, *, finished: bool = True) -> None:
         self.samples[-1].end(BatchFinished(self.samples[-1].id, finished, done, 0, 0, 10 * done, 2.0, ""))

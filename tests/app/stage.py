@@ -33,6 +33,7 @@ from app.services.settings import Settings
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
 from app.views.batch import BatchPage
+from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.thought import Thought
@@ -405,6 +406,17 @@ def _batch_list(stage: Stage) -> None:
     stage.engine.end(40, 1)
 
 
+def _batch_cut_off(stage: Stage) -> None:
+    """Rows that ended at their limit of tokens, alone."""
+    stage.start_job()
+    cut = [replace(row(number), finish_reason="length") for number in (3, 8, 21)]
+    stage.engine.end(40, 1, cut_off=len(cut))
+    rows = stage.batch.job_view.rows
+    with patch.object(type(rows.answers), "page", lambda *_, **__: cut):
+        rows.filters.button(CUT_OFF).click()
+        stage.until(lambda: rows.model.rowCount() == len(cut))
+
+
 def _batch_failed(stage: Stage) -> None:
     stage.start_job()
     stage.engine.fail_job(ErrorCode.INVALID_REQUEST, "The input was changed since the job began: begin it again.")
@@ -757,6 +769,14 @@ def _chat_models(stage: Stage) -> None:
     services.speeds.found.emit(str(model_parts.MODELS[2].path), 24.6, False)
 
 
+def _chat_too_long(stage: Stage) -> None:
+    """A message with which the chat would not fit the context; something else cannot be attached."""
+    stage.open_conversation()
+    stage.chat.attaching.give([Path("/home/somebody/report.pdf")])
+    stage.chat.composer.box.setPlainText("All of it, once more, please. " * 2000)
+    stage.until(stage.chat.room_banner.isVisible)
+
+
 def _chat_loading(stage: Stage) -> None:
     _chat_models(stage)
     stage.engine.model = None
@@ -892,6 +912,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-pictures-unread": _chat_pictures_unread,
     "chat-elsewhere-models": _chat_elsewhere_models,
     "chat-elsewhere-question": _chat_elsewhere_question,
+    "chat-too-long": _chat_too_long,
     "chat-loading": _chat_loading,
     "chat-no-model": _chat_no_model,
     "chat-banners": _banners,
@@ -911,6 +932,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "batch-servers-running": _servers_running,
     "batch-running": lambda stage: stage.start_job(),
     "batch-finished": _batch_list,
+    "batch-cut-off": _batch_cut_off,
     "batch-failed": _batch_failed,
     "batch-question": _question,
     "monitor-empty": lambda stage: stage.window.show_page(MONITOR),

@@ -25,6 +25,7 @@ from app.services.batch_job import JobState
 from app.services.engine_client import EngineState
 from app.theme import ThemeController
 from app.views.batch import BatchPage
+from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
 from engine.batch_files.messages import BatchFinished
 from engine.batch_files.openai_format import errors_path
@@ -311,6 +312,26 @@ def test_pause_resume_and_the_end(page: BatchPage, engine: ScriptedBatches, qtbo
     assert page.head.open.isVisible()
     page.head.retry.click()
     assert engine.jobs[-1].command.job.start == "retry_failed"
+
+
+def test_rows_that_were_cut_off_are_shown_alone_and_answered_again_with_one_click(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, table: Path
+) -> None:
+    start(page, qtbot, table)
+    rows = page.job_view.rows
+    assert rows.filters.button(CUT_OFF).isHidden()
+    engine.tell(3, ROWS, cut_off=2)
+    assert rows.filters.button(CUT_OFF).text() == "Cut off 2"
+    assert "2 cut off" in words(page.job_view.progress)
+    rows.filters.button(CUT_OFF).click()
+    assert rows.redo.isHidden()  # while it runs
+    engine.end(ROWS, 1, cut_off=3)
+    rows.filters.button(CUT_OFF).click()
+    rows.redo.click()
+    assert engine.jobs[-1].command.job.start == "redo_cut_off"
+    assert rows.redo.isHidden()
+    (entry,) = page._jobs.entries
+    assert (entry.done, entry.failed, entry.cut_off) == (ROWS - 3, 1, 0)
 
 
 def test_a_dead_engine_is_told_and_resume_offered(

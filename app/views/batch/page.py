@@ -301,6 +301,7 @@ class BatchPage(Page):
         jobs.changed.connect(self._on_job_changed)
         jobs.removed.connect(self._on_removed)
         jobs.answered.connect(self.job_view.add_rows)
+        self.job_view.rows.redo_wanted.connect(lambda: self._resume(self._shown, "redo_cut_off"))
         jobs.listed.connect(self._on_listed)
         jobs.trouble.connect(self.trouble.show_text)
         self.strip.chosen.connect(self.show_job)

@@ -50,6 +50,8 @@ def rows_text(job: JobEntry) -> str:
     parts = [text.format(count(job.done), count(job.total or 0))]
     if job.failed:
         parts.append(translate("Batch", "{0} failed").format(count(job.failed)))
+    if job.cut_off:
+        parts.append(translate("Batch", "{0} cut off").format(count(job.cut_off)))
     return SEPARATOR.join(parts)
 
 

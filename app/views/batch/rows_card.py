@@ -1,4 +1,4 @@
-"""Finished rows: the latest while the job runs, all of them, or those that failed."""
+"""Finished rows: the latest while the job runs, all of them, those that failed, or those that were cut off."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from PySide6.QtWidgets import QButtonGroup, QLabel, QPushButton, QWidget
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
 from app.services.background import LatestTask
 from app.services.batch_answers import PAGE_ROWS, JobAnswers
-from app.services.batch_job import UNDER_WAY, JobEntry
+from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.widgets.card import Card
 from app.widgets.quantities import count
 from app.widgets.text_table import TextTable
+from engine.batch_files.job_list import Ended
 from engine.batch_files.messages import BatchRow
 
-LATEST, ALL, FAILED = range(3)
+LATEST, ALL, FAILED, CUT_OFF = range(4)
+_ENDED: dict[int, Ended] = {FAILED: "failed", CUT_OFF: "cut_off"}
 READ_AGAIN_MS = 1500
 NEAR_END_PX = 400
 _WIDTHS: dict[int, int] = {Column.ROW: 6, Column.END: 10, Column.TOKENS: 7}
@@ -27,11 +29,13 @@ _WIDTHS: dict[int, int] = {Column.ROW: 6, Column.END: 10, Column.TOKENS: 7}
 
 
 class RowsCard(Card):
-    """Signals: `opened`, the `BatchRow` to show in full; `moved`, the row the keys moved to; `left`, on Esc."""
+    """Signals: `opened`, the `BatchRow` to show in full; `moved`, the row the keys moved to; `left`, on Esc;
+    `redo_wanted`, to answer the rows that were cut off again, with more tokens."""
 
     opened = Signal(object)
     moved = Signal(object)
     left = Signal()
+    redo_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
@@ -58,18 +62,22 @@ class RowsCard(Card):
         self._nothing.setAlignment(Qt.AlignmentFlag.AlignCenter)
         self._nothing.setWordWrap(True)
         self._again = QTimer(self, singleShot=True, interval=READ_AGAIN_MS)
-        self._again.timeout.connect(self._read_failed_again)
+        self._again.timeout.connect(self._read_ended_again)
         self.filters = QButtonGroup(self)
-        for number, name in ((LATEST, self.tr("Latest")), (ALL, self.tr("All")), (FAILED, self.tr("Failed"))):
-            chip = QPushButton(name, self)
+        for number in (LATEST, ALL, FAILED, CUT_OFF):
+            chip = QPushButton(self._named(number), self)
             chip.setProperty("kind", "chip")
             chip.setCheckable(True)
             self.filters.addButton(chip, number)
             self.head.addWidget(chip)
-        self.filters.idClicked.connect(self._choose)
+        self.filters.idClicked.connect(self._select)
+        self.redo = QPushButton(self.tr("Answer again with more tokens"), self)
+        self.redo.setToolTip(self.tr("Twice as many as each of them had"))
+        self.redo.clicked.connect(self.redo_wanted)
         self.body.setContentsMargins(16, 14, 16, 10)
         self.body.addWidget(self.table, 1)
         self.body.addWidget(self._nothing, 1)
+        self.body.addWidget(self.redo, 0, Qt.AlignmentFlag.AlignRight)
 
     def show_job(self, entry: JobEntry) -> None:
         """Shows the rows of another job."""
@@ -89,8 +97,9 @@ class RowsCard(Card):
         if running != ran or entry.done < before.done:  # started, ended, or rows were reset
             self.show_job(entry)
             return
-        if entry.failed != before.failed and self.filters.checkedId() == FAILED:
-            self._again.start() if not self._again.isActive() else None
+        is_new = {FAILED: entry.failed != before.failed, CUT_OFF: entry.cut_off != before.cut_off}
+        if is_new.get(self.filters.checkedId(), False) and not self._again.isActive():
+            self._again.start()
         self._show_words()
 
     def add_latest(self, rows: Sequence[BatchRow]) -> None:
@@ -116,9 +125,6 @@ class RowsCard(Card):
 
     # --- reading pages ------------------------------------------------------------------------------
 
-    def _choose(self, number: int) -> None:
-        self._select(number)
-
     def _select(self, number: int) -> None:
         self.filters.button(number).setChecked(True)
         self._reading.forget()
@@ -133,7 +139,7 @@ class RowsCard(Card):
     def _read(self, after: int) -> None:
         answers = self._answers
         if answers is not None:
-            page = partial(answers.page, after, ended="failed" if self.filters.checkedId() == FAILED else "any")
+            page = partial(answers.page, after, ended=_ENDED.get(self.filters.checkedId(), "any"))
             self._reading.ask(page, self._on_page, lambda _error: self._on_page([]))
 
     def _read_latest(self) -> None:
@@ -156,24 +162,36 @@ class RowsCard(Card):
         if not self._complete and not self._reading.is_busy and value >= bar.maximum() - NEAR_END_PX:
             self._read(self.model.last_row)
 
-    def _read_failed_again(self) -> None:
-        if self.filters.checkedId() != FAILED:
+    def _read_ended_again(self) -> None:
+        shown = self.filters.checkedId()
+        if shown not in _ENDED:
             return
         if self.table.verticalScrollBar().value() == 0:
-            self._select(FAILED)  # rows finish in any order
+            self._select(shown)  # rows finish in any order
         else:
             self._read(self.model.last_row)
+
+    def _named(self, number: int) -> str:
+        return (self.tr("Latest"), self.tr("All"), self.tr("Failed"), self.tr("Cut off"))[number]
 
     # --- showing --------------------------------------------------------------------------------------
 
     def _show_words(self) -> None:
-        entry = self._entry
-        failed = entry.failed if entry is not None else 0
-        chip = self.filters.button(FAILED)
-        chip.setText(self.tr("Failed {0}").format(count(failed)) if failed else self.tr("Failed"))
+        entry, shown = self._entry, self.filters.checkedId()
+        counts = {FAILED: entry.failed, CUT_OFF: entry.cut_off} if entry is not None else {}
+        for number in _ENDED:
+            found = count(counts[number]) if counts.get(number) else ""
+            self.filters.button(number).setText(f"{self._named(number)} {found}".strip())
+        self.filters.button(CUT_OFF).setVisible(bool(counts.get(CUT_OFF)) or shown == CUT_OFF)
+        rests = entry is not None and (entry.state is JobState.FINISHED or entry.state in RESUMABLE)
+        self.redo.setVisible(shown == CUT_OFF and rests and bool(counts.get(CUT_OFF)))
         empty = self.model.rowCount() == 0
-        if self.filters.checkedId() == FAILED:
-            words = self.tr("No row has failed.") if not failed else ""
+        if counts.get(shown):
+            words = ""
+        elif shown == FAILED:
+            words = self.tr("No row has failed.")
+        elif shown == CUT_OFF:
+            words = self.tr("No row was cut off at its limit of tokens.")
         elif entry is not None and entry.state in UNDER_WAY:
             words = self.tr("Rows appear here as they are answered.")
         else:

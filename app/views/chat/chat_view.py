@@ -126,7 +126,7 @@ class ChatView(Page):
     def _lay_out(self) -> None:
         self._pages.addWidget(self.empty)
         self._pages.addWidget(self.transcript)
-        box_row = QHBoxLayout()
+        self._box_row = box_row = QHBoxLayout()
         box_row.setContentsMargins(24, 0, 24, 0)
         box_row.addWidget(self.composer)
         self.model_note = QLabel(
@@ -346,6 +346,7 @@ class ChatView(Page):
         self.panel.fill(over)
         self.panel.setVisible(not narrow or over)
         self._beside.setVisible(not over)
+        self.composer.box.fit()
         self.title_bar.offer_chats(narrow, shown=over)
 
     def _send_example(self, text: str) -> None:
@@ -386,6 +387,7 @@ class ChatView(Page):
     def _show_room(self, used: int | None, limit: int | None, do: Callable[[], object]) -> None:
         """Says that the context has no room for a prompt, if it is so; `do` sends it nevertheless."""
         self._send_anyway = do
+        self._box_row.setContentsMargins(24, 8 if used and limit and used >= limit else 0, 24, 0)
         if used is None or limit is None or used < limit:
             self.room_banner.hide()
             return

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import Qt, Signal
-from PySide6.QtGui import QResizeEvent
+from PySide6.QtCore import QEvent, Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.chat_store import Conversation
@@ -161,9 +160,11 @@ class Composer(QFrame):
         self.meter.setAccessibleName(self._meter_words[0])
         self._fit_meter()
 
-    def resizeEvent(self, event: QResizeEvent) -> None:
-        super().resizeEvent(event)
-        self._fit_meter()
+    def event(self, event: QEvent) -> bool:
+        handled = super().event(event)
+        if event.type() in (QEvent.Type.Resize, QEvent.Type.LayoutRequest):  # or what is beside it has another size
+            self._fit_meter()
+        return handled
 
     def _fit_meter(self) -> None:
         """Shows the longest form of the meter that fits beside the buttons."""

@@ -10,6 +10,8 @@ from app.services.pictures import sources_in
 from app.widgets.dropped_model import dropped_model
 
 MOST_LINES = 10
+LARGEST_SHARE = 0.25
+"""Of the window's height: the chat and what is said about it stay in view."""
 
 
 class GrowingEdit(QPlainTextEdit):
@@ -29,8 +31,8 @@ class GrowingEdit(QPlainTextEdit):
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.document().setDocumentMargin(0)
-        self.document().documentLayout().documentSizeChanged.connect(self._fit)
-        self._fit()
+        self.document().documentLayout().documentSizeChanged.connect(self.fit)
+        self.fit()
 
     def canInsertFromMimeData(self, source: QMimeData) -> bool:
         # A model dropped here is meant for the window.
@@ -74,20 +76,21 @@ class GrowingEdit(QPlainTextEdit):
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
-        self._fit()
+        self.fit()
 
     def changeEvent(self, event: QEvent) -> None:
         super().changeEvent(event)
         if event.type() in (QEvent.Type.FontChange, QEvent.Type.StyleChange):
-            self._fit()
+            self.fit()
 
     def sizeHint(self) -> QSize:
         return QSize(super().sizeHint().width(), self.height())
 
-    def _fit(self) -> None:
+    def fit(self) -> None:
+        """Takes the height that its text needs, and that the window has."""
         # QPlainTextDocumentLayout measures height in lines.
-        lines = max(1, round(self.document().size().height()))
-        most = lines > MOST_LINES
-        policy = Qt.ScrollBarPolicy.ScrollBarAsNeeded if most else Qt.ScrollBarPolicy.ScrollBarAlwaysOff
+        lines, line = max(1, round(self.document().size().height())), self.fontMetrics().lineSpacing()
+        most = max(2, min(MOST_LINES, int(LARGEST_SHARE * self.window().height() / line)))
+        policy = Qt.ScrollBarPolicy.ScrollBarAsNeeded if lines > most else Qt.ScrollBarPolicy.ScrollBarAlwaysOff
         self.setVerticalScrollBarPolicy(policy)
-        self.setFixedHeight(min(lines, MOST_LINES) * self.fontMetrics().lineSpacing() + 4)
+        self.setFixedHeight(min(lines, most) * line + 4)
