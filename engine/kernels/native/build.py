@@ -212,6 +212,8 @@ _SPECIAL = {
     "many_avx512.cpp": _Special("x86", _AVX512),
     "many_avx512bf16.cpp": _Special("x86", _AVX512, newest=_BF16),
     "many_amx.cpp": _Special("x86", _AVX512, newest=(*_BF16, "-mamx-tile", "-mamx-bf16")),
+    "rows_avx2.cpp": _Special("x86", _AVX2),
+    "rows_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mf16c", "-mavx512vnni")),
     "tiles_avx2.cpp": _Special("x86", _AVX2),
     "tiles_avxvnni.cpp": _Special("x86", _AVX2, newest=("-mavxvnni",)),
     "tiles_avx512.cpp": _Special("x86", _AVX512),
@@ -237,7 +239,7 @@ def library_path() -> Path:
 def library_name(machine: str, suffix: str) -> str:
     """File name of the library of these sources for a machine, as `platform.machine()` names it in lower case."""
     digest = hashlib.sha256()
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return f"switchyard_kernels-{digest.hexdigest()[:16]}-{machine}{suffix}"
 

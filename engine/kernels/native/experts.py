@@ -95,12 +95,15 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
         if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
             number = layout.tiled_shape(name).format.native
         pieces = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
-        return RecordPartStruct(*pieces, offsets[bias] if bias else -1, number)
+        weights, *others = pieces
+        steps = (layout.nbytes,) * 3
+        return RecordPartStruct(
+            weights, 0, *others, offsets[bias] if bias else 0, *steps, number, 0, -1, bias is not None
+        )
 
     hidden, inner = next(part.shape for part in layout.unquantised.parts if part.name == "down_proj")
     return ExpertsStruct(
         layer.pieces[0].data_ptr(),
-        layout.nbytes,
         part(math.first, math.first_bias),
         part("down_proj", math.down_bias),
         layer.num_experts,

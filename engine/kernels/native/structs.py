@@ -25,6 +25,10 @@ class MatrixStruct(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("pairing", ctypes.c_int32),
+        ("second", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("second_type", ctypes.c_int32),
     )
 
 
@@ -32,8 +36,9 @@ class RecordPartStruct(ctypes.Structure):
     """`SwitchyardRecordPart`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("weights", "scales", "zeros", "table", "bias")),
-        ("format", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("weights", "second", "scales", "zeros", "table", "bias")),
+        *((name, ctypes.c_int64) for name in ("step", "second_step", "bias_step")),
+        *((name, ctypes.c_int32) for name in ("format", "type", "second_type", "has_bias")),
     )
 
 
@@ -42,7 +47,6 @@ class ExpertsStruct(ctypes.Structure):
 
     _fields_ = (
         ("records", ctypes.c_void_p),
-        ("stride", ctypes.c_int64),
         ("first", RecordPartStruct),
         ("down", RecordPartStruct),
         *((name, ctypes.c_int32) for name in ("count", "hidden", "inner", "pairing", "activation")),

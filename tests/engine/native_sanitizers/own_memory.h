@@ -131,7 +131,10 @@ struct OwnExperts {
 
     static SwitchyardRecordPart append(std::vector<uint16_t> &record, const OwnMatrix &own, Random &random,
                                        bool biased) {
-        SwitchyardRecordPart part = {-1, -1, -1, -1, -1, own.matrix.format};
+        SwitchyardRecordPart part{};
+        part.scales = part.zeros = part.table = -1;
+        part.format = own.matrix.format;
+        part.has_bias = biased;
         if (own.matrix.format == SWITCHYARD_BF16) {
             part.weights = append(record, own.plain.data(), own.plain.size() * 2);
         } else {

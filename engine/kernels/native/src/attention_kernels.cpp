@@ -227,8 +227,8 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
     step.normed.resize(static_cast<size_t>(tokens * int64_t{attention->hidden}));
-    step.x.resize(attention->q.format, tokens, attention->hidden);
-    step.attended_x.resize(attention->o.format, tokens, heads * dim);
+    step.x.resize({&attention->q, &attention->k, &attention->v}, tokens, attention->hidden);
+    step.attended_x.resize({&attention->o}, tokens, heads * dim);
     step.projected.resize(static_cast<size_t>(tokens * step.width()));
     if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
     for (int32_t token = 0; token < tokens; ++token)

@@ -7,13 +7,14 @@
 #include "block_kernels.h"
 #include "many_kernels.h"
 #include "processor.h"
+#include "row_kernels.h"
 #include "self_test.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
 
 namespace {
 
-constexpr int32_t kAbi = 14;
+constexpr int32_t kAbi = 15;
 constexpr int32_t kAmx = 6;
 
 // What an instruction set has.
@@ -23,6 +24,7 @@ struct Set {
     const ManyKernels *many = nullptr;
     const BlockKernels *blocks = nullptr;
     const AttendKernels *attend = nullptr;
+    const RowKernels *types = nullptr;
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -30,23 +32,23 @@ struct Set {
 Set with(const ManyKernels *many) {
     if (!many) return {nullptr, nullptr};
     const AttendKernels *attend = kAvx512Bf16Attend ? kAvx512Bf16Attend : &kAvx512Attend;
-    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks, attend};
+    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks, attend, &kAvx512VnniRows};
 }
 #endif
 
 Set set_of(int32_t isa) {
     switch (isa) {
-        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks, &kPortableAttend};
+        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks, &kPortableAttend, &kPortableRows};
 #if defined(__x86_64__) || defined(_M_X64)
-        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend};
-        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend};
-        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend};
-        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend};
+        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend, &kAvx2Rows};
+        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend, &kAvx2Rows};
+        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend, &kAvx2Rows};
+        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend, &kAvx512VnniRows};
         case 5: return with(kAvx512Bf16Many);
         case 6: return with(kAmxMany);
 #elif defined(__aarch64__) || defined(_M_ARM64)
-        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend};
-        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend};
+        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend, &kPortableRows};
+        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend, &kPortableRows};
 #endif
         default: return {nullptr, nullptr};
     }
@@ -70,6 +72,7 @@ Kernels kernels_in_use() {
     const uint64_t uses = in_use.load(std::memory_order_relaxed);
     Kernels kernels = {};
     kernels.blocks = set_of(isa_at(uses, 0)).blocks;
+    kernels.types = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, SWITCHYARD_BLOCKS))).types;
     kernels.rows = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, SWITCHYARD_BF16))).rows;
     kernels.attention = set_of(isa_at(uses, place_of(SWITCHYARD_ATTENTION, 0))).attend;
     for (int32_t format = 0; format < kFormatCount; ++format) {
@@ -123,6 +126,7 @@ SWITCHYARD_API int32_t switchyard_self_test(int32_t isa) {
     if (const int32_t wrong = test_attend(*set.attend)) return wrong;
     if (const int32_t wrong = test_tiles(*set.tiles)) return wrong;
     if (const int32_t wrong = test_many(*set.many)) return wrong;
+    if (const int32_t wrong = test_types(*set.types)) return wrong;
     return test_blocks(*set.blocks);
 }
 

@@ -12,18 +12,21 @@
 
 namespace {
 
-const uint8_t *record_of(const SwitchyardExperts &layer, int32_t expert) {
-    return layer.scattered ? layer.scattered[expert] : layer.records + expert * layer.stride;
+// Where parts of an expert begin that lie `step` bytes apart, or in a record of its own.
+const uint8_t *base_of(const SwitchyardExperts &layer, int32_t expert, int64_t step) {
+    return layer.scattered ? layer.scattered[expert] : layer.records + expert * step;
 }
 
 SwitchyardMatrix matrix(const SwitchyardExperts &layer, int32_t expert, const SwitchyardRecordPart &part, int64_t rows,
                         int64_t columns, int32_t pairing) {
-    const uint8_t *record = record_of(layer, expert);
+    const uint8_t *record = base_of(layer, expert, part.step);
+    const bool has_second = part.format == SWITCHYARD_BLOCKS && part.second_type >= 0;
     return {record + part.weights,
             part.scales < 0 ? nullptr : reinterpret_cast<const uint16_t *>(record + part.scales),
             part.zeros < 0 ? nullptr : record + part.zeros,
             part.table < 0 ? nullptr : reinterpret_cast<const int8_t *>(record + part.table),
-            rows, columns, part.format, pairing};
+            rows, columns, part.format, pairing,
+            has_second ? base_of(layer, expert, part.second_step) + part.second : nullptr, nullptr, part.type, part.second_type};
 }
 
 // Blocks [begin, end) of all active experts' first matrices, one after the other.
@@ -115,7 +118,8 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
     residual = add_to;
     addend = nullptr;
     out = result;
-    x.resize(layer->first.format, tokens, layer->hidden);
+    const SwitchyardMatrix first = first_matrix(0);
+    x.resize({&first}, tokens, layer->hidden);
 }
 
 void ExpertsCall::reserve(int64_t count, float *rows) {
@@ -126,7 +130,8 @@ void ExpertsCall::reserve(int64_t count, float *rows) {
     }
     outputs.resize(static_cast<size_t>(count));
     for (auto &output : outputs) output = std::exchange(rows, rows + layer->hidden);
-    activated.resize(layer->down.format, count, layer->inner);
+    const SwitchyardMatrix down = down_matrix(0);
+    activated.resize({&down}, count, layer->inner);
     if (one_by_one.size() < static_cast<size_t>(count)) {
         one_by_one.resize(static_cast<size_t>(count));
         std::iota(one_by_one.begin(), one_by_one.end(), 0);
@@ -143,8 +148,8 @@ SwitchyardMatrix ExpertsCall::down_matrix(int32_t expert) const {
 }
 
 const uint16_t *ExpertsCall::bias(int32_t expert, const SwitchyardRecordPart &part) const {
-    if (part.bias < 0) return nullptr;
-    return reinterpret_cast<const uint16_t *>(record_of(*layer, expert) + part.bias);
+    if (!part.has_bias) return nullptr;
+    return reinterpret_cast<const uint16_t *>(base_of(*layer, expert, part.bias_step) + part.bias);
 }
 
 void ExpertsRun::add_up() {

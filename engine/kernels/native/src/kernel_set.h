@@ -65,9 +65,11 @@ constexpr Format kFormats[] = {
     {8, false, false, true},    // int8
     {4, true, false, false},    // int4
     {4, false, true, false},    // lut4
+    {0, false, false, false},   // blocks: not in tiles
 };
 constexpr int kSmallTable = 16;  // 16 products of such values with x fit 16 bits
 constexpr int kFormatCount = sizeof kFormats / sizeof *kFormats;
+constexpr int kTiledFormats = 4;  // those before it, but for bf16
 
 // 16 rows and 32 columns of a block.
 static inline HalfTile half_tile(const TileRow &row, const Format &format, int64_t group, int64_t half) {
@@ -112,6 +114,7 @@ struct TileKernels {
 
 struct ManyKernels;   // many_kernels.h
 struct BlockKernels;  // block_kernels.h
+struct RowKernels;    // row_kernels.h
 struct AttendKernels;  // attend.h
 
 // What is in use.  Each may be of another instruction set: the newest one is not the fastest everywhere.
@@ -119,6 +122,7 @@ struct Kernels {
     const KernelSet *rows;                   // bf16 rows with few vectors
     const AttendKernels *attention;          // attend.h
     const BlockKernels *blocks;
+    const RowKernels *types;                 // rows in blocks, with few vectors
     const TileKernels *tiles[kFormatCount];  // by format: with few vectors
     const ManyKernels *many[kFormatCount];   // by format
 };

@@ -116,8 +116,18 @@ void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, 
         kernels.rows->mix_rows(static_cast<const uint16_t *>(matrix.weights) + begin * columns, count, columns, x, out);
         return;
     }
-    const auto expand = kernels.tiles[matrix.format]->formats[matrix.format].expand;
     std::fill_n(out, columns, 0.0f);
+    if (matrix.format == SWITCHYARD_BLOCKS) {
+        static thread_local std::vector<float> values;
+        values.resize(static_cast<size_t>(columns));
+        for (int64_t i = 0; i < count; ++i) {
+            const StoredRow row = stored_row(*kernels.types, matrix, begin + i);
+            row.type->unpack(row.blocks, columns, values.data());
+            for (int64_t c = 0; c < columns; ++c) out[c] += x[i] * values[static_cast<size_t>(c)];
+        }
+        return;
+    }
+    const auto expand = kernels.tiles[matrix.format]->formats[matrix.format].expand;
     for (int64_t half = begin / kHalfRows; half * kHalfRows < begin + count; ++half) {
         float shares[kHalfRows];
         for (int64_t i = 0; i < kHalfRows; ++i) {
@@ -263,17 +273,17 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.length = length;
     step.out = out;
     step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
-    step.x.resize(layer.kv_a.format, tokens, layer.hidden);
+    step.x.resize({&layer.kv_a, layer.q_a.rows ? &layer.q_a : &layer.q}, tokens, layer.hidden);
     step.q_latent.resize(static_cast<size_t>(tokens * layer.q_a.rows));
-    step.q_x.resize(layer.q.format, tokens, layer.q.columns);
+    step.q_x.resize({&layer.q}, tokens, layer.q.columns);
     step.queries.resize(static_cast<size_t>(tokens * layer.q.rows));
     step.compressed.resize(static_cast<size_t>(tokens * layer.kv_a.rows));
     if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
     for (int32_t token = 0; token < tokens; ++token)
         step.attention[token].resize(heads, 1, length + token + 1, layer.scale, step.rows(), nullptr);
-    step.mixed.resize(layer.kv_b.format, tokens * heads, layer.rank);
+    step.mixed.resize({&layer.kv_b}, tokens * heads, layer.rank);
     step.attended.resize(static_cast<size_t>(tokens * heads * layer.value_dim));
-    step.attended_x.resize(layer.o.format, tokens, heads * layer.value_dim);
+    step.attended_x.resize({&layer.o}, tokens, heads * layer.value_dim);
     LatentRun run(step, pool->threads());
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.o})

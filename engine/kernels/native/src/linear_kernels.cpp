@@ -48,7 +48,7 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
     static thread_local Vectors vectors;
     static thread_local std::vector<int32_t> which;
     const Kernels kernels = kernels_in_use();
-    vectors.resize(weight->format, tokens, weight->columns);
+    vectors.resize({weight}, tokens, weight->columns);
     which.resize(static_cast<size_t>(tokens));
     std::iota(which.begin(), which.end(), 0);
     for (int32_t token = 0; token < tokens; ++token) vectors.set(kernels, token, x + token * weight->columns);

@@ -6,41 +6,122 @@
 
 int64_t bytes_of(const SwitchyardMatrix &matrix) {
     if (matrix.format == SWITCHYARD_BF16) return matrix.rows * matrix.columns * 2;
+    if (matrix.format == SWITCHYARD_BLOCKS) {
+        const auto bytes = [&](int64_t rows, int32_t number) {
+            const RowType &type = *kPortableRows.of(number);
+            return rows * (matrix.columns / type.elements * type.bytes);
+        };
+        if (!matrix.second) return bytes(matrix.rows, matrix.type);
+        return bytes(matrix.rows / 2, matrix.type) + bytes(matrix.rows / 2, matrix.second_type);
+    }
     const int64_t tiles = blocks_of(matrix) * groups_of(matrix.columns);
     const Format &format = kFormats[matrix.format];
     return tiles * (2 * format.half_bytes() + kTileRows * (format.has_zeros ? 3 : 2));
 }
 
-void Vectors::resize(int32_t format, int64_t count, int64_t n) {
-    format_ = format;
+StoredRow stored_row(const RowKernels &types, const SwitchyardMatrix &matrix, int64_t row) {
+    const bool is_second = matrix.second && row >= matrix.rows / 2;
+    const RowType *type = types.of(is_second ? matrix.second_type : matrix.type);
+    const auto *blocks = static_cast<const uint8_t *>(is_second ? matrix.second : matrix.weights);
+    if (is_second) row -= matrix.rows / 2;
+    if (matrix.order) row = matrix.order[row];
+    return {blocks + row * (matrix.columns / type->elements * type->bytes), type};
+}
+
+void Vectors::resize(std::initializer_list<const SwitchyardMatrix *> matrices, int64_t count, int64_t n) {
     n_ = n;
-    const int64_t groups = groups_of(n);
-    const int64_t bytes = format == SWITCHYARD_BF16 ? padded(n) * 4 : groups * (kGroup + 4 + 4);
-    stride_ = (bytes + 63) & ~int64_t{63};
+    bool wanted[kForms] = {};
+    for (const SwitchyardMatrix *matrix : matrices) {
+        if (matrix->format == SWITCHYARD_BLOCKS) {
+            wanted[static_cast<int>(kPortableRows.of(matrix->type)->form)] = true;
+            if (matrix->second) wanted[static_cast<int>(kPortableRows.of(matrix->second_type)->form)] = true;
+        } else {
+            if (matrix->format != SWITCHYARD_BF16) tiled_ = matrix->format;
+            wanted[static_cast<int>(matrix->format == SWITCHYARD_BF16 ? VectorForm::kSpread : VectorForm::kBy32)] = true;
+        }
+    }
+    const int64_t whole = (n + kWide - 1) / kWide * kWide;
+    const int64_t bytes[kForms] = {padded(n) * 4, whole / kGroup * (kGroup + 4 + 4),
+                                   whole + whole / kWide * 4 + whole / kPart * 2, whole * 4};
+    stride_ = 0;
+    for (int form = 0; form < kForms; ++form) {
+        places_[form] = wanted[form] ? stride_ : -1;
+        if (wanted[form]) stride_ += (bytes[form] + 63) & ~int64_t{63};
+    }
     const auto needed = static_cast<size_t>(count * stride_ + 64);
     if (memory_.size() < needed) memory_.resize(needed);
     start_ = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
 }
 
 QuantisedVector Vectors::quantised(int64_t at) const {
-    uint8_t *start = start_ + at * stride_;
-    const int64_t groups = groups_of(n_);
+    uint8_t *start = form(at, VectorForm::kBy32);
+    const int64_t groups = (n_ + kWide - 1) / kWide * (kWide / kGroup);
     auto *scales = reinterpret_cast<float *>(start + groups * kGroup);
     return {reinterpret_cast<int8_t *>(start), scales, reinterpret_cast<int32_t *>(scales + groups)};
 }
 
+RowVector Vectors::row(int64_t at, VectorForm of) const {
+    uint8_t *start = form(at, of);
+    RowVector row = {};
+    if (of == VectorForm::kBy32) {
+        const QuantisedVector vector = quantised(at);
+        row.q = vector.q;
+        row.scales = vector.scales;
+        row.sums = vector.sums;
+    } else if (of == VectorForm::kBy256) {
+        const int64_t blocks = (n_ + kWide - 1) / kWide;
+        row.q = reinterpret_cast<int8_t *>(start);
+        row.scales = reinterpret_cast<float *>(start + blocks * kWide);
+        row.parts = reinterpret_cast<int16_t *>(start + blocks * (kWide + 4));
+    } else {
+        row.values = reinterpret_cast<float *>(start);
+    }
+    return row;
+}
+
+// Zeros up to whole blocks of 256: rows are read four blocks of 32 at a time.
+void Vectors::pad(int64_t at) {
+    const QuantisedVector vector = quantised(at);
+    const int64_t from = groups_of(n_), to = (n_ + kWide - 1) / kWide * (kWide / kGroup);
+    std::fill(vector.q + from * kGroup, vector.q + to * kGroup, int8_t{0});
+    std::fill(vector.scales + from, vector.scales + to, 0.0f);
+    std::fill(vector.sums + from, vector.sums + to, 0);
+}
+
 void Vectors::set(const Kernels &kernels, int64_t at, const uint16_t *x) {
-    if (format_ == SWITCHYARD_BF16)
-        kernels.rows->spread(x, n_, const_cast<float *>(spread(at)));
-    else
-        kernels.tiles[format_]->quantise_bf16(x, n_, quantised(at));
+    if (has(VectorForm::kSpread)) kernels.rows->spread(x, n_, const_cast<float *>(spread(at)));
+    if (has(VectorForm::kBy32)) {
+        kernels.tiles[tiled_]->quantise_bf16(x, n_, quantised(at));
+        pad(at);
+    }
+    if (!has(VectorForm::kBy256) && !has(VectorForm::kFloats)) return;
+    static thread_local std::vector<float> wide;
+    wide.resize(static_cast<size_t>(n_));
+    for (int64_t i = 0; i < n_; ++i) wide[static_cast<size_t>(i)] = from_bf16(x[i]);
+    set_rows(kernels, at, wide.data());
 }
 
 void Vectors::set(const Kernels &kernels, int64_t at, const float *x) {
-    if (format_ == SWITCHYARD_BF16)
-        kernels.rows->spread_floats(x, n_, const_cast<float *>(spread(at)));
-    else
-        kernels.tiles[format_]->quantise_floats(x, n_, quantised(at));
+    if (has(VectorForm::kSpread)) kernels.rows->spread_floats(x, n_, const_cast<float *>(spread(at)));
+    if (has(VectorForm::kBy32)) {
+        kernels.tiles[tiled_]->quantise_floats(x, n_, quantised(at));
+        pad(at);
+    }
+    set_rows(kernels, at, x);
+}
+
+void Vectors::set_rows(const Kernels &kernels, int64_t at, const float *x) {
+    if (has(VectorForm::kBy256)) {
+        const RowVector row = this->row(at, VectorForm::kBy256);
+        kernels.types->quantise_wide(x, n_, const_cast<int8_t *>(row.q), const_cast<float *>(row.scales),
+                                     const_cast<int16_t *>(row.parts));
+    }
+    if (has(VectorForm::kFloats)) {
+        auto *values = const_cast<float *>(row(at, VectorForm::kFloats).values);
+        const int64_t whole = (n_ + kWide - 1) / kWide * kWide;
+        std::copy_n(x, n_, values);
+        std::fill(values + n_, values + whole, 0.0f);
+    }
 }
 
 namespace {
@@ -59,6 +140,26 @@ void bf16_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t 
     }
 }
 
+// Rows one after the other: each is read from begin to end.
+void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
+                   const int32_t *which, int64_t count, float *out) {
+    const RowOrder order(matrix);
+    for (int64_t half = 0; half < 2; ++half)
+        for (int64_t i = 0; i < kHalfRows; ++i) {
+            const int64_t first = block * order.block + i * order.step, row = first + half * order.partner;
+            if (first >= order.first_limit || row >= matrix.rows) break;
+            const StoredRow stored = stored_row(*kernels.types, matrix, row);
+            for (int64_t from = 0; from < count; from += kMostRowVectors) {
+                const auto some = static_cast<int>(std::min<int64_t>(kMostRowVectors, count - from));
+                RowVector vectors[kMostRowVectors];
+                float dots[kMostRowVectors];
+                for (int v = 0; v < some; ++v) vectors[v] = x.row(which[from + v], stored.type->form);
+                stored.type->dot(stored.blocks, matrix.columns, vectors, some, dots);
+                for (int v = 0; v < some; ++v) out[(from + v) * kTileRows + half * kHalfRows + i] = dots[v];
+            }
+        }
+}
+
 }  // namespace
 
 void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
@@ -67,6 +168,7 @@ void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
         bf16_block(kernels, matrix, block, x, which, count, out);
         return;
     }
+    if (matrix.format == SWITCHYARD_BLOCKS) return rows_of_block(kernels, matrix, block, x, which, count, out);
     const TileRow row = tile_row(matrix, block);
     const TileKernels &tiles = *kernels.tiles[matrix.format];
     if (count == 1) {  // decoding: the memory waits for whatever is done between blocks

@@ -1,9 +1,11 @@
 // A product of a matrix with vectors, in blocks of 32 rows, whatever the format.
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "kernel_set.h"
+#include "row_kernels.h"
 #include "switchyard_kernels.h"
 
 // Where the rows of a block lie in a matrix that is stored row by row: the i-th of the upper half is
@@ -46,18 +48,34 @@ struct BlockAt {
 // Bytes of a matrix's weights, scales and zeros.
 int64_t bytes_of(const SwitchyardMatrix &matrix);
 
+// A row of blocks, and its type.
+struct StoredRow {
+    const uint8_t *blocks;
+    const RowType *type;
+};
+StoredRow stored_row(const RowKernels &types, const SwitchyardMatrix &matrix, int64_t row);
+
 // Vectors in the form that the kernels of a format read.
 class Vectors {
   public:
-    void resize(int32_t format, int64_t count, int64_t n);
+    // For products with all of these matrices.
+    void resize(std::initializer_list<const SwitchyardMatrix *> matrices, int64_t count, int64_t n);
     void set(const Kernels &kernels, int64_t at, const uint16_t *x);
     void set(const Kernels &kernels, int64_t at, const float *x);
-    const float *spread(int64_t at) const { return reinterpret_cast<const float *>(start_ + at * stride_); }
+    const float *spread(int64_t at) const { return reinterpret_cast<const float *>(form(at, VectorForm::kSpread)); }
     QuantisedVector quantised(int64_t at) const;
+    RowVector row(int64_t at, VectorForm form) const;
 
   private:
-    int32_t format_ = 0;
+    bool has(VectorForm form) const { return places_[static_cast<int>(form)] >= 0; }
+    uint8_t *form(int64_t at, VectorForm form) const { return start_ + at * stride_ + places_[static_cast<int>(form)]; }
+
+    void pad(int64_t at);
+    void set_rows(const Kernels &kernels, int64_t at, const float *x);
+
+    int32_t tiled_ = SWITCHYARD_INT8;  // the format whose kernels round
     int64_t n_ = 0, stride_ = 0;
+    int64_t places_[kForms] = {-1, -1, -1, -1};  // of each form in a vector's memory, or -1
     std::vector<uint8_t> memory_;
     uint8_t *start_ = nullptr;
 };

@@ -10,7 +10,10 @@
 
 class RowProducts {
   public:
-    void resize(const Kernels &kernels, int32_t format, int64_t count, int64_t columns) {
+    // For products with all of these matrices, which are of one format.
+    void resize(const Kernels &kernels, std::initializer_list<const SwitchyardMatrix *> matrices, int64_t count) {
+        const int32_t format = (*matrices.begin())->format;
+        const int64_t columns = (*matrices.begin())->columns;
         kernels_ = kernels;
         format_ = format;
         count_ = count;
@@ -22,7 +25,7 @@ class RowProducts {
             return;
         }
         lanes_ = 1;
-        vectors_.resize(format, count, columns);
+        vectors_.resize(matrices, count, columns);
         const auto known = static_cast<int64_t>(one_by_one_.size());
         for (int64_t v = known; v < count; ++v) one_by_one_.push_back(static_cast<int32_t>(v));
     }

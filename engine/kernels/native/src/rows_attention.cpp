@@ -151,10 +151,10 @@ SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const Swi
     const int64_t dim = layer->head_dim, queries = layer->heads * dim;
     const auto tokens = static_cast<size_t>(call.tokens);
     own.normed.resize(tokens * static_cast<size_t>(layer->hidden));
-    own.x.resize(kernels, layer->q.format, call.tokens, layer->hidden);
+    own.x.resize(kernels, {&layer->q, &layer->k, &layer->v}, call.tokens);
     own.projected.resize(tokens * static_cast<size_t>(queries + 2 * layer->kv_heads * dim));
     own.attended.resize(tokens * static_cast<size_t>(queries));
-    own.attended_x.resize(kernels, layer->o.format, call.tokens, queries);
+    own.attended_x.resize(kernels, {&layer->o}, call.tokens);
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer->q, &layer->k, &layer->v, &layer->o}) weights += bytes_of(*matrix);
     AttentionRows rows(*layer, call, own, hidden, cos, sin, angle_step, out, pool->threads());

@@ -43,7 +43,7 @@ void work(void *argument) {
 SWITCHYARD_API int32_t switchyard_linear_rows(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                               const uint16_t *x, const uint16_t *bias, uint16_t *out) try {
     static thread_local RowProducts products;
-    products.resize(kernels_for_many(), weight->format, tokens, weight->columns);
+    products.resize(kernels_for_many(), {weight}, tokens);
     LinearRows call = {*weight, products, x, bias, out, Phase(products.tiles(), pool->threads(), 1),
                        Phase(blocks_of(*weight), pool->threads(), 1)};
     pool->run_long(work, &call, tokens * bytes_of(*weight));

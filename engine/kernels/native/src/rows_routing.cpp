@@ -71,7 +71,7 @@ SWITCHYARD_API int32_t switchyard_route_rows(SwitchyardPool *pool, const Switchy
     const auto &experts = block->experts;
     const SwitchyardMatrix weight = {block->router.weight, nullptr, nullptr, nullptr, experts.count, experts.hidden,
                                      SWITCHYARD_BF16, SWITCHYARD_PLAIN};
-    products.resize(kernels_for_many(), SWITCHYARD_BF16, tokens, experts.hidden);
+    products.resize(kernels_for_many(), {&weight}, tokens);
     logits.resize(static_cast<size_t>(tokens) * static_cast<size_t>(experts.count));
     RouteRows call = {*block, weight, products, logits, tokens, hidden, normed, chosen, shares,
                       Phase(products.tiles(), pool->threads(), 1), Phase(blocks_of(weight), pool->threads(), 1),

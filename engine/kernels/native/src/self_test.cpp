@@ -124,8 +124,50 @@ int32_t test_blocks(const BlockKernels &kernels) {
     return 0;
 }
 
+int32_t test_types(const RowKernels &kernels) {
+    for (const RowType &type : kernels.types)
+        for (int64_t columns : {type.elements, 3 * type.elements, 9 * kWide}) {
+            const int64_t blocks = columns / type.elements, whole = (columns + kWide - 1) / kWide * kWide;
+            std::vector<uint8_t> row(blocks * type.bytes);
+            for (size_t i = 0; i < row.size(); ++i) row[i] = static_cast<uint8_t>(i * 89 + i / 97 + 3);
+            // Numbers of two bytes that may be scales, or weights, are near 0.03; those of four bytes, too.
+            for (int64_t at = 1; at < static_cast<int64_t>(row.size()); at += 2) row[at] = static_cast<uint8_t>((row[at] & 0x83) | 0x28);
+            if (type.number == 39)  // a byte of exponent
+                for (int64_t block = 0; block < blocks; ++block) row[block * type.bytes] = static_cast<uint8_t>(120 + block % 8);
+            std::vector<float> weights(columns), values(whole), scales(whole / kGroup);
+            kernels.of(type.number)->unpack(row.data(), columns, weights.data());
+            std::vector<int8_t> q(whole);
+            std::vector<int32_t> sums(whole / kGroup);
+            std::vector<int16_t> parts(whole / kPart);
+            std::vector<RowVector> x;
+            for (int64_t i = 0; i < columns; ++i) {
+                values[i] = 0.01f * static_cast<float>(i * 37 % 201 - 100);
+                q[i] = static_cast<int8_t>(i * 53 % 255 - 127);
+                sums[i / kGroup] += q[i];
+            }
+            for (int64_t group = 0; group * kGroup < columns; ++group) scales[group] = 0.001f * static_cast<float>(group % 5 + 1);
+            const bool wide = type.form == VectorForm::kBy256, plain = type.form == VectorForm::kFloats;
+            if (wide) kernels.quantise_wide(values.data(), columns, q.data(), scales.data(), parts.data());
+            double wanted = 0, size = 0;
+            for (int64_t i = 0; i < columns; ++i) {
+                const double value = plain ? values[i] : double(q[i]) * scales[i / (wide ? kWide : kGroup)];
+                if (wide && !near(value, values[i], 0.51 * scales[i / kWide])) return 21;
+                wanted += value * weights[i];
+                size += std::fabs(value * weights[i]);
+            }
+            for (int v = 0; v < kMostRowVectors; ++v) x.push_back({q.data(), scales.data(), sums.data(), parts.data(), values.data()});
+            float found[kMostRowVectors];
+            for (int count = 1; count <= kMostRowVectors; ++count) {
+                type.dot(row.data(), columns, x.data(), count, found);
+                for (int v = 0; v < count; ++v)
+                    if (!near(found[v], wanted, 1e-5 * size)) return 22;
+            }
+        }
+    return 0;
+}
+
 int32_t test_tiles(const TileKernels &kernels) {
-    for (int32_t format = 1; format < kFormatCount; ++format) {
+    for (int32_t format = 1; format < kTiledFormats; ++format) {
         for (int64_t groups : {1, 2, 5})
             for (int count = 1; count <= kernels.most; ++count)
                 for (bool small : {false, true})

@@ -14,6 +14,7 @@ int32_t test_attend(const AttendKernels &kernels);
 int32_t test_tiles(const TileKernels &kernels);
 int32_t test_many(const ManyKernels &kernels);
 int32_t test_blocks(const BlockKernels &kernels);
+int32_t test_types(const RowKernels &kernels);
 
 inline float value_of_code(int32_t format, uint8_t code, float scale, uint8_t zero, const int8_t *table) {
     if (kFormats[format].has_table) return scale * static_cast<float>(table[code]);

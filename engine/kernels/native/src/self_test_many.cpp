@@ -94,7 +94,7 @@ int32_t test_many(const ManyKernels &kernels) {
         for (int64_t columns : {1, 31, 32, 70, 128, 545})
             for (int32_t pairing : {SWITCHYARD_PLAIN, SWITCHYARD_HALVES, SWITCHYARD_ALTERNATING})
                 if (const int32_t wrong = test_product(kernels, count, columns, pairing)) return wrong;
-    for (int32_t format = 1; format < kFormatCount; ++format)
+    for (int32_t format = 1; format < kTiledFormats; ++format)
         if (kernels.fewest[format])
             if (const int32_t wrong = test_widened(kernels, format)) return wrong;
     for (float x : {-200.0f, -60.0f, -3.0f, -0.1f, 0.0f, 0.7f, 5.0f, 60.0f, 200.0f})

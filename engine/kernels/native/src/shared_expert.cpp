@@ -23,9 +23,9 @@ void SharedExpert::begin(const SwitchyardSparseBlock *sparse_block, int32_t toke
     if (!exists()) return;
     all.resize(static_cast<size_t>(tokens));
     std::iota(all.begin(), all.end(), 0);
-    x.resize(block->shared_gate_proj.format, tokens, block->shared_gate_proj.columns);
+    x.resize({&block->shared_gate_proj, &block->shared_up_proj}, tokens, block->shared_gate_proj.columns);
     inner.resize(static_cast<size_t>(tokens * block->shared_gate_proj.rows));
-    activated.resize(block->shared_down_proj.format, tokens, block->shared_down_proj.columns);
+    activated.resize({&block->shared_down_proj}, tokens, block->shared_down_proj.columns);
     out.resize(static_cast<size_t>(tokens * block->shared_down_proj.rows));
 }
 

@@ -184,7 +184,7 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
     step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
-    step.normed_bf16.resize(SWITCHYARD_BF16, tokens, layer.hidden);
+    step.normed_bf16.resize({&step.router}, tokens, layer.hidden);
     for (int32_t token = 0; token < tokens; ++token) step.routing[token].resize(layer.count);
     step.call.begin(&layer, tokens, hidden, out);
     step.call.reserve(tokens * int64_t{block->router.top_k});

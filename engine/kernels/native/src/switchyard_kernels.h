@@ -12,7 +12,7 @@
 
 typedef struct SwitchyardPool SwitchyardPool;
 
-// Weight formats: 0 bf16, row by row; 1 int8, 2 int4 and 3 lut4 in tiles of 32 rows x 32 columns, padded with zeros,
+// Weight formats: 0 bf16, row by row; 4 blocks of one of ggml's types, row by row, as GGUF files have them; 1 int8, 2 int4 and 3 lut4 in tiles of 32 rows x 32 columns, padded with zeros,
 // block of rows after block of rows, and within it from left to right:
 //   weights  a tile's upper and then its lower half (16 rows each), as vectors of 64 bytes: 4 bytes for each row.
 //            int8: 8 vectors, the j-th has columns 4j to 4j + 3.
@@ -22,7 +22,7 @@ typedef struct SwitchyardPool SwitchyardPool;
 //   zeros    uint8 [32] for a tile, int4 only: in sixteenths
 //   table    int8 [16] for the matrix, lut4 only: from -127 to 127
 // A weight is scale * q for int8, scale * (q - zero / 16) for int4 and scale * table[q] for lut4.
-enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2, SWITCHYARD_LUT4 = 3 };
+enum { SWITCHYARD_BF16 = 0, SWITCHYARD_INT8 = 1, SWITCHYARD_INT4 = 2, SWITCHYARD_LUT4 = 3, SWITCHYARD_BLOCKS = 4 };
 
 // What a block of rows holds: 0 plain, rows 32b to 32b + 31; 1 and 2 for matrices of gate and up rows, 16 of each:
 // 1 if all gate rows come before all up rows, 2 if they alternate.
@@ -31,7 +31,10 @@ enum { SWITCHYARD_PLAIN = 0, SWITCHYARD_HALVES = 1, SWITCHYARD_ALTERNATING = 2 }
 // Types of keys and values; int8 has a scale for each row.
 enum { SWITCHYARD_KV_BF16 = 0, SWITCHYARD_KV_FP16 = 1, SWITCHYARD_KV_INT8 = 2, SWITCHYARD_KV_FP32 = 3 };
 
-// A matrix [rows, columns].  scales, zeros and table are null where the format has none.
+// A matrix [rows, columns].  scales, zeros and table are null where the format has none.  Of blocks:
+//   second       where the second half of the rows begins, or null: after the first one
+//   order        the stored row that each row is, or null: in their order
+//   type         ggml's number of the blocks' type, and of those from `second` on
 typedef struct {
     const void *weights;
     const uint16_t *scales;
@@ -40,20 +43,25 @@ typedef struct {
     int64_t rows, columns;
     int32_t format;
     int32_t pairing;
+    const void *second;
+    const int64_t *order;
+    int32_t type, second_type;
 } SwitchyardMatrix;
 
-// A matrix of an expert: byte offsets of its parts in the record, -1 if it has none.  bias: bf16 [rows].
+// A matrix of an expert: byte offsets of its parts in the record, of scales, zeros and table -1 where the format has none, and, where
+// records are not scattered, bytes from one expert's part to the next one's.  bias: bf16 [rows].
 typedef struct {
-    int64_t weights, scales, zeros, table, bias;
-    int32_t format;
+    int64_t weights, second, scales, zeros, table, bias;
+    int64_t step, second_step, bias_step;
+    int32_t format, type, second_type;  // second_type: -1 where there is no second half apart
+    int32_t has_bias;
 } SwitchyardRecordPart;
 
-// Experts of one layer: `count` records of `stride` bytes from `records`, or each where `scattered` says.
+// Experts of one layer: `count` records, whose parts lie at offsets from `records`, or from where `scattered` says.
 // An expert is down(activation(first(x))), rounded to bf16 where the torch reference rounds after a matrix in bf16.
 // first is [inner, hidden], or [2 * inner, hidden] with gate and up rows as `pairing` says; down is [hidden, inner].
 typedef struct {
     const uint8_t *records;
-    int64_t stride;
     SwitchyardRecordPart first, down;
     int32_t count, hidden, inner;
     int32_t pairing;

@@ -1,0 +1,54 @@
+// Products of rows that are stored in blocks, as GGUF files have them, with a few vectors: each type is one file in types/,
+// and nothing is repacked.
+#pragma once
+#include <cstdint>
+
+#include "switchyard_kernels.h"
+
+// How a vector is rounded for a type: types of 32 have a scale per 32 values, as QuantisedVector has them, types of 256 one per
+// 256; plain numbers are multiplied with the vector as it is.
+enum class VectorForm { kSpread, kBy32, kBy256, kFloats };
+constexpr int kForms = 4;
+constexpr int64_t kWide = 256;  // values of a scale, and weights of a block of the larger types
+constexpr int64_t kPart = 16;   // values of a sum
+
+// A vector in one of the forms; it is padded with zeros to whole blocks of 256.
+struct RowVector {
+    const int8_t *q;       // -127 to 127
+    const float *scales;   // per 32, or per 256: a value is scale * q
+    const int32_t *sums;   // per 32, of q: kBy32
+    const int16_t *parts;  // per 16, of q: kBy256
+    const float *values;   // kFloats
+};
+
+constexpr int kMostRowVectors = 8;
+
+struct RowType {
+    int32_t number;  // ggml's
+    int64_t elements, bytes;  // of a block
+    VectorForm form;
+    // out[v] = row * x[v], for `columns` (whole blocks) and `count` <= kMostRowVectors vectors, each as it would be alone.
+    void (*dot)(const uint8_t *row, int64_t columns, const RowVector *x, int count, float *out);
+    // A row's weights.
+    void (*unpack)(const uint8_t *row, int64_t columns, float *out);
+};
+
+constexpr int kRowTypes = 16;
+
+struct RowKernels {
+    RowType types[kRowTypes];
+    // n values to form kBy256, padded.
+    void (*quantise_wide)(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts);
+
+    const RowType *of(int32_t number) const {
+        for (const RowType &type : types)
+            if (type.number == number) return &type;
+        return nullptr;
+    }
+};
+
+extern const RowKernels kPortableRows;
+#if defined(__x86_64__) || defined(_M_X64)
+extern const RowKernels kAvx2Rows;
+extern const RowKernels kAvx512VnniRows;
+#endif

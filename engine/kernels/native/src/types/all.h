@@ -1,0 +1,88 @@
+// Every type, for the instruction set of the including file.  A new one is a file beside these and its line here.
+#pragma once
+#include "iq4_nl.h"
+#include "iq4_xs.h"
+#include "mxfp4.h"
+#include "plain.h"
+#include "q2_k.h"
+#include "q3_k.h"
+#include "q4_0.h"
+#include "q4_1.h"
+#include "q4_k.h"
+#include "q5_0.h"
+#include "q5_1.h"
+#include "q5_k.h"
+#include "q6_k.h"
+#include "q8_0.h"
+
+namespace {
+
+#define SWITCHYARD_BY_COUNT(loop)                                                                     \
+    template <class Type> void loop##_some(const uint8_t *row, int64_t columns, const RowVector *x, int count, float *out) { \
+        switch (count) {                                                                              \
+            case 1: return loop<Type, 1>(row, columns, x, out);                                       \
+            case 2: return loop<Type, 2>(row, columns, x, out);                                       \
+            case 3: return loop<Type, 3>(row, columns, x, out);                                       \
+            case 4: return loop<Type, 4>(row, columns, x, out);                                       \
+            default:                                                                                  \
+                loop<Type, 4>(row, columns, x, out);                                                  \
+                return loop##_some<Type>(row, columns, x + 4, count - 4, out + 4);                    \
+        }                                                                                             \
+    }
+SWITCHYARD_BY_COUNT(dot_wide)
+SWITCHYARD_BY_COUNT(dot_four)
+SWITCHYARD_BY_COUNT(dot_numbers)
+#undef SWITCHYARD_BY_COUNT
+
+void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts) {
+    for (int64_t block = 0; block * kWide < n; ++block, x += kWide, q += kWide, parts += kWide / kPart) {
+        const int64_t there = n - block * kWide < kWide ? n - block * kWide : kWide;
+        float values[kWide] = {}, most[16] = {};
+        std::memcpy(values, x, static_cast<size_t>(there) * 4);
+        for (int64_t at = 0; at < kWide; at += 16)
+            for (int64_t i = 0; i < 16; ++i) {
+                const float size = std::fabs(values[at + i]);
+                most[i] = size > most[i] ? size : most[i];
+            }
+        float top = 0, strange = 0;
+        for (float each : most) top = each > top ? each : top;
+        for (float each : values) strange += each * 0.0f;  // NaN from infinities and NaNs
+        const bool finite = strange == strange;
+        scales[block] = finite ? top / 127.0f : strange;
+        const float inverse = finite && top > 1e-30f ? 127.0f / top : 0.0f;
+        if (top <= 1e-30f && finite) scales[block] = 0;
+        for (int64_t at = 0; at < kWide; at += kPart) {
+            int32_t sum = 0;
+            for (int64_t i = 0; i < kPart; ++i) {
+                const auto code = static_cast<int32_t>(finite ? std::nearbyint(values[at + i] * inverse) : 1.0f);
+                q[at + i] = static_cast<int8_t>(code);
+                sum += code;
+            }
+            parts[at / kPart] = static_cast<int16_t>(sum);
+        }
+    }
+}
+
+template <class Type> void unpack_row(const uint8_t *row, int64_t columns, float *out) {
+    for (int64_t block = 0; block * Type::kElements < columns; ++block)
+        Type::values(row + block * Type::kBytes, out + block * Type::kElements);
+}
+
+template <class Type> constexpr RowType of_256() {
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot_wide_some<Type>, unpack_row<Type>};
+}
+template <class Type> constexpr RowType of_32() {
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_row<Type>};
+}
+template <class Type> constexpr RowType of_numbers() {
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, unpack_row<Type>};
+}
+
+constexpr RowKernels row_kernels() {
+    return {{of_numbers<F32>(), of_numbers<F16>(), of_numbers<Bf16>(), of_32<Q4_0>(), of_32<Q4_1>(), of_32<Q5_0>(),
+             of_32<Q5_1>(), of_32<Q8_0>(), of_32<Iq4Nl>(), of_32<Mxfp4>(), of_256<Q2K>(), of_256<Q3K>(), of_256<Q4K>(),
+             of_256<Q5K>(), of_256<Q6K>(), of_256<Iq4Xs>()},
+            quantise_wide};
+}
+
+}  // namespace

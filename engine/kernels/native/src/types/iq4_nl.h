@@ -1,0 +1,30 @@
+// IQ4_NL: 32 codes of 4 bits into a table; a weight is scale * table[code].  d: fp16; 16 bytes, as in Q4_0.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+constexpr int8_t kIq4Nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+
+struct Iq4Nl {
+    static constexpr int kNumber = 20, kElements = 32, kBytes = 18;
+    static constexpr bool kSigned = true;
+
+    static void values(const uint8_t *block, float *out) { table_values(block + 2, half_at(block), kIq4Nl, out); }
+
+#if defined(__AVX512VNNI__)
+    static Four four(const uint8_t *blocks) {
+        Four made;
+        codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);
+        const Bytes table = raised(table_of(kIq4Nl));
+        for (Bytes &codes : made.codes) codes = look_up(table, codes);
+        made.scales = four_halves(blocks, kBytes);
+        made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-kRaised));
+        return made;
+    }
+#elif defined(__AVX2__)
+    static One one(const uint8_t *block) { return {look_up(table_of(kIq4Nl), codes_of_nibbles(block + 2)), half_at(block), 0}; }
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,79 @@
+// F32 and F16: plain numbers, multiplied with the vector as it is.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+struct F32 {
+    static constexpr int kNumber = 0, kElements = 1, kBytes = 4;
+    static void values(const uint8_t *at, float *out) { std::memcpy(out, at, 4); }
+#if defined(__AVX512VNNI__)
+    static __m512 sixteen_at(const uint8_t *at) { return _mm512_loadu_ps(at); }
+#elif defined(__AVX2__)
+    static __m256 eight_at(const uint8_t *at) { return _mm256_loadu_ps(reinterpret_cast<const float *>(at)); }
+#endif
+};
+
+struct F16 {
+    static constexpr int kNumber = 1, kElements = 1, kBytes = 2;
+    static void values(const uint8_t *at, float *out) { *out = half_at(at); }
+#if defined(__AVX512VNNI__)
+    static __m512 sixteen_at(const uint8_t *at) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+    }
+#elif defined(__AVX2__)
+    static __m256 eight_at(const uint8_t *at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at))); }
+#endif
+};
+
+struct Bf16 {
+    static constexpr int kNumber = 30, kElements = 1, kBytes = 2;
+    static void values(const uint8_t *at, float *out) { *out = float_of(u16_at(at) << 16); }
+#if defined(__AVX512VNNI__)
+    static __m512 sixteen_at(const uint8_t *at) {
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    }
+#elif defined(__AVX2__)
+    static __m256 eight_at(const uint8_t *at) {
+        const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
+        return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    }
+#endif
+};
+
+// Vectors are padded with zeros, rows are not.
+template <class Type, int count> void dot_numbers(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    int64_t at = 0;
+    float rest[count] = {};
+#if defined(__AVX512VNNI__)
+    __m512 sums[count];
+    for (auto &sum : sums) sum = _mm512_setzero_ps();
+    for (; at + 16 <= columns; at += 16) {
+        if (at % 32 == 0) _mm_prefetch(reinterpret_cast<const char *>(row) + at * Type::kBytes + kAheadOfRow, _MM_HINT_T0);
+        const __m512 weights = Type::sixteen_at(row + at * Type::kBytes);
+        for (int v = 0; v < count; ++v) sums[v] = _mm512_fmadd_ps(weights, _mm512_loadu_ps(x[v].values + at), sums[v]);
+    }
+    for (int v = 0; v < count; ++v) rest[v] = _mm512_reduce_add_ps(sums[v]);
+#elif defined(__AVX2__)
+    __m256 sums[count];
+    for (auto &sum : sums) sum = _mm256_setzero_ps();
+    for (; at + 8 <= columns; at += 8) {
+        const __m256 weights = Type::eight_at(row + at * Type::kBytes);
+        for (int v = 0; v < count; ++v) sums[v] = _mm256_fmadd_ps(weights, _mm256_loadu_ps(x[v].values + at), sums[v]);
+    }
+    for (int v = 0; v < count; ++v) {
+        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums[v]), _mm256_extractf128_ps(sums[v], 1));
+        const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        rest[v] = _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    }
+#endif
+    for (; at < columns; ++at) {
+        float weight;
+        Type::values(row + at * Type::kBytes, &weight);
+        for (int v = 0; v < count; ++v) rest[v] += weight * x[v].values[at];
+    }
+    for (int v = 0; v < count; ++v) out[v] = rest[v];
+}
+
+}  // namespace

@@ -1,0 +1,62 @@
+// Q3_K: 16 groups of 16 codes of 3 bits, 4 too large; a weight is scale * (step - 32) * (code - 4).  32 bytes with the third bit
+// of each 32 codes in one bit; 64 bytes of the other two, as in Q2_K; steps: 12 bytes; d: fp16.
+#pragma once
+#include "q2_k.h"
+
+namespace {
+
+struct Q3K {
+    static constexpr int kNumber = 11, kElements = 256, kBytes = 110;
+    static constexpr bool kLowest = false, kLarge = false;
+
+    static void values(const uint8_t *block, float *out) {
+        uint64_t steps[2];
+        unpack_steps_of_16(block + 96, &steps[0], &steps[1]);
+        for (int part = 0; part < 16; ++part) {
+            const int step = static_cast<int>(steps[part / 8] >> (part % 8 * 8) & 63) - 32;
+            const float scale = half_at(block + 108) * static_cast<float>(step);
+            const uint8_t *q = block + 32 + part / 8 * 32 + part % 2 * 16, *more = block + part % 2 * 16;
+            const int shift = part % 8 / 2 * 2, bit = part / 2;
+            for (int i = 0; i < 16; ++i) {
+                const int value = (q[i] >> shift & 3) - ((more[i] >> bit & 1) ? 0 : 4);
+                out[part * 16 + i] = scale * static_cast<float>(value);
+            }
+        }
+    }
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+    static __m256i steps_of(const uint8_t *block) {
+        uint64_t first, second;
+        unpack_steps_of_16(block + 96, &first, &second);
+        return _mm256_sub_epi16(_mm256_cvtepu8_epi16(sixteen(first, second)), _mm256_set1_epi16(32));
+    }
+#endif
+#if defined(__AVX512VNNI__)
+    static Wide wide(const uint8_t *block) {
+        Wide made;
+        const Bytes q = bytes_at(block + 32), high = twice(block);
+        made.codes[0] = with_bits(low_bits(q, 3), rotated<2, -2>(high), 4);
+        made.codes[1] = with_bits(low_bits(shifted<2>(q), 3), rotated<1, -3>(high), 4);
+        made.codes[2] = with_bits(low_bits(shifted<4>(q), 3), rotated<0, -4>(high), 4);
+        made.codes[3] = with_bits(low_bits(shifted<6>(q), 3), rotated<-1, -5>(high), 4);
+        const __m256i steps = steps_of(block);
+        Q2K::put_scales(steps, &made);
+        made.mins = _mm256_slli_epi16(steps, 2);
+        made.scale = half_at(block + 108);
+        made.lowest = 0;
+        return made;
+    }
+    static Bytes x(const int8_t *q, int j) { return Q2K::x(q, j); }
+#elif defined(__AVX2__)
+    static Wide wide(const uint8_t *block) {
+        const __m256i steps = steps_of(block);
+        return {steps, _mm256_slli_epi16(steps, 2), half_at(block + 108), 0};
+    }
+    static Bytes codes(const uint8_t *block, int part) {
+        const Bytes low = low_bits(shifted(bytes_at(block + 32 + part / 4 * 32), part % 4 * 2), 3);
+        return _mm256_or_si256(low, _mm256_slli_epi16(low_bits(shifted(bytes_at(block), part), 1), 2));
+    }
+#endif
+};
+
+}  // namespace

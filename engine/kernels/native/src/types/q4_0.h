@@ -1,0 +1,32 @@
+// Q4_0: 32 codes of 4 bits, 8 too large; a weight is scale * (code - 8).  d: fp16; 16 bytes, codes 0 to 15 in their low bits.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+struct Q4_0 {
+    static constexpr int kNumber = 2, kElements = 32, kBytes = 18;
+    static constexpr bool kSigned = false;
+
+    static void values(const uint8_t *block, float *out) {
+        nibble_values(block + 2, out);
+        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * (out[i] - 8.0f);
+    }
+
+#if defined(__AVX512VNNI__)
+    static Four four(const uint8_t *blocks) {
+        Four made;
+        codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);
+        made.scales = four_halves(blocks, kBytes);
+        made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-8.0f));
+        return made;
+    }
+#elif defined(__AVX2__)
+    static One one(const uint8_t *block) {
+        const float scale = half_at(block);
+        return {codes_of_nibbles(block + 2), scale, -8.0f * scale};
+    }
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,29 @@
+// Q4_1: 32 codes of 4 bits; a weight is scale * code + lowest.  d, m: fp16; 16 bytes, as in Q4_0.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+struct Q4_1 {
+    static constexpr int kNumber = 3, kElements = 32, kBytes = 20;
+    static constexpr bool kSigned = false;
+
+    static void values(const uint8_t *block, float *out) {
+        nibble_values(block + 4, out);
+        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * out[i] + half_at(block + 2);
+    }
+
+#if defined(__AVX512VNNI__)
+    static Four four(const uint8_t *blocks) {
+        Four made;
+        codes_of_nibbles(four_at(blocks + 4, kBytes), made.codes);
+        made.scales = four_halves(blocks, kBytes);
+        made.offsets = four_halves(blocks + 2, kBytes);
+        return made;
+    }
+#elif defined(__AVX2__)
+    static One one(const uint8_t *block) { return {codes_of_nibbles(block + 4), half_at(block), half_at(block + 2)}; }
+#endif
+};
+
+}  // namespace

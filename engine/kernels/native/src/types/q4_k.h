@@ -1,0 +1,62 @@
+// Q4_K: 8 groups of 32 codes of 4 bits; a weight is scale * step * code - lowest * least.  d, dmin: fp16; steps: 12 bytes; 128
+// bytes with a group in their low bits and the next one in their high ones.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+struct Q4K {
+    static constexpr int kNumber = 12, kElements = 256, kBytes = 144;
+    static constexpr bool kLowest = true, kLarge = false;
+
+    static void values(const uint8_t *block, float *out) {
+        uint64_t steps, least;
+        unpack_steps(block + 4, &steps, &least);
+        for (int group = 0; group < 8; ++group) {
+            const float step = half_at(block) * static_cast<float>(steps >> (8 * group) & 63);
+            const float less = half_at(block + 2) * static_cast<float>(least >> (8 * group) & 63);
+            const uint8_t *pairs = block + 16 + group / 2 * 32;
+            for (int i = 0; i < 32; ++i) out[group * 32 + i] = step * static_cast<float>(pairs[i] >> (group % 2 * 4) & 15) - less;
+        }
+    }
+
+#if defined(__AVX512VNNI__)
+    // Of scales and minima in 16 words.
+    static void put_steps(__m256i both, Wide *wide) {
+        wide->first = spread_scales<0, 1, 0, 1, 2, 3, 2, 3>(both);
+        wide->second = spread_scales<4, 5, 4, 5, 6, 7, 6, 7>(both);
+        wide->mins = _mm256_permutexvar_epi16(_mm256_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8), both);
+    }
+    static Wide wide(const uint8_t *block) {
+        Wide made;
+        for (int pair = 0; pair < 2; ++pair) {
+            const Bytes pairs = bytes_at(block + 16 + 64 * pair);
+            made.codes[2 * pair] = low_bits(pairs, 15);
+            made.codes[2 * pair + 1] = low_bits(shifted<4>(pairs), 15);
+        }
+        uint64_t steps, least;
+        unpack_steps(block + 4, &steps, &least);
+        put_steps(_mm256_cvtepu8_epi16(sixteen(steps, least)), &made);
+        made.scale = half_at(block);
+        made.lowest = half_at(block + 2);
+        return made;
+    }
+    static Bytes x(const int8_t *q, int j) {
+        q += j / 2 * 128 + j % 2 * 32;
+        return joined(q, q + 64);
+    }
+#elif defined(__AVX2__)
+    static Wide wide(const uint8_t *block) {
+        uint64_t steps, least;
+        unpack_steps(block + 4, &steps, &least);
+        const __m128i each = sixteen(steps, least);
+        return {_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(each, each)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(each, each)),
+                half_at(block), half_at(block + 2)};
+    }
+    static Bytes codes(const uint8_t *block, int part) {
+        return low_bits(shifted(bytes_at(block + 16 + part / 2 * 32), part % 2 * 4), 15);
+    }
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,32 @@
+// Q5_1: 32 codes of 5 bits; a weight is scale * code + lowest.  d, m: fp16; then as Q5_0.
+#pragma once
+#include "q5_0.h"
+
+namespace {
+
+struct Q5_1 {
+    static constexpr int kNumber = 7, kElements = 32, kBytes = 24;
+    static constexpr bool kSigned = false;
+
+    static void values(const uint8_t *block, float *out) {
+        five_bits(block + 4, block + 8, out);
+        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * out[i] + half_at(block + 2);
+    }
+
+#if defined(__AVX512VNNI__)
+    static Four four(const uint8_t *blocks) {
+        Four made;
+        codes_of_nibbles(four_at(blocks + 8, kBytes), made.codes);
+        add_fifth_bits(blocks + 4, kBytes, made.codes);
+        made.scales = four_halves(blocks, kBytes);
+        made.offsets = four_halves(blocks + 2, kBytes);
+        return made;
+    }
+#elif defined(__AVX2__)
+    static One one(const uint8_t *block) {
+        return {with_fifth_bits(block + 4, codes_of_nibbles(block + 8)), half_at(block), half_at(block + 2)};
+    }
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,50 @@
+// Q5_K: Q4_K with a fifth bit of each code, that of group g in bit g of 32 bytes before the others.
+#pragma once
+#include "q4_k.h"
+
+namespace {
+
+struct Q5K {
+    static constexpr int kNumber = 13, kElements = 256, kBytes = 176;
+    static constexpr bool kLowest = true, kLarge = false;
+
+    static void values(const uint8_t *block, float *out) {
+        uint64_t steps, least;
+        unpack_steps(block + 4, &steps, &least);
+        for (int group = 0; group < 8; ++group) {
+            const float step = half_at(block) * static_cast<float>(steps >> (8 * group) & 63);
+            const float less = half_at(block + 2) * static_cast<float>(least >> (8 * group) & 63);
+            const uint8_t *high = block + 16, *pairs = block + 48 + group / 2 * 32;
+            for (int i = 0; i < 32; ++i) {
+                const int code = (pairs[i] >> (group % 2 * 4) & 15) | (high[i] >> group & 1) << 4;
+                out[group * 32 + i] = step * static_cast<float>(code) - less;
+            }
+        }
+    }
+
+#if defined(__AVX512VNNI__)
+    static Wide wide(const uint8_t *block) {
+        Wide made;
+        const Bytes high = twice(block + 16), first = bytes_at(block + 48), second = bytes_at(block + 112);
+        made.codes[0] = with_bits(low_bits(first, 15), rotated<4, 2>(high), 16);
+        made.codes[1] = with_bits(low_bits(shifted<4>(first), 15), rotated<3, 1>(high), 16);
+        made.codes[2] = with_bits(low_bits(second, 15), rotated<0, -2>(high), 16);
+        made.codes[3] = with_bits(low_bits(shifted<4>(second), 15), rotated<-1, -3>(high), 16);
+        uint64_t steps, least;
+        unpack_steps(block + 4, &steps, &least);
+        Q4K::put_steps(_mm256_cvtepu8_epi16(sixteen(steps, least)), &made);
+        made.scale = half_at(block);
+        made.lowest = half_at(block + 2);
+        return made;
+    }
+    static Bytes x(const int8_t *q, int j) { return Q4K::x(q, j); }
+#elif defined(__AVX2__)
+    static Wide wide(const uint8_t *block) { return Q4K::wide(block); }
+    static Bytes codes(const uint8_t *block, int part) {
+        const Bytes low = low_bits(shifted(bytes_at(block + 48 + part / 2 * 32), part % 2 * 4), 15);
+        return _mm256_or_si256(low, shifted_left(low_bits(shifted(bytes_at(block + 16), part), 1), 4));
+    }
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,55 @@
+// Q6_K: 16 groups of 16 codes of 6 bits, 32 too large; a weight is scale * step * (code - 32).  128 bytes of low bits: of each
+// 128 codes, 64 in low nibbles and then 64 in high ones; 64 bytes of two more bits: of each 128 codes, a pair of bits for each 32
+// of them; steps: 16 signed bytes; d: fp16.
+#pragma once
+#include "rows.h"
+
+namespace {
+
+struct Q6K {
+    static constexpr int kNumber = 14, kElements = 256, kBytes = 210;
+    static constexpr bool kLowest = false, kLarge = false;
+
+    static void values(const uint8_t *block, float *out) {
+        for (int part = 0; part < 16; ++part) {
+            const float step = half_at(block + 208) * static_cast<float>(static_cast<int8_t>(block[192 + part]));
+            const uint8_t *low = block + part / 8 * 64 + part % 4 * 16, *high = block + 128 + part / 8 * 32 + part % 2 * 16;
+            const int shift = part % 8 / 4 * 4, more = part % 8 / 2 * 2;
+            for (int i = 0; i < 16; ++i) {
+                const int code = (low[i] >> shift & 15) | (high[i] >> more & 3) << 4;
+                out[part * 16 + i] = step * static_cast<float>(code - 32);
+            }
+        }
+    }
+
+#if defined(__AVX512VNNI__)
+    static Wide wide(const uint8_t *block) {
+        Wide made;
+        for (int half = 0; half < 2; ++half) {
+            const Bytes low = bytes_at(block + 64 * half), high = twice(block + 128 + 32 * half);
+            made.codes[2 * half] = with_bits(low_bits(low, 15), rotated<4, 2>(high), 48);
+            made.codes[2 * half + 1] = with_bits(low_bits(shifted<4>(low), 15), rotated<0, -2>(high), 48);
+        }
+        const __m256i steps = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 192)));
+        made.first = spread_scales<0, 4, 1, 5, 2, 6, 3, 7>(steps);
+        made.second = spread_scales<8, 12, 9, 13, 10, 14, 11, 15>(steps);
+        made.mins = _mm256_slli_epi16(steps, 5);
+        made.scale = half_at(block + 208);
+        made.lowest = 0;
+        return made;
+    }
+    static Bytes x(const int8_t *q, int j) { return bytes_at(q + 64 * j); }
+#elif defined(__AVX2__)
+    static Wide wide(const uint8_t *block) {
+        const __m256i steps = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 192)));
+        return {steps, _mm256_slli_epi16(steps, 5), half_at(block + 208), 0};
+    }
+    static Bytes codes(const uint8_t *block, int part) {
+        const Bytes low = low_bits(shifted(bytes_at(block + part / 4 * 64 + part % 2 * 32), part % 4 / 2 * 4), 15);
+        const Bytes high = low_bits(shifted(bytes_at(block + 128 + part / 4 * 32), part % 4 * 2), 3);
+        return _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
+    }
+#endif
+};
+
+}  // namespace

@@ -1,0 +1,389 @@
+// What the types share: reading numbers, and the loops over a row's blocks for the instruction set of the including file.
+// Everything is local to that file, so that the linker never mixes them.
+//
+// A type has
+//   kNumber, kElements, kBytes  ggml's number for it, and of a block
+//   values(block, out)          its weights: the reference
+// and for products, in vectors of 512 or of 256 bits, either
+//   wide(block) and `x`         a block of 256: codes, a scale and a minimum per 16 of them (Wide)
+//   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
+// Layouts: ggml-common.h of llama.cpp.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "../kernel_set.h"
+#include "../row_kernels.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+inline uint32_t u16_at(const uint8_t *at) { return static_cast<uint32_t>(at[0] | at[1] << 8); }
+inline uint32_t u32_at(const uint8_t *at) {
+    uint32_t value;
+    std::memcpy(&value, at, 4);
+    return value;
+}
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+inline float half_at(const uint8_t *at) { return _cvtsh_ss(static_cast<uint16_t>(u16_at(at))); }
+#else
+inline float half_at(const uint8_t *at) { return from_half(static_cast<uint16_t>(u16_at(at))); }
+#endif
+
+inline float float_of(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Half of a power of two, from 2^-128 on: tables of E2M1 hold twice its values.
+inline float e8m0_half(uint32_t exponent) {
+    return float_of(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+}
+
+// 16 bytes with elements 0 to 15 in their low bits and 16 to 31 in their high ones.
+inline void nibble_values(const uint8_t *pairs, float *out) {
+    for (int i = 0; i < 16; ++i) {
+        out[i] = static_cast<float>(pairs[i] & 15);
+        out[16 + i] = static_cast<float>(pairs[i] >> 4);
+    }
+}
+
+inline void table_values(const uint8_t *pairs, float scale, const int8_t *table, float *out) {
+    for (int i = 0; i < 16; ++i) {
+        out[i] = scale * static_cast<float>(table[pairs[i] & 15]);
+        out[16 + i] = scale * static_cast<float>(table[pairs[i] >> 4]);
+    }
+}
+
+// Scales and minima of Q4_K and Q5_K, 6 bits each in 12 bytes: a byte for each of eight groups.
+inline void unpack_steps(const uint8_t *packed, uint64_t *scales, uint64_t *lowest) {
+    const uint32_t a = u32_at(packed), b = u32_at(packed + 4), c = u32_at(packed + 8);
+    *scales = static_cast<uint64_t>((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32 | (a & 0x3f3f3f3f);
+    *lowest = static_cast<uint64_t>((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32 | (b & 0x3f3f3f3f);
+}
+
+// Scales of Q3_K, 6 bits each in 12 bytes: 32 too large, a byte for each of sixteen groups.
+inline void unpack_steps_of_16(const uint8_t *packed, uint64_t *first, uint64_t *second) {
+    const uint32_t a = u32_at(packed), b = u32_at(packed + 4), c = u32_at(packed + 8);
+    constexpr uint32_t low = 0x0f0f0f0f, high = 0x30303030;
+    *first = static_cast<uint64_t>((b & low) | (c << 2 & high)) << 32 | ((a & low) | (c << 4 & high));
+    *second = static_cast<uint64_t>((b >> 4 & low) | (c >> 2 & high)) << 32 | ((a >> 4 & low) | (c & high));
+}
+
+constexpr int64_t kAheadOfRow = 6144;  // bytes between a prefetch and its use: about what a core reads meanwhile
+
+#if defined(__AVX512VNNI__)
+
+using Bytes = __m512i;
+
+inline Bytes bytes_at(const void *at) { return _mm512_loadu_si512(at); }
+// 32 bytes of each, or 32 bytes twice.
+inline Bytes joined(const void *a, const void *b) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i *>(a))),
+                              _mm256_loadu_si256(static_cast<const __m256i *>(b)), 1);
+}
+inline Bytes twice(const void *at) { return _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i *>(at))); }
+inline Bytes low_bits(Bytes bytes, int mask) { return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(mask))); }
+template <int bits> inline Bytes shifted(Bytes bytes) { return _mm512_srli_epi16(bytes, bits); }
+// In the lower and in the upper half by as many bits to the left, or right where negative.
+template <int lower, int upper> inline Bytes rotated(Bytes bytes) {
+    return _mm512_rolv_epi64(bytes, _mm512_set_epi64(upper & 63, upper & 63, upper & 63, upper & 63, lower & 63, lower & 63,
+                                                     lower & 63, lower & 63));
+}
+// first | (second & mask)
+inline Bytes with_bits(Bytes first, Bytes second, int mask) {
+    return _mm512_ternarylogic_epi64(first, second, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8);
+}
+inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
+
+// A block of 256. codes[j] are multiplied with the values x(j) begins at. Products of four neighbours are packed, two registers
+// side by side, so that each 128 bits have four words of the one and then four of the other: `first` and `second` are the words
+// of scales that meet those of codes 0 and 1, and of 2 and 3.
+struct Wide {
+    Bytes codes[4], first, second;
+    __m256i mins;  // per 16 codes
+    float scale, lowest;
+};
+
+// The scales whose numbers are given for each 128 bits of a pack.
+template <int a0, int b0, int a1, int b1, int a2, int b2, int a3, int b3> inline Bytes spread_scales(__m256i scales) {
+    const __m512i which = _mm512_set_epi16(b3, b3, b3, b3, a3, a3, a3, a3, b2, b2, b2, b2, a2, a2, a2, a2, b1, b1, b1, b1, a1,
+                                           a1, a1, a1, b0, b0, b0, b0, a0, a0, a0, a0);
+    return _mm512_permutexvar_epi16(which, _mm512_castsi256_si512(scales));
+}
+
+// With Type::kLowest minima have a scale of their own; without they count in steps of the block's, as far as an offset of the
+// codes makes them.
+template <class Type, int count> void dot_wide(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    __m512 sums[count];
+    __m256 less[count];
+    for (int v = 0; v < count; ++v) sums[v] = _mm512_setzero_ps(), less[v] = _mm256_setzero_ps();
+    const __m512i none = _mm512_setzero_si512();
+    for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes) {
+        for (int64_t at = 0; at < Type::kBytes; at += 64)
+            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+        const Wide wide = Type::wide(row);
+        for (int v = 0; v < count; ++v) {
+            const int8_t *q = x[v].q + block * kWide;
+            __m512i products[4];
+            for (int j = 0; j < 4; ++j) products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], Type::x(q, j));
+            __m512i whole;
+            if constexpr (Type::kLarge) {  // products do not fit words
+                whole = _mm512_setzero_si512();
+                const __m512i first = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(wide.first));
+                const __m512i second = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(wide.first, 1));
+                const __m512i third = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(wide.second));
+                const __m512i fourth = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(wide.second, 1));
+                whole = _mm512_add_epi32(
+                    _mm512_add_epi32(_mm512_mullo_epi32(products[0], first), _mm512_mullo_epi32(products[1], second)),
+                    _mm512_add_epi32(_mm512_mullo_epi32(products[2], third), _mm512_mullo_epi32(products[3], fourth)));
+            } else {
+                whole = _mm512_dpwssd_epi32(none, _mm512_packs_epi32(products[0], products[1]), wide.first);
+                whole = _mm512_dpwssd_epi32(whole, _mm512_packs_epi32(products[2], products[3]), wide.second);
+            }
+            const auto *parts = reinterpret_cast<const __m256i *>(x[v].parts + block * (kWide / kPart));
+            const __m256i below = _mm256_madd_epi16(wide.mins, _mm256_loadu_si256(parts));
+            const float scale = x[v].scales[block];
+            if constexpr (Type::kLowest)
+                less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_set1_ps(wide.lowest * scale), less[v]);
+            else
+                whole = _mm512_sub_epi32(whole, _mm512_zextsi256_si512(below));
+            sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(wide.scale * scale), sums[v]);
+        }
+    }
+    for (int v = 0; v < count; ++v) {
+        const __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sums[v]), 1));
+        const __m256 lower = _mm256_sub_ps(_mm512_castps512_ps256(sums[v]), less[v]);
+        const __m256 both = _mm256_add_ps(lower, upper);
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
+}
+
+// Four blocks of 32: codes in their order, a weight is scale * code + offset.
+struct Four {
+    Bytes codes[2];
+    __m128 scales, offsets;
+};
+
+// Four pairs of nibbles of 16 bytes -> codes in their order.
+inline void codes_of_nibbles(Bytes pairs, Bytes *codes) {
+    const Bytes low = low_bits(pairs, 15), high = low_bits(shifted<4>(pairs), 15);
+    codes[0] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), high);
+    codes[1] = _mm512_permutex2var_epi64(low, _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4), high);
+}
+// 16 bytes at each of four places.
+inline Bytes four_at(const uint8_t *at, int64_t step) {
+    const auto one = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(at + i * step)); };
+    const __m256i lower = _mm256_inserti128_si256(_mm256_castsi128_si256(one(0)), one(1), 1);
+    const __m256i upper = _mm256_inserti128_si256(_mm256_castsi128_si256(one(2)), one(3), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(lower), upper, 1);
+}
+inline __m128 four_halves(const uint8_t *at, int64_t step) {
+    const uint64_t bits = u16_at(at) | static_cast<uint64_t>(u16_at(at + step)) << 16 |
+                          static_cast<uint64_t>(u16_at(at + 2 * step)) << 32 | static_cast<uint64_t>(u16_at(at + 3 * step)) << 48;
+    return _mm_cvtph_ps(_mm_cvtsi64_si128(static_cast<long long>(bits)));
+}
+
+template <class Type, int count> void dot_four(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    __m512 sums[count];
+    __m128 offsets[count];
+    for (int v = 0; v < count; ++v) sums[v] = _mm512_setzero_ps(), offsets[v] = _mm_setzero_ps();
+    const __m512i none = _mm512_setzero_si512(), lanes = _mm512_set_epi32(3, 3, 1, 1, 3, 3, 1, 1, 2, 2, 0, 0, 2, 2, 0, 0);
+    const auto add = [&](const Four &four, int64_t group) {
+        const __m512 scales = _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(four.scales));
+        for (int v = 0; v < count; ++v) {
+            const int8_t *q = x[v].q + group * kGroup;
+            const __m512i first = _mm512_dpbusd_epi32(none, four.codes[0], bytes_at(q));
+            const __m512i second = _mm512_dpbusd_epi32(none, four.codes[1], bytes_at(q + 64));
+            // Pairs are added: in each 128 bits two sums of a block of the first and two of one of the second.
+            const __m512i whole = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+            const __m128 own = _mm_loadu_ps(x[v].scales + group);
+            const __m512 spread = _mm512_permutexvar_ps(lanes, _mm512_castps128_ps512(own));
+            sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_mul_ps(scales, spread), sums[v]);
+            const __m128 total = _mm_cvtepi32_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(x[v].sums + group)));
+            offsets[v] = _mm_fmadd_ps(_mm_mul_ps(four.offsets, own), total, offsets[v]);
+        }
+    };
+    const int64_t groups = columns / kGroup;
+    int64_t group = 0;
+    for (; group + 4 <= groups; group += 4, row += 4 * Type::kBytes) {
+        for (int64_t at = 0; at < 4 * Type::kBytes; at += 64)
+            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+        add(Type::four(row), group);
+    }
+    if (group < groups) {
+        uint8_t last[4 * Type::kBytes] = {};
+        std::memcpy(last, row, static_cast<size_t>((groups - group) * Type::kBytes));
+        add(Type::four(last), group);
+    }
+    for (int v = 0; v < count; ++v) {
+        const __m256 both = _mm256_add_ps(_mm512_castps512_ps256(sums[v]),
+                                          _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sums[v]), 1)));
+        __m128 four = _mm_add_ps(_mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)), offsets[v]);
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
+}
+
+inline Bytes table_of(const int8_t *table) {
+    const __m128i sixteen_values = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
+    return _mm512_broadcast_i32x4(sixteen_values);
+}
+// Signed bytes as unsigned ones, 128 too large.
+constexpr int kRaised = 128;
+inline Bytes raised(Bytes bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+inline Bytes look_up(Bytes table, Bytes codes) { return _mm512_shuffle_epi8(table, codes); }
+
+#elif defined(__AVX2__)
+
+using Bytes = __m256i;
+
+inline Bytes bytes_at(const void *at) { return _mm256_loadu_si256(static_cast<const __m256i *>(at)); }
+inline Bytes low_bits(Bytes bytes, int mask) { return _mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(mask))); }
+inline Bytes shifted(Bytes bytes, int bits) { return _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(bits)); }
+inline Bytes shifted_left(Bytes bytes, int bits) { return _mm256_sll_epi16(bytes, _mm_cvtsi32_si128(bits)); }
+inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
+
+// A block of 256: Type::codes(block, i) are 32 of them.
+struct Wide {
+    __m256i scales, mins;  // per 16 codes
+    float scale, lowest;
+};
+
+// The scales of 32 codes, eight words of each.
+template <int part> inline __m256i spread_scales(__m256i scales) {
+    // Words 0 to 7 lie in the lower half, and 8 to 15 in the upper one.
+    const __m256i half = _mm256_permute4x64_epi64(scales, part < 4 ? 0x44 : 0xee);
+    constexpr int first = part % 4 * 4, second = first + 2;
+    constexpr int lower = first | (first + 1) << 8, upper = second | (second + 1) << 8;
+    const __m256i which = _mm256_set_m128i(_mm_set1_epi16(static_cast<short>(upper)), _mm_set1_epi16(static_cast<short>(lower)));
+    return _mm256_shuffle_epi8(half, which);
+}
+
+template <class Type, int part> inline void add_part(const uint8_t *row, const Wide &wide, const RowVector *x, int count, int64_t at,
+                                                     __m256i *whole) {
+    const __m256i codes = Type::codes(row, part), scales = spread_scales<part>(wide.scales);
+    for (int v = 0; v < count; ++v) {
+        const __m256i q = bytes_at(x[v].q + at + part * 32);
+        const __m256i pairs = Type::kLarge ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(q, codes))
+                                           : _mm256_maddubs_epi16(codes, q);
+        whole[v] = _mm256_add_epi32(whole[v], _mm256_madd_epi16(pairs, scales));
+    }
+}
+
+template <class Type, int count> void dot_wide(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    __m256 sums[count], less[count];
+    for (int v = 0; v < count; ++v) sums[v] = less[v] = _mm256_setzero_ps();
+    for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes) {
+        for (int64_t at = 0; at < Type::kBytes; at += 64)
+            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+        const Wide wide = Type::wide(row);
+        const int64_t at = block * kWide;
+        __m256i whole[count];
+        for (int v = 0; v < count; ++v) whole[v] = _mm256_setzero_si256();
+        add_part<Type, 0>(row, wide, x, count, at, whole);
+        add_part<Type, 1>(row, wide, x, count, at, whole);
+        add_part<Type, 2>(row, wide, x, count, at, whole);
+        add_part<Type, 3>(row, wide, x, count, at, whole);
+        add_part<Type, 4>(row, wide, x, count, at, whole);
+        add_part<Type, 5>(row, wide, x, count, at, whole);
+        add_part<Type, 6>(row, wide, x, count, at, whole);
+        add_part<Type, 7>(row, wide, x, count, at, whole);
+        for (int v = 0; v < count; ++v) {
+            const float scale = x[v].scales[block];
+            if constexpr (!Type::kLarge) {
+                const __m256i below = _mm256_madd_epi16(wide.mins, bytes_at(x[v].parts + at / kPart));
+                if constexpr (Type::kLowest)
+                    less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_set1_ps(wide.lowest * scale), less[v]);
+                else
+                    whole[v] = _mm256_sub_epi32(whole[v], below);
+            }
+            sums[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[v]), _mm256_set1_ps(wide.scale * scale), sums[v]);
+        }
+    }
+    for (int v = 0; v < count; ++v) {
+        const __m256 both = _mm256_sub_ps(sums[v], less[v]);
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
+}
+
+// A block of 32: a weight is scale * code + offset.
+struct One {
+    Bytes codes;
+    float scale, offset;
+};
+
+inline Bytes codes_of_nibbles(const uint8_t *pairs) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(pairs));
+    return low_bits(_mm256_set_m128i(_mm_srli_epi16(bytes, 4), bytes), 15);
+}
+
+template <class Type, int count> void dot_four(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    __m256 sums[count];
+    float offsets[count] = {};
+    for (int v = 0; v < count; ++v) sums[v] = _mm256_setzero_ps();
+    const __m256i ones = _mm256_set1_epi16(1);
+    const int64_t groups = columns / kGroup;
+    for (int64_t group = 0; group < groups; ++group, row += Type::kBytes) {
+        _mm_prefetch(reinterpret_cast<const char *>(row) + kAheadOfRow, _MM_HINT_T0);
+        const One one = Type::one(row);
+        for (int v = 0; v < count; ++v) {
+            const __m256i q = bytes_at(x[v].q + group * kGroup);
+            const __m256i pairs = Type::kSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(one.codes), _mm256_sign_epi8(q, one.codes))
+                                                : _mm256_maddubs_epi16(one.codes, q);
+            const __m256 whole = _mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, ones));
+            sums[v] = _mm256_fmadd_ps(whole, _mm256_set1_ps(one.scale * x[v].scales[group]), sums[v]);
+            if constexpr (!Type::kSigned)
+                offsets[v] += one.offset * x[v].scales[group] * static_cast<float>(x[v].sums[group]);
+        }
+    }
+    for (int v = 0; v < count; ++v) {
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums[v]), _mm256_extractf128_ps(sums[v], 1));
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four))) + offsets[v];
+    }
+}
+
+inline Bytes table_of(const int8_t *table) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)));
+}
+inline Bytes look_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }
+
+#else
+
+// By the values themselves, a block at a time.
+template <class Type, int count> void dot_plain(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    constexpr int64_t width = Type::kElements < kGroup ? kGroup : Type::kElements;
+    for (int v = 0; v < count; ++v) out[v] = 0;
+    for (int64_t block = 0; block * Type::kElements < columns; ++block) {
+        float values[width];
+        Type::values(row + block * Type::kBytes, values);
+        for (int v = 0; v < count; ++v) {
+            const int8_t *q = x[v].q + block * Type::kElements;
+            float sums[8] = {};
+            for (int64_t i = 0; i < Type::kElements; ++i) sums[i % 8] += values[i] * static_cast<float>(q[i]);
+            float sum = 0;
+            for (float each : sums) sum += each;
+            out[v] += x[v].scales[block] * sum;
+        }
+    }
+}
+template <class Type, int count> void dot_wide(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    dot_plain<Type, count>(row, columns, x, out);
+}
+template <class Type, int count> void dot_four(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    dot_plain<Type, count>(row, columns, x, out);
+}
+
+#endif
+
+}  // namespace
