@@ -140,9 +140,67 @@ void bf16_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t 
     }
 }
 
+// A panel's memory, which lives on between calls.
+class PanelRoom {
+  public:
+    RowPanel *of(int64_t columns) {
+        const int64_t whole = (columns + kWide - 1) / kWide * kWide, floats = whole / kPart * kTileRows * 4;
+        const auto needed = static_cast<size_t>(whole * kTileRows + 2 * floats + 64);
+        if (memory_.size() < needed) memory_.resize(needed);
+        panel_.codes = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
+        panel_.scales = reinterpret_cast<float *>(panel_.codes + whole * kTileRows);
+        panel_.mins = panel_.scales + floats / 4;
+        return &panel_;
+    }
+
+  private:
+    std::vector<uint8_t> memory_;
+    RowPanel panel_ = {};
+};
+
+// All rows unpacked once for many vectors. Halves of two types are two panels.
+void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
+                    const int32_t *which, int64_t count, float *out) {
+    static thread_local PanelRoom room;
+    static thread_local std::vector<RowVector> vectors;
+    static thread_local std::vector<float> of_half;
+    const RowOrder order(matrix);
+    const uint8_t *rows[kTileRows] = {};
+    const RowType *types[2] = {};
+    for (int64_t half = 0; half < 2; ++half)
+        for (int64_t i = 0; i < kHalfRows; ++i) {
+            const int64_t first = block * order.block + i * order.step, row = first + half * order.partner;
+            if (first >= order.first_limit || row >= matrix.rows) break;
+            const StoredRow stored = stored_row(*kernels.types, matrix, row);
+            rows[half * kHalfRows + i] = stored.blocks;
+            types[half] = stored.type;
+        }
+    vectors.resize(static_cast<size_t>(count));
+    const auto multiply = [&](const RowType &type, const uint8_t *const *mine, float *to) {
+        for (int64_t v = 0; v < count; ++v) vectors[static_cast<size_t>(v)] = x.row(which[v], type.form);
+        RowPanel *panel = room.of(matrix.columns);
+        type.unpack_panel(mine, matrix.columns, panel);
+        type.multiply(*panel, matrix.columns, vectors.data(), count, to);
+    };
+    if (!types[1] || types[1] == types[0]) return multiply(*types[0], rows, out);
+    const uint8_t *lower[kTileRows] = {};
+    std::swap_ranges(rows + kHalfRows, rows + kTileRows, lower + kHalfRows);
+    multiply(*types[0], rows, out);
+    of_half.resize(static_cast<size_t>(count * kTileRows));
+    multiply(*types[1], lower, of_half.data());
+    for (int64_t v = 0; v < count; ++v)
+        std::copy_n(&of_half[static_cast<size_t>(v * kTileRows + kHalfRows)], kHalfRows, out + v * kTileRows + kHalfRows);
+}
+
+bool has_panels(const RowKernels &types, const SwitchyardMatrix &matrix) {
+    return types.of(matrix.type)->unpack_panel && (!matrix.second || types.of(matrix.second_type)->unpack_panel);
+}
+
 // Rows one after the other: each is read from begin to end.
 void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
                    const int32_t *which, int64_t count, float *out) {
+    if (count > kMostRowVectors && has_panels(*kernels.types, matrix))
+        return panel_of_block(kernels, matrix, block, x, which, count, out);
     const RowOrder order(matrix);
     for (int64_t half = 0; half < 2; ++half)
         for (int64_t i = 0; i < kHalfRows; ++i) {

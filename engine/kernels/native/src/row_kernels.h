@@ -23,12 +23,26 @@ struct RowVector {
 
 constexpr int kMostRowVectors = 8;
 
+// A block of 32 rows, unpacked for many vectors: a weight is scale * (code - offset) + minimum.
+struct RowPanel {
+    uint8_t *codes;        // tiles of 32 columns, as of int8 (switchyard_kernels.h), but unsigned
+    float *scales, *mins;  // [columns / width][32]
+    int64_t width;         // columns that share a scale: 16 or 32
+    int32_t offset;        // of codes; whole numbers only
+    bool has_mins;
+};
+
 struct RowType {
     int32_t number;  // ggml's
     int64_t elements, bytes;  // of a block
     VectorForm form;
     // out[v] = row * x[v], for `columns` (whole blocks) and `count` <= kMostRowVectors vectors, each as it would be alone.
     void (*dot)(const uint8_t *row, int64_t columns, const RowVector *x, int count, float *out);
+    // Up to 32 rows (null beyond a matrix) to a panel with memory for `columns` rounded up to 256; null where products of a row
+    // with a few vectors at a time are as fast.
+    void (*unpack_panel)(const uint8_t *const *rows, int64_t columns, RowPanel *panel);
+    // out[v * 32 + row] for `count` vectors, as `dot`, but rounded otherwise.
+    void (*multiply)(const RowPanel &panel, int64_t columns, const RowVector *x, int64_t count, float *out);
     // A row's weights.
     void (*unpack)(const uint8_t *row, int64_t columns, float *out);
 };

@@ -162,6 +162,18 @@ int32_t test_types(const RowKernels &kernels) {
                 for (int v = 0; v < count; ++v)
                     if (!near(found[v], wanted, 1e-5 * size)) return 22;
             }
+            if (!type.unpack_panel) continue;
+            std::vector<uint8_t> room(whole * kTileRows + 2 * (whole / kPart * kTileRows * 4) + 64);
+            RowPanel panel = {room.data() + (-reinterpret_cast<uintptr_t>(room.data()) & 63), nullptr, nullptr, 0, 0, false};
+            panel.scales = reinterpret_cast<float *>(panel.codes + whole * kTileRows);
+            panel.mins = panel.scales + whole / kPart * kTileRows;
+            const uint8_t *rows[kTileRows] = {};
+            rows[0] = rows[9] = rows[kTileRows - 1] = row.data();
+            type.unpack_panel(rows, columns, &panel);
+            std::vector<float> dots(kMostRowVectors * kTileRows);
+            type.multiply(panel, columns, x.data(), kMostRowVectors, dots.data());
+            for (size_t i = 0; i < dots.size(); ++i)
+                if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
         }
     return 0;
 }

@@ -3,6 +3,7 @@
 #include "iq4_nl.h"
 #include "iq4_xs.h"
 #include "mxfp4.h"
+#include "panel.h"
 #include "plain.h"
 #include "q2_k.h"
 #include "q3_k.h"
@@ -69,13 +70,23 @@ template <class Type> void unpack_row(const uint8_t *row, int64_t columns, float
 }
 
 template <class Type> constexpr RowType of_256() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot_wide_some<Type>, unpack_row<Type>};
+    RowType type = {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot_wide_some<Type>, nullptr, nullptr, unpack_row<Type>};
+#if defined(__AVX512VNNI__)
+    type.unpack_panel = unpack_wide<Type>;
+    type.multiply = multiply_panel<true, Type::kLowest, Type::kWidth>;
+#endif
+    return type;
 }
 template <class Type> constexpr RowType of_32() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_row<Type>};
+    RowType type = {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, nullptr, nullptr, unpack_row<Type>};
+#if defined(__AVX512VNNI__)
+    type.unpack_panel = unpack_four<Type>;
+    type.multiply = multiply_panel<false, Type::kOffset == 0, kGroup>;
+#endif
+    return type;
 }
 template <class Type> constexpr RowType of_numbers() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, unpack_row<Type>};
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, unpack_row<Type>};
 }
 
 constexpr RowKernels row_kernels() {

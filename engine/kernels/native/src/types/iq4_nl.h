@@ -13,6 +13,7 @@ struct Iq4Nl {
     static void values(const uint8_t *block, float *out) { table_values(block + 2, half_at(block), kIq4Nl, out); }
 
 #if defined(__AVX512VNNI__)
+    static constexpr int kOffset = kRaised;
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);

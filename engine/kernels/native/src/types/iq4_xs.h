@@ -50,12 +50,14 @@ struct Iq4Xs {
         made.first = spread(0);
         made.second = spread(4);
         const __m256i each = _mm256_permutexvar_epi16(_mm256_set_epi16(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), steps);
+        made.steps = each;
         made.mins = _mm256_slli_epi16(each, 7);  // times kRaised
         made.scale = half_at(block);
         made.lowest = 0;
         return made;
     }
-    static Bytes x(const int8_t *q, int j) { return bytes_at(q + 64 * j); }
+    static constexpr int kWidth = 32, kOffset = kRaised;
+    static constexpr int place(int j, int half) { return 64 * j + 32 * half; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {
         const __m128i steps = steps_of(block);

@@ -13,6 +13,7 @@ struct Mxfp4 {
     static void values(const uint8_t *block, float *out) { table_values(block + 1, e8m0_half(block[0]), kMxfp4, out); }
 
 #if defined(__AVX512VNNI__)
+    static constexpr int kOffset = 12;
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 1, kBytes), made.codes);

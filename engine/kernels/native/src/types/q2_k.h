@@ -22,6 +22,7 @@ struct Q2K {
 #if defined(__AVX512VNNI__)
     // Codes of two bits of 64 bytes, and of scales per 16.
     static void put_scales(__m256i steps, Wide *wide) {
+        wide->steps = steps;
         wide->first = spread_scales<0, 2, 1, 3, 8, 10, 9, 11>(steps);
         wide->second = spread_scales<4, 6, 5, 7, 12, 14, 13, 15>(steps);
     }
@@ -40,7 +41,8 @@ struct Q2K {
         made.lowest = half_at(block + 82);
         return made;
     }
-    static Bytes x(const int8_t *q, int j) { return joined(q + 32 * j, q + 128 + 32 * j); }
+    static constexpr int kWidth = 16, kOffset = 0;
+    static constexpr int place(int j, int half) { return 32 * j + 128 * half; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {
         const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block)), low = _mm_set1_epi8(15);

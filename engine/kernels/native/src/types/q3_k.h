@@ -46,7 +46,8 @@ struct Q3K {
         made.lowest = 0;
         return made;
     }
-    static Bytes x(const int8_t *q, int j) { return Q2K::x(q, j); }
+    static constexpr int kWidth = 16, kOffset = 4;
+    static constexpr int place(int j, int half) { return Q2K::place(j, half); }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {
         const __m256i steps = steps_of(block);

@@ -14,6 +14,7 @@ struct Q4_0 {
     }
 
 #if defined(__AVX512VNNI__)
+    static constexpr int kOffset = 8;
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);

@@ -14,6 +14,7 @@ struct Q4_1 {
     }
 
 #if defined(__AVX512VNNI__)
+    static constexpr int kOffset = 0;  // a minimum of its own
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 4, kBytes), made.codes);

@@ -25,6 +25,7 @@ struct Q4K {
     static void put_steps(__m256i both, Wide *wide) {
         wide->first = spread_scales<0, 1, 0, 1, 2, 3, 2, 3>(both);
         wide->second = spread_scales<4, 5, 4, 5, 6, 7, 6, 7>(both);
+        wide->steps = _mm256_permutexvar_epi16(_mm256_set_epi16(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), both);
         wide->mins = _mm256_permutexvar_epi16(_mm256_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8), both);
     }
     static Wide wide(const uint8_t *block) {
@@ -41,10 +42,8 @@ struct Q4K {
         made.lowest = half_at(block + 2);
         return made;
     }
-    static Bytes x(const int8_t *q, int j) {
-        q += j / 2 * 128 + j % 2 * 32;
-        return joined(q, q + 64);
-    }
+    static constexpr int kWidth = 32, kOffset = 0;
+    static constexpr int place(int j, int half) { return j / 2 * 128 + j % 2 * 32 + half * 64; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {
         uint64_t steps, least;

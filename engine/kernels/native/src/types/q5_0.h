@@ -41,6 +41,7 @@ struct Q5_0 {
     }
 
 #if defined(__AVX512VNNI__)
+    static constexpr int kOffset = 16;
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 6, kBytes), made.codes);

@@ -37,7 +37,8 @@ struct Q5K {
         made.lowest = half_at(block + 2);
         return made;
     }
-    static Bytes x(const int8_t *q, int j) { return Q4K::x(q, j); }
+    static constexpr int kWidth = 32, kOffset = 0;
+    static constexpr int place(int j, int half) { return Q4K::place(j, half); }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) { return Q4K::wide(block); }
     static Bytes codes(const uint8_t *block, int part) {

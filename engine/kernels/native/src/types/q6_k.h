@@ -33,12 +33,14 @@ struct Q6K {
         const __m256i steps = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 192)));
         made.first = spread_scales<0, 4, 1, 5, 2, 6, 3, 7>(steps);
         made.second = spread_scales<8, 12, 9, 13, 10, 14, 11, 15>(steps);
+        made.steps = steps;
         made.mins = _mm256_slli_epi16(steps, 5);
         made.scale = half_at(block + 208);
         made.lowest = 0;
         return made;
     }
-    static Bytes x(const int8_t *q, int j) { return bytes_at(q + 64 * j); }
+    static constexpr int kWidth = 16, kOffset = 32;
+    static constexpr int place(int j, int half) { return 64 * j + 32 * half; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {
         const __m256i steps = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 192)));

@@ -13,6 +13,7 @@ struct Q8_0 {
     }
 
 #if defined(__AVX512VNNI__)
+    static constexpr int kOffset = kRaised;
     static Four four(const uint8_t *blocks) {
         Four made;
         for (int pair = 0; pair < 2; ++pair) {

@@ -5,7 +5,7 @@
 //   kNumber, kElements, kBytes  ggml's number for it, and of a block
 //   values(block, out)          its weights: the reference
 // and for products, in vectors of 512 or of 256 bits, either
-//   wide(block) and `x`         a block of 256: codes, a scale and a minimum per 16 of them (Wide)
+//   wide(block) and place       a block of 256: codes, a scale and a minimum per 16 of them (Wide), and where 32 of the codes lie
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
 // Layouts: ggml-common.h of llama.cpp.
 #pragma once
@@ -106,9 +106,14 @@ inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(stat
 // of scales that meet those of codes 0 and 1, and of 2 and 3.
 struct Wide {
     Bytes codes[4], first, second;
-    __m256i mins;  // per 16 codes
+    __m256i steps, mins;  // per 16 weights in their order
     float scale, lowest;
 };
+
+template <class Type> inline Bytes values_for(const int8_t *q, int j) {
+    const int first = Type::place(j, 0), second = Type::place(j, 1);
+    return second == first + 32 ? bytes_at(q + first) : joined(q + first, q + second);
+}
 
 // The scales whose numbers are given for each 128 bits of a pack.
 template <int a0, int b0, int a1, int b1, int a2, int b2, int a3, int b3> inline Bytes spread_scales(__m256i scales) {
@@ -131,7 +136,7 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         for (int v = 0; v < count; ++v) {
             const int8_t *q = x[v].q + block * kWide;
             __m512i products[4];
-            for (int j = 0; j < 4; ++j) products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], Type::x(q, j));
+            for (int j = 0; j < 4; ++j) products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], values_for<Type>(q, j));
             __m512i whole;
             if constexpr (Type::kLarge) {  // products do not fit words
                 whole = _mm512_setzero_si512();
