@@ -11,12 +11,14 @@ from typing import Any
 from engine.checkpoint.config_file import text_part
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
+from engine.checkpoint.packed import is_blocks
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.stored import (
     COARSER,
     StoredWeights,
     beside,
     common_format,
+    in_blocks,
     linear_format,
     pieces_of,
     precisions_of,
@@ -156,6 +158,54 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
         layer_bytes_per_weight=(sum(layers) + others) / max(shape.non_expert_weights - shape.embedding_weights, 1),
         head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
         is_repacked=all(type_of(piece) is not None for entry in matrices for piece in pieces_of(entry)),
+        in_place=_in_place(shape, mine, matrices, precisions),
+    )
+
+
+def _in_place(
+    shape: ModelShape, mine: list[TensorEntry], matrices: list[TensorEntry], precisions: tuple[str, ...]
+) -> StoredWeights | None:
+    """What the same takes where it lies; `None` if an expert is in anything else than blocks, or nothing is in them."""
+    by_layer: dict[int, tuple[set[str], set[str]]] = {}
+    for entry in matrices:
+        for piece in pieces_of(entry):
+            if not isinstance(piece, TensorEntry) or not is_blocks(piece.dtype):
+                return None
+            by_layer.setdefault(_layer(entry.key), (set(), set()))[bool(_DOWN.search(entry.key))].add(piece.dtype)
+    experts, formats = set(map(id, matrices)), Counter[str]()
+    layers = [0] * shape.layers
+    head = embeddings = others = 0
+    for entry in (entry for entry in mine if id(entry) not in experts):
+        stored = in_blocks(entry) if len(entry.shape) == 2 else None
+        nbytes = entry.nbytes if stored is not None else 2 * entry.numel
+        if stored is not None:
+            formats[stored.dtype] += entry.numel
+        if _HEAD.search(entry.key):
+            head += nbytes
+        elif _layer(entry.key) < 0 and len(entry.shape) == 2:
+            embeddings += nbytes
+        elif 0 <= _layer(entry.key) < shape.layers:
+            layers[_layer(entry.key)] += nbytes
+        else:
+            others += nbytes
+    if not by_layer and not formats:
+        return None
+    usual = formats.most_common(1)[0][0] if formats else BF16.name
+
+    def largest(types: set[str]) -> str:
+        return max(types, key=lambda name: format_of(name).bits, default=usual)
+
+    pairs = [(largest(first), largest(down)) for _, (first, down) in sorted(by_layer.items())]
+    pairs = pairs or [(usual, usual)] * shape.moe_layers
+    return StoredWeights(
+        precisions=precisions,
+        formats=tuple(sorted({*formats, *(name for pair in pairs for name in pair)})),
+        experts=tuple(pairs),
+        dense_bytes=sum(layers) + others + head + embeddings,
+        layers=tuple(layers),
+        layer_bytes_per_weight=(sum(layers) + others) / max(shape.non_expert_weights - shape.embedding_weights, 1),
+        head_bytes_per_weight=(head or embeddings) / (shape.vocabulary * shape.hidden) or 2.0,
+        is_repacked=True,
     )
 
 

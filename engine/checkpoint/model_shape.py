@@ -194,6 +194,11 @@ class ModelShape:
         """Bytes of everything but the routed experts, in 16 bits."""
         return 2.0 * self.non_expert_weights
 
+    def in_place(self) -> ModelShape:
+        """The same with what is stored used as it lies in its files, where that can be."""
+        lies = self.stored is not None and self.stored.in_place is not None
+        return replace(self, stored=self.stored.in_place) if lies and self.stored is not None else self
+
     def holding(self, kv_precision: str) -> ModelShape:
         """The same with keys and values held so: latents stay in 16 bits, others have a scale for each head."""
         if kv_precision != "int8" or self.attention.latent:

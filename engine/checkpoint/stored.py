@@ -39,6 +39,7 @@ class StoredWeights:
         layer_bytes_per_weight: of what is neither expert nor embedding nor head.
         head_bytes_per_weight: of the head.
         is_repacked: whether experts' records are made of what is stored, without their numbers in between.
+        in_place: the same where it is used as it lies in its files; None if that cannot be.
     """
 
     precisions: tuple[str, ...]
@@ -49,13 +50,15 @@ class StoredWeights:
     layer_bytes_per_weight: float
     head_bytes_per_weight: float
     is_repacked: bool
+    in_place: StoredWeights | None = None
 
     @property
     def words(self) -> str:
         """For people, such as `as stored (4-bit and 8-bit)`."""
         found = sorted(map(format_of, self.formats), key=lambda each: each.bits)
         sizes = list(dict.fromkeys(each.words.partition(",")[0] for each in found))
-        return f"as stored ({' and '.join(sizes)})"
+        *most, last = sizes
+        return f"as stored ({', '.join(most)} and {last})" if most else f"as stored ({last})"
 
 
 def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ...]:

@@ -38,6 +38,11 @@ class BankLayer:
         return (self.records,)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all records, padding included."""
+        return self.records.nbytes
+
+    @property
     def num_experts(self) -> int:
         """How many experts there are."""
         return self.records.shape[0]
@@ -50,6 +55,31 @@ class BankLayer:
     def part(self, name: str, expert: int) -> torch.Tensor:
         """One part of one expert, [out, in] (or [out] for a bias): a view, not a copy."""
         return self.rows[name][expert]
+
+
+@dataclass
+class LayerInPlace(BankLayer):
+    """The same where each part lies by itself, one expert behind the other, in a mapped file or beside it.
+
+    Attributes:
+        parts: part name -> [E, *shape]; `records` are without bytes.
+    """
+
+    parts: dict[str, torch.Tensor] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.stacked = dict(self.parts)
+        self.rows = {name: tensor.unbind(0) for name, tensor in self.stacked.items()}
+
+    @property
+    def pieces(self) -> tuple[torch.Tensor]:
+        """The first part, which the others are found from."""
+        return (next(iter(self.stacked.values())),)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.stacked.values())
 
 
 class ExpertBank:
@@ -100,13 +130,15 @@ class ExpertBank:
     @property
     def nbytes(self) -> int:
         """Bytes of all records, padding included."""
-        return sum(layer.records.nbytes for layer in self.layers.values())
+        return sum(layer.nbytes for layer in self.layers.values())
 
     def close(self) -> None:
         """Frees the records.  A model still bound to them raises an error when used."""
         for layer in self.layers.values():
             layer.stacked.clear()
             layer.rows.clear()
+            if isinstance(layer, LayerInPlace):
+                layer.parts.clear()
             if self._host_memory is not None:
                 self._host_memory.release(layer.records)
             layer.records = torch.empty(0, layer.layout.nbytes, dtype=torch.uint8)

@@ -72,6 +72,11 @@ class BankFile:
     ) -> None:
         self.close()
 
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads bypass the page cache."""
+        return self.file.is_direct
+
     def is_intact(self, layer: int, expert: int, record: memoryview) -> bool:
         """Whether these bytes match the checksum of the record."""
         return bool(self._checksum(record) == self._table[layer][expert])

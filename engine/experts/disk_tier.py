@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -62,11 +63,29 @@ class Read(Future[None]):
         self.set_running_or_notify_cancel()  # not cancellable: its target is written to until it is done
 
 
+class RecordBytes(Protocol):
+    """Records on disk, one behind the other as `header` says, wherever their bytes lie; see `BankFile`."""
+
+    @property
+    def header(self) -> BankHeader: ...
+
+    @property
+    def is_direct(self) -> bool: ...
+
+    def fill(self, offset: int, target: memoryview) -> None: ...
+
+    def is_intact(self, layer: int, expert: int, record: memoryview) -> bool: ...
+
+    def damaged(self, layer: int, expert: int) -> EngineError: ...
+
+    def close(self) -> None: ...
+
+
 class DiskTier:
-    """A bank file and the threads that read it.
+    """Records on disk and the threads that read them.
 
     Args:
-        path: of the bank file.
+        path: of the bank file, or what the records' bytes are read from instead.
         wanted: header that it must match; `None` accepts any.
         readers: maximum requests in flight.
         direct: whether to try to bypass the page cache.
@@ -79,14 +98,14 @@ class DiskTier:
 
     def __init__(
         self,
-        path: Path,
+        path: Path | RecordBytes,
         wanted: BankHeader | None = None,
         *,
         readers: int = DEFAULT_READERS,
         direct: bool = True,
         repair: Callable[[int, int], None] | None = None,
     ) -> None:
-        self._bank = BankFile(path, wanted, direct=direct)
+        self._bank: RecordBytes = BankFile(path, wanted, direct=direct) if isinstance(path, Path) else path
         self._repair = repair
         self._layer_numbers = [lanes.layer_number(layer.name) for layer in self._bank.header.layers]
         self._repairing = threading.Lock()
@@ -139,7 +158,7 @@ class DiskTier:
     @property
     def is_direct(self) -> bool:
         """Whether reads bypass the page cache."""
-        return self._bank.file.is_direct
+        return self._bank.is_direct
 
     def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
         """Starts reading records into `into`, uint8 [nbytes] or [count, nbytes], contiguous; page-aligned is fastest.

@@ -1,7 +1,7 @@
 """A whole file in memory, read on threads.  No torch here: reading begins before that is imported.
 
-Where the page cache holds files in huge pages (Linux, on some file systems), the file is mapped: what is cached is
-there at once, everything else is read without a copy, and computing with it is as fast as with memory of our own.
+On Linux, where its disk is built in, the file is mapped: what is cached is there at once, and everything else is read
+without a copy.
 
 Elsewhere it is copied into memory of our own: from the page cache what that holds, everything else past it. Through it,
 each byte would take a page that is used once, and twice the processor's time.
@@ -93,6 +93,18 @@ class FileImage:
                 if self._failure is not None:
                     raise self._failure
                 self._changed.wait()
+
+    def has(self, end: int) -> bool:
+        """Whether everything before the byte `end` is there.
+
+        Raises:
+            As `wait_for`.
+        """
+        with self._changed:
+            there = self._whole * _PIECE >= min(end, len(self.bytes))
+            if not there and self._failure is not None:
+                raise self._failure
+            return there
 
     def close(self) -> None:
         """Stops reading and closes the file.  Idempotent.  The memory lives as long as anything that refers to it."""

@@ -1,4 +1,4 @@
-"""Record layouts with tiled quantised matrices: the parts of the plain record, each in its own format."""
+"""Layouts of records with quantised matrices, in tiles or in blocks: the parts of the plain record in their formats."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.checkpoint.gguf.types import BlockType
 from engine.experts.bank import BankLayer
 from engine.experts.record import RecordLayout, allocate_records
 from engine.formats import TiledFormat, WeightFormat
@@ -101,6 +102,49 @@ class QuantisedLayout(RecordLayout):
     @staticmethod
     def _views(layout: RecordLayout, record: torch.Tensor) -> dict[str, Any]:
         return {part.name: layout.stacked_view(record[None], part) for part in layout.parts}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout(RecordLayout):
+    """Where the parts of an expert lie whose matrices are rows of blocks, as a GGUF file has them.
+
+    A gated first matrix is two parts, its gate rows and then, with `_up` behind the name, its up rows, unless the file
+    has it in one piece; the two may be of different types.
+
+    Attributes:
+        kinds: the parts in blocks of each matrix, and their types.
+        plain: layout of the same expert in plain numbers, as the library has it.
+        alternates: whether the library has gate and up rows in turn; here the gate's, and its biases, come first.
+    """
+
+    kinds: tuple[tuple[str, tuple[tuple[str, BlockType], ...]], ...]
+    plain: RecordLayout
+    alternates: bool
+
+    @classmethod
+    def storing(cls, plain: RecordLayout, kinds: Mapping[str, Sequence[BlockType]], *, alternates: bool) -> BlockLayout:
+        """The layout of an expert with the parts of `plain`, the matrices `kinds` in blocks of these types."""
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        named: dict[str, tuple[tuple[str, BlockType], ...]] = {}
+        for part in plain.parts:
+            if part.name not in kinds:
+                shapes[part.name] = (part.shape, part.dtype)
+                continue
+            rows, columns = part.shape
+            pieces = named[part.name] = tuple(zip((part.name, f"{part.name}_up"), kinds[part.name], strict=False))
+            for name, kind in pieces:
+                shapes[name] = ((rows // len(pieces), columns // kind.elements * kind.nbytes), torch.uint8)
+        layout = RecordLayout.of(shapes, transposed=False)
+        return cls(layout.parts, layout.nbytes, tuple(named.items()), plain, alternates)
+
+    @property
+    def unquantised(self) -> RecordLayout:
+        """See `RecordLayout.unquantised`."""
+        return self.plain
+
+    def blocks_of(self, name: str) -> Sequence[tuple[str, BlockType]]:
+        """The parts of a matrix that are in blocks, and their types; empty if it is in plain numbers."""
+        return dict(self.kinds).get(name, ())
 
 
 def quantise_layer(plain: BankLayer, target: BankLayer, kernels: NativeKernels | None = None) -> None:

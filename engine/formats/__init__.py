@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine.formats.ggml import GGML, BlockFormat
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
@@ -19,6 +20,7 @@ __all__ = [
     "AUTO",
     "BF16",
     "FORMATS",
+    "GGML",
     "GROUP",
     "LADDER",
     "PRECISIONS",
@@ -26,6 +28,7 @@ __all__ = [
     "SMALLEST",
     "STORED",
     "TILE_ROWS",
+    "BlockFormat",
     "PlainFormat",
     "TiledFormat",
     "WeightFormat",
@@ -41,8 +44,8 @@ __all__ = [
 
 _ALL: tuple[WeightFormat, ...] = (FP32, BF16, INT8, INT4, LUT4, AWQ4, HQQ4, AS_IN_FILE)
 
-FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in _ALL}
-"""All formats by name, best quality first."""
+FORMATS: Mapping[str, WeightFormat] = {each.name: each for each in (*_ALL, *GGML.values())}
+"""All formats by name: ours, best quality first, and then those of GGUF files."""
 LADDER: tuple[str, ...] = tuple(each.name for each in _ALL if each.worth)
 """Names of the formats that `auto` chooses from, best quality first."""
 AUTO = "auto"

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from engine.checkpoint.gguf.types import BlockType
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape
 from engine.kernels.activation import Activation, activation_of
 
@@ -45,6 +46,15 @@ class QuantisedFormat(RecordFormat, Protocol):
     def is_tiled(self, name: str) -> bool: ...
     def tiled_shape(self, name: str) -> TiledShape: ...
     def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix: ...
+
+
+@runtime_checkable
+class BlockFormat(RecordFormat, Protocol):
+    """Layout of records with matrices in blocks (see `engine.experts.quantised_layout.BlockLayout`)."""
+
+    @property
+    def alternates(self) -> bool: ...
+    def blocks_of(self, name: str) -> Sequence[tuple[str, BlockType]]: ...
 
 
 class LayerRecords(Protocol):

@@ -18,7 +18,14 @@ from engine.checkpoint.gguf.types import BlockType
 from engine.checkpoint.quantised.packings import Arrangement, Codes
 from engine.formats.coded import CodedMatrix
 from engine.formats.tiles import Pairing, RecordCodes, TiledMatrix, fit_codes, joined, keep_codes, store_codes
-from engine.kernels.native.structs import BlocksStruct, CodesStruct, RepackStruct, matrix_struct
+from engine.kernels.native.structs import (
+    IN_BLOCKS,
+    BlocksStruct,
+    CodesStruct,
+    MatrixStruct,
+    RepackStruct,
+    matrix_struct,
+)
 from engine.kernels.quantise import quantise_natively
 
 if TYPE_CHECKING:
@@ -66,6 +73,18 @@ class Blocks:
         """The rows that are meant, uint8 [rows, bytes of a row]."""
         raw = self.raw if self.order is None else self.raw[self.order]
         return raw.numpy()
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        """See `TiledMatrix.parts`."""
+        return {"": self.raw}
+
+    @property
+    def matrix_struct(self) -> MatrixStruct:
+        """`SwitchyardMatrix`, which points into this."""
+        order = None if self.order is None else self.order.data_ptr()
+        shape = (self.rows, self.columns)
+        return MatrixStruct(self.raw.data_ptr(), None, None, None, *shape, IN_BLOCKS, 0, None, order, self.kind.id, -1)
 
     @property
     def struct(self) -> BlocksStruct:

@@ -10,9 +10,10 @@ import torch
 from torch.nn.functional import linear, pad, silu
 
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
-from engine.kernels.interface import ByGroup, ExpertMath, LayerRecords, QuantisedFormat, Upload
+from engine.kernels.interface import BlockFormat, ByGroup, ExpertMath, LayerRecords, QuantisedFormat, Upload
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantise import dequantise_natively
+from engine.kernels.repack import Blocks, unpack_into
 
 Matrices = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [T, columns], expert) -> [T, rows], bias included."""
@@ -37,6 +38,8 @@ def layer_matrices(
     layout, rows = layer.layout, layer.rows
     if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
         return TiledMatrices(partial(layout.matrix, rows, name), biases, kernels, unpack)
+    if isinstance(layout, BlockFormat) and layout.blocks_of(name):
+        return BlockMatrices(layer, layout, name, biases, kernels)
     weights = rows[name]
     if biases is None:
         return lambda x, expert: linear(x, weights[expert])
@@ -67,6 +70,34 @@ class TiledMatrices:
         if self._biases is not None:
             out += self._biases[expert]
         return out
+
+
+class BlockMatrices:
+    """Unpacks rows of blocks before multiplying."""
+
+    def __init__(
+        self,
+        layer: LayerRecords,
+        layout: BlockFormat,
+        name: str,
+        biases: Sequence[torch.Tensor] | None,
+        kernels: NativeKernels | None,
+    ) -> None:
+        self._parts = [(layer.rows[own], kind) for own, kind in layout.blocks_of(name)]
+        self._biases, self._kernels = biases, kernels
+        self._alternates = layout.alternates and name != "down_proj"
+
+    def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
+        products = []
+        for rows, kind in self._parts:
+            blocks = Blocks(kind, rows[expert])
+            weight = torch.empty(blocks.rows, blocks.columns, dtype=torch.bfloat16)
+            unpack_into(blocks, weight, self._kernels)
+            products.append(linear(x, weight.to(x.dtype)))
+        out = torch.cat(products, -1)
+        if self._biases is not None:
+            out += self._biases[expert]
+        return out.view(*out.shape[:-1], 2, -1).mT.flatten(-2) if self._alternates else out
 
 
 def multiply_in_chunks(x: torch.Tensor, matrix: TiledMatrix, kernels: NativeKernels) -> torch.Tensor:
@@ -134,7 +165,7 @@ class TorchExperts:
         self._down_bias_all: torch.Tensor | None = None
         if layer.device.type != "cpu":  # where every row must give the same however many come with it
             self.fewest_in_groups = 2
-        quantised = isinstance(layer.layout, QuantisedFormat)
+        quantised = isinstance(layer.layout, QuantisedFormat | BlockFormat)
         self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
         in_one_piece = len(layer.pieces) == 1 and layer.pieces[0].nbytes <= _ALL_AT_ONCE_BYTES
         # One expert alone must give the same result as among several, whatever the number of cache slots.

@@ -39,8 +39,11 @@ class Limits:
     cpu_of_others: float = 0.0
 
     def held(self, model: ModelShape, machine: HardwareProfile) -> ModelShape:
-        """The model with its keys and values as this machine holds them."""
-        return model if self.use_card and machine.gpu is not None else model.holding(self.kv_precision)
+        """The model with its keys and values, and what is stored of its weights, as this machine holds them."""
+        if self.use_card and machine.gpu is not None:
+            return model
+        held = model.holding(self.kv_precision)
+        return held.in_place() if machine.cpu.reads_blocks else held
 
 
 @dataclass(frozen=True, slots=True)

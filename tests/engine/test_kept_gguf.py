@@ -25,6 +25,12 @@ from tests.tiny_gguf import write_model
 pytestmark = pytest.mark.skipif(load_kernels(1) is None, reason="no native kernels here")
 
 
+@pytest.fixture(autouse=True)
+def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors that make tiles of blocks."""
+    monkeypatch.setenv("SWITCHYARD_ISA", "PORTABLE")
+
+
 @pytest.fixture(params=[False, True], ids=["head", "tied"])
 def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small file of which everything is worth keeping."""

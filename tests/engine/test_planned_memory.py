@@ -219,11 +219,12 @@ def test_the_plan_of_what_is_stored_loads(tmp_path: Path) -> None:
     file = stored_model(tmp_path, "qwen3_moe")
     plan = make_plan(machine(0), find_shape(str(file)))
     assert plan.precision == STORED
-    assert plan.words(plan.precision) == "as stored (4-bit and 8-bit)"
+    assert plan.words(plan.precision) == "as stored (4-bit, 6-bit and 8-bit)"
     loaded = load_model(plan.engine_config(str(file)), on_progress=lambda _done, _all: None, cancelled=lambda: False)
     try:
         assert loaded.info.precision == STORED
-        assert plan.ram.experts == loaded.info.experts_bytes
+        # Of gate and up rows in two types, the plan counts both as the larger one.
+        assert loaded.info.experts_bytes <= plan.ram.experts < 1.3 * loaded.info.experts_bytes
         assert plan.ram.weights == pytest.approx(loaded.info.weights_bytes, rel=0.01)
     finally:
         loaded.close()

@@ -50,6 +50,12 @@ def type_of(name: str) -> str:
     return next((kind for part, kind in TYPES.items() if part in name), "Q4_K")
 
 
+@pytest.fixture(autouse=True)
+def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors that make tiles of blocks."""
+    monkeypatch.setenv("SWITCHYARD_ISA", "PORTABLE")
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     folder = tiny_checkpoint(

@@ -1,4 +1,4 @@
-"""Files are mapped where that gives huge pages, and read as ever elsewhere: the same bytes either way."""
+"""Files are mapped where that is safe, and read elsewhere: the same bytes either way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mappe
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is worth mapping whatever its pages are."""
     monkeypatch.setattr(mapped_file, "_TRIED", 2**16)
-    monkeypatch.setattr(mapped_file, "_ENOUGH", 0.0)
     monkeypatch.setattr(file_image, "_PIECE", 2**16)
     monkeypatch.setattr(mapped_file, "stays_connected", lambda _path: True)
     monkeypatch.setattr(mapped_file, "available_ram", lambda: 2**50)
@@ -55,12 +54,11 @@ def test_a_mapped_image_is_the_file_and_counts_as_used_memory(file: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("_ENOUGH", 2.0),
         ("_TRIED", 2**30),
         ("stays_connected", lambda _path: False),
         ("available_ram", lambda: mapped_file._SPARE),
     ],
-    ids=["small pages", "few bytes", "a disk that may go", "little memory"],
+    ids=["few bytes", "a disk that may go", "little memory"],
 )
 def test_else_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     before = _IN_USE.nbytes
@@ -87,15 +85,6 @@ def test_a_file_that_became_shorter_is_told_and_kills_nobody(file: Path) -> None
         mapped.read(0, 2**16)
         with pytest.raises(OSError, match=r"\[Errno"):
             mapped.read(2**17, 2**16)
-
-
-def test_huge_pages_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(bytes(64 * 2**20))
-    with path.open("rb") as opened:
-        mapped = MappedFile(opened.fileno(), 64 * 2**20)
-        mapped.read(0, 64 * 2**20)
-        assert 0 <= mapped.huge_bytes() <= 64 * 2**20
 
 
 def test_what_the_system_dropped_is_told(file: Path) -> None:

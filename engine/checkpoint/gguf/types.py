@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.formats.ggml import GGML
 from engine.formats.lut4 import IQ4_NL_TABLE, MXFP4_TABLE
 
 Bytes = NDArray[np.uint8]
@@ -189,23 +190,31 @@ _PLAIN: dict[str, Callable[[Bytes], Floats]] = {
     "BF16": lambda raw: (raw.view("<u2").astype(np.uint32) << 16).view(np.float32),
 }
 
+
+def _type(
+    name: str, split: Callable[[Bytes], Groups] | None = None, zero: int = 0, table: tuple[int, ...] | None = None
+) -> BlockType:
+    known = GGML[name]
+    return BlockType(name, known.number, known.elements, known.nbytes, split, zero, table)
+
+
 _ALL = (
-    BlockType("F32", 0, 1, 4),
-    BlockType("F16", 1, 1, 2),
-    BlockType("Q4_0", 2, 32, 18, _q4_0, zero=8),
-    BlockType("Q4_1", 3, 32, 20, _q4_1),
-    BlockType("Q5_0", 6, 32, 22, _q5_0, zero=16),
-    BlockType("Q5_1", 7, 32, 24, _q5_1),
-    BlockType("Q8_0", 8, 32, 34, _q8_0),
-    BlockType("Q2_K", 10, 256, 84, _q2_k),
-    BlockType("Q3_K", 11, 256, 110, _q3_k, zero=4),
-    BlockType("Q4_K", 12, 256, 144, _q4_k),
-    BlockType("Q5_K", 13, 256, 176, _q5_k),
-    BlockType("Q6_K", 14, 256, 210, _q6_k, zero=32),
-    BlockType("IQ4_NL", 20, 32, 18, _iq4_nl, table=IQ4_NL_TABLE),
-    BlockType("IQ4_XS", 23, 256, 136, _iq4_xs, table=IQ4_NL_TABLE),
-    BlockType("BF16", 30, 1, 2),
-    BlockType("MXFP4", 39, 32, 17, _mxfp4, table=MXFP4_TABLE),
+    _type("F32"),
+    _type("F16"),
+    _type("Q4_0", _q4_0, zero=8),
+    _type("Q4_1", _q4_1),
+    _type("Q5_0", _q5_0, zero=16),
+    _type("Q5_1", _q5_1),
+    _type("Q8_0", _q8_0),
+    _type("Q2_K", _q2_k),
+    _type("Q3_K", _q3_k, zero=4),
+    _type("Q4_K", _q4_k),
+    _type("Q5_K", _q5_k),
+    _type("Q6_K", _q6_k, zero=32),
+    _type("IQ4_NL", _iq4_nl, table=IQ4_NL_TABLE),
+    _type("IQ4_XS", _iq4_xs, table=IQ4_NL_TABLE),
+    _type("BF16"),
+    _type("MXFP4", _mxfp4, table=MXFP4_TABLE),
 )
 
 BLOCK_TYPES = {each.id: each for each in _ALL}

@@ -9,9 +9,9 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16
 from engine.formats.tiles import Pairing
-from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.interface import BlockFormat, ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.structs import ExpertsStruct, RecordPartStruct
+from engine.kernels.native.structs import IN_BLOCKS, ExpertsStruct, RecordPartStruct
 
 MAX_TOKENS = 8
 """Up to this many tokens a step counts as decode, bound by reading weights from RAM; more: prefill or batch."""
@@ -22,6 +22,9 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
     activation, layout = math.activation, layer.layout
     if layer.device.type != "cpu" or activation is None or math.norm is not None:
         return False
+    if isinstance(layout, BlockFormat):
+        others = [part for part in layout.unquantised.parts if not layout.blocks_of(part.name)]
+        return all(len(part.shape) == 1 and part.dtype == torch.bfloat16 for part in others)
     if isinstance(layout, QuantisedFormat):
         known = all(
             layout.tiled_shape(part.name).format.native is not None
@@ -89,27 +92,41 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
     layout, activation = layer.layout, math.activation
     assert activation is not None
     offsets = {part.name: part.offset for part in layout.parts}
+    base = layer.pieces[0].data_ptr()
+
+    def place(name: str) -> tuple[int, int]:
+        """Where a part of the first expert is, and how far that of the next one is from it."""
+        if beginnings is not None:
+            return offsets[name], 0
+        first, *others = (row.data_ptr() for row in layer.rows[name][:2])
+        return first - base, others[0] - first if others else 0
 
     def part(name: str, bias: str | None) -> RecordPartStruct:
         number = BF16.native
+        biases, bias_step = place(bias) if bias else (0, 0)
+        if isinstance(layout, BlockFormat):
+            places = [(*place(own), kind.id) for own, kind in layout.blocks_of(name)]
+            (at, step, kind), (second, second_step, second_kind) = (*places, (0, 0, -1))[:2]
+            steps = (step, second_step, bias_step)
+            return RecordPartStruct(
+                at, second, -1, -1, -1, biases, *steps, IN_BLOCKS, kind, second_kind, bias is not None
+            )
         if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
             number = layout.tiled_shape(name).format.native
         pieces = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
         weights, *others = pieces
         steps = (layout.nbytes,) * 3
-        return RecordPartStruct(
-            weights, 0, *others, offsets[bias] if bias else 0, *steps, number, 0, -1, bias is not None
-        )
+        return RecordPartStruct(weights, 0, *others, biases, *steps, number, 0, -1, bias is not None)
 
     hidden, inner = next(part.shape for part in layout.unquantised.parts if part.name == "down_proj")
     return ExpertsStruct(
-        layer.pieces[0].data_ptr(),
+        base,
         part(math.first, math.first_bias),
         part("down_proj", math.down_bias),
         layer.num_experts,
         hidden,
         inner,
-        activation.pairing,
+        Pairing.HALVES if isinstance(layout, BlockFormat) and activation.pairing else activation.pairing,
         activation.kind,
         activation.limit,
         activation.alpha,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol, TypeGuard
 
 import torch
@@ -13,8 +14,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16, ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.structs import MatrixStruct, matrix_struct, plain_struct
+from engine.kernels.native.structs import IN_BLOCKS, MatrixStruct, matrix_struct, plain_struct
 from engine.kernels.quantise import quantise
+from engine.kernels.repack import Blocks, unpack_into
 
 _FEW_TOKENS = 8
 """Up to this many tokens, weights are multiplied while streaming, with each token's result that of a call of its own;
@@ -139,8 +141,9 @@ def is_readable(linear: torch.nn.Linear) -> bool:
 
 
 def read_alike(structs: Iterable[MatrixStruct | None]) -> bool:
-    """Whether the kernels read a vector in the same form for all these matrices: all of them are tiled, or none."""
-    return len({struct.format == BF16.native for struct in structs if struct is not None}) == 1
+    """Whether the kernels read a vector together for all these matrices: all are plain, tiled, or in blocks."""
+    kinds = {BF16.native: 0, IN_BLOCKS: 1}
+    return len({kinds.get(struct.format, 2) for struct in structs if struct is not None}) == 1
 
 
 def is_plain(weight: torch.Tensor | None) -> bool:
@@ -203,12 +206,12 @@ class _PlainLinear:
 
 
 class QuantisedLinear:
-    """The `forward` of one tiled linear layer; replaces its weight."""
+    """The `forward` of one linear layer in tiles or blocks; replaces its weight."""
 
-    def __init__(self, module: torch.nn.Linear, matrix: TiledMatrix, kernels: NativeKernels) -> None:
+    def __init__(self, module: torch.nn.Linear, matrix: TiledMatrix | Blocks, kernels: NativeKernels) -> None:
         self._rows, self._columns = module.weight.shape
         self.matrix = matrix
-        self.struct = matrix_struct(self.matrix)
+        self.struct = matrix.matrix_struct if isinstance(matrix, Blocks) else matrix_struct(matrix)
         self._address = ctypes.addressof(self.struct)
         self._bias_address = module.bias.data_ptr() if module.bias is not None else None
         self._kernels = kernels
@@ -226,3 +229,24 @@ class QuantisedLinear:
         if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), self._bias_address, out.data_ptr()):
             raise out_of_memory()
         return out.view(*input.shape[:-1], self._rows).to(input.dtype)
+
+
+class BlockEmbedding:
+    """The `forward` of an embedding in blocks: rows are unpacked as they are looked up; replaces its weight.
+
+    Args:
+        table: [vocabulary, hidden], which an output layer may share.
+    """
+
+    def __init__(self, module: torch.nn.Embedding, table: Blocks, kernels: NativeKernels) -> None:
+        self._table, self._kernels = table, kernels
+        self._dtype = module.weight.dtype
+        module.register_buffer("tiles", table.raw, persistent=False)  # registered only to be counted
+        module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        ids = input.reshape(-1).long().contiguous()
+        out = torch.empty(len(ids), self._table.columns, dtype=self._dtype)
+        if len(ids):
+            unpack_into(replace(self._table, order=ids), out, self._kernels)
+        return out.view(*input.shape, -1)

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from engine.formats.tiles import TiledMatrix
 
 
+IN_BLOCKS = 4
+"""`SWITCHYARD_BLOCKS`: rows of blocks, as GGUF files have them."""
+
+
 class MatrixStruct(ctypes.Structure):
     """`SwitchyardMatrix`."""
 

@@ -26,6 +26,7 @@ from engine.planner.placement import decide as decide_placement
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.fill_bank import working_bytes
+from engine.runtime.load.in_place import matrices_in_place
 from engine.runtime.load.stored import StoredLinears, sites_in
 
 _CPU = torch.device("cpu")
@@ -42,6 +43,7 @@ class Decision:
         sites: its experts modules in that precision.
         dense_sizes: bytes of every tensor but experts, by name, as they will be held.
         dense_parameters: how many numbers they are.
+        in_place: whether experts, linear layers and embeddings are used as they lie in the model's files.
     """
 
     placement: Placement
@@ -50,6 +52,7 @@ class Decision:
     sites: list[ExpertsSite]
     dense_sizes: dict[str, int]
     dense_parameters: int
+    in_place: bool = False
 
     @property
     def precision(self) -> str:
@@ -95,22 +98,30 @@ class Decision:
         return "cpu" in (self.dense.type, self.experts.type)
 
 
-def decide(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device]) -> Decision:
+def decide(
+    opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], *, in_place: bool = False
+) -> Decision:
     """Weighs what the model needs against what the devices and the machine have.
+
+    Args:
+        in_place: whether matrices may be used as they lie in the model's files.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
     """
     layers = layer_names(opened.model)
-    placement = decide_placement(sizes_of(opened, config, devices, layers), budgets_of(config, devices), config)
+    sizes = sizes_of(opened, config, devices, layers, in_place=in_place)
+    placement = decide_placement(sizes, budgets_of(config, devices), config)
+    in_place = in_place and placement.precision == STORED
     used = tuple(devices) if placement.devices else ()
     return Decision(
         placement,
         used,
         layers.on(placement.of_layer),
-        sites_in(opened, placement.precision),
-        _dense_sizes(opened, placement.precision, used),
+        sites_in(opened, placement.precision, in_place=in_place),
+        _dense_sizes(opened, placement.precision, used, in_place=in_place),
         _dense_parameters(opened),
+        in_place,
     )
 
 
@@ -122,13 +133,23 @@ def budgets_of(config: EngineConfig, devices: Sequence[Device]) -> Budgets:
     return Budgets(available_ram() + EARLY_READS.nbytes, config.ram_bytes, held)
 
 
-def sizes_of(opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], layers: LayerNames) -> Sizes:
+def sizes_of(
+    opened: OpenedCheckpoint,
+    config: EngineConfig,
+    devices: Sequence[Device],
+    layers: LayerNames,
+    *,
+    in_place: bool = False,
+) -> Sizes:
     """What the model takes, counted tensor by tensor."""
     precisions = candidates(opened) if config.precision == AUTO else (config.precision,)
     of_layer, elsewhere = layers.sums(_tensor_sizes(opened.model))
     return Sizes(
         name=opened.name,
-        weights=tuple(_weights(opened, precision, devices, layers) for precision in precisions),
+        weights=tuple(
+            _weights(opened, precision, devices, layers, in_place=in_place and precision == STORED)
+            for precision in precisions
+        ),
         layers=of_layer,
         elsewhere=elsewhere,
         kv_per_token=opened.profile.kv_elements_per_token * opened.dtype.itemsize,
@@ -152,10 +173,12 @@ def dense_on_cards(opened: OpenedCheckpoint, places: Sequence[torch.device], pre
     return careful(precision, opened.weights)
 
 
-def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: LayerNames) -> Weights:
-    sites = sites_in(opened, precision)
-    in_ram = sum(_dense_sizes(opened, precision, ()).values())
-    dense, elsewhere = layers.sums(_dense_sizes(opened, precision, devices))
+def _weights(
+    opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: LayerNames, *, in_place: bool
+) -> Weights:
+    sites = sites_in(opened, precision, in_place=in_place)
+    in_ram = sum(_dense_sizes(opened, precision, (), in_place=in_place).values())
+    dense, elsewhere = layers.sums(_dense_sizes(opened, precision, devices, in_place=in_place))
     layouts: dict[Any, int] = {}
     is_quantised = dense_on_cards(opened, [device.torch_device for device in devices], precision) is not None
     return Weights(
@@ -178,10 +201,17 @@ def _weights(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device]
     )
 
 
-def _dense_sizes(opened: OpenedCheckpoint, precision: str, devices: Sequence[Device]) -> dict[str, int]:
+def _dense_sizes(
+    opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], *, in_place: bool = False
+) -> dict[str, int]:
     """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
     experts = {target for site in opened.sites for target in site.targets}
     sizes = {name: nbytes for name, nbytes in _tensor_sizes(opened.model).items() if name not in experts}
+    if in_place:
+        for name, entry in matrices_in_place(opened).items():
+            if name in sizes:  # a tied one is counted once
+                sizes[name] = entry.nbytes
+        return sizes
     on_cards = dense_on_cards(opened, [device.torch_device for device in devices], precision)
     if on_cards is None:
         return sizes

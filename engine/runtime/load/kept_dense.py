@@ -134,7 +134,7 @@ def kept_dense(opened: OpenedCheckpoint, decision: Decision, kernels: NativeKern
         EngineError: `CHECKPOINT_DAMAGED` if a file of the model is gone.
     """
     precision = decision.precision
-    if decision.devices or kernels is None or os.environ.get(KEEP_VARIABLE) == "0":
+    if decision.in_place or decision.devices or kernels is None or os.environ.get(KEEP_VARIABLE) == "0":
         return None
     if precision == STORED:
         linears, apart, plain = _of_stored(opened)

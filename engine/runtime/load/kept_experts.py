@@ -25,7 +25,7 @@ def kept_experts(
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a file of the model is gone.
     """
-    if bank is None or bank.device.type != "cpu" or os.environ.get(KEEP_VARIABLE) == "0":
+    if decision.in_place or bank is None or bank.device.type != "cpu" or os.environ.get(KEEP_VARIABLE) == "0":
         return None
     sites = [site for site in decision.resident if can_be_disk_backed(site)]
     if sum(site.nbytes for site in sites) < WORTH_KEEPING:

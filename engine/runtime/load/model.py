@@ -28,7 +28,7 @@ from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
 from engine.kernels.native.choice import ensure_measured
-from engine.kernels.native.library import load_kernels, missing_note
+from engine.kernels.native.library import Isa, load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.draft_head import draft_head_of
@@ -39,6 +39,7 @@ from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
+from engine.runtime.load.in_place import lies_in_place
 from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import quiet_library
@@ -165,10 +166,13 @@ def _load_weights(
 ) -> LoadedModel:
     threads = torch.get_num_threads()
     model = parts.model = opened.model
-    decision = decide(opened, config, parts.devices.devices)
+    only_cpu = not parts.devices.devices and opened.dtype == torch.bfloat16
+    parts.kernels = load_kernels(threads) if only_cpu else None
+    in_place = parts.kernels is not None and Isa.AVX512_VNNI <= parts.kernels.isa < Isa.NEON and lies_in_place(opened)
+    decision = decide(opened, config, parts.devices.devices, in_place=in_place)
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
-        parts.kernels = load_kernels(threads)
+        parts.kernels = parts.kernels or load_kernels(threads)
         if parts.kernels is not None and opened.profile.bytes >= _WORTH_MEASURING:
             ensure_measured(parts.kernels)
     read_weights(opened, decision, parts, on_progress, cancelled)
@@ -252,7 +256,7 @@ def _hand_over(
         missing_note() if slow else "",
         _card_note(decision),
         kv_note,
-        stored_note(opened.plan) if decision.precision == STORED else "",
+        stored_note(opened.plan) if decision.precision == STORED and not decision.in_place else "",
         head_note(config, opened.model, on_card=bool(decision.devices)),
     ]
     held = (parts.bank, parts.disk_backed)

@@ -19,13 +19,16 @@ from engine.formats.tiles import TiledMatrix, TiledShape
 from engine.kernels.native.library import NativeKernels
 from engine.runtime.load.blocks import Stored, stored_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
+from engine.runtime.load.in_place import site_in_place
 from engine.runtime.load.library_conversion import LoadingPlan
 from engine.runtime.load.repacking import Repacker
 from engine.runtime.load.tensor_reader import TensorReader
 
 
-def sites_in(opened: OpenedCheckpoint, precision: str) -> list[ExpertsSite]:
-    """The experts modules with records in this precision."""
+def sites_in(opened: OpenedCheckpoint, precision: str, *, in_place: bool = False) -> list[ExpertsSite]:
+    """The experts modules with records in this precision, or as the model's files have them."""
+    if in_place:
+        return [site_in_place(site, opened.plan) for site in opened.sites]
     if precision == STORED:
         return [_as_stored(site, opened.plan) for site in opened.sites]
     return quantised(opened.sites, precision, opened.weights) if format_of(precision).is_tiled else opened.sites

@@ -25,6 +25,7 @@ from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision, dense_on_cards
 from engine.runtime.load.fill_bank import fill_bank
+from engine.runtime.load.in_place import ExpertsOnDisk, FilesInPlace, matrices_in_place
 from engine.runtime.load.kept_dense import KeptDense, kept_dense
 from engine.runtime.load.kept_experts import kept_experts
 from engine.runtime.load.library_conversion import LoadingPlan, load_rest
@@ -62,7 +63,7 @@ def read_weights(
         for index in range(len(decision.devices)):
             mine = [site.nbytes for site in sites if decision.layers.of(site.name) == index]
             devices.count(index, sum(mine), MemoryCategory.EXPERTS)
-    if on_disk:
+    if on_disk and not decision.in_place:
         parts.on_phase("converting")
         source = BankSource(opened.directory, model, sites, plan, decision.precision, parts.kernels, opened.guesses)
         names = {site.name for site in on_disk}
@@ -73,6 +74,12 @@ def read_weights(
         )
         on_progress = progress.second
         parts.on_phase("reading")
+    files: FilesInPlace | None = None
+    if decision.in_place:
+        files = FilesInPlace(opened, whole=not on_disk)
+        parts.arriving += files.arriving
+        plan = _without(plan, {site.name for site in sites})
+        on_progress = files.counting(on_progress)
     linears = _stored_linears(opened, decision, parts)
     kept = kept_experts(opened, decision, parts.bank, parts.kernels)
     if kept is not None:
@@ -85,21 +92,27 @@ def read_weights(
         on_progress = dense.records.counting(on_progress)
         linears = [] if dense.records.is_there else linears
     total = plan.nbytes + StoredLinears(opened).read_twice(linears) - _read_apart(plan, dense)
+    if files is not None:
+        total -= sum(plan.renamed[name].nbytes for name in matrices_in_place(opened) if name in plan.renamed)
     with TensorReader(on_progress, cancelled, total, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
             there = kept.read_into(parts.bank) if kept is not None else set()
-            converted = [site for site in resident if site.name not in there]
+            converted = [site for site in resident if site.name not in there and files is None]
             parts.on_phase(
                 "converting" if any(site.layout is not site.layout.unquantised for site in converted) else "reading"
             )
             on_made = kept.write if kept is not None else lambda _layer: None
             fill_bank(model, converted, plan, reader, parts.bank, parts.kernels, on_made)
+            if files is not None:
+                files.bind_experts(resident, reader, parts.bank)
             empty_modules(model, sites)
             bind(resident, parts.bank, parts.kernels)
+        if on_disk and decision.in_place:
+            parts.disk_backed = _slots_over(DiskTier(ExpertsOnDisk(opened, on_disk, reader)), placement.ram)
         if parts.disk_backed is not None:
             bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
         parts.on_phase("reading")
-        _read_rest(opened, plan, decision, parts, reader, linears)
+        _read_rest(opened, plan, decision, parts, reader, linears, files)
 
 
 def _read_apart(plan: LoadingPlan, dense: KeptDense | None) -> int:
@@ -110,7 +123,7 @@ def _read_apart(plan: LoadingPlan, dense: KeptDense | None) -> int:
 
 def _stored_linears(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> list[str]:
     """Names of the linear layers that are made of what the checkpoint stores."""
-    if decision.precision != STORED:
+    if decision.precision != STORED or decision.in_place:
         return []
     formats, places = StoredLinears(opened).formats, _places(decision)
     if decision.devices and dense_on_cards(opened, places, STORED) is not None:
@@ -130,6 +143,7 @@ def _read_rest(
     parts: LoadingParts,
     reader: TensorReader,
     kept: list[str],
+    files: FilesInPlace | None,
 ) -> None:
     """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
     layers, model, places = decision.layers, opened.model, _places(decision)
@@ -137,12 +151,16 @@ def _read_rest(
     apart = stored.read_apart(kept) if stored is not None else set()
     dense = parts.kept_dense
     apart |= dense.apart if dense is not None else set()
+    if files is not None:
+        apart |= matrices_in_place(opened).keys() & plan.renamed.keys()
     precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
     if precision is None:
         load_rest(model, plan, reader, layers.device_map(places), apart)
         if dense is not None and parts.kernels is not None:
             dense.take_place(model)
             keep_linears(model, dense, parts.kernels)
+        if files is not None and parts.kernels is not None:
+            files.bind_matrices(model, parts.kernels, reader)
         if kept and stored is not None and parts.kernels is not None:
             keep_linears(model, dense.keeping(stored) if dense is not None else stored, parts.kernels)
         return
@@ -212,12 +230,15 @@ def open_disk_backed(
         again = BankSource.open(source.directory, source.precision, source.kernels, guesses=source.guesses)
         rebuild_record(again.only(names), path, layer, expert)
 
-    disk = DiskTier(path, source.header(), repair=repair)
+    return _slots_over(DiskTier(path, source.header(), repair=repair), placed, prepared.reason)
+
+
+def _slots_over(disk: DiskTier, placed: InRam, made_again: str | None = None) -> DiskBackedBank:
     try:
         budget = min(placed.slots, disk.header.records_nbytes)
         pressure = RamPressure(budget)
         ram = RamTier(disk, budget, at_least=placed.at_least, policy=_POLICY, pressure=pressure)
-        return DiskBackedBank(disk, ram, prepared.reason)
+        return DiskBackedBank(disk, ram, made_again)
     except BaseException:
         disk.close()
         raise

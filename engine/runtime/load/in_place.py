@@ -1,0 +1,385 @@
+"""GGUF files used as they lie: experts, linear layers and embeddings are rows of blocks in a mapped file.
+
+Nothing is made of them and nothing is written.  Each file is one `FileImage`, mapped where that is safe and else read
+into memory of our own, which begins before the engine is imported (`early_reads`).
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.checkpoint.expert_index import PartSources
+from engine.checkpoint.gguf.types import BY_NAME
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.packed import is_blocks
+from engine.checkpoint.stored import in_blocks, pieces_of, rows_of
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.experts.bank import ExpertBank, LayerInPlace
+from engine.experts.bank_header import BankHeader, BankLayerSpec
+from engine.experts.checksums import BEST_CHECKSUM
+from engine.experts.direct_file import DirectFile, bytes_of
+from engine.experts.early_reads import EARLY_READS
+from engine.experts.file_image import FileImage
+from engine.experts.quantised_layout import BlockLayout
+from engine.experts.record import PartSpec, RecordLayout
+from engine.experts.sites import ExpertsSite
+from engine.formats import ROUTERS, STORED
+from engine.formats.tiles import Pairing
+from engine.kernels.activation import activation_of
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
+from engine.kernels.repack import Blocks
+from engine.runtime.load.blocks import blocks_of
+from engine.runtime.load.checkpoint import OpenedCheckpoint
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.tensor_reader import TensorReader
+
+_PIECE = 64 * 2**20
+_LOOK_S = 0.05
+
+
+def lies_in_place(opened: OpenedCheckpoint) -> bool:
+    """Whether all experts of a checkpoint, and some of its matrices, can be used as they lie in its files."""
+    plan = opened.plan
+    if not any(in_blocks(entry) is not None for entry in plan.entries):
+        return False
+    return all(_stacks_of(site, plan) is not None for site in opened.sites)
+
+
+def site_in_place(site: ExpertsSite, plan: LoadingPlan) -> ExpertsSite:
+    """The experts module with records as its files have them; see `lies_in_place`."""
+    stacks = _stacks_of(site, plan)
+    assert stacks is not None
+    kinds = {name: [BY_NAME[entry.dtype] for entry in entries] for name, entries in stacks.items()}
+    activation = activation_of(site.module)
+    alternates = activation is not None and activation.pairing is Pairing.ALTERNATING
+    return replace(site, layout=BlockLayout.storing(site.layout.unquantised, kinds, alternates=alternates))
+
+
+def _stacks_of(site: ExpertsSite, plan: LoadingPlan) -> dict[str, list[TensorEntry]] | None:
+    """For each matrix of an experts module the stacks [E, rows, columns] of blocks that it is made of: all its rows, or
+    gate and then up rows; `None` if one is made of anything else."""
+    sources = plan.index.modules.get(site.name)
+    if sources is None or not hasattr(site.module, "has_gate") or activation_of(site.module) is None:
+        return None
+    found: dict[str, list[TensorEntry]] = {}
+    for part in site.layout.unquantised.parts:
+        if len(part.shape) == 1:
+            continue
+        stacks = _stacks_of_part(sources[part.name], plan) if part.name in sources else None
+        if stacks is None or sum(stack.shape[1] for stack in stacks) != part.shape[0]:
+            return None
+        if any(stack.shape[0] != site.num_experts or stack.shape[2] != part.shape[1] for stack in stacks):
+            return None
+        found[part.name] = stacks
+    return found
+
+
+def _stacks_of_part(part: PartSources, plan: LoadingPlan) -> list[TensorEntry] | None:
+    order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
+    if order is None or not (part.is_fused or part.is_per_expert):
+        return None
+    stacks: list[TensorEntry | None] = []
+    for pattern in order:
+        entries = part.by_pattern[pattern]
+        if not part.is_fused:
+            stacks.append(_behind_one_another(entries))
+            continue
+        packing = rows_of(entries[0])
+        stacks += [
+            piece if isinstance(piece, TensorEntry) and is_blocks(piece.dtype) and len(piece.shape) == 3 else None
+            for piece in (pieces_of(entries[0]) if packing is None or packing.order is None else ())
+        ]
+    found = [stack for stack in stacks if stack is not None]
+    return found if len(found) == len(stacks) and 1 <= len(found) <= 2 else None
+
+
+def _behind_one_another(entries: list[TensorEntry]) -> TensorEntry | None:
+    """Matrices of one type and shape that follow each other in a file as one stack; `None` if they are not such."""
+    first, nbytes = entries[0], entries[0].nbytes
+    if not is_blocks(first.dtype) or len(first.shape) != 2:
+        return None
+    for number, entry in enumerate(entries):
+        if (
+            type(entry) is not TensorEntry
+            or replace(first, key=entry.key, offset=first.offset + number * nbytes) != entry
+        ):
+            return None
+    return replace(first, shape=(len(entries), *first.shape), nbytes=len(entries) * nbytes)
+
+
+class ExpertsOnDisk:
+    """Experts that are read from a model's own files as they are needed: records whose parts are ranges of them.
+
+    Biases, which are small, are in RAM.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, sites: Sequence[ExpertsSite], reader: TensorReader) -> None:
+        layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in sites)
+        self.header = BankHeader(STORED, None, BEST_CHECKSUM, {}, layers)
+        self._parts: list[list[tuple[PartSpec, TensorEntry | memoryview]]] = []
+        self._files: dict[Path, DirectFile] = {}
+        for site in sites:
+            stacks, layout = _stacks_of(site, opened.plan), site.layout
+            assert stacks is not None
+            assert isinstance(layout, BlockLayout)
+            found: dict[str, TensorEntry | memoryview] = {
+                own: entry
+                for name, entries in stacks.items()
+                for (own, _), entry in zip(layout.blocks_of(name), entries, strict=True)
+            }
+            biases = _biases(opened, site, layout, reader)
+            found |= {name: bytes_of(value.view(-1).view(torch.uint8)) for name, value in biases.items()}
+            self._parts.append([(part, found[part.name]) for part in layout.parts])
+        try:
+            for entry in (place for parts in self._parts for _, place in parts if isinstance(place, TensorEntry)):
+                if entry.file not in self._files:
+                    self._files[entry.file] = DirectFile(entry.file)
+        except OSError as error:
+            self.close()
+            raise _unreadable(Path(str(error.filename)), error) from error
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether reads bypass the page cache: parts begin anywhere, so they pass through it, and are dropped again."""
+        return False
+
+    def fill(self, offset: int, target: memoryview) -> None:
+        """Bytes of records from this offset on, which `header` gives them.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
+        """
+        done = 0
+        while done < len(target):
+            layer = bisect_right(self.header.layer_offsets, offset + done) - 1
+            nbytes = self.header.layers[layer].layout.nbytes
+            expert, begin = divmod(offset + done - self.header.layer_offsets[layer], nbytes)
+            end = min(nbytes, begin + len(target) - done)
+            self._fill(layer, expert, begin, target[done : done + end - begin])
+            done += end - begin
+
+    def is_intact(self, layer: int, expert: int, record: memoryview) -> bool:  # noqa: ARG002
+        """The files have no checksums of experts."""
+        return True
+
+    def damaged(self, layer: int, expert: int) -> EngineError:
+        """The error for an expert that cannot be read."""
+        name = self.header.layers[layer].name
+        return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"Expert {expert} of {name} cannot be read: check the disk.")
+
+    def close(self) -> None:
+        """Closes the files.  Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _fill(self, layer: int, expert: int, begin: int, target: memoryview) -> None:
+        end, at = begin + len(target), begin
+        for part, place in self._parts[layer]:
+            first, last = max(begin, part.offset), min(end, part.offset + part.nbytes)
+            if first >= last:
+                continue
+            target[at - begin : first - begin] = bytes(first - at)  # padding
+            start, room = expert * part.nbytes + first - part.offset, target[first - begin : last - begin]
+            if isinstance(place, TensorEntry):
+                try:
+                    self._files[place.file].read_into(place.offset + start, room)
+                except (OSError, EOFError) as error:
+                    raise _unreadable(place.file, error) from error
+            else:
+                room[:] = place[start : start + len(room)]
+            at = last
+        target[at - begin :] = bytes(end - at)
+
+
+class FilesInPlace:
+    """The files of a model in memory, and what is used of them.
+
+    Args:
+        whole: whether all of each file is to be in memory; else what is used is read.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if one cannot be opened, `NOT_ENOUGH_MEMORY`.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, *, whole: bool) -> None:
+        self._opened = opened
+        self._arriving: dict[Path, FileInPlace] = {}
+        if not whole:
+            return
+        stored = (stored for entry in opened.plan.entries if (stored := in_blocks(entry)) is not None)
+        of_sites = [_stacks_of(site, opened.plan) or {} for site in opened.sites]
+        experts = (stack for each in of_sites for stacks in each.values() for stack in stacks)
+        try:
+            for entry in (*stored, *experts):
+                if entry.file not in self._arriving:
+                    self._arriving[entry.file] = FileInPlace(entry.file)
+        except BaseException:
+            for each in self._arriving.values():
+                each.close()
+            raise
+
+    @property
+    def arriving(self) -> list[FileInPlace]:
+        """The files, until they have been read."""
+        return list(self._arriving.values())
+
+    def counting(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """The same for whoever reads the rest: with what arrives here."""
+        nbytes = sum(each.nbytes for each in self.arriving)
+
+        def together(done: int, total: int) -> None:
+            on_progress(done + sum(each.done for each in self.arriving), total + nbytes)
+
+        for each in self.arriving:
+            each.on_progress = together
+        return together
+
+    def _blocks(self, entry: TensorEntry, reader: TensorReader) -> Blocks:
+        stored = blocks_of(entry)
+        assert stored is not None
+        assert isinstance(stored.source, TensorEntry)
+        return Blocks(stored.kind, self._bytes_of(stored.source, reader).view(stored.rows, -1), stored.order)
+
+    def bind_experts(self, sites: Iterable[ExpertsSite], reader: TensorReader, bank: ExpertBank) -> None:
+        """Gives the bank the layers of these modules; biases, which are small, are read.
+
+        Raises:
+            EngineError, RequestCancelled: as `TensorReader.read`.
+        """
+        for site in sites:
+            layout, stacks = site.layout, _stacks_of(site, self._opened.plan)
+            assert isinstance(layout, BlockLayout)
+            assert stacks is not None
+            parts: dict[str, torch.Tensor] = {}
+            for name, entries in stacks.items():
+                for (own, _), entry in zip(layout.blocks_of(name), entries, strict=True):
+                    shape = next(part.shape for part in layout.parts if part.name == own)
+                    parts[own] = self._bytes_of(entry, reader).view(site.num_experts, *shape)
+            parts |= _biases(self._opened, site, layout, reader)
+            records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
+            bank.layers[site.name] = LayerInPlace(site.name, layout, records, parts=parts)
+
+    def bind_matrices(self, model: Any, kernels: NativeKernels, reader: TensorReader) -> None:
+        """Lets linear layers and embeddings compute from the files."""
+        made: dict[int, Blocks] = {}  # one for all who share it, which then count it once
+        for name, entry in matrices_in_place(self._opened).items():
+            if id(entry) not in made:
+                made[id(entry)] = self._blocks(entry, reader)
+            table = made[id(entry)]
+            module = model.get_submodule(name.removesuffix(".weight"))
+            if isinstance(module, torch.nn.Embedding):
+                module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
+            else:
+                module.forward = QuantisedLinear(module, table, kernels)
+
+    def _bytes_of(self, entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
+        arriving = self._arriving.get(entry.file)
+        if arriving is not None:
+            return torch.frombuffer(arriving.image.bytes[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
+        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+        reader.read_into([(replace(entry, dtype="U8", shape=(entry.nbytes,)), raw)])
+        return raw
+
+
+def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
+    """The weights of linear layers and embeddings that can be used as they lie in the files, by name: an output layer
+    that shares the embedding's has a name of its own."""
+    model, named = opened.model, opened.plan.renamed
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    found: dict[str, TensorEntry] = {}
+    for name, module in model.named_modules():
+        weight = f"{name}.weight"
+        entry = named.get(weight) or named.get(tied.get(weight, ""))
+        if entry is None or blocks_of(entry) is None:
+            continue
+        is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in ROUTERS
+        is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
+        if is_plain or (type(module) is torch.nn.Embedding and module.max_norm is None):
+            found[weight] = entry
+    # A weight that several modules share is in place for all of them or for none.
+    alone = {tied.get(name, name) for name in (*tied, *tied.values()) if name not in found}
+    return {name: entry for name, entry in found.items() if tied.get(name, name) not in alone}
+
+
+def _biases(
+    opened: OpenedCheckpoint, site: ExpertsSite, layout: BlockLayout, reader: TensorReader
+) -> dict[str, torch.Tensor]:
+    """The parts of an experts module that are not in blocks, [E, rows] each; those of the gate first."""
+    plan = opened.plan
+    found: dict[str, torch.Tensor] = {}
+    for part in layout.plain.parts:
+        if layout.blocks_of(part.name):
+            continue
+        sources = plan.index.modules[site.name][part.name]
+        plain = replace(site, layout=RecordLayout.of({part.name: (part.shape, part.dtype)}, transposed=False))
+        converter = PartConverter(opened.model, {site.name: plain}, plan.converters[sources.target])
+        tensors = {pattern: [reader.read(entry) for entry in each] for pattern, each in sources.by_pattern.items()}
+        value = converter.convert(sources.target, sources.experts, tensors)[sources.target].to(part.dtype)
+        if layout.alternates and not part.name.startswith("down_"):
+            value = value.view(len(value), -1, 2).mT.flatten(-2)
+        found[part.name] = value.contiguous()
+    return found
+
+
+class FileInPlace:
+    """A file that arrives in memory; see `engine.runtime.loaded_model.Arriving`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.note = path, ""
+        self.is_there, self.serves_next = True, False
+        self.done = 0
+        self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
+        try:
+            self.image: FileImage = EARLY_READS.take(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        except MemoryError as error:
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, f"There is no memory for {path.name}: {error}.") from error
+
+    @property
+    def nbytes(self) -> int:
+        """Of the file."""
+        return len(self.image.bytes)
+
+    def wait(self, cancelled: Callable[[], bool]) -> None:
+        """Until all of it is there.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
+            RequestCancelled: `cancelled()` was true.
+        """
+        try:
+            while self.done < self.nbytes:
+                end = min(self.done + _PIECE, self.nbytes)
+                while not self.image.has(end):
+                    if cancelled():
+                        raise RequestCancelled
+                    time.sleep(_LOOK_S)
+                self.done = end
+                self.on_progress(0, 0)
+            self.serves_next = True
+        except OSError as error:
+            raise _unreadable(self.path, error) from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stops reading.  Idempotent; the memory lives as long as anything refers to it."""
+        self.image.close()
+
+
+def _unreadable(path: Path, error: OSError | EOFError) -> EngineError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else "it has become shorter"
+    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} cannot be read ({why}): check the disk.")

@@ -1,0 +1,171 @@
+"""GGUF files are used as they lie: the numbers of the same weights in fp32, nothing converted and nothing written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType
+from engine.experts.bank import LayerInPlace
+from engine.kernels.native.library import Isa, NativeKernels, load_kernels
+from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
+from engine.kernels.repack import Blocks
+from tests.engine.ggml_blocks import made_up_blocks
+from tests.engine.native_isas import isas, kernels_of
+from tests.engine.test_disk_backed import on_disk
+from tests.engine.test_family_parity import PROMPT, decoded_logits, loaded, logits
+from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
+from tests.engine.tiny_families import tiny_checkpoint
+from tests.tiny_gguf import write_model
+
+_ISAS = isas()
+every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
+
+
+def _has_panels() -> bool:
+    kernels = load_kernels(threads=1)
+    assert kernels is not None
+    found = Isa.AVX512_VNNI <= kernels.isa < Isa.NEON
+    kernels.close()
+    return found
+
+
+needs_panels = pytest.mark.skipif(not _has_panels(), reason="files are used in place with AVX-512 VNNI alone")
+
+
+def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.Tensor:
+    """[tokens, rows] by the kernels of a linear layer."""
+    module = torch.nn.Linear(blocks.columns, blocks.rows, bias=False, dtype=torch.bfloat16)
+    return QuantisedLinear(module, blocks, kernels)(x)
+
+
+@every_type
+@pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
+def test_rows_are_multiplied_as_they_lie(kind: BlockType, isa: Isa) -> None:
+    columns = 768 if kind.elements == 256 else 416
+    blocks = made_up_blocks(kind, 77, columns // kind.elements, 3)
+    order = torch.randperm(77, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(40, columns, generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight = torch.from_numpy(kind.dequantise(blocks.raw.numpy()))
+    wanted = x.float() @ weight.mT
+    with kernels_of(isa, threads=2) as kernels:
+        found = _product(blocks, x, kernels)
+        # Vectors are rounded to 8 bits.
+        assert (found - wanted).norm() < 0.01 * wanted.norm()
+        alone = torch.cat([_product(blocks, row, kernels) for row in x.split(1)])
+        for count in (2, 3, 5, 8):  # the same, bit by bit, however many come together
+            assert torch.equal(_product(blocks, x[:count], kernels), alone[:count])
+        assert (found.float() - alone.float()).norm() < 0.01 * wanted.norm()
+        reordered = Blocks(kind, blocks.raw, order)
+        assert torch.equal(_product(reordered, x[:8], kernels), alone[:8, order])
+        assert torch.equal(_product(reordered, x, kernels), found[:, order])
+
+
+@every_type
+def test_embeddings_are_looked_up_in_blocks(kind: BlockType) -> None:
+    blocks = made_up_blocks(kind, 50, 2 if kind.elements > 1 else 64, 5)
+    module = torch.nn.Embedding(50, blocks.columns, dtype=torch.bfloat16)
+    ids = torch.tensor([[3, 49, 0], [7, 3, 3]])
+    with kernels_of(_ISAS[-1], threads=1) as kernels:
+        found = BlockEmbedding(module, blocks, kernels)(ids)
+    wanted = torch.from_numpy(kind.dequantise(blocks.raw.numpy())).bfloat16()[ids]
+    assert torch.equal(found, wanted)
+
+
+_K_SIZES = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64}
+_SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+def _mixed(name: str) -> str:
+    """As in Q4_K_M files: the up rows and the values of another type than what is beside them."""
+    return "Q6_K" if any(part in name for part in ("ffn_up", "attn_v", "token_embd")) else "Q4_K"
+
+
+CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
+    ("mixtral", "llama", "Q4_0", {"sliding_window": None}),
+    ("qwen3_moe", "qwen3moe", "Q8_0", {"use_sliding_window": False, "norm_topk_prob": True}),
+    ("qwen3_moe", "qwen3moe", _mixed, {"use_sliding_window": False, "norm_topk_prob": True}),
+    ("qwen2_moe", "qwen2moe", "Q5_1", {"use_sliding_window": False}),
+    ("llama", "llama", _mixed, {"tie_word_embeddings": True}),
+    ("qwen2", "qwen2", "Q5_0", {"use_sliding_window": False}),
+]
+
+
+@needs_panels
+@pytest.mark.parametrize(("family", "architecture", "types", "options"), CASES, ids=str)
+def test_a_file_gives_the_numbers_of_its_weights(
+    family: str,
+    architecture: str,
+    types: str | Callable[[str], str],
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    sizes = _K_SIZES if callable(types) else _SIZES
+    folder = tiny_checkpoint(family, tmp_path / "checkpoint", **options, **sizes)
+    file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=types)
+    with loaded(file, "fp32") as reference, torch.no_grad():
+        wanted = logits(reference.model)[0]
+    with loaded(file, "auto") as ours, torch.no_grad():
+        assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
+        assert isinstance(ours.model.get_output_embeddings().__dict__["forward"], QuantisedLinear)
+        if ours.bank is not None:
+            assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+            stacks = [each.nbytes for name, each in read_gguf(file).tensors.items() if "_exps" in name]
+            assert ours.info.experts_bytes == sum(stacks)
+        assert ours.info.weights_bytes + ours.info.experts_bytes < 1.1 * file.stat().st_size
+        assert "became" not in ours.info.device_note
+        assert "kept as" not in ours.info.device_note
+        found = logits(ours.model)[0].float()
+        one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
+    assert len(PROMPT[0]) > 8
+    assert not list((tmp_path / "home").rglob("*.bank"))
+
+
+@needs_panels
+def test_biases_and_alternating_rows(tmp_path: Path) -> None:
+    """gpt-oss has biases, and gate and up rows in turn, which its files have apart."""
+    plain, _ = unpacked("gpt-oss", tmp_path)
+    file = rewritten(plain, kind="MXFP4")
+    with loaded(file, "fp32") as reference, torch.no_grad():
+        wanted = reference.model(input_ids=PROMPT_IDS).logits[0]
+    with loaded(file, "auto") as ours, torch.no_grad():
+        assert ours.bank is not None
+        assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+        found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
+        single = ours.model(input_ids=PROMPT_IDS[:, :1]).logits[0].float()
+    errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert errors.median() < 0.05  # where a router wavers, rounding may choose another expert
+    assert (single - wanted[:1]).norm() < 0.05 * wanted[:1].norm()
+
+
+@needs_panels
+@pytest.mark.parametrize("biased", [False, True], ids=["mixed types", "biases"])
+def test_experts_on_disk_are_read_from_the_file_itself(
+    biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if biased:
+        plain, _ = unpacked("gpt-oss", tmp_path)
+        file, ids = rewritten(plain, kind="MXFP4"), PROMPT_IDS
+    else:
+        folder = tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", **CASES[1][3], **_K_SIZES)
+        file, ids = write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=_mixed), PROMPT
+    with loaded(file, "auto") as ours, torch.no_grad():
+        wanted = ours.model(input_ids=ids).logits[0].float()
+        alone = ours.model(input_ids=ids[:, :1]).logits[0].float()
+    with on_disk(monkeypatch, file, "auto") as ours, torch.no_grad():
+        assert ours.disk_backed is not None
+        # Experts that arrive one by one are summed in another order, and prompts are multiplied by torch.
+        for found, all_in_ram in ((ours.model(input_ids=ids), wanted), (ours.model(input_ids=ids[:, :1]), alone)):
+            errors = (found.logits[0].float() - all_in_ram).norm(dim=-1) / all_in_ram.norm(dim=-1)
+            assert errors.median() < 0.05
+        assert ours.disk_backed.disk.records_read > 0
+    assert not list(tmp_path.rglob("*.bank"))
