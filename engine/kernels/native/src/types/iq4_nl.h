@@ -24,6 +24,7 @@ struct Iq4Nl {
         return made;
     }
 #elif defined(__AVX2__)
+    static constexpr int kOffset = 0, kMost = 128;
     static One one(const uint8_t *block) { return {look_up(table_of(kIq4Nl), codes_of_nibbles(block + 2)), half_at(block), 0}; }
 #endif
 };

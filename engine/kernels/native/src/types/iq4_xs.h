@@ -59,6 +59,7 @@ struct Iq4Xs {
     static constexpr int kWidth = 32, kOffset = kRaised;
     static constexpr int place(int j, int half) { return 64 * j + 32 * half; }
 #elif defined(__AVX2__)
+    static constexpr int kWidth = 32, kOffset = 0, kMost = 128;
     static Wide wide(const uint8_t *block) {
         const __m128i steps = steps_of(block);
         const __m256i each = _mm256_set_m128i(_mm_unpackhi_epi16(steps, steps), _mm_unpacklo_epi16(steps, steps));

@@ -2,10 +2,23 @@
 #pragma once
 #include "rows.h"
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
 namespace {
 
 constexpr int64_t kPanelRows = 32;
+
+// The sum of a vector's values that meet one scale.
+template <bool wide, int width> inline int32_t total_of(const RowVector &x, int64_t group, int part) {
+    if constexpr (!wide) return x.sums[group];
+    if constexpr (width == kPart) return x.parts[2 * group + part];
+    return x.parts[2 * group] + x.parts[2 * group + 1];
+}
+
+#if defined(__AVX512VNNI__)
+
+constexpr int64_t kTogether = 4;  // blocks of 32 that are unpacked together
+constexpr int64_t kMostMultiplied = 5;
+template <class Type> constexpr int kFit = 0;  // products are added as whole numbers of 32 bits
 
 // 16 rows of 64 bytes, `stride` apart -> 16 vectors with four bytes of each row.
 inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t step) {
@@ -31,88 +44,37 @@ inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t
     }
 }
 
-// 64 columns of all rows to their place: two tiles, of which each half of 16 rows has eight vectors.
-inline void put_columns(const uint8_t *codes, int64_t column, RowPanel *panel) {
+// 256 columns of all rows to their place: tiles, of which each half of 16 rows has eight vectors.
+inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
     alignas(64) uint8_t vectors[16 * 64];
-    for (int half = 0; half < 2; ++half) {
-        transpose(codes + half * 16 * kWide + column % kWide, kWide, vectors, 64);
-        for (int tile = 0; tile < 2; ++tile)
-            std::memcpy(panel->codes + (column / kGroup + tile) * 1024 + half * 512, vectors + tile * 512, 512);
-    }
-}
-
-template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
-    panel->width = Type::kWidth;
-    panel->offset = Type::kOffset;
-    panel->has_mins = Type::kLowest;
-    alignas(64) uint8_t codes[kPanelRows * kWide];
-    alignas(64) float scales[16], mins[16];
-    for (int64_t block = 0; block * kWide < columns; ++block) {
-        for (int64_t row = 0; row < kPanelRows; ++row) {
-            const int64_t parts = kWide / Type::kWidth, step = Type::kWidth / kPart;
-            float *to_scales = panel->scales + block * parts * kPanelRows + row;
-            float *to_mins = panel->mins + block * parts * kPanelRows + row;
-            if (!rows[row]) {
-                std::memset(codes + row * kWide, 0, kWide);
-                for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = to_mins[part * kPanelRows] = 0;
-                continue;
-            }
-            const uint8_t *at = rows[row] + block * Type::kBytes;
-            for (int64_t line = 0; line < Type::kBytes; line += 64)
-                _mm_prefetch(reinterpret_cast<const char *>(at) + line + 2 * Type::kBytes, _MM_HINT_T0);
-            const Wide wide = Type::wide(at);
-            for (int j = 0; j < 4; ++j) {
-                uint8_t *to = codes + row * kWide;
-                _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 0)), _mm512_castsi512_si256(wide.codes[j]));
-                _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 1)), _mm512_extracti64x4_epi64(wide.codes[j], 1));
-            }
-            const __m512 steps = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(wide.steps));
-            _mm512_store_ps(scales, _mm512_mul_ps(steps, _mm512_set1_ps(wide.scale)));
-            for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = scales[part * step];
-            if constexpr (Type::kLowest) {
-                const __m512 least = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(wide.mins));
-                _mm512_store_ps(mins, _mm512_mul_ps(least, _mm512_set1_ps(-wide.lowest)));
-                for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
-            }
+    for (int64_t column = 0; column < kWide; column += 64)
+        for (int half = 0; half < 2; ++half) {
+            transpose(codes + half * 16 * kWide + column, kWide, vectors, 64);
+            for (int tile = 0; tile < 2; ++tile)
+                std::memcpy(tiles + (column / kGroup + tile) * 1024 + half * 512, vectors + tile * 512, 512);
         }
-        for (int64_t column = 0; column < kWide; column += 64) put_columns(codes, block * kWide + column, panel);
+}
+
+template <class Type> void put_wide(const uint8_t *, const Wide &wide, uint8_t *to) {
+    for (int j = 0; j < 4; ++j) {
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 0)), _mm512_castsi512_si256(wide.codes[j]));
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 1)), _mm512_extracti64x4_epi64(wide.codes[j], 1));
     }
 }
 
-template <class Type> void unpack_four(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
-    panel->width = kGroup;
-    panel->offset = Type::kOffset;
-    panel->has_mins = Type::kOffset == 0;
-    alignas(64) uint8_t codes[kPanelRows * kWide];
-    const int64_t groups = columns / kGroup, step = Type::kBytes;
-    for (int64_t from = 0; from < groups; from += kWide / kGroup) {
-        for (int64_t row = 0; row < kPanelRows; ++row)
-            for (int64_t group = from; group < from + kWide / kGroup; group += 4) {
-                uint8_t last[4 * Type::kBytes] = {};
-                const int64_t there = rows[row] && group < groups ? (groups - group < 4 ? groups - group : 4) : 0;
-                const uint8_t *at = last;
-                if (there == 4)
-                    at = rows[row] + group * step;
-                else if (there > 0)
-                    std::memcpy(last, rows[row] + group * step, static_cast<size_t>(there * step));
-                _mm_prefetch(reinterpret_cast<const char *>(at) + 512, _MM_HINT_T0);
-                const Four four = Type::four(at);
-                uint8_t *to = codes + row * kWide + (group - from) * kGroup;
-                _mm512_store_si512(to, four.codes[0]);
-                _mm512_store_si512(to + 64, four.codes[1]);
-                alignas(16) float scales[4], offsets[4];
-                _mm_store_ps(scales, four.scales);
-                _mm_store_ps(offsets, four.offsets);
-                for (int64_t i = 0; i < 4; ++i) {
-                    panel->scales[(group + i) * kPanelRows + row] = i < there ? scales[i] : 0;
-                    panel->mins[(group + i) * kPanelRows + row] = i < there ? offsets[i] : 0;
-                }
-            }
-        for (int64_t column = 0; column < kWide; column += 64) put_columns(codes, from * kGroup + column, panel);
-    }
+inline void put_floats(__m256i words, float scale, float *to) {
+    _mm512_store_ps(to, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(words)), _mm512_set1_ps(scale)));
 }
 
-template <int count, bool wide, bool has_mins, int width>
+template <class Type> void put_together(const uint8_t *blocks, uint8_t *to, float *scales, float *offsets) {
+    const Four four = Type::four(blocks);
+    _mm512_store_si512(to, four.codes[0]);
+    _mm512_store_si512(to + 64, four.codes[1]);
+    _mm_store_ps(scales, four.scales);
+    _mm_store_ps(offsets, four.offsets);
+}
+
+template <int count, bool wide, bool has_mins, int width, int>
 void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
     __m512 sums[count][2];
     for (auto &vector : sums)
@@ -125,12 +87,7 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
             int32_t totals[count];
 #pragma GCC unroll 8
             for (int v = 0; v < count; ++v) {
-                if constexpr (!wide)
-                    totals[v] = x[v].sums[group];
-                else if constexpr (width == kPart)
-                    totals[v] = x[v].parts[2 * group + part];
-                else
-                    totals[v] = x[v].parts[2 * group] + x[v].parts[2 * group + 1];
+                totals[v] = total_of<wide, width>(x[v], group, part);
                 const __m512i start = has_mins ? _mm512_setzero_si512() : _mm512_set1_epi32(-panel.offset * totals[v]);
                 products[v][0] = products[v][1] = start;
             }
@@ -166,17 +123,209 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
     }
 }
 
-template <bool wide, bool has_mins, int width>
+#else
+
+constexpr int64_t kTogether = 1;
+constexpr int64_t kMostMultiplied = 4;
+// Products of pairs of columns, of which so many are added as words.
+template <class Type> constexpr int kFit = 32767 / (2 * 127 * Type::kMost);
+
+// 8 rows of 32 bytes, `stride` apart -> 8 vectors with four bytes of each row.
+inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t step) {
+    __m256i in[8], pairs[8];
+    for (int i = 0; i < 8; ++i) in[i] = bytes_at(rows + i * stride);
+    for (int i = 0; i < 8; i += 2) {
+        pairs[i] = _mm256_unpacklo_epi32(in[i], in[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_epi32(in[i], in[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {  // in[i + c]: column c of every four, of rows i to i + 3
+        in[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        in[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        in[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        in[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    for (int c = 0; c < 4; ++c) {
+        auto *low = reinterpret_cast<__m256i *>(out + step * c), *high = reinterpret_cast<__m256i *>(out + step * (4 + c));
+        _mm256_store_si256(low, _mm256_permute2x128_si256(in[c], in[4 + c], 0x20));
+        _mm256_store_si256(high, _mm256_permute2x128_si256(in[c], in[4 + c], 0x31));
+    }
+}
+
+inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
+    for (int64_t column = 0; column < kWide; column += kGroup, tiles += 1024)
+        for (int part = 0; part < 4; ++part)
+            transpose(codes + part * 8 * kWide + column, kWide, tiles + part / 2 * 512 + part % 2 * 32, 64);
+}
+
+template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
+    for (int part = 0; part < 8; ++part)
+        _mm256_store_si256(reinterpret_cast<__m256i *>(to + 32 * part), Type::codes(block, part));
+}
+
+inline void put_floats(__m256i words, float scale, float *to) {
+    const __m256i lower = _mm256_cvtepi16_epi32(_mm256_castsi256_si128(words));
+    const __m256i upper = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
+    _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(lower), _mm256_set1_ps(scale)));
+    _mm256_store_ps(to + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(upper), _mm256_set1_ps(scale)));
+}
+
+template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
+    const One one = Type::one(block);
+    const __m256i raise = _mm256_set1_epi8(Type::kSigned ? Type::kOffset : 0);
+    _mm256_store_si256(reinterpret_cast<__m256i *>(to), _mm256_add_epi8(one.codes, raise));
+    *scales = one.scale;
+    *offsets = one.offset;
+}
+
+// Four columns of eight rows, whose bytes are signed where only one product of a pair fits.
+template <int fit> inline __m256i multiplied(__m256i codes, __m256i values) {
+    if constexpr (fit == 1) return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(values, codes));
+    return _mm256_maddubs_epi16(codes, values);
+}
+
+// Compilers reorder additions of whole numbers, and keep all products until the end, which no registers hold.
+inline __m256i in_turn(__m256i sum) {
+    __asm__("" : "+x"(sum));
+    return sum;
+}
+
+template <int count, bool wide, bool has_mins, int width, int fit>
+void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
+    __m256 sums[count][4];
+    for (auto &vector : sums)
+        for (auto &sum : vector) sum = _mm256_setzero_ps();
+    const __m256i ones = _mm256_set1_epi16(1);
+    const uint8_t *codes = panel.codes;
+    const float *scales = panel.scales, *mins = panel.mins;
+    for (int64_t group = 0; group * kGroup < columns; ++group, codes += 1024)
+        for (int part = 0; part < kGroup / width; ++part, scales += kPanelRows, mins += kPanelRows) {
+            int32_t totals[count];
+            for (int v = 0; v < count; ++v) totals[v] = total_of<wide, width>(x[v], group, part);
+            for (int half = 0; half < 2; ++half) {
+                __m256i products[count][2];
+#pragma GCC unroll 8
+                for (int first = 0; first < width / 4; first += fit) {
+                    __m256i words[count][2];
+#pragma GCC unroll 8
+                    for (int j = first; j < (first + fit < width / 4 ? first + fit : width / 4); ++j) {
+                        const int at = part * width / 4 + j;
+                        const uint8_t *from = codes + half * 512 + 64 * at;
+                        const __m256i upper = bytes_at(from), lower = bytes_at(from + 32);
+#pragma GCC unroll 8
+                        for (int v = 0; v < count; ++v) {
+                            int32_t four;
+                            std::memcpy(&four, x[v].q + group * kGroup + 4 * at, 4);
+                            const __m256i values = _mm256_set1_epi32(four);
+                            const __m256i more[2] = {multiplied<fit>(upper, values), multiplied<fit>(lower, values)};
+                            for (int i = 0; i < 2; ++i)
+                                words[v][i] = in_turn(j == first ? more[i] : _mm256_add_epi16(words[v][i], more[i]));
+                        }
+                    }
+#pragma GCC unroll 8
+                    for (int v = 0; v < count; ++v)
+                        for (int i = 0; i < 2; ++i) {
+                            const __m256i more = _mm256_madd_epi16(words[v][i], ones);
+                            products[v][i] = in_turn(first == 0 ? more : _mm256_add_epi32(products[v][i], more));
+                        }
+                }
+                for (int i = 0; i < 2; ++i) {
+                    const __m256 scale = _mm256_load_ps(scales + 16 * half + 8 * i);
+                    __m256 least;
+                    if constexpr (has_mins) least = _mm256_load_ps(mins + 16 * half + 8 * i);
+#pragma GCC unroll 8
+                    for (int v = 0; v < count; ++v) {
+                        __m256 &sum = sums[v][2 * half + i];
+                        const float own = x[v].scales[wide ? group / (kWide / kGroup) : group];
+                        __m256i whole = products[v][i];
+                        if constexpr (!has_mins && fit != 1)
+                            whole = _mm256_sub_epi32(whole, _mm256_set1_epi32(panel.offset * totals[v]));
+                        sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), _mm256_mul_ps(scale, _mm256_set1_ps(own)), sum);
+                        if constexpr (has_mins)
+                            sum = _mm256_fmadd_ps(least, _mm256_set1_ps(own * static_cast<float>(totals[v])), sum);
+                    }
+                }
+            }
+        }
+    for (int v = 0; v < count; ++v)
+        for (int i = 0; i < 4; ++i) _mm256_storeu_ps(out + v * kPanelRows + 8 * i, sums[v][i]);
+}
+
+#endif
+
+template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
+    panel->width = Type::kWidth;
+    panel->offset = Type::kOffset;
+    panel->has_mins = Type::kLowest;
+    alignas(64) uint8_t codes[kPanelRows * kWide];
+    alignas(64) float scales[16], mins[16];
+    for (int64_t block = 0; block * kWide < columns; ++block) {
+        for (int64_t row = 0; row < kPanelRows; ++row) {
+            const int64_t parts = kWide / Type::kWidth, step = Type::kWidth / kPart;
+            float *to_scales = panel->scales + block * parts * kPanelRows + row;
+            float *to_mins = panel->mins + block * parts * kPanelRows + row;
+            if (!rows[row]) {
+                std::memset(codes + row * kWide, 0, kWide);
+                for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = to_mins[part * kPanelRows] = 0;
+                continue;
+            }
+            const uint8_t *at = rows[row] + block * Type::kBytes;
+            for (int64_t line = 0; line < Type::kBytes; line += 64)
+                _mm_prefetch(reinterpret_cast<const char *>(at) + line + 2 * Type::kBytes, _MM_HINT_T0);
+            const Wide wide = Type::wide(at);
+            put_wide<Type>(at, wide, codes + row * kWide);
+            put_floats(wide.steps, wide.scale, scales);
+            for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = scales[part * step];
+            if constexpr (Type::kLowest) {
+                put_floats(wide.mins, -wide.lowest, mins);
+                for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
+            }
+        }
+        put_tiles(codes, panel->codes + block * kWide * kPanelRows);
+    }
+}
+
+template <class Type> void unpack_four(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
+    panel->width = kGroup;
+    panel->offset = Type::kOffset;
+    constexpr bool has_mins = Type::kOffset == 0 && !Type::kSigned;
+    panel->has_mins = has_mins;
+    alignas(64) uint8_t codes[kPanelRows * kWide];
+    const int64_t groups = columns / kGroup, step = Type::kBytes;
+    for (int64_t from = 0; from < groups; from += kWide / kGroup) {
+        for (int64_t row = 0; row < kPanelRows; ++row)
+            for (int64_t group = from; group < from + kWide / kGroup; group += kTogether) {
+                uint8_t last[kTogether * Type::kBytes];
+                const int64_t left = groups - group < kTogether ? groups - group : kTogether;
+                const int64_t there = rows[row] && left > 0 ? left : 0;
+                const uint8_t *at = last;
+                if (there == kTogether) {
+                    at = rows[row] + group * step;
+                } else {
+                    std::memset(last, 0, sizeof(last));
+                    if (there > 0) std::memcpy(last, rows[row] + group * step, static_cast<size_t>(there * step));
+                }
+                _mm_prefetch(reinterpret_cast<const char *>(at) + 512, _MM_HINT_T0);
+                alignas(16) float scales[kTogether], offsets[kTogether];
+                put_together<Type>(at, codes + row * kWide + (group - from) * kGroup, scales, offsets);
+                for (int64_t i = 0; i < kTogether; ++i) {
+                    panel->scales[(group + i) * kPanelRows + row] = i < there ? scales[i] : 0;
+                    if constexpr (has_mins) panel->mins[(group + i) * kPanelRows + row] = i < there ? offsets[i] : 0;
+                }
+            }
+        put_tiles(codes, panel->codes + from * kGroup * kPanelRows);
+    }
+}
+
+template <bool wide, bool has_mins, int width, int fit>
 void multiply_panel(const RowPanel &panel, int64_t columns, const RowVector *x, int64_t count, float *out) {
-    constexpr int64_t most = 5;
-    const int64_t parts = (count + most - 1) / most;
+    const int64_t parts = (count + kMostMultiplied - 1) / kMostMultiplied;
     for (int64_t part = 0; part < parts; ++part) {
         const int64_t begin = count * part / parts, some = count * (part + 1) / parts - begin;
-        const auto loop = some == 5   ? multiply_some<5, wide, has_mins, width>
-                          : some == 4 ? multiply_some<4, wide, has_mins, width>
-                          : some == 3 ? multiply_some<3, wide, has_mins, width>
-                          : some == 2 ? multiply_some<2, wide, has_mins, width>
-                                      : multiply_some<1, wide, has_mins, width>;
+        const auto loop = some == 5   ? multiply_some<kMostMultiplied, wide, has_mins, width, fit>
+                          : some == 4 ? multiply_some<4, wide, has_mins, width, fit>
+                          : some == 3 ? multiply_some<3, wide, has_mins, width, fit>
+                          : some == 2 ? multiply_some<2, wide, has_mins, width, fit>
+                                      : multiply_some<1, wide, has_mins, width, fit>;
         loop(panel, columns, x + begin, out + begin * kPanelRows);
     }
 }

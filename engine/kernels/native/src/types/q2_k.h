@@ -8,6 +8,7 @@ namespace {
 struct Q2K {
     static constexpr int kNumber = 10, kElements = 256, kBytes = 84;
     static constexpr bool kLowest = true, kLarge = false;
+    static constexpr int kWidth = 16, kOffset = 0, kMost = 3;
 
     static void values(const uint8_t *block, float *out) {
         for (int part = 0; part < 16; ++part) {
@@ -41,7 +42,6 @@ struct Q2K {
         made.lowest = half_at(block + 82);
         return made;
     }
-    static constexpr int kWidth = 16, kOffset = 0;
     static constexpr int place(int j, int half) { return 32 * j + 128 * half; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {

@@ -8,6 +8,7 @@ namespace {
 struct Q3K {
     static constexpr int kNumber = 11, kElements = 256, kBytes = 110;
     static constexpr bool kLowest = false, kLarge = false;
+    static constexpr int kWidth = 16, kOffset = 4, kMost = 7;
 
     static void values(const uint8_t *block, float *out) {
         uint64_t steps[2];
@@ -46,7 +47,6 @@ struct Q3K {
         made.lowest = 0;
         return made;
     }
-    static constexpr int kWidth = 16, kOffset = 4;
     static constexpr int place(int j, int half) { return Q2K::place(j, half); }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {

@@ -7,6 +7,7 @@ namespace {
 struct Q4_0 {
     static constexpr int kNumber = 2, kElements = 32, kBytes = 18;
     static constexpr bool kSigned = false;
+    static constexpr int kOffset = 8, kMost = 15;
 
     static void values(const uint8_t *block, float *out) {
         nibble_values(block + 2, out);
@@ -14,7 +15,6 @@ struct Q4_0 {
     }
 
 #if defined(__AVX512VNNI__)
-    static constexpr int kOffset = 8;
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);

@@ -7,6 +7,7 @@ namespace {
 struct Q4_1 {
     static constexpr int kNumber = 3, kElements = 32, kBytes = 20;
     static constexpr bool kSigned = false;
+    static constexpr int kOffset = 0, kMost = 15;  // a minimum of its own
 
     static void values(const uint8_t *block, float *out) {
         nibble_values(block + 4, out);
@@ -14,7 +15,6 @@ struct Q4_1 {
     }
 
 #if defined(__AVX512VNNI__)
-    static constexpr int kOffset = 0;  // a minimum of its own
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 4, kBytes), made.codes);

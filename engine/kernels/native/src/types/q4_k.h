@@ -8,6 +8,7 @@ namespace {
 struct Q4K {
     static constexpr int kNumber = 12, kElements = 256, kBytes = 144;
     static constexpr bool kLowest = true, kLarge = false;
+    static constexpr int kWidth = 32, kOffset = 0, kMost = 15;
 
     static void values(const uint8_t *block, float *out) {
         uint64_t steps, least;
@@ -42,7 +43,6 @@ struct Q4K {
         made.lowest = half_at(block + 2);
         return made;
     }
-    static constexpr int kWidth = 32, kOffset = 0;
     static constexpr int place(int j, int half) { return j / 2 * 128 + j % 2 * 32 + half * 64; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {

@@ -34,6 +34,7 @@ inline Bytes with_fifth_bits(const uint8_t *high, Bytes codes) {
 struct Q5_0 {
     static constexpr int kNumber = 6, kElements = 32, kBytes = 22;
     static constexpr bool kSigned = false;
+    static constexpr int kOffset = 16, kMost = 31;
 
     static void values(const uint8_t *block, float *out) {
         five_bits(block + 2, block + 6, out);
@@ -41,7 +42,6 @@ struct Q5_0 {
     }
 
 #if defined(__AVX512VNNI__)
-    static constexpr int kOffset = 16;
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 6, kBytes), made.codes);

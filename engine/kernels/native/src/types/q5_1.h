@@ -7,6 +7,7 @@ namespace {
 struct Q5_1 {
     static constexpr int kNumber = 7, kElements = 32, kBytes = 24;
     static constexpr bool kSigned = false;
+    static constexpr int kOffset = 0, kMost = 31;  // a minimum of its own
 
     static void values(const uint8_t *block, float *out) {
         five_bits(block + 4, block + 8, out);
@@ -14,7 +15,6 @@ struct Q5_1 {
     }
 
 #if defined(__AVX512VNNI__)
-    static constexpr int kOffset = 0;  // a minimum of its own
     static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 8, kBytes), made.codes);

@@ -7,6 +7,7 @@ namespace {
 struct Q5K {
     static constexpr int kNumber = 13, kElements = 256, kBytes = 176;
     static constexpr bool kLowest = true, kLarge = false;
+    static constexpr int kWidth = 32, kOffset = 0, kMost = 31;
 
     static void values(const uint8_t *block, float *out) {
         uint64_t steps, least;
@@ -37,7 +38,6 @@ struct Q5K {
         made.lowest = half_at(block + 2);
         return made;
     }
-    static constexpr int kWidth = 32, kOffset = 0;
     static constexpr int place(int j, int half) { return Q4K::place(j, half); }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) { return Q4K::wide(block); }

@@ -9,6 +9,7 @@ namespace {
 struct Q6K {
     static constexpr int kNumber = 14, kElements = 256, kBytes = 210;
     static constexpr bool kLowest = false, kLarge = false;
+    static constexpr int kWidth = 16, kOffset = 32, kMost = 63;
 
     static void values(const uint8_t *block, float *out) {
         for (int part = 0; part < 16; ++part) {
@@ -39,7 +40,6 @@ struct Q6K {
         made.lowest = 0;
         return made;
     }
-    static constexpr int kWidth = 16, kOffset = 32;
     static constexpr int place(int j, int half) { return 64 * j + 32 * half; }
 #elif defined(__AVX2__)
     static Wide wide(const uint8_t *block) {

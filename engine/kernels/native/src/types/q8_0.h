@@ -25,6 +25,7 @@ struct Q8_0 {
         return made;
     }
 #elif defined(__AVX2__)
+    static constexpr int kOffset = 0, kMost = 128;
     static One one(const uint8_t *block) { return {bytes_at(block + 2), half_at(block), 0}; }
 #endif
 };

@@ -7,6 +7,8 @@
 // and for products, in vectors of 512 or of 256 bits, either
 //   wide(block) and place       a block of 256: codes, a scale and a minimum per 16 of them (Wide), and where 32 of the codes lie
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
+// and for panels
+//   kWidth, kOffset, kMost      codes that share a scale; what makes them unsigned; the largest, 128 where they stay signed
 // Layouts: ggml-common.h of llama.cpp.
 #pragma once
 #include <cmath>
@@ -258,7 +260,7 @@ inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(stat
 
 // A block of 256: Type::codes(block, i) are 32 of them.
 struct Wide {
-    __m256i scales, mins;  // per 16 codes
+    __m256i steps, mins;  // per 16 codes
     float scale, lowest;
 };
 
@@ -274,7 +276,7 @@ template <int part> inline __m256i spread_scales(__m256i scales) {
 
 template <class Type, int part> inline void add_part(const uint8_t *row, const Wide &wide, const RowVector *x, int count, int64_t at,
                                                      __m256i *whole) {
-    const __m256i codes = Type::codes(row, part), scales = spread_scales<part>(wide.scales);
+    const __m256i codes = Type::codes(row, part), scales = spread_scales<part>(wide.steps);
     for (int v = 0; v < count; ++v) {
         const __m256i q = bytes_at(x[v].q + at + part * 32);
         const __m256i pairs = Type::kLarge ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(q, codes))
