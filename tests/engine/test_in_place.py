@@ -12,7 +12,7 @@ import torch
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType
 from engine.experts.bank import LayerInPlace
-from engine.kernels.native.library import Isa, NativeKernels, load_kernels
+from engine.kernels.native.library import READS_BLOCKS, Isa, NativeKernels, load_kernels
 from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
 from engine.kernels.repack import Blocks
 from tests.engine.ggml_blocks import made_up_blocks
@@ -27,15 +27,15 @@ _ISAS = isas()
 every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
 
 
-def _has_panels() -> bool:
+def _reads_blocks() -> bool:
     kernels = load_kernels(threads=1)
     assert kernels is not None
-    found = Isa.AVX512_VNNI <= kernels.isa < Isa.NEON
+    found = kernels.isa in READS_BLOCKS
     kernels.close()
     return found
 
 
-needs_panels = pytest.mark.skipif(not _has_panels(), reason="files are used in place with AVX-512 VNNI alone")
+needs_panels = pytest.mark.skipif(not _reads_blocks(), reason="this processor makes tiles of blocks")
 
 
 def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.Tensor:
@@ -98,15 +98,18 @@ CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
 
 @needs_panels
 @pytest.mark.parametrize(("family", "architecture", "types", "options"), CASES, ids=str)
+@pytest.mark.parametrize("isa", ["AVX2", ""], ids=["AVX2", "best"])
 def test_a_file_gives_the_numbers_of_its_weights(
     family: str,
     architecture: str,
     types: str | Callable[[str], str],
     options: dict[str, Any],
+    isa: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("SWITCHYARD_ISA", isa)
     sizes = _K_SIZES if callable(types) else _SIZES
     folder = tiny_checkpoint(family, tmp_path / "checkpoint", **options, **sizes)
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=types)

@@ -28,7 +28,7 @@ from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
 from engine.kernels.native.choice import ensure_measured
-from engine.kernels.native.library import Isa, load_kernels, missing_note
+from engine.kernels.native.library import READS_BLOCKS, load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.draft_head import draft_head_of
@@ -168,7 +168,7 @@ def _load_weights(
     model = parts.model = opened.model
     only_cpu = not parts.devices.devices and opened.dtype == torch.bfloat16
     parts.kernels = load_kernels(threads) if only_cpu else None
-    in_place = parts.kernels is not None and Isa.AVX512_VNNI <= parts.kernels.isa < Isa.NEON and lies_in_place(opened)
+    in_place = parts.kernels is not None and parts.kernels.isa in READS_BLOCKS and lies_in_place(opened)
     decision = decide(opened, config, parts.devices.devices, in_place=in_place)
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
