@@ -14,7 +14,6 @@ from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.checkpoint.packed import is_blocks
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.stored import (
-    COARSER,
     StoredWeights,
     beside,
     common_format,
@@ -24,7 +23,7 @@ from engine.checkpoint.stored import (
     precisions_of,
     type_of,
 )
-from engine.formats import BF16, FORMATS, LADDER, ROUTERS, SMALLEST, STORED, TiledFormat, format_of
+from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TiledFormat, WeightFormat, format_of
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
@@ -85,43 +84,56 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
 
 
 _BY_LABEL = (
-    (re.compile(r"IQ4|MXFP4"), LUT4.name, LUT4.name),
-    (re.compile(r"Q8_0|Q6_K|Q5|Q3_K|Q2_K"), INT8.name, INT8.name),
-    (re.compile(r"Q4_K_M|Q4_K_[LX]"), INT4.name, INT8.name),
-    (re.compile(r"Q4|4-BIT"), INT4.name, INT4.name),
+    (re.compile(r"IQ4_XS"), LUT4, LUT4, "IQ4_XS", "IQ4_XS"),
+    (re.compile(r"IQ4"), LUT4, LUT4, "IQ4_NL", "IQ4_NL"),
+    (re.compile(r"MXFP4"), LUT4, LUT4, "MXFP4", "MXFP4"),
+    (re.compile(r"Q8_0"), INT8, INT8, "Q8_0", "Q8_0"),
+    (re.compile(r"Q6_K"), INT8, INT8, "Q6_K", "Q6_K"),
+    (re.compile(r"Q5_K_[MLX]"), INT8, INT8, "Q5_K", "Q6_K"),
+    (re.compile(r"Q5"), INT8, INT8, "Q5_K", "Q5_K"),
+    (re.compile(r"Q3_K"), INT8, INT8, "Q3_K", "Q4_K"),
+    (re.compile(r"Q2_K"), INT8, INT8, "Q2_K", "Q3_K"),
+    (re.compile(r"Q4_K_[MLX]"), INT4, INT8, "Q4_K", "Q6_K"),
+    (re.compile(r"Q4_K"), INT4, INT4, "Q4_K", "Q4_K"),
+    (re.compile(r"Q4|4-BIT"), INT4, INT4, "Q4_0", "Q4_0"),
 )
-"""Label of a quantisation -> what keeps gate and up, and every other down matrix; the rest is as gate and up."""
+"""Label of a quantisation -> what keeps gate and up, and every other down matrix, on a card and as they lie in the
+file; the rest is as gate and up."""
 
 
-def as_quantised(shape: ModelShape, label: str, nbytes: int) -> ModelShape:
-    """What a model is in a quantisation of which only the label and the size are known; else unchanged.
+def as_quantised(shape: ModelShape, label: str) -> ModelShape:
+    """What a model is in a quantisation of which only the label is known; else unchanged.
 
     A file's header says it exactly (`shape_of`); this is for a choice among models without a network.
 
     Args:
         shape: of the model in 16 bits.
         label: `Q4_K_M`, say.
-        nbytes: of its files.
     """
-    found = next(((most, half) for names, most, half in _BY_LABEL if names.search(label.upper())), None)
+    found = next((formats for names, *formats in _BY_LABEL if names.search(label.upper())), None)
     if found is None:
         return shape
-    most, half = map(format_of, found)
-    bits = 8 * nbytes / max(shape.total_weights, 1)
-    head = shape.vocabulary * shape.hidden
-    layers = shape.non_expert_weights - shape.embedding_weights
-    in_head = INT8.bytes_per_weight
-    stored = StoredWeights(
-        precisions=(STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits)),
-        formats=tuple(sorted({most.name, half.name, INT8.name})),
-        experts=tuple((most.name, (half if layer % 2 else most).name) for layer in range(shape.moe_layers)),
-        dense_bytes=round(layers * most.bytes_per_weight + head * (in_head + 2.0)),
-        layers=(round(layers * most.bytes_per_weight / shape.layers),) * shape.layers,
-        layer_bytes_per_weight=most.bytes_per_weight,
-        head_bytes_per_weight=in_head,
-        is_repacked=True,
-    )
-    return replace(shape, stored=stored)
+    most, half, in_file, half_in_file = found
+    head, layers = shape.vocabulary * shape.hidden, shape.non_expert_weights - shape.embedding_weights
+
+    def stored(most: WeightFormat, half: WeightFormat, of_head: WeightFormat, table: float) -> StoredWeights:
+        return StoredWeights(
+            precisions=(STORED,),
+            formats=tuple(sorted({most.name, half.name, of_head.name})),
+            experts=tuple((most.name, (half if layer % 2 else most).name) for layer in range(shape.moe_layers)),
+            dense_bytes=round(layers * most.bytes_per_weight + head * table),
+            layers=(round(layers * most.bytes_per_weight / shape.layers),) * shape.layers,
+            layer_bytes_per_weight=most.bytes_per_weight,
+            head_bytes_per_weight=of_head.bytes_per_weight,
+            is_repacked=True,
+        )
+
+    as_it_lies = GGML[in_file]
+    of_head = max(as_it_lies, GGML["Q6_K"], key=lambda each: each.bits)
+    # A tied head is its embedding; one of its own comes beside it.
+    table = of_head.bytes_per_weight + (0.0 if shape.tied_embeddings else as_it_lies.bytes_per_weight)
+    in_place = stored(as_it_lies, GGML[half_in_file], of_head, table)
+    return replace(shape, stored=replace(stored(most, half, INT8, INT8.bytes_per_weight + 2.0), in_place=in_place))
 
 
 def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntry]) -> StoredWeights | None:

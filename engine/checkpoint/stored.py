@@ -62,15 +62,19 @@ class StoredWeights:
 
 
 def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ...]:
-    """The precisions that `auto` chooses from: if most is in codes, as they are stored, and what is much smaller.
+    """The precisions that `auto` chooses from: if most is in codes, as they are stored, and what is much smaller; a
+    GGUF file, which somebody chose for its type, only as it is.
 
     Args:
         weights: that the tensors hold.
     """
     entries = list(entries)
     nbytes = sum(entry.nbytes for entry in entries)
-    if 2 * sum(entry.nbytes for entry in entries if type_of(pieces_of(entry)[0]) is not None) <= nbytes:
+    types = [type_of(pieces_of(entry)[0]) for entry in entries]
+    if 2 * sum(entry.nbytes for entry, kind in zip(entries, types, strict=True) if kind is not None) <= nbytes:
         return LADDER
+    if any(kind in BY_NAME for kind in types):
+        return (STORED,)
     bits = 8 * nbytes / max(weights, 1)
     return (STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits))
 

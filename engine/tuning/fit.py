@@ -215,7 +215,7 @@ def _row(
         disk=disk,
         from_disk=run.from_disk,
         speed=run.speed,
-        precision=shape.words(run.precision),
+        precision=limits.held(shape, look.profile).words(run.precision),
         quality=_left(candidate.quality, run.precision),
     )
     return _without_room(row) or _judged(row, run)
@@ -472,7 +472,7 @@ def _best_of(entry: CatalogueEntry, look: MachineLook, limits: Limits) -> tuple[
         if (free and file.bytes > free) or (taken is not None and not is_better):
             continue
         try:
-            run = _run(as_quantised(entry.shape, file.label, file.bytes), look, limits, None)
+            run = _run(as_quantised(entry.shape, file.label), look, limits, None)
         except EngineError:
             break
         rate, verdict = run.speed.decode, verdict_of(run.speed.decode)

@@ -97,7 +97,9 @@ CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
 
 
 @needs_panels
-@pytest.mark.parametrize(("family", "architecture", "types", "options"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("family", "architecture", "types", "options"), CASES, ids=["Q4_0", "Q8_0", "mixed", "Q5_1", "tied", "Q5_0"]
+)
 @pytest.mark.parametrize("isa", ["AVX2", ""], ids=["AVX2", "best"])
 def test_a_file_gives_the_numbers_of_its_weights(
     family: str,

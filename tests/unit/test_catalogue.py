@@ -48,7 +48,7 @@ def test_the_shipped_one_is_whole() -> None:
         for file in entry.files:
             bits = 8 * file.bytes / entry.parameters
             assert 3 < bits < 17, file.reference
-            shape = as_quantised(entry.shape, file.label, file.bytes)
+            shape = as_quantised(entry.shape, file.label)
             held = shape.all_expert_bytes(shape.precisions[0]) + shape.non_expert_bytes()
             assert held < 4.5 * entry.parameters
 

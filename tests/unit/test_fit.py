@@ -53,7 +53,7 @@ def candidate(label: str, nbytes: float, *, problem: str = "") -> Candidate:
 
 def quantised(shape: ModelShape, label: str, bits: float) -> tuple[Candidate, ModelShape]:
     nbytes = round(shape.total_weights * bits / 8)
-    return candidate(label, nbytes), as_quantised(shape, label, nbytes)
+    return candidate(label, nbytes), as_quantised(shape, label)
 
 
 def row(found: tuple[Candidate, ModelShape | None], where: MachineLook, limits: Limits | None = None) -> FitRow:
