@@ -83,7 +83,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
     return replace(shape, stored=_stored(shape, mine, kept))
 
 
-_BY_LABEL = (
+_BY_LABEL: tuple[tuple[re.Pattern[str], TiledFormat, TiledFormat, str, str], ...] = (
     (re.compile(r"IQ4_XS"), LUT4, LUT4, "IQ4_XS", "IQ4_XS"),
     (re.compile(r"IQ4"), LUT4, LUT4, "IQ4_NL", "IQ4_NL"),
     (re.compile(r"MXFP4"), LUT4, LUT4, "MXFP4", "MXFP4"),
@@ -110,10 +110,10 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
         shape: of the model in 16 bits.
         label: `Q4_K_M`, say.
     """
-    found = next((formats for names, *formats in _BY_LABEL if names.search(label.upper())), None)
+    found = next((each for each in _BY_LABEL if each[0].search(label.upper())), None)
     if found is None:
         return shape
-    most, half, in_file, half_in_file = found
+    _, most, half, in_file, half_in_file = found
     head, layers = shape.vocabulary * shape.hidden, shape.non_expert_weights - shape.embedding_weights
 
     def stored(most: WeightFormat, half: WeightFormat, of_head: WeightFormat, table: float) -> StoredWeights:
