@@ -88,12 +88,18 @@ TENSORS = {
 }
 
 
-def write_mixtral(file: Path, keys: Mapping[str, Any] = KEYS, general: Mapping[str, Any] | None = None) -> Path:
+def write_mixtral(
+    file: Path,
+    keys: Mapping[str, Any] = KEYS,
+    general: Mapping[str, Any] | None = None,
+    more: Callable[[GGUFWriter], None] = lambda _writer: None,
+) -> Path:
     """A Mixtral of one layer and a few kilobytes, without a tokenizer.
 
     Args:
         keys: of its architecture.
         general: others, by their whole names.
+        more: adds further ones.
     """
 
     def add(writer: GGUFWriter) -> None:
@@ -101,6 +107,7 @@ def write_mixtral(file: Path, keys: Mapping[str, Any] = KEYS, general: Mapping[s
         for name, value in whole.items():
             kind = GGUFValueType.UINT64 if type(value) is int and value >= 2**31 else GGUFValueType.get_type(value)
             writer.add_key_value(name, value, kind, GGUFValueType.INT32 if isinstance(value, list) else None)
+        more(writer)
 
     return write_gguf(file, {name: np.ones(shape) for name, shape in TENSORS.items()}, keys=add)
 

@@ -7,6 +7,7 @@ import errno
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.in_use import alone_with
 from engine.checkpoint.library import banks_of, files_of, remove_banks, total_bytes
 from engine.checkpoint.shelves import Found, model_folders
@@ -53,6 +54,8 @@ def remove(model: str, *, permanently: bool = False) -> Removed:
         size = 0 if is_link else total_bytes(files)
         banks = [] if is_link else banks_of(found.path)  # looked up before the path is gone
         folder = found.path if found.path.is_dir() else found.path.parent
+        if not is_link:
+            _forget_tokenizer(found.path)
         try:
             for path in paths:
                 if permanently or is_link:
@@ -72,6 +75,15 @@ def remove(model: str, *, permanently: bool = False) -> Removed:
         if not is_link:
             forget_usage(found.path)
         return Removed(size + remove_banks(banks), folder, len(others))
+
+
+def _forget_tokenizer(path: Path) -> None:
+    from engine.checkpoint.gguf.kept_tokenizer import forget_tokenizer  # imports numpy, which others do not need
+
+    with contextlib.suppress(EngineError):  # of a file that cannot be read none was kept
+        gguf = gguf_at(path)
+        if gguf is not None:
+            forget_tokenizer(gguf)
 
 
 def _removable(model: str) -> Found:

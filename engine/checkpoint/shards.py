@@ -85,12 +85,15 @@ def check_filled(tensors: Iterable[TensorEntry]) -> None:
     """Refuses files that have their full size, but not yet their contents, as other programs' downloads do.
 
     Of the last large matrix of each file a beginning, a middle and an end are read: nothing but zeros is no matrix.
+    Of 256 tensors a few blocks from the middle are looked at: a model with weights that are no numbers answers nothing.
+    (Not from the end, where rows may be without meaning that no token has.)
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`.
     """
+    entries = [part for tensor in tensors for part in tensor.stored]
     last: dict[Path, TensorEntry] = {}
-    for entry in (part for tensor in tensors for part in tensor.stored):
+    for entry in entries:
         if (
             entry.nbytes >= _LARGE
             and len(entry.shape) > 1
@@ -112,6 +115,40 @@ def check_filled(tensors: Iterable[TensorEntry]) -> None:
                 f"{file} has its full size, but its end is empty: another program is still downloading it, or gave up. "
                 "Wait for that program, or download the model again.",
             )
+    _check_numbers(entries)
+
+
+def _check_numbers(entries: list[TensorEntry]) -> None:
+    import numpy as np
+
+    from engine.checkpoint.gguf.types import BY_NAME
+
+    entries = [entry for entry in entries if entry.nbytes and (entry.dtype in BY_NAME or entry.dtype.startswith("F8_"))]
+    looked_at = entries[:: -(-len(entries) // _SAMPLES) or 1]
+    for file, several in itertools.groupby(sorted(looked_at, key=lambda each: (each.file, each.offset)), _file_of):
+        try:
+            with open_foreign(file, buffering=0) as stream:
+                for entry in several:
+                    kind = BY_NAME.get(entry.dtype)
+                    size = kind.nbytes if kind is not None else 1
+                    blocks = entry.nbytes // size
+                    few = min(blocks, -(-_LOOKED_AT // size))
+                    stream.seek(entry.offset + (blocks - few) // 2 * size)
+                    raw = np.frombuffer(stream.read(few * size), np.uint8)
+                    if kind is None:
+                        is_broken = (raw == 0xFF).all()
+                    elif kind.split is None:  # a mask beside the weights may be infinite
+                        is_broken = np.isnan(kind.dequantise(raw)).any()
+                    else:
+                        is_broken = not np.isfinite(kind.dequantise(raw)).all()
+                    if is_broken:
+                        raise _damaged(f"{file} has weights that are no numbers (NaN, in {quoted(entry.key)})")
+        except OSError as error:
+            raise _damaged(f"{file} cannot be read ({reason(error)})") from error
+
+
+def _file_of(entry: TensorEntry) -> Path:
+    return entry.file
 
 
 def weight_files(directory: Path, names: Collection[str] | None = None) -> list[Path]:

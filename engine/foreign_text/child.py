@@ -3,6 +3,7 @@
     {"do": "check", "folder": F}                          whether its tokenizer.json is usable
     {"do": "count", "folder": F, "texts": [...]}          token count of each; null without a usable tokenizer
     {"do": "hold", "bytes": N, "split_special": B}        loads the tokenizer from the N bytes of JSON after the line
+    {"do": "hold_checked", "split_special": B}            takes the one of the last check
     {"do": "drop"}                                        releases it
     {"do": "encode", "bytes": N, "special": B, "written": W, "most_tokens": M}
         ids of the text after the line, by the loaded tokenizer; control tokens are read in the spans W alone, or
@@ -68,7 +69,7 @@ class _BackendEncoder:
         self._backend = Tokenizer.from_str(content.decode("utf-8"))
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._backend.encode_special_tokens = split_special
+        self.split_special(split_special)
         self._model = self._backend.model
         self._added = self._backend.get_added_tokens_decoder()
         self._control = {
@@ -80,6 +81,9 @@ class _BackendEncoder:
         self._unknown: set[int] = set()
         with contextlib.suppress(Exception):  # a vocabulary of words may have nothing for others
             self._unknown.update(self._of_model("\U00100000"))
+
+    def split_special(self, splits: bool) -> None:
+        self._backend.encode_special_tokens = splits
 
     def encode(self, text: str, *, special: bool = False, written: Spans | None = None) -> list[int]:
         """Tokens of a text, with what the tokenizer adds at its ends if `special`.
@@ -191,6 +195,7 @@ class _BackendEncoder:
 class _Child:
     def __init__(self) -> None:
         self._held: _BackendEncoder | None = None
+        self._checked: _BackendEncoder | None = None
         self._counting: tuple[str, _BackendEncoder | None] = ("", None)
 
     def answer(self, request: dict[str, Any], body: bytes) -> Any:
@@ -201,11 +206,16 @@ class _Child:
             case "count":
                 return self._count(request["folder"], request["texts"])
             case "hold":
-                self._held = None  # free its memory first
+                self._held = self._checked = None  # free their memory first
                 self._held = _BackendEncoder(body, split_special=request["split_special"])
                 return None
+            case "hold_checked":
+                self._held, self._checked = self._checked, None
+                assert self._held is not None
+                self._held.split_special(request["split_special"])
+                return None
             case "drop":
-                self._held = None
+                self._held = self._checked = None
                 return None
             case "encode":
                 assert self._held is not None
@@ -218,10 +228,12 @@ class _Child:
         raise ValueError(f"unknown request {request['do']!r}")
 
     def _check(self, folder: str) -> None:
+        self._checked = None
         encoder = _read(folder)
         ids = encoder.encode(_SAMPLE)
         if len(ids) > 100 * len(_SAMPLE) or len(encoder.decode(ids)) > 100 * len(_SAMPLE):
             raise ValueError("it makes text many times longer")
+        self._checked = encoder
 
     def _count(self, folder: str, texts: list[str]) -> list[int] | None:
         if self._counting[0] != folder:
@@ -240,9 +252,14 @@ def _read(folder: str) -> _BackendEncoder:
     gguf = gguf_at(Path(folder))
     if gguf is not None:
         from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
+        from engine.checkpoint.gguf.kept_tokenizer import kept_tokenizer
         from engine.checkpoint.gguf.tokenizer import tokenizer_files
 
-        return _BackendEncoder(tokenizer_files(read_gguf(gguf).metadata, gguf)[TOKENIZER_NAME].encode())
+        file = read_gguf(gguf)
+        kept = kept_tokenizer(file)
+        if kept is None:
+            return _BackendEncoder(tokenizer_files(file.metadata, gguf)[TOKENIZER_NAME].encode())
+        folder = str(kept)
     return _BackendEncoder(read_foreign(Path(folder) / TOKENIZER_NAME, MOST_TOKENIZER_BYTES))
 
 

@@ -85,6 +85,8 @@ class ForeignText:
         self._process: subprocess.Popen[bytes] | None = None
         self._exchange: _Exchange | None = None
         self._held: weakref.ref[Any] | None = None
+        self._checked: Path | None = None
+        """Whose tokenizer the process still has from a check."""
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self._stopped: Counter[str] = Counter()
@@ -110,7 +112,7 @@ class ForeignText:
     def begin_check(self, folder: Path) -> None:
         """Begins the next `check` of this folder on a thread, if it has a tokenizer.json."""
         asked, checked = _identity(folder), Future[None]()
-        if asked is not None:
+        if asked is not None and (self._early is None or self._early[0] != asked):
             self._early = (asked, checked)
             arguments = (folder, checked, self._closed.is_set)
             threading.Thread(target=self._check_early, args=arguments, name="early-check", daemon=True).start()
@@ -131,28 +133,42 @@ class ForeignText:
             early[1].result()
             return
         with self._locked(cancelled):
-            self._ask({"do": "check", "folder": str(folder)}, cancelled=cancelled)
+            self._check(folder, cancelled)
+
+    def _check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
+        self._checked = None
+        self._ask({"do": "check", "folder": str(folder)}, cancelled=cancelled)
+        self._checked = folder
 
     def _check_early(self, folder: Path, checked: Future[None], closed: Callable[[], bool]) -> None:
         try:
             with self._locked(closed):
                 if closed():
                     raise RequestCancelled
-                self._ask({"do": "check", "folder": str(folder)}, cancelled=closed)
+                self._check(folder, closed)
             checked.set_result(None)
         except BaseException as error:  # told to whoever asks
             checked.set_exception(error)
 
-    def hold(self, tokenizer: Any) -> None:
-        """Sends the tokenizer to the process for later `encode` calls; does not wait for it to load."""
+    def hold(self, tokenizer: Any, folder: Path | None = None) -> None:
+        """Sends the tokenizer to the process for later `encode` calls; does not wait for it to load.
+
+        Args:
+            folder: whose tokenizer.json makes the same tokens: if that was the last one checked, nothing need be sent.
+        """
         with self._locked(_never):
-            self._give(tokenizer)
+            if folder is None or folder != self._checked or not self._is_alive():
+                self._give(tokenizer)
+                return
+            self._checked = None
+            self._begin({"do": "hold_checked", "split_special": bool(tokenizer.split_special_tokens)})
+            self._held = weakref.ref(tokenizer)
 
     def drop(self, tokenizer: Any) -> None:
         """Releases a tokenizer that is no longer needed."""
         with self._locked(_never):
             if self._held is not None and self._held() is tokenizer:
-                self._held = None
+                self._held = self._checked = None
                 with contextlib.suppress(ForeignTextError):  # from an earlier request
                     self._begin({"do": "drop"})
 
@@ -230,6 +246,7 @@ class ForeignText:
 
     def _give(self, tokenizer: Any) -> None:
         content = tokenizer.backend_tokenizer.to_str().encode("utf-8")
+        self._checked = None
         self._begin({"do": "hold", "split_special": bool(tokenizer.split_special_tokens)}, content)
         self._held = weakref.ref(tokenizer)
 
@@ -312,7 +329,7 @@ class ForeignText:
     def _end(self) -> None:
         process, self._process = self._process, None
         exchange, self._exchange = self._exchange, None
-        self._held = None
+        self._held = self._checked = None
         if process is not None:
             process.kill()
             if exchange is not None:

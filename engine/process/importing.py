@@ -54,7 +54,20 @@ def begin_reading(config: EngineConfig) -> None:
 
     if EARLY_READS.begin(config):
         with contextlib.suppress(EngineError, OSError):  # told when it is loaded
-            FOREIGN_TEXT.begin_check(Path(resolve(config.model)))
+            FOREIGN_TEXT.begin_check(_tokenizer_folder(Path(resolve(config.model))))
+
+
+def _tokenizer_folder(model: Path) -> Path:
+    """Where a model's tokenizer.json is, or would be: a GGUF file has one only if it was kept."""
+    from engine.checkpoint.gguf.names import gguf_at
+
+    gguf = gguf_at(model)
+    if gguf is None:
+        return model
+    from engine.checkpoint.gguf.file import read_gguf  # numpy, which torch needs anyway
+    from engine.checkpoint.gguf.kept_tokenizer import kept_tokenizer
+
+    return kept_tokenizer(read_gguf(gguf)) or model
 
 
 def import_engine() -> type[Engine]:

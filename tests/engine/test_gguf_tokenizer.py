@@ -28,11 +28,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 # Before a test's own SWITCHYARD_HOME hides the user's.
 PEER = LLAMA_CPP.python()
-VOCABULARIES = [
-    file
-    for file in sorted((LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp" / "models").glob("ggml-vocab-*.gguf"))
-    if "aquila" not in file.name  # of version 2 of the format, which is refused
-]
+VOCABULARIES = sorted((LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp" / "models").glob("ggml-vocab-*.gguf"))
 WITH_TEXTS = [file for file in VOCABULARIES if file.with_name(f"{file.name}.inp").exists()]
 needs_vocabularies = pytest.mark.skipif(
     not VOCABULARIES or PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build"
@@ -344,6 +340,19 @@ def test_a_vocabulary_that_cannot_be_used(code: ErrorCode, changes: dict[str, ob
     metadata = {key: value for key, value in metadata.items() if value is not None}
     with refused(code, str(FILE)):
         tokenizer_files(metadata, FILE)
+
+
+def test_words_without_spaces() -> None:
+    """`whitespace` splits at spaces, which are no part of any token, as llama.cpp does it: bytes are `<0x41>` or go."""
+    tokens = ["<unk>", "a", "b", "ab", "ü", "<0xC3>", "<0xA9>"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "whitespace",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [CONTROL, NORMAL, NORMAL, NORMAL, NORMAL, BYTE, BYTE],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    assert tokens_of(metadata, "ab  a\n\tb ü é A") == ["ab", "a", "b", "ü", "<0xC3>", "<0xA9>"]
 
 
 DAMAGE = st.one_of(

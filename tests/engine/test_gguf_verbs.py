@@ -16,9 +16,10 @@ import pytest
 from gguf import GGUFEndian
 
 from engine import cli
+from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import ErrorCode
-from engine.common.paths import data_dir, models_dir
+from engine.common.paths import cache_dir, data_dir, models_dir
 from engine.foreign_text.child import serve
 from engine.tuning.keeping import model_mark
 from tests.engine.tiny_families import tiny_checkpoint
@@ -98,11 +99,13 @@ def test_the_library(run: Any, file: Path) -> None:
     code, verdict = run("models", "verify", file.stem)
     assert (code, verdict["checked"], verdict["files"]) == (0, "sha256", 1)
     assert run("chat", "--model", file.stem, *CHAT)[1]["model"] == file.stem
+    assert len(list((cache_dir() / "tokenizers").iterdir())) == 1
     assert run("models", "import", file)[0] == 2  # the name is taken
     assert run("models", "import", held)[0] == 2
     assert run("models", "remove", file.stem, "--permanently")[0] == 0
     assert file.exists()
     assert list(models_dir().iterdir()) == []
+    assert list((cache_dir() / "tokenizers").iterdir()) == []
 
 
 def test_a_file_with_a_converters_name_takes_the_models_own(run: Any, folder: Path, tmp_path: Path) -> None:
@@ -192,11 +195,16 @@ def _bad_files(folder: Path, made: Path, at: Path) -> Iterator[tuple[Path, Error
 
     (at / "short.gguf").write_bytes(content[:-1000])
     (at / "empty.gguf").write_bytes(b"")
+    for name, key in (("nan.gguf", "blk.1.ffn_up_exps.weight"), ("norm.gguf", "blk.2.attn_norm.weight")):
+        entry = read_gguf(made).tensors[key]
+        raw = content[: entry.offset] + b"\xff" * entry.nbytes + content[entry.offset + entry.nbytes :]
+        (at / name).write_bytes(raw)
+        yield at / name, ErrorCode.CHECKPOINT_DAMAGED
     few = {"token_embd.weight": np.zeros((4, 4))}
     yield at / "short.gguf", ErrorCode.CHECKPOINT_DAMAGED
     yield at / "empty.gguf", ErrorCode.CHECKPOINT_DAMAGED
     yield at / "none.gguf", ErrorCode.MODEL_NOT_FOUND
-    yield changed("old.gguf", (b"GGUF\3", b"GGUF\2")), ErrorCode.MODEL_UNSUPPORTED
+    yield changed("old.gguf", (b"GGUF\3", b"GGUF\1")), ErrorCode.MODEL_UNSUPPORTED
     yield changed("other.gguf", (b"qwen3moe", b"qwen9moe")), ErrorCode.MODEL_UNSUPPORTED
     yield (
         changed("key.gguf", (b"qwen3moe.expert_used_count", b"qwen3moe.expert_used_cOunt")),
@@ -210,6 +218,14 @@ def _bad_files(folder: Path, made: Path, at: Path) -> Iterator[tuple[Path, Error
     yield write_gguf(at / "lora.gguf", few, keys=lambda writer: writer.add_type("adapter")), ErrorCode.MODEL_UNSUPPORTED
     yield write_gguf(at / "mmproj.gguf", few, architecture="clip"), ErrorCode.MODEL_UNSUPPORTED
     yield write_gguf(at / "big.gguf", few, endianess=GGUFEndian.BIG), ErrorCode.MODEL_UNSUPPORTED
+
+
+def test_a_broken_file_is_shown_with_its_problem(made: Path, tmp_path: Path, run: Any) -> None:
+    for name, content in (("short.gguf", made.read_bytes()[:-1000]), ("empty.gguf", b""), ("other.gguf", b"PK\3\4")):
+        (tmp_path / name).write_bytes(content)
+        code, entry = run("models", "show", tmp_path / name)
+        assert (code, entry["bytes_on_disk"]) == (2, len(content))
+        assert name in entry["problem"]
 
 
 def test_bad_files_are_refused_and_leave_nothing(

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.checkpoint.config_file import read_config, text_part
+from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.shards import check_filled, read_tensors
 from engine.common.errors import EngineError, ErrorCode
+from tests.refusals import refused
+from tests.tiny_gguf import write_gguf
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 INDEX = "model.safetensors.index.json"
@@ -177,3 +184,35 @@ def test_a_file_of_full_size_whose_end_is_empty_is_still_being_downloaded(
         with pytest.raises(EngineError) as caught:
             check_filled(tensors)
         assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"])
+def test_blocks_that_are_no_numbers_are_named(tmp_path: Path, kind: str) -> None:
+    random = np.random.default_rng(1)
+    names = [f"blk.{index}.attn_q.weight" for index in range(3)]
+    types = {} if kind == "F32" else dict.fromkeys(names, kind)
+    file = write_gguf(tmp_path / "a.gguf", {name: random.normal(size=(8, 256)) for name in names}, types=types)
+    entries = list(read_gguf(file).tensors.values())
+    check_filled(entries)
+    content = file.read_bytes()
+    for entry in entries:
+        broken = b"\xff" * entry.nbytes
+        file.write_bytes(content[: entry.offset] + broken + content[entry.offset + entry.nbytes :])
+        with refused(ErrorCode.CHECKPOINT_DAMAGED, str(file), entry.key):
+            check_filled(entries)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight", "is_whole"),
+    [
+        *(("F32", struct.pack("<f", math.nan), False), ("F32", struct.pack("<f", -math.inf), True)),
+        *(("BF16", b"\xc0\x7f", False), ("F8_E4M3", b"\xff", False), ("F8_E4M3", b"\x7e", True), ("U8", b"\xff", True)),
+    ],
+)
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path, dtype: str, weight: bytes, is_whole: bool) -> None:
+    """An infinity may be a mask's."""
+    header = json.dumps({"a.weight": {"dtype": dtype, "shape": [64], "data_offsets": [0, 64 * len(weight)]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + 64 * weight)
+    with contextlib.nullcontext() if is_whole else refused(ErrorCode.CHECKPOINT_DAMAGED, "a.weight"):
+        check_filled(read_tensors(tmp_path).values())

@@ -1,9 +1,9 @@
 """Reads and validates the headers of GGUF files: a model's metadata and where its tensors lie.
 
-Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), version 3, little-endian: `GGUF`, the version, the
-number of tensors and of metadata entries; the metadata; name, shape (innermost dimension first), type and offset of
-every tensor; then the data, to which the offsets are relative. A model may be split over files
-`NAME-00001-of-0000N.gguf`, the first of which has the metadata.
+Format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), version 3 or 2, which has the same layout,
+little-endian: `GGUF`, the version, the number of tensors and of metadata entries; the metadata; name, shape (innermost
+dimension first), type and offset of every tensor; then the data, to which the offsets are relative. A model may be
+split over files `NAME-00001-of-0000N.gguf`, the first of which has the metadata.
 
 A file is foreign: every count and length is checked against what is left of the file before anything is allocated for
 it, and the header has a limit of its own, so that reading it takes little memory whatever it says.
@@ -12,6 +12,7 @@ it, and the header has a limit of its own, so that reading it takes little memor
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import os
 import struct
@@ -24,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
-from engine.checkpoint.gguf.types import BLOCK_TYPES, UNREAD_TYPES
+from engine.checkpoint.gguf.types import BLOCK_TYPES, unread_type
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line
 
-_VERSION = 3
+_VERSIONS = (2, 3)
 _MOST_ENTRIES = 2**16
 """Of metadata, or tensors, in one file: real ones have a few thousand."""
 _MOST_STRINGS = 2**21
@@ -97,6 +98,7 @@ class GgufFile:
         parts: all its files in order.
         metadata: all keys; arrays of numbers are numpy's.
         tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `types.BY_NAME`.
+        digest: SHA-256 of the header with the metadata.
         open_file: opens its files.
     """
 
@@ -104,6 +106,7 @@ class GgufFile:
     parts: tuple[Path, ...]
     metadata: Mapping[str, Value]
     tensors: Mapping[str, TensorEntry]
+    digest: str
     open_file: Opener = open_foreign
 
     @property
@@ -178,7 +181,7 @@ def _model(path: Path, open_file: Opener) -> GgufFile:
     expected = first.number("split.tensors.count")
     if expected is not None and expected != len(tensors):
         raise _damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
-    return GgufFile(path, tuple(paths), metadata, tensors, open_file)
+    return GgufFile(path, tuple(paths), metadata, tensors, first.digest, open_file)
 
 
 def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
@@ -226,6 +229,7 @@ class _Header:
         path: the file.
         size: in bytes.
         metadata, tensors: as in `GgufFile`.
+        digest: SHA-256 of the header.
     """
 
     def __init__(self, path: Path, open_file: Opener) -> None:
@@ -240,6 +244,7 @@ class _Header:
                 tensors, entries = self._count("tensors"), self._count("metadata entries")
                 self.metadata = self._read_metadata(entries)
                 self.tensors = self._read_tensors(tensors)
+                self.digest = hashlib.sha256(bytes(self._buffer[: self._at])).hexdigest()
         except OSError as error:
             raise _damaged(path, f"cannot be read ({reason(error)})") from error
         del self._stream, self._buffer
@@ -258,12 +263,13 @@ class _Header:
             raise _damaged(self.path, "is not a GGUF file")
         raw = self._take(4)
         version = int.from_bytes(raw, "little")
-        if version == _VERSION:
+        if version in _VERSIONS:
             return
-        if 0 < int.from_bytes(raw, "big") <= _VERSION:
+        if 0 < int.from_bytes(raw, "big") <= max(_VERSIONS):
             what = "is a GGUF file for big-endian machines: get the one for ordinary ones"
-        elif version < _VERSION:
-            what = f"is a GGUF file of version {version}, which is out of use: get a current one (version {_VERSION})"
+        elif version < min(_VERSIONS):
+            newest = max(_VERSIONS)
+            what = f"is a GGUF file of version {version}, which is out of use: get a current one (version {newest})"
         else:
             what = f"is a GGUF file of version {version}, which Switchyard does not know: a newer Switchyard may"
         raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{self.path.name} {what}.")
@@ -303,15 +309,13 @@ class _Header:
 
     def _form(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, tuple[int, ...], int]:
         """The type's name, the shape and the bytes of a tensor."""
-        if number in UNREAD_TYPES:
-            raise EngineError(
-                ErrorCode.MODEL_UNSUPPORTED,
-                f"{self.path.name} stores {name} as {UNREAD_TYPES[number]}, which Switchyard cannot read: "
-                "get another quantisation of the model, Q4_K_M say.",
-            )
         kind = BLOCK_TYPES.get(number)
         if kind is None:
-            raise self._broken(f"the tensor {name!r} in a number format that is not known ({number})")
+            raise EngineError(
+                ErrorCode.MODEL_UNSUPPORTED,
+                f"{self.path.name} stores {name} as {unread_type(number)}, which Switchyard cannot read: "
+                "get another quantisation of the model, Q4_K_M say.",
+            )
         if 0 in shape or math.prod(shape) >= 2**63 or shape[-1] % kind.elements:
             raise self._broken(f"the tensor {name!r} in a shape that {kind.name} cannot have")
         return kind.name, shape, math.prod(shape) // kind.elements * kind.nbytes

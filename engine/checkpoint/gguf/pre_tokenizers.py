@@ -57,12 +57,14 @@ class PreTokenizer:
         add_bos: whether a text begins with the token of the beginning if the file does not say.
         bytes_as_characters: whether tokens are written in GPT-2's alphabet, which has a character for each byte.
             If not, they are plain text with `▁` for spaces, and bytes without a token are `<0x00>` to `<0xFF>`.
+        marks_spaces: whether such plain text has that `▁`.
     """
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
     bytes_as_characters: bool = True
+    marks_spaces: bool = True
 
 
 def _each(names: str, *patterns: str, **how: bool) -> dict[str, PreTokenizer]:
@@ -164,4 +166,5 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     **_each("gemma4 granite-embed-multi-311m", _LINES_APART, add_bos=True, bytes_as_characters=False),
     **_each("sarvam-moe", _LINES_APART, bytes_as_characters=False),
+    **_each("whitespace", r"\S+", bytes_as_characters=False, marks_spaces=False),
 }

@@ -100,6 +100,10 @@ def tokenizer_files(metadata: Metadata, path: Path) -> dict[str, str]:
         backend = _BUILDERS[vocabulary.kind](vocabulary, metadata)
         added = _added_tokens(vocabulary, metadata)
         config = _config(vocabulary, metadata)
+        # The library finds them here without reading all of tokenizer.json in Python.
+        config["added_tokens_decoder"] = {
+            str(token["id"]): {name: value for name, value in token.items() if name != "id"} for token in added
+        }
         content = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **backend}
         files = {
             "tokenizer.json": json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False),
@@ -376,7 +380,7 @@ def _byte_pairs(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
     if pre.bytes_as_characters:
         splits.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False})
     return {
-        "normalizer": None if pre.bytes_as_characters else _replace(" ", _SPACE),
+        "normalizer": None if pre.bytes_as_characters or not pre.marks_spaces else _replace(" ", _SPACE),
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": splits},
         "post_processor": _post_processor(vocabulary, metadata),
         "decoder": _byte_decoder(vocabulary) if pre.bytes_as_characters else _plain_decoder(strip=False),
@@ -441,7 +445,12 @@ def _sentence_piece(vocabulary: _Vocabulary, metadata: Metadata) -> _Json:
         "pre_tokenizer": None,
         "post_processor": _post_processor(vocabulary, metadata),
         "decoder": _plain_decoder(strip=prefix),
-        "model": _bpe(vocabulary, _merges_by_score(vocabulary, metadata), byte_fallback=True),
+        "model": _bpe(
+            vocabulary,
+            _merges_by_score(vocabulary, metadata),
+            byte_fallback=True,
+            unknown=vocabulary.role("unknown"),
+        ),
     }
 
 
@@ -557,11 +566,12 @@ def _bpe(
     *,
     byte_fallback: bool,
     ignore_merges: bool = False,
+    unknown: str | None = None,
 ) -> _Json:
     return {
         "type": "BPE",
         "dropout": None,
-        "unk_token": vocabulary.role("unknown") if byte_fallback else None,
+        "unk_token": unknown,
         "continuing_subword_prefix": None,
         "end_of_word_suffix": None,
         "fuse_unk": byte_fallback,

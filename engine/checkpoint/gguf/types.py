@@ -221,8 +221,29 @@ BLOCK_TYPES = {each.id: each for each in _ALL}
 """By their number in files."""
 BY_NAME = {each.name: each for each in _ALL}
 """By name."""
-UNREAD_TYPES = {
+_UNREAD = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8",
     25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4", 41: "Q1_0",
+    42: "Q2_0",
 }  # fmt: skip
-"""Names of the types that ggml has and that are not read here."""
+_DROPPED = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}  # fmt: skip
+_IK_LLAMA_CPP = {
+    133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K",
+    144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS", 152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT",
+    156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT",
+}  # fmt: skip
+_IK_LLAMA_CPP_FROM = 137
+
+
+def unread_type(number: int) -> str:
+    """What a type is, in words, that is not among `BLOCK_TYPES`: ggml's, one of a program beside it, or a newer one."""
+    if number in _UNREAD:
+        return _UNREAD[number]
+    if number in _DROPPED:
+        return f"{_DROPPED[number]} (which llama.cpp no longer has)"
+    if number in _IK_LLAMA_CPP or number >= _IK_LLAMA_CPP_FROM:
+        return f"{_IK_LLAMA_CPP.get(number, f'type {number}')} (ik_llama.cpp's own)"
+    return f"type {number} (a new one, or another program's own)"

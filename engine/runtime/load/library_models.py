@@ -33,8 +33,8 @@ from transformers.utils import logging as library_logging
 from engine.checkpoint.config_file import read_json
 from engine.checkpoint.gguf.checkpoint import gguf_generation
 from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.kept_tokenizer import kept_end_token_ids
 from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.gguf.tokenizer import end_token_ids
 from engine.checkpoint.quantised.declared import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
@@ -346,7 +346,7 @@ def finish_generation_config(model: Any, directory: Path) -> None:
     gguf = gguf_at(directory)
     if gguf is not None:
         read = read_gguf(gguf)
-        ends = list(end_token_ids(read.metadata, gguf)) or None
+        ends = list(kept_end_token_ids(read)) or None
         model.generation_config = transformers.GenerationConfig(**{**gguf_generation(read), "eos_token_id": ends})
         return
     file = directory / "generation_config.json"

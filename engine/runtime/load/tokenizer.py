@@ -15,6 +15,7 @@ import transformers
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config
 from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.kept_tokenizer import keep_tokenizer, kept_tokenizer
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
@@ -42,11 +43,23 @@ def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) ->
     """
     gguf = gguf_at(directory)
     if gguf is None:
-        return _load(directory, directory, cancelled)
+        _check(directory, directory, cancelled)
+        return _held(_read(directory, directory))
+    file = read_gguf(gguf)
+    kept = kept_tokenizer(file)
+    if kept is not None:
+        FOREIGN_TEXT.begin_check(kept)  # it was of use before: both processes read it at once
+        tokenizer = _read(kept, gguf)
+        _check(kept, gguf, cancelled)
+        return _held(tokenizer, kept)
+    files = tokenizer_files(file.metadata, gguf)
     with tempfile.TemporaryDirectory(prefix="switchyard-tokenizer-") as made:
-        for name, content in tokenizer_files(read_gguf(gguf).metadata, gguf).items():
+        for name, content in files.items():
             Path(made, name).write_text(content, encoding="utf-8")
-        return _load(Path(made), gguf, cancelled)
+        _check(Path(made), gguf, cancelled)
+        tokenizer = _held(_read(Path(made), gguf), Path(made))
+    keep_tokenizer(file, files)
+    return tokenizer
 
 
 @contextlib.contextmanager
@@ -71,8 +84,8 @@ def tokenizer_meanwhile(directory: Path) -> Iterator[Future[Any]]:
             raise
 
 
-def _load(directory: Path, shown: Path, cancelled: CancelCheck) -> Any:
-    """The tokenizer in a folder; errors name the model that it is `shown` as."""
+def _check(directory: Path, shown: Path, cancelled: CancelCheck) -> None:
+    """That there is a tokenizer, and one of use, in a folder; errors name the model that it is `shown` as."""
     if not any((directory / name).exists() for name in _FILES):
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
@@ -86,6 +99,9 @@ def _load(directory: Path, shown: Path, cancelled: CancelCheck) -> Any:
             FOREIGN_TEXT.check(directory, cancelled)
         except ForeignTextError as error:
             raise _unreadable(shown, f"it {error}") from error
+
+
+def _read(directory: Path, shown: Path) -> Any:
     config = None
     if (directory / CONFIG_NAME).exists():  # the library would make all of it that it says
         config = read_library_config(directory, read_config(directory))
@@ -100,11 +116,22 @@ def _load(directory: Path, shown: Path, cancelled: CancelCheck) -> Any:
     except BaseException as error:  # the library raises whatever it stumbled over, and what is no `Exception`
         raise _unreadable(shown, type(error).__name__) from error
     _check_template(shown, tokenizer.chat_template)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None and hasattr(backend, "to_str"):
+    backend = _backend(tokenizer)
+    if backend is not None:
         _check_decoder(shown, backend.decoder)
-        FOREIGN_TEXT.hold(tokenizer)
     return tokenizer
+
+
+def _held(tokenizer: Any, folder: Path | None = None) -> Any:
+    """The tokenizer, which the process that reads prompts has too; see `ForeignText.hold`."""
+    if _backend(tokenizer) is not None:
+        FOREIGN_TEXT.hold(tokenizer, folder)
+    return tokenizer
+
+
+def _backend(tokenizer: Any) -> Any:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend if hasattr(backend, "to_str") else None
 
 
 def _check_files(directory: Path) -> None:

@@ -70,7 +70,11 @@ def list_action(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     entry = show(args.model)
     emit(entry, as_json=args.json, human=lambda: details(entry))
-    return 0
+    if not entry.problem:
+        return 0
+    if args.json:
+        note(f"switchyard: {entry.problem}")
+    return 2
 
 
 def _import(args: argparse.Namespace) -> int:
