@@ -70,6 +70,27 @@ def test_one_process_for_many_requests(text: ForeignText, tmp_path: Path) -> Non
     assert text.pid == pid
 
 
+@pytest.mark.parametrize("between", ["nothing", "another check", "it dies"])
+def test_what_was_checked_need_not_be_sent(
+    text: ForeignText, tmp_path: Path, between: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_tokenizer(tmp_path / name)
+    held = Held(tmp_path / "a")
+    text.check(tmp_path / "a", never)
+    if between == "another check":
+        text.check(tmp_path / "b", never)
+    elif between == "it dies":
+        assert text.pid is not None
+        psutil.Process(text.pid).kill()
+        psutil.wait_procs([psutil.Process(text.pid)], timeout=10)
+    else:
+        monkeypatch.setattr(held, "backend_tokenizer", None)
+    text.hold(held, tmp_path / "a")
+    assert text.encode(held, "a b a", special=False, cancelled=never) == [1, 0, 1]
+
+
 def test_a_process_that_died_is_started_again(text: ForeignText, tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     held = Held(tmp_path)
