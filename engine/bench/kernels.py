@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from engine.bench.report import Report, row
+from engine.checkpoint.gguf.types import BY_NAME
 from engine.experts.bank import BankLayer
-from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
 from engine.formats import FORMATS
@@ -33,7 +34,7 @@ class Weights:
     """What experts hold.
 
     Attributes:
-        precision: name of the format.
+        precision: name of the format, or of the type of GGUF files, which are read as they lie.
         table: of the matrices; `None`: the format's own, if it has one.
     """
 
@@ -45,6 +46,7 @@ class Weights:
 WEIGHTS = (
     *(Weights(each.name, each.name) for each in FORMATS.values() if each.native is not None),
     Weights("lut4 (MXFP4)", LUT4.name, MXFP4_TABLE),
+    *(Weights(kind, kind) for kind in ("Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4")),
 )
 _BESIDE = {"lut4": "int4"}
 """Precision -> the one whose weights per second in the same run its own are divided by."""
@@ -108,6 +110,9 @@ def _bench_shape(
 ) -> list[float]:
     """Adds the rows of one shape; returns the read bandwidths that were measured in turn with them, GB/s."""
     module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
+    kind = BY_NAME.get(weights.precision)
+    if kind is not None and (shape.hidden % kind.elements or shape.inner % kind.elements):
+        return []  # files of such a model have no blocks of this type
     layer = _layer(module, shape, weights)
     beside = _BESIDE.get(weights.precision)
     other = None if beside is None else _layer(module, shape, Weights(beside, beside))
@@ -229,7 +234,10 @@ def _layer(module: StandardExperts, shape: KernelShape, weights: Weights) -> Ban
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
     layout: RecordLayout = plain
-    if weights.precision != "bf16":
+    kind = BY_NAME.get(weights.precision)
+    if kind is not None:
+        layout = BlockLayout.storing(plain, {"gate_up_proj": [kind] * 2, "down_proj": [kind]}, alternates=False)
+    elif weights.precision != "bf16":
         layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[weights.precision], Pairing.HALVES)
     count = max(2 * shape.top_k, _COLD_BYTES // layout.nbytes)
     layer = BankLayer(shape.name, layout, allocate_records(count, layout, torch.device("cpu")))

@@ -15,7 +15,7 @@ def test_every_row_has_a_limit_measured_in_turn(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels, "_CALL_SECONDS", 1e-3)
     before = torch.get_num_threads()
     try:
-        report = kernels.bench_kernels(1, 2, shapes=(kernels.KernelShape("small", 64, 32, 2),))
+        report = kernels.bench_kernels(1, 2, shapes=(kernels.KernelShape("small", 256, 256, 2),))
     finally:
         torch.set_num_threads(before)
     names = {row.name for row in report.rows}
