@@ -11,6 +11,7 @@ import torch
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType
+from engine.checkpoint.library import bank_path
 from engine.experts.bank import LayerInPlace
 from engine.kernels.native.library import READS_BLOCKS, Isa, NativeKernels, load_kernels
 from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
@@ -174,3 +175,18 @@ def test_experts_on_disk_are_read_from_the_file_itself(
             assert errors.median() < 0.05
         assert ours.disk_backed.disk.records_read > 0
     assert not list(tmp_path.rglob("*.bank"))
+
+
+@needs_panels
+def test_the_copy_of_an_earlier_version_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **_SIZES)
+    file = write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q4_0")
+    copy, other = bank_path(file, "stored-dense"), bank_path(file, "stored")
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"tiles")
+    other.write_bytes(b"experts, which a card still reads")
+    with loaded(file, "auto"):
+        pass
+    assert not copy.exists()
+    assert other.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.expert_index import ExpertIndex
+from engine.checkpoint.library import bank_path
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import ExpertBank
@@ -29,12 +32,13 @@ from engine.runtime.load.in_place import ExpertsOnDisk, FilesInPlace, matrices_i
 from engine.runtime.load.kept_dense import KeptDense, kept_dense
 from engine.runtime.load.kept_experts import kept_experts
 from engine.runtime.load.library_conversion import LoadingPlan, load_rest
-from engine.runtime.load.prepare_bank import BankSource, prepare_bank, rebuild_record
+from engine.runtime.load.prepare_bank import BankSource, kept_as, prepare_bank, rebuild_record
 from engine.runtime.load.stored import StoredLinears
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadingParts
 
 OnProgress = Callable[[int, int], None]
+_log = logging.getLogger(__name__)
 _POLICY = ADAPTIVE
 
 
@@ -78,6 +82,7 @@ def read_weights(
     if decision.in_place:
         files = FilesInPlace(opened, whole=not on_disk)
         parts.arriving += files.arriving
+        _remove_copy(opened)
         plan = _without(plan, {site.name for site in sites})
         on_progress = files.counting(on_progress)
     linears = _stored_linears(opened, decision, parts)
@@ -113,6 +118,15 @@ def read_weights(
             bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
         parts.on_phase("reading")
         _read_rest(opened, plan, decision, parts, reader, linears, files)
+
+
+def _remove_copy(opened: OpenedCheckpoint) -> None:
+    """Of linear layers, which only the CPU used and which earlier versions kept of files that are now used in place."""
+    copy = bank_path(opened.directory, f"{kept_as(STORED, guesses=opened.guesses)}-dense")
+    with contextlib.suppress(OSError):
+        nbytes = copy.stat().st_size
+        copy.unlink()
+        _log.info("removed the copy of %s that is no longer needed (%d bytes)", opened.name, nbytes)
 
 
 def _read_apart(plan: LoadingPlan, dense: KeptDense | None) -> int:
