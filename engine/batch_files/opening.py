@@ -223,7 +223,9 @@ def _folder(path: Path, form: InputForm) -> RowSource:
     files = sorted(
         file
         for file in path.rglob("*")
-        if file.suffix.lower() in _READERS and file.is_file() and not file.name.startswith((".", "~$"))
+        if file.suffix.lower() in _READERS
+        and file.is_file()
+        and not any(part.startswith((".", "~$")) for part in file.relative_to(path).parts)
     )
     if not files:
         raise EngineError(

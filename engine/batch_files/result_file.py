@@ -125,8 +125,17 @@ def _same_rows(source: ParquetRows, answered: Iterator[tuple[Row, Answer]]) -> I
             answers.append(pair[1])
             pair = next(answered, None)
         if answers:
-            yield batch.take(chosen).columns, answers
+            yield [_taken(column, chosen) for column in batch.columns], answers
         begin = end
+
+
+def _taken(column: Any, chosen: Sequence[int]) -> Any:
+    """These values of a column, in runs: pyarrow's own `take` does not know every type."""
+    import pyarrow as pa
+
+    starts = [at for at, place in enumerate(chosen) if not at or chosen[at - 1] != place - 1]
+    ends = [*starts[1:], len(chosen)]
+    return pa.concat_arrays([column.slice(chosen[begin], end - begin) for begin, end in zip(starts, ends, strict=True)])
 
 
 def _as_text(

@@ -43,7 +43,7 @@ class RowSource(Protocol):
     Attributes:
         path: the file or folder.
         columns: in order.  Rows may lack some; without a header, later rows may have more.
-        remark: which columns have other names here than in the file, as a sentence; empty if none has.
+        remark: which columns have other names here than in the file, and which sheets are not read, in sentences.
     """
 
     @property
@@ -79,8 +79,8 @@ class FileRows(ABC):
         unique = unique_names(names)
         other = [(old, new) for old, new in zip(names, unique, strict=True) if old and old != new]
         if other:
-            told = ", ".join(f"another {quoted(old)} is called {quoted(new)}" for old, new in other[:_TOLD])
-            more = f" and {len(other) - _TOLD:,} more have new names" if len(other) > _TOLD else ""
+            told = ", ".join(f"another {quoted(old)} is called {quoted(new)}" for old, new in other[:TOLD])
+            more = f" and {len(other) - TOLD:,} more have new names" if len(other) > TOLD else ""
             self.remark = f"Several columns of {plain_line(self._path.name)} have the same name: {told}{more}."
         return unique
 
@@ -115,8 +115,8 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
-_TOLD = 3
-"""Renamed columns that a remark lists."""
+TOLD = 3
+"""Renamed columns and unread sheets that a remark lists."""
 _ADDED = ("answer", "finish_reason", "prompt_tokens", "generated_tokens", "problem")
 
 

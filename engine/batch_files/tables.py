@@ -1,7 +1,7 @@
 """Rows of Parquet files and spreadsheets.
 
-Parquet is read in batches of a row group, with nested columns unchanged; of an xlsx, the first sheet that has rows, and
-its first row names the columns.
+Parquet is read in batches of a row group, with nested columns unchanged; of an xlsx, the first sheet that has rows and
+is not hidden, and its first row names the columns.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.batch_files.rows import FileRows, Row
+from engine.batch_files.rows import TOLD, FileRows, Row, unique_names
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import open_foreign
+from engine.common.plain_text import plain_line, quoted
 from engine.common.sizes import about
 
 _ROWS_AT_ONCE = 256
@@ -80,33 +81,50 @@ class ParquetRows(FileRows):
 
 
 def _values(column: Any) -> list[Any]:
-    """A column as Python values, whose times have microsecond resolution."""
+    """A column as Python values."""
     try:
         return list(column.to_pylist())
-    except ValueError:
-        return list(column.cast(_in_microseconds(column.type), safe=False).to_pylist())
+    except (ValueError, OverflowError):
+        return [_value(scalar) for scalar in column]
 
 
-def _in_microseconds(kind: Any) -> Any:
-    """An Arrow type with every nanosecond in it made a microsecond."""
+def _value(scalar: Any) -> Any:
+    """One value, also where Python has none like it: times are in microseconds, and what no date can be is text."""
     import pyarrow as pa
 
-    types = pa.types
-    if types.is_timestamp(kind):
-        return pa.timestamp("us", kind.tz)
-    if types.is_duration(kind):
-        return pa.duration("us")
-    if types.is_time64(kind):
-        return pa.time64("us")
-    if types.is_struct(kind):
-        return pa.struct([field.with_type(_in_microseconds(field.type)) for field in kind])
-    if types.is_map(kind):
-        return pa.map_(kind.key_type, _in_microseconds(kind.item_type))
-    if types.is_fixed_size_list(kind):
-        return pa.list_(_in_microseconds(kind.value_type), kind.list_size)
-    if types.is_list(kind) or types.is_large_list(kind):
-        return (pa.large_list if types.is_large_list(kind) else pa.list_)(_in_microseconds(kind.value_type))
-    return kind
+    kind = scalar.type
+    if not scalar.is_valid:
+        return None
+    if pa.types.is_dictionary(kind):
+        return _value(scalar.value)
+    if pa.types.is_struct(kind):
+        names = unique_names([field.name for field in kind])
+        return {name: _value(scalar[at]) for at, name in enumerate(names)}
+    if pa.types.is_map(kind):
+        return [(_value(pair[0]), _value(pair[1])) for pair in scalar.values]
+    if pa.types.is_nested(kind):
+        return [_value(entry) for entry in scalar.values]
+    try:
+        if pa.types.is_timestamp(kind) or pa.types.is_duration(kind):
+            fits = pa.timestamp("us", kind.tz) if pa.types.is_timestamp(kind) else pa.duration("us")
+            return scalar.cast(fits, safe=False).as_py()
+        if pa.types.is_time64(kind):
+            return scalar.cast(pa.time64("us"), safe=False).as_py()
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return scalar.as_buffer().to_pybytes().decode("utf-8", "replace")
+    except (ValueError, OverflowError, pa.ArrowException):
+        return _as_written(scalar)
+
+
+def _as_written(scalar: Any) -> str:
+    """A date or time that Python cannot hold, as text: by its number if there is no better one."""
+    import pyarrow as pa
+
+    try:
+        return str(scalar.cast(pa.string()).as_py())
+    except (ValueError, pa.ArrowException):
+        return str(scalar.value)
 
 
 _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
@@ -129,7 +147,13 @@ class SpreadsheetRows(FileRows):
         first = next(self._values(), None)
         if first is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
-        self._columns = self._named(["" if value is None else str(value).strip() for value in first[1]])
+        self._columns = self._named(["" if value in _NONE else str(value).strip() for value in first[1]])
+        with _opened(path) as book:
+            unread = [sheet for sheet in _sheets(book) if next(self._lines(book, sheet), None) is not None][1:]
+        if unread:
+            names = ", ".join(quoted(sheet.title) for sheet in unread[:TOLD])
+            more = f" and {len(unread) - TOLD:,} more" if len(unread) > TOLD else ""
+            self.remark = f"{self.remark} Other sheets of {plain_line(path.name)} were not read: {names}{more}.".strip()
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -137,11 +161,11 @@ class SpreadsheetRows(FileRows):
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
-        values = self._values()
-        next(values, None)
+        lines = self._values()
+        next(lines, None)
         for index in itertools.count():
             try:
-                share, cells = next(values)
+                share, cells = next(lines)
             except StopIteration:
                 return
             except EngineError as error:
@@ -151,28 +175,40 @@ class SpreadsheetRows(FileRows):
             problem = ""
             if any(value is not None for value in padded[len(self._columns) :]):
                 problem = f"has cells beyond the {len(self._columns)} columns of the first row"
-            yield Row(index, dict(zip(self._columns, padded, strict=False)), problem, share)
+            elif _UNCOMPUTED in padded:
+                problem = "has a formula without its result; open the file in a spreadsheet program and save it"
+            values = (None if value is _UNCOMPUTED else value for value in padded)
+            yield Row(index, dict(zip(self._columns, values, strict=False)), problem, share)
 
     def _values(self) -> Iterator[tuple[float, list[Any]]]:
         """Non-empty lines, the first of them the header, each with the share read so far."""
         with _opened(self._path) as book:
-            for sheet in book.worksheets:
-                some, lines = False, _lines(book, sheet)
-                while True:
-                    try:
-                        line = next(lines, None)
-                    except Exception as error:  # anything a damaged file makes the parsers raise
-                        raise _no_sheet(self._path, error) from None
-                    if line is None:
-                        break
-                    some = True
-                    yield line
-                if some:
+            for sheet in _sheets(book):
+                lines = self._lines(book, sheet)
+                if (header := next(lines, None)) is not None:
+                    yield header
+                    yield from lines
                     return
+
+    def _lines(self, book: Any, sheet: Any) -> Iterator[tuple[float, list[Any]]]:
+        try:
+            yield from _lines(book, sheet)
+        except Exception as error:  # anything a damaged file makes the parsers raise
+            raise _no_sheet(self._path, error) from None
 
 
 _MOST_COLUMNS = 2**14
 """Of a sheet, as in spreadsheet programs."""
+
+
+_UNCOMPUTED = "=\x00"
+"""Stands for the result of a formula that the program that wrote the file did not compute.  XML cannot hold it."""
+_NONE = (None, _UNCOMPUTED)
+
+
+def _sheets(book: Any) -> list[Any]:
+    """Those that are shown, or all if none is."""
+    return [sheet for sheet in book.worksheets if sheet.sheet_state == "visible"] or book.worksheets
 
 
 def _lines(book: Any, sheet: Any) -> Iterator[tuple[float, list[Any]]]:
@@ -180,13 +216,26 @@ def _lines(book: Any, sheet: Any) -> Iterator[tuple[float, list[Any]]]:
 
     openpyxl's own rows end where the sheet says that it ends, which other programs write wrongly.
     """
-    from openpyxl.worksheet._reader import WorkSheetParser
+    from openpyxl.worksheet._reader import FORMULA_TAG, ROW_TAG, VALUE_TAG, WorkSheetParser
+    from openpyxl.xml.functions import iterparse
+
+    class Parser(WorkSheetParser):  # type: ignore[misc,unused-ignore]
+        def parse_cell(self, element: Any) -> Any:
+            cell = super().parse_cell(element)
+            is_empty_text = element.get("t") == "str"  # the result of a formula can be one
+            if not element.findtext(VALUE_TAG) and not is_empty_text and element.find(FORMULA_TAG) is not None:
+                cell["value"] = _UNCOMPUTED
+            return cell
 
     size = max(book._archive.getinfo(sheet._worksheet_path).file_size, 1)
     with sheet._get_source() as source:
         formats = {"date_formats": book._date_formats, "timedelta_formats": book._timedelta_formats}
-        parser = WorkSheetParser(source, sheet._shared_strings, data_only=True, epoch=book.epoch, **formats)
-        for _number, cells in parser.parse():
+        parser = Parser(source, sheet._shared_strings, data_only=True, epoch=book.epoch, **formats)
+        for _event, element in iterparse(source):
+            if element.tag != ROW_TAG:  # filters, margins and all else may be wrong: nothing here depends on them
+                continue
+            _number, cells = parser.parse_row(element)
+            element.clear()
             values = {cell["column"]: cell["value"] for cell in cells if cell["value"] is not None}
             last = max(values, default=0)
             if last > _MOST_COLUMNS:
@@ -241,11 +290,19 @@ def _opened(path: Path) -> Iterator[Any]:
     import warnings
 
     from openpyxl.cell.text import Text
-    from openpyxl.reader.excel import SHARED_STRINGS, ExcelReader
+    from openpyxl.reader.excel import SHARED_STRINGS, ExcelReader, apply_stylesheet
     from openpyxl.xml.constants import SHEET_MAIN_NS
     from openpyxl.xml.functions import iterparse
 
     class Reader(ExcelReader):  # type: ignore[misc,unused-ignore]
+        def read(self) -> None:
+            """What rows depend on, and nothing else: other programs write themes, names and properties wrongly."""
+            self.read_manifest()
+            self.read_strings()
+            self.read_workbook()
+            apply_stylesheet(self.archive, self.wb)
+            self.read_worksheets()
+
         def read_strings(self) -> None:
             """The shared strings as they are: openpyxl unescapes half of what is escaped in them."""
             content = self.package.find(SHARED_STRINGS)
@@ -256,6 +313,9 @@ def _opened(path: Path) -> Iterator[Any]:
                     if node.tag == f"{{{SHEET_MAIN_NS}}}si":
                         self.shared_strings.append(Text.from_tree(node).content)
                         node.clear()
+
+        def read_chartsheet(self, sheet: Any, rel: Any) -> None:
+            """Nothing: it has no rows."""
 
     try:
         with warnings.catch_warnings():

@@ -156,6 +156,8 @@ class WholeText(FileRows):
             problem = f"has more than {MAX_LINE_CHARACTERS:,} characters"
         elif not is_text(text):
             problem = WRONG_ENCODING
+        elif not text.strip():
+            problem = "contains no text"
         yield Row(0, {"file": self._path.name, "text": "" if problem else text}, problem, 1.0)
 
 
@@ -195,24 +197,22 @@ class DelimitedRows(FileRows):
                 ErrorCode.INVALID_REQUEST, f"{separator!r} cannot separate columns: give one character, such as ';'."
             )
         with open_text(path, self._encoding) as (file, _share):
-            header = _header(file)
-            hint = _HINT.fullmatch(header)
-            header = _header(file) if hint else header
-        if not header.strip() or not is_text(header):
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"{path} does not begin with a readable line of column names: add one"
-                f"{', or name the encoding with --encoding' if header.strip() else ''}.",
-            )
+            hint = _HINT.fullmatch(file.readline(MAX_FIELD_CHARACTERS))
         self._hinted = hint is not None
-        self._separator = separator or (hint[1] if hint else self._separator_of(header))
+        self._separator = separator or (hint[1] if hint else self._guessed())
         try:
             with self._records() as (records, _share):
-                names = next(records)
+                names = next(records, [])
         except csv.Error as error:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{path} has a header row that is not valid csv ({error})."
             ) from None
+        if names in ([], [""]) or not is_text("".join(names)):
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{path} does not begin with a readable line of column names: add one"
+                f"{', or name the encoding with --encoding' if any(names) else ''}.",
+            )
         self._columns = self._named([name.strip() for name in names])
 
     @property
@@ -249,41 +249,38 @@ class DelimitedRows(FileRows):
         return Row(index, dict(zip(self._columns, values, strict=False)), problem, share)
 
     @contextmanager
-    def _records(self, separator: str = "") -> Iterator[tuple[Any, Callable[[], float]]]:
+    def _records(self, separator: str = "", *, strict: bool = False) -> Iterator[tuple[Any, Callable[[], float]]]:
         """A `csv.reader` of the header and all that follows, and the share read so far."""
         csv.field_size_limit(MAX_FIELD_CHARACTERS)
         with open_text(self._path, self._encoding) as (file, share):
             if self._hinted:
                 file.readline()
-            yield csv.reader(file, delimiter=separator or self._separator), share
+            yield csv.reader(file, delimiter=separator or self._separator, strict=strict), share
 
-    def _separator_of(self, header: str) -> str:
-        """The one that splits the first records into equally many fields, and the header into the most."""
-        outside = "".join(part for place, part in enumerate(header.split('"')) if place % 2 == 0)
-        found = [separator for separator in _SEPARATORS if separator in outside]
-        if len(found) < 2:
-            return found[0] if found else _NO_SEPARATOR
-        # Names may hold the other one: `Name, first;City`.
-        return max(found, key=lambda separator: (self._alike(separator), outside.count(separator)))
+    def _first(self, separator: str, *, strict: bool) -> tuple[list[list[str]], bool]:
+        """The first records, and whether all of them can be read."""
+        found: list[list[str]] = []
+        with self._records(separator, strict=strict) as (records, _share), contextlib.suppress(csv.Error):
+            found.extend(itertools.islice(filter(None, records), _COMPARED))
+            return found, True
+        return found, False
 
-    def _alike(self, separator: str) -> int:
-        """How many of the first records have as many fields as the header."""
-        with self._records(separator) as (records, _share), contextlib.suppress(csv.Error):
-            counts = [len(record) for record in itertools.islice(records, _COMPARED) if record]
-            return sum(count == counts[0] for count in counts)
-        return 0
-
-
-def _header(file: TextIO) -> str:
-    """The first record, which has a newline where that is quoted; only its beginning if it is too long."""
-    lines, length, is_open = [], 0, False
-    while line := file.readline(MAX_FIELD_CHARACTERS):
-        lines.append(line)
-        length += len(line)
-        is_open ^= line.count('"') % 2 == 1
-        if not is_open or length >= MAX_FIELD_CHARACTERS:
-            return "".join(lines)
-    return "".join(lines[:1])  # the quote is never closed, so it is none
+    def _guessed(self) -> str:
+        """The separator that splits the first records into equally many fields, and the header into the most."""
+        best, choice = (False, 0, 0, 0), _NO_SEPARATOR
+        for separator in _SEPARATORS:
+            # Names may hold another one: `Name, first;City`, or `"a;b","c"`, where a quote would not end a field.
+            found, is_strict = self._first(separator, strict=True)
+            if not is_strict:
+                found, _all = self._first(separator, strict=False)
+            names, others = found[0] if found else [], found[1:]
+            if len(names) < 2 or (len(others) > 1 and all(len(record) == 1 for record in others)):
+                continue  # it is part of a name: `Really, why?`
+            alike = sum(len(record) == len(names) for record in found)
+            rank = is_strict, alike, -"".join(names).count('"'), len(names)
+            if rank > best:
+                best, choice = rank, separator
+        return choice
 
 
 _FIRST_ROWS = 200

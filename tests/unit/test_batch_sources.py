@@ -8,6 +8,7 @@ import json
 import random
 import re
 import zipfile
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,33 @@ def test_names_may_hold_what_separates_other_files(tmp_path: Path) -> None:
     assert _fields(path)[1] == {"Name, first": "Bob", "City, state": "Oslo", "Age, years": "4"}
 
 
+@pytest.mark.parametrize(
+    ("content", "columns", "rows"),
+    [
+        ('size 5",price\n1,2\n', ['size 5"', "price"], [["1", "2"]]),
+        ('height (5")\n7", tall\n"ok"\n', ['height (5")'], [['7", tall'], ["ok"]]),
+        ("Really, why?\nfirst\nsecond\n", ["Really, why?"], [["first"], ["second"]]),
+        ('"1",";\r",";1"\n"","",";"\n', ["1", ";", ";1"], [["", "", ";"]]),
+    ],
+)
+def test_quotes_and_separators_within_names_separate_nothing(
+    tmp_path: Path, content: str, columns: list[str], rows: list[list[str]]
+) -> None:
+    path = tmp_path / "input.csv"
+    path.write_text(content, newline="")
+    assert list(open_source(path).columns) == columns
+    assert [list(row.values()) for row in _fields(path)] == rows
+
+
+def test_a_hidden_folder_is_not_read_and_an_empty_text_is_marked(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "a.txt").write_text("not meant")
+    (tmp_path / "a.txt").write_text(" \n")
+    (tmp_path / "b.txt").write_text("b")
+    assert [row["file"] for row in _fields(tmp_path)] == ["a.txt", "b.txt"]
+    assert _problems(tmp_path) == ["contains no text", ""]
+
+
 def test_rows_of_a_folder_keep_their_own_column_of_that_name(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -301,6 +329,64 @@ def test_parquet_keeps_nested_columns(tmp_path: Path) -> None:
     path = tmp_path / "input.parquet"
     pq.write_table(pa.table({"text": ["a", None], "nested": [{"x": [1, 2]}, None]}), path)
     assert _fields(path) == [{"text": "a", "nested": {"x": [1, 2]}}, {"text": None, "nested": None}]
+
+
+def test_values_that_python_has_nothing_like_are_read_and_written_unchanged(tmp_path: Path) -> None:
+    path, output = tmp_path / "input.parquet", tmp_path / "out.parquet"
+    twice = pa.StructArray.from_arrays([pa.array([1, 3]), pa.array([2, 4])], names=["x", "x"])
+    bad = pa.StringArray.from_buffers(2, pa.py_buffer(b"\0\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"\xff\xfeo"))
+    columns = {
+        "bad": bad,
+        "zone": pa.array([1, None], pa.timestamp("ns", "Foo/Bar")),
+        "late": pa.array([2**31 - 1, 0], pa.date32()),
+        "keys": pa.array([[(1, [2])], None], pa.map_(pa.timestamp("ns"), pa.list_(pa.duration("ns")))),
+        "inner": pa.array([{"t": [5]}, None], pa.struct([("t", pa.list_(pa.time64("ns")))])),
+        "view": pa.array(["x", "y"], pa.string_view()),
+    }
+    pq.write_table(pa.Table.from_arrays([twice, *columns.values()], names=["twice", *columns]), path)
+    first, second = _fields(path)
+    assert first["twice"] == {"x": 1, "x_2": 2}
+    assert first["bad"] == "\ufffd\ufffd"
+    assert second["bad"] == "o"
+    assert isinstance(first["late"], str)
+    assert second["late"] == date(1970, 1, 1)
+    assert first["keys"] == [(datetime(1970, 1, 1), [timedelta(0)])]
+    assert first["inner"] == {"t": [time(0)]}
+    assert second["zone"] is second["keys"] is second["inner"] is None
+    write_result(output, open_source(path), [Answer(1, "x", "stop")])
+    table = pq.read_table(output)
+    assert table["view"].to_pylist() == ["y"]
+    assert table["late"].type == pa.date32()
+    for suffix in (".csv", ".jsonl", ".xlsx"):
+        write_result(output.with_suffix(suffix), open_source(path), [Answer(0, "x", "stop"), Answer(1, "y", "stop")])
+        assert [row["answer"] for row in _fields(output.with_suffix(suffix))] == ["x", "y"]
+
+
+def test_a_workbook_gives_the_first_sheet_that_is_shown_and_tells_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "input.xlsx"
+    book = openpyxl.Workbook()
+    book.active.append(["secret"])
+    book.active.sheet_state = "hidden"
+    book.create_chartsheet("Chart", 0)
+    for name, text in (("Data", "x"), ("More", "y"), ("Empty", None)):
+        for line in ([text and "text"], [text]):
+            book.create_sheet(name).append(line) if name not in book.sheetnames else book[name].append(line)
+    book.active = 2
+    book.save(path)
+    assert _fields(path) == [{"text": "x"}]
+    assert open_source(path).remark == "Other sheets of input.xlsx were not read: 'More'."
+
+
+def test_a_formula_without_its_result_is_no_empty_cell(tmp_path: Path) -> None:
+    path = tmp_path / "input.xlsx"
+    book = openpyxl.Workbook()
+    for line in (["text", "=A1"], ["x", "=1+1"], ["y", 2]):
+        book.active.append(line)
+    book.save(path)
+    assert _fields(path) == [{"text": "x", "column_2": None}, {"text": "y", "column_2": 2}]
+    first, second = _problems(path)
+    assert "formula" in first
+    assert not second
 
 
 def test_a_spreadsheet_has_the_columns_that_its_first_row_names(tmp_path: Path) -> None:
