@@ -33,7 +33,7 @@ def source_prompt(
     system = [message.content for message in messages if message.role == "system"]
     user = [message.content for message in messages if message.role == "user"]
     text = "\n".join([*system, *user[-1:]])
-    return encode(tokenizer, encodable(text), special=True, cancelled=cancelled)
+    return encode(tokenizer, encodable(text), special=True, written=(), cancelled=cancelled)
 
 
 class EncoderDecoderSession:

@@ -80,7 +80,8 @@ def chat_prompt(
     try:
         try:
             prompt = render(turns)
-            accepted = folded is None or all(_is_in(turn, prompt.text) for turn in turns if turn["role"] == "system")
+            said = _foreign(prompt)
+            accepted = folded is None or all(_is_in(turn, said) for turn in turns if turn["role"] == "system")
         except TemplateRefusedError:
             if folded is None:
                 raise
@@ -194,8 +195,9 @@ def _render(
 
 def _reopened(prompt: Rendered, content: str) -> Rendered:
     """What a template wrote, up to where its last turn can go on."""
+    foreign = _foreign(prompt)
     for said in (content, content.strip()):
-        at = prompt.text.rfind(said)
+        at = foreign.rfind(said)
         if said and at >= 0:
             end = at + len(said)
             return Rendered(
@@ -205,6 +207,15 @@ def _reopened(prompt: Rendered, content: str) -> Rendered:
         ErrorCode.INVALID_REQUEST,
         "The last message cannot be continued: it is empty, or this model's chat template changes it.",
     )
+
+
+def _foreign(prompt: Rendered) -> str:
+    """What others wrote in a prompt, with half surrogate pairs, which are nobody's text, in place of all else."""
+    pieces, at = [], 0
+    for begin, end in prompt.written:
+        pieces += [prompt.text[at:begin], "\ud800" * (end - begin)]
+        at = end
+    return "".join([*pieces, prompt.text[at:]])
 
 
 def _described(tool: Tool) -> dict[str, Any]:
