@@ -127,8 +127,8 @@ def _as_parts(calls: Calls) -> list[Part]:
     return [ToolCall(f"call_{uuid.uuid4().hex[:24]}", name, json_text(arguments)) for name, arguments in calls]
 
 
-_LONG_HELD, _MOST_LONG_HELD = 1000, 10
-"""Text that was held back for so many characters and was no call after all is read again, at most so often."""
+_FREE_AGAIN, _MOST_AGAIN = 10_000, 4
+"""What was held back and was no call after all is read again: so many characters, and so many for each one before."""
 
 
 class _Scanning:
@@ -137,7 +137,8 @@ class _Scanning:
     def __init__(self, tools: Tools) -> None:
         self._tools, self._source = tools, Arriving()
         self._parts: list[Part] = []
-        self._long_held = 0
+        self._again = self._passed = 0
+        """Characters that were read for nothing, and those before the text that is held."""
         self._reading = self._read()
 
     def feed(self, text: str) -> list[Part]:
@@ -173,25 +174,27 @@ class _Scanning:
             end = found.start() if found else len(source.text)
             if not found and not source.is_over:
                 end -= _begun_mark(source.text, source.at, marks)
-            text, source.text, source.at = source.text[source.at : end], source.text[end:], 0
+            text, source.at = source.text[source.at : end], end
             self._tell(text)
             if found and found[0] in self._marks():  # some count only before anything is said
-                source.at = len(found[0])
+                source.at += len(found[0])
                 return found[0]
-            if source.is_over and not source.text:
+            if source.is_over and source.at == len(source.text):
                 return ""
-            if not found:
+            if not found:  # not at each mark: the rest would be copied as often
+                self._passed += source.at
+                source.text, source.at = source.text[source.at :], 0
                 yield
 
     def _calls(self, reading: Reading[Calls], closes: tuple[str, ...] = ()) -> Reading[bool]:
         """Reads calls, if that is what stands here: else the text is as it was, and will be read again."""
         source, begin = self._source, self._source.at
         try:
-            if self._long_held > _MOST_LONG_HELD:
+            if self._again > _FREE_AGAIN + _MOST_AGAIN * (self._passed + begin):
                 raise NoCall
             calls = yield from reading
         except NoCall:
-            self._long_held += source.at - begin > _LONG_HELD
+            self._again += source.at - begin
             source.at = begin
             return False
         yield from source.closed(*closes)
