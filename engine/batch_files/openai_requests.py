@@ -28,6 +28,8 @@ _MOST_SEED = 2**63
 _LEAST_TOP_P = 1e-6
 """Greedy: only the most likely token, as 0 means."""
 MOST_STOPS = 100
+_MOST_BIASES = 2**18
+"""As many as a large vocabulary has tokens."""
 
 
 class BadRequestError(ValueError):
@@ -294,6 +296,8 @@ def read_stop(value: Any) -> tuple[str, ...]:
 
 
 def _bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if isinstance(value, Mapping) and len(value) > _MOST_BIASES:
+        raise BadRequestError(f"has a logit_bias for {len(value):,} tokens; at most {_MOST_BIASES:,} are taken")
     try:
         return tuple((int(token), float(read_number(bias, "logit_bias"))) for token, bias in value.items())
     except (AttributeError, TypeError, ValueError, OverflowError):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import decode_beams
-from engine.runtime.decode.dry import Breakers, DryPenalty, breakers_of
+from engine.runtime.decode.dry import Breakers, DryPenalty, _known_breakers, breakers_of
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
@@ -174,6 +174,39 @@ def test_a_breaker_is_found_in_tokens_and_across_them() -> None:
         6: ((5,),),  # ca|bc
     }
     assert breakers_of(tokenizer, (), tokenizer.encode) == {}
+
+
+@given(
+    words=st.lists(st.text("ab\n", min_size=1, max_size=4), min_size=1, max_size=8),
+    breakers=st.lists(st.text("ab\n", min_size=1, max_size=5), max_size=4),
+)
+def test_breakers_against_their_definition(words: list[str], breakers: list[str]) -> None:
+    tokenizer, expected = _Words("a", "b", "\n", *words), dict[int, set[tuple[int, ...]]]()
+    for token, word in enumerate(tokenizer.words):
+        for breaker in breakers:
+            sizes = [len(breaker)] if breaker in word else range(1, len(breaker))
+            for size in sizes:
+                if breaker in word or word.endswith(breaker[:size]):
+                    expected.setdefault(token, set()).add(tuple(tokenizer.encode(breaker[size:])))
+    found = breakers_of(tokenizer, tuple(breakers), tokenizer.encode)
+    assert {token: set(tails) for token, tails in found.items()} == expected
+
+
+def test_each_token_is_looked_at_once_for_all_breakers() -> None:
+    """Nobody's request for a hundred long ones may keep the others waiting, nor do many fill the memory."""
+
+    class Word(str):
+        looks = 0
+
+        def __getitem__(self, place: Any) -> str:
+            Word.looks += 1
+            return str.__getitem__(self, place)
+
+    tokenizer = _Words(*(Word(f"{number:03}") for number in range(500)))
+    for number in range(40):
+        breakers_of(tokenizer, tuple(f"{number}{'9' * (first % 30)}{first}" for first in range(100)), lambda _: [0])
+    assert Word.looks <= 3 * 500 * 40
+    assert len(_known_breakers[tokenizer]) < 40
 
 
 def test_a_breaker_of_characters_that_no_token_holds() -> None:

@@ -253,6 +253,7 @@ def test_the_ollama_package(running: Running, request: pytest.FixtureRequest) ->
         ({"model": 3}, "not a name"),
         ({"messages": [{"role": "user", "content": [{"type": [], "text": "x"}]}]}, "not text"),
         ({"logit_bias": {"1": 10**400}}, "logit_bias"),
+        ({"logit_bias": {str(token): 1 for token in range(2**18 + 1)}}, "logit_bias"),
     ],
 )
 @pytest.mark.parametrize("streams", [False, True])

@@ -12,6 +12,7 @@ microseconds for thousands of tokens.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +29,8 @@ Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
 
 _MOST_CHARACTERS, _MOST_TAIL = 40, 20
 """Of a breaker, and of the tokens that continue it: longer ones are cut, as in llama.cpp."""
+_MOST_KNOWN = 16
+"""Sets of breakers that are remembered."""
 _LOG_LARGEST_FLOAT = 88.7228391
 _MOST_PENALTY = 1e30
 """Of one token: far above any logit, yet finite, so that a token which a constraint forces can still be chosen."""
@@ -172,36 +175,38 @@ def breakers_of(tokenizer: Any, breakers: tuple[str, ...], encode: Callable[[str
     """
     known = _known_breakers.setdefault(tokenizer, {})
     if breakers not in known:
-        words = _words(tokenizer)
-        found: dict[int, dict[tuple[int, ...], None]] = {}
-        for breaker in dict.fromkeys(text[:_MOST_CHARACTERS] for text in breakers):
-            for token, tail in _overlaps(words, breaker, encode):
-                found.setdefault(token, {})[tail] = None
-        known[breakers] = {token: tuple(tails) for token, tails in found.items()}
+        if len(known) >= _MOST_KNOWN:
+            known.pop(next(iter(known)))
+        known[breakers] = _ways(_words(tokenizer), [text[:_MOST_CHARACTERS] for text in breakers], encode)
     return known[breakers]
 
 
-def _overlaps(
-    words: Sequence[str], breaker: str, encode: Callable[[str], list[int]]
-) -> list[tuple[int, tuple[int, ...]]]:
-    tails: dict[int, tuple[int, ...]] = {}
-
-    def tail(begin: int) -> tuple[int, ...]:
-        if begin not in tails:
-            tails[begin] = tuple(encode(breaker[begin:])[:_MOST_TAIL])
-        return tails[begin]
-
-    found: list[tuple[int, tuple[int, ...]]] = []
+def _ways(words: Sequence[str], breakers: Sequence[str], encode: Callable[[str], list[int]]) -> Breakers:
+    """The same by the text of every token, each of which is looked at once for all breakers."""
+    begun: dict[str, list[str]] = {}
+    for breaker in dict.fromkeys(breakers):
+        for size in range(1, len(breaker)):
+            begun.setdefault(breaker[:size], []).append(breaker)
+    longest = max(map(len, begun), default=0)
+    inside = re.compile("|".join(map(re.escape, breakers)) or "(?!)")
+    tails: dict[str, tuple[int, ...]] = {}
+    found: dict[int, dict[tuple[int, ...], None]] = {}
     for token, word in enumerate(words):
-        if breaker in word:
-            found.append((token, ()))
-            continue
-        found.extend((token, tail(size)) for size in range(1, len(breaker)) if word.endswith(breaker[:size]))
-    if not breaker.isascii():
-        # Its characters may be spread over tokens that are no text by themselves.
-        head, *rest = encode(breaker) or [-1]
-        found.append((head, tuple(rest[:_MOST_TAIL])))
-    return found
+        if has_one := inside.search(word):
+            found.setdefault(token, {})[()] = None
+        for size in range(1, min(longest, len(word)) + 1):
+            for breaker in begun.get(word[-size:], ()):
+                if has_one and breaker in word:
+                    continue
+                if (rest := breaker[size:]) not in tails:
+                    tails[rest] = tuple(encode(rest)[:_MOST_TAIL])
+                found.setdefault(token, {})[tails[rest]] = None
+    for breaker in breakers:
+        if not breaker.isascii():
+            # Its characters may be spread over tokens that are no text by themselves.
+            head, *rest_ids = encode(breaker) or [-1]
+            found.setdefault(head, {})[tuple(rest_ids[:_MOST_TAIL])] = None
+    return {token: tuple(ways) for token, ways in found.items()}
 
 
 def _words(tokenizer: Any) -> list[str]:

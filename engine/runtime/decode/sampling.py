@@ -58,12 +58,12 @@ def penalise_presence(logits: torch.Tensor, ids: torch.Tensor, sampling: Samplin
     return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
 
 
-def bias_logits(logits: torch.Tensor, bias: Sequence[tuple[int, float]]) -> torch.Tensor:
-    """Logits [B, V] with what `bias` adds to some tokens; ids beyond the vocabulary count for nothing."""
+def bias_vector(bias: Sequence[tuple[int, float]], logits: torch.Tensor) -> torch.Tensor:
+    """What `bias` adds to logits [B, V], as [V] float32; ids beyond the vocabulary count for nothing."""
     known = [(token, value) for token, value in bias if token < logits.shape[-1]]
     ids = torch.tensor([token for token, _ in known], dtype=torch.long, device=logits.device)
     added = torch.tensor([value for _, value in known], dtype=torch.float32, device=logits.device)
-    return logits.float().index_add(-1, ids, added.expand(logits.shape[0], -1))
+    return torch.zeros(logits.shape[-1], device=logits.device).index_add(0, ids, added)
 
 
 def chances_of(logits: torch.Tensor, token_id: int, top: int) -> Chances:

@@ -25,7 +25,7 @@ from engine.runtime.decode.dry import DryPenalty, breakers_of
 from engine.runtime.decode.generation import ChanceLog, TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sampling import (
-    bias_logits,
+    bias_vector,
     chances_of,
     greedy_token,
     make_chooser,
@@ -166,6 +166,7 @@ class AnswerSequence:
         self._dry = dry_penalty([] if constraint is not None else prefix, [], sampling, limits.end_ids, tokenizer)
         self._choose = make_chooser(sampling, device)
         self._sampling, self._chances = sampling, chances
+        self._bias: torch.Tensor | None = None
         self._penalises_presence = bool(sampling.presence_penalty or sampling.frequency_penalty)
         changes = bool(sampling.logit_bias) or self._penalises_presence
         is_plain = not changes and all(part is None for part in (self._seen, self._dry, constraint, chances))
@@ -191,7 +192,7 @@ class AnswerSequence:
             self._seen = _Seen(self._counted, self._limits.max_tokens, device)
             for token_id in self.ids:
                 self._seen.append(token_id)
-        self._choose = make_chooser(self._sampling, device)
+        self._choose, self._bias = make_chooser(self._sampling, device), None
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token [1, 1] int64 from logits [1, V].
@@ -216,7 +217,9 @@ class AnswerSequence:
     def _changed(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits after what makes tokens more or less likely, and what rules them out."""
         if self._sampling.logit_bias:
-            logits = bias_logits(logits, self._sampling.logit_bias)
+            if self._bias is None:  # once: there may be one for every token of the vocabulary
+                self._bias = bias_vector(self._sampling.logit_bias, logits)
+            logits = logits.float() + self._bias
         if self._penalises_presence:
             logits = penalise_presence(logits.float(), torch.tensor(self.ids, dtype=torch.long), self._sampling)
         if self._seen is not None:
