@@ -133,6 +133,15 @@ def test_what_a_family_does_not_need_changes_nothing(tiny: Path, tmp_path: Path)
     assert answers[0] == answers[1]
 
 
+def test_what_fails_at_the_first_forward_is_told_of_the_configuration(tmp_path: Path) -> None:
+    tiny_checkpoint("deepseek_v3", tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_group": -1, "topk_group": -1}))
+    with pytest.raises(EngineError, match=r"does not fit its weights \(.+\): get both") as refused:
+        _answer(tmp_path)
+    assert refused.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
 def _answer(folder: Path) -> str:
     engine = Engine()
     try:

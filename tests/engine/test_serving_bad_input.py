@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import httpx2
 import pytest
 
+from engine.batch_files.openai_requests import _CONSTRAINTS, _NOT_GIVEN, _NUMBERS
 from engine.cli import main
-from engine.serving.server import Address
-from tests.engine.test_serving import HELLO, TOOL, Running, serving
+from engine.serving.server import Address, make_app
+from engine.serving.service import Service
+from tests.engine.test_serving import HELLO, TOOL, Running, made_up_models, serving
+from tests.scripted_desk import ScriptedDesk
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
 PATHS = {
@@ -153,6 +157,54 @@ def test_bodies_that_cannot_be_read(running: Running, api: str) -> None:
     deep = json.dumps(GOOD[api])[:-1].encode() + b', "x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
     for body in (b"\xff\xfe", b'{"messages": "\xe4"}', b"{", b"[]", b"", b"NaN", deep):
         check_error(api, httpx2.post(running.url + PATHS[api], content=body, timeout=30), 400, "invalid_request_error")
+
+
+FORMS = {  # whose form errors have, the path, and a request
+    **{api: (api, path, GOOD[api]) for api, path in PATHS.items()},
+    "completions": ("openai", "/v1/completions", {"prompt": "One", "max_tokens": 2}),
+    "generate": ("ollama", "/api/generate", {"prompt": "One", "options": {"num_predict": 2}}),
+    "show": ("ollama", "/api/show", {"model": "mixtral"}),
+    "tokenize": ("openai", "/tokenize", {"content": "One"}),
+    "detokenize": ("openai", "/detokenize", {"tokens": [1, 2]}),
+    "apply-template": ("openai", "/apply-template", {"messages": HELLO}),
+    "count_tokens": ("anthropic", "/v1/messages/count_tokens", {"messages": HELLO}),
+    "input_tokens": ("openai", "/v1/responses/input_tokens", {"input": "Hello"}),
+}
+FIELDS = {name.partition(".")[0] for table in (_NUMBERS, _CONSTRAINTS, _NOT_GIVEN) for name in table} | {
+    *("model", "messages", "input", "prompt", "system", "instructions", "options", "content", "tokens", "raw", "name"),
+    *("stop", "stop_sequences", "dry_sequence_breakers", "logit_bias", "ignore_eos", "keep_alive", "stream_options"),
+    *("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "metadata", "user", "with_pieces"),
+    *("thinking", "think", "reasoning", "reasoning_effort", "output_config", "chat_template_kwargs", "add_special"),
+    *("add_generation_prompt", "continue_final_message", "service_tier", "store", "include"),
+}
+ODD = ["null", "true", "false", "[]", "{}", "[[]]", "[{}]", "[null]", '{"type": []}', '{"a": 1}', '[{"type": "text"}]']
+ODD += ["0", "-1", "5.0", "-1.5", "1e-400", "NaN", "1e999", "-1e308", str(2**63), str(-(10**400)), '"5"', '""']
+ODD += ['["x"]', '"\\ud800"', '{"name": 5}', '[{"type": "function", "function": null}]', '{"": null}', '"' + "x" * 5000 + '"']
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_odd_value_of_any_field_is_taken_or_refused_in_a_sentence(name: str) -> None:
+    """Every field of any interface at every other, with values in turn that clients and attackers may send."""
+    api, path, good = FORMS[name]
+    app = make_app(Service(ScriptedDesk(ends=True), made_up_models()), Address(port=0))
+
+    async def send_all() -> None:
+        transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for place, field in enumerate(sorted(FIELDS)):
+                for odd in ODD[(place + len(name)) % 4 :: 4]:
+                    body = json.dumps({**good, "stream": False, field: 0}).replace(f'"{field}": 0', f'"{field}": {odd}')
+                    answer = await client.post(path, content=body)
+                    if answer.status_code != 200:
+                        code = "model_not_found" if answer.status_code == 404 else None
+                        kind = "not_found_error" if code and api == "anthropic" else "invalid_request_error"
+                        assert answer.status_code in (400, 404), (body, answer.text)
+                        check_error(api, answer, answer.status_code, kind, code)
+                    elif "json" in answer.headers["content-type"]:
+                        assert "NaN" not in answer.text
+                        assert "Infinity" not in answer.text
+
+    asyncio.run(send_all())
 
 
 def test_a_wrong_key() -> None:

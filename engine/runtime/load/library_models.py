@@ -88,7 +88,7 @@ def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
     except Exception as error:  # the library raises whatever its validation or arithmetic stumbles over
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"The configuration of {directory} does not make sense for a {model_type} model ({_first_line(error)}).",
+            f"The configuration of {directory} does not make sense for a {model_type} model ({first_line(error)}).",
         ) from error
 
 
@@ -228,7 +228,7 @@ def quantizer_for(config: Any) -> Any | None:
     except Exception as error:  # the library raises whatever it stumbles over
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"The model's quantization_config makes no sense ({_first_line(error)}): get another version of the model.",
+            f"The model's quantization_config makes no sense ({first_line(error)}): get another version of the model.",
         ) from error
 
 
@@ -323,7 +323,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
     except Exception as error:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"The library cannot build this {config.model_type} model ({_first_line(error)}).",
+            f"The library cannot build this {config.model_type} model ({first_line(error)}).",
         ) from error
     for module in model.modules():
         inner = getattr(module, "config", None)
@@ -370,11 +370,12 @@ def finish_generation_config(model: Any, directory: Path) -> None:
     except (OSError, ValueError, TypeError) as error:
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"{file} cannot be read ({_first_line(error)}).",
+            f"{file} cannot be read ({first_line(error)}).",
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What a library said of an error, to be put in brackets."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")[:300]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,12 @@ import torch
 
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.device import Device
+from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.mps import left_note, left_to_cpu
 from engine.devices.opening import open_automatic, open_devices
@@ -42,7 +45,7 @@ from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.in_place import lies_in_place
 from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
-from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.library_models import first_line, quiet_library
 from engine.runtime.load.on_cards import speed_up_on_cards
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.timed_card import charge_model, time_resident
@@ -183,7 +186,7 @@ def _load_weights(
     speed_up_on_cards(model)
     if decision.devices or parts.disk_backed is not None:
         parts.wait_for_weights(cancelled)
-        with left_to_cpu() as left:
+        with left_to_cpu() as left, _first_forward(opened):
             kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
         note = " ".join(filter(None, (note, left_note(left))))
         if decision.devices:
@@ -194,7 +197,8 @@ def _load_weights(
     else:
         bind_dense(opened, decision, parts)  # while experts arrive
         parts.wait_for_weights(cancelled)
-        kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
+        with _first_forward(opened):
+            kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
     verify(model, decision.sites)
     tokens = parts.devices.experts.tokens
     charge_model(model, decision.devices, decision.sites, decision.dense_sizes, tokens)
@@ -209,6 +213,28 @@ def _load_weights(
         threads=threads,
         note=note,
     )
+
+
+@contextlib.contextmanager
+def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
+    """Inside, a model computes its first tokens: a configuration that does not fit the weights shows there at the latest.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`, unless memory or a device was at fault.
+    """
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:  # whatever a family's own code stumbles over
+        if is_out_of_memory(error) or is_fault_of_device(error):
+            raise
+        _log.error("the first forward failed", exc_info=True)
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The configuration of {opened.directory} does not fit its weights ({first_line(error)}): get both from the "
+            "same version of the model.",
+        ) from error
 
 
 def _hand_over(
