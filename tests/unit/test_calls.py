@@ -428,3 +428,15 @@ def test_values_without_quotes_follow_the_whole_schema(schema: object, text: str
         said = f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>"
         ((name, given),) = calls_of([*reader.feed(said), *reader.end()])
         assert (name, given) == ("f", {"x": value})
+
+
+def test_broken_calls_are_read_again_in_linear_time_and_hide_no_later_one() -> None:
+    broken = f'<tool_call>{{"name": "weather", "arguments": {{"city": "{"x" * 1200}" oops '
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+    assert [name for name, _ in calls_of(parts_of(broken * 30 + call, "qwen3_moe"))] == ["weather"]
+    nested = '<tool_call>{"name": "weather", "arguments": {"city": ["' * 3000
+    for family, text in (("qwen3_moe", nested), ("glm4_moe", "<tool_call>weather<arg_key>city</arg_key>" * 3000)):
+        reader = reply_reader(family, TOOLS, thinks=False, is_call=False)
+        reader.feed(text)
+        reader.end()
+        assert reader._again <= 10_000 + 6 * len(text)  # type: ignore[attr-defined]
