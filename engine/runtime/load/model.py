@@ -217,7 +217,7 @@ def _load_weights(
 
 @contextlib.contextmanager
 def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
-    """Inside, a model computes its first tokens: a configuration that does not fit the weights shows there at the latest.
+    """Inside, a model computes its first tokens, where it shows whether its configuration fits its weights.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`, unless memory or a device was at fault.
@@ -232,8 +232,8 @@ def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
         _log.error("the first forward failed", exc_info=True)
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
-            f"The configuration of {opened.directory} does not fit its weights ({first_line(error)}): get both from the "
-            "same version of the model.",
+            f"The configuration of {opened.directory} does not fit its weights ({first_line(error)}): get both from "
+            "the same version of the model.",
         ) from error
 
 
