@@ -97,7 +97,8 @@ class SamplingParams:
         top_p: keep the smallest set whose probability reaches p; 1 keeps all.
         min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
         repetition_penalty: divides (multiplies, if negative) logits of tokens already in the context; 1 is off.
-        seed: same seed, same prompt, same machine: same tokens.  `None` draws a fresh one.
+        seed: same seed, same prompt, same machine: same tokens (docs/command-line.md says where).  `None` draws a fresh
+            one.
         stop: strings that end the answer, excluded from it.
         max_tokens: most tokens to generate.
         beams: width of beam search; 1 is none.  Beam search ignores temperature and its filters.

@@ -84,6 +84,8 @@ class EncoderDecoderSession:
         on_progress: ProgressCallback,
         cancelled: CancelCheck,
         on_reused: ReusedCallback = ignore_reused,  # noqa: ARG002 - of the protocol
+        *,
+        repeats: bool = False,  # noqa: ARG002 - of the protocol
     ) -> Reading:
         """Encodes the prompt, in one go; logits [1, V] of the first token, and nothing reused."""
         self.clear()

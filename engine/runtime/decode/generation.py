@@ -112,8 +112,13 @@ class Session(Protocol):
         on_progress: ProgressCallback,
         cancelled: CancelCheck,
         on_reused: ReusedCallback = ignore_reused,
+        *,
+        repeats: bool = False,
     ) -> Reading:
         """Reads the prompt, with a pause after each part of it.
+
+        Args:
+            repeats: whether its logits have to be those of another time, bit by bit, whatever was read before.
 
         Returns:
             logits [1, V] after it, and how many of its tokens did not have to be read.

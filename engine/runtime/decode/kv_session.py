@@ -59,8 +59,10 @@ _MOST_SNAPSHOTS = 8
 class KvSession:
     """The KV cache of a decoder-only model, across requests.
 
-    Tokens are the same with and without reuse: what cannot be taken back exactly is computed again.  A forward that
-    fails or is interrupted leaves a cache that is never used again.
+    Tokens are the same with and without reuse, but for rounding: what cannot be taken back exactly is computed again.
+    How a token is rounded depends on which tokens are computed with it.  Where an answer has to be repeated bit by bit,
+    only those chunks are reused that would be computed alike without reuse.  A forward that fails or is interrupted
+    leaves a cache that is never used again.
 
     Args:
         guesses: whether its tokens are going to be guessed, if the model was loaded for that.
@@ -98,6 +100,8 @@ class KvSession:
         self._cache: Cache | None = None
         self._ids: list[int] = []
         self._prompt_tokens = 0
+        self._steady = 0
+        """Tokens at the beginning that were computed in whole chunks from the first token on."""
         self._snapshots: list[KvSnapshot] = []
         """Where it can go back to, if it cannot be cropped; the shortest first."""
         self._whole = False
@@ -162,7 +166,7 @@ class KvSession:
         if self._drafter is not None:
             self._drafter.clear()
         self._cache = None
-        self._ids = []
+        self._ids, self._steady = [], 0
         self._snapshots, self._before = [], None
         self._whole = False
         self._beam_room.release()
@@ -178,8 +182,13 @@ class KvSession:
         on_progress: ProgressCallback,
         cancelled: CancelCheck,
         on_reused: ReusedCallback = ignore_reused,
+        *,
+        repeats: bool = False,
     ) -> Reading:
         """Makes the cache hold `prompt`, at least its last token freshly computed; pauses after each chunk.
+
+        Args:
+            repeats: see `Session.read`; on a card, where experts are computed now here and now there, it cannot be.
 
         Returns:
             logits [1, V] after the prompt, and how many of its tokens were reused.
@@ -191,9 +200,10 @@ class KvSession:
         self._leave_graphs()
         restart_angles(self._model)
         begun_s = clock.now()
-        found = self._reuse(prompt)
+        found = self._reuse(prompt, repeats=repeats and self._devices is None)
         on_reused(found.ram, found.disk, clock.now() - begun_s)
         reused = found.tokens
+        self._steady = min(self._steady, reused)
         total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)
         if self._cache is None:
@@ -208,6 +218,8 @@ class KvSession:
                 ids = prompt[start:end]
                 with watched_layers(self._model, start, end, total, on_progress, cancelled):
                     logits = self._forward(torch.tensor([ids], device=self._device), ids)
+                if start == self._steady and end - start == self._chunk_tokens:
+                    self._steady = end
                 if RECORDER.on:
                     RECORDER.phase(PREFILL, end - start)
                 on_progress(end, total)
@@ -418,10 +430,13 @@ class KvSession:
         rows = cache_bytes(self._cache) - forgetful_bytes(self._cache)
         return nbytes * len(self._ids) <= rows * (after - before)
 
-    def _reuse(self, prompt: Sequence[int]) -> Reused:
-        """Cuts the cache down to what it shares with `prompt`, brings what is kept behind that, and counts both."""
-        shared, held = self._shared(prompt), len(self._ids)
-        found = self._find(prompt, shared)
+    def _reuse(self, prompt: Sequence[int], *, repeats: bool) -> Reused:
+        """Cuts the cache down to what it shares with `prompt`, brings what is kept behind that, and counts both.
+
+        How what is kept was computed is not known: it is of no use to what repeats.
+        """
+        shared, held = self._shared(prompt, repeats=repeats), len(self._ids)
+        found = self._find(prompt, shared) if not repeats else None
         if self._kept is not None:
             # Of a cache that is going to be replaced, nothing stays where it is.
             self._kept.withdraw(0 if found is not None and found.state is not None else shared)
@@ -460,14 +475,18 @@ class KvSession:
             found = self._kept.find_state(prompt, least, has_rows=self._form.has_rows, chat=self.chat) or found
         return found
 
-    def _shared(self, prompt: Sequence[int]) -> int:
-        """How much of a prompt the cache can go on from."""
+    def _shared(self, prompt: Sequence[int], *, repeats: bool) -> int:
+        """How much of a prompt the cache can go on from; whole chunks, all computed as at first, where it repeats."""
         shared = _common_prefix(self._ids, prompt) if self._whole else 0
         shared = min(shared, len(prompt) - 1)
+        step = self._chunk_tokens if repeats else 1
+        if repeats:
+            shared = min(shared, self._steady) // step * step
         held = len(self._ids)
         if shared and self._cache is not None and not can_take_back(self._cache, held - shared):
             self._snapshots = [each for each in self._snapshots if each.length <= shared]
-            shared = self._snapshots[-1].length if self._snapshots else 0
+            shared = next((each.length for each in reversed(self._snapshots) if each.length % step == 0), 0)
+            self._snapshots = [each for each in self._snapshots if each.length <= shared]
         keep = (
             shared > 0
             and (self._in_chunks or len(prompt) - shared == 1)

@@ -85,10 +85,13 @@ class Alone:
         self._speculates = loaded.speculates if speculates is None else speculates
         self._prices = StepPrices()
         self._preparation = Preparation(loaded)
-        encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
-        self._session: Session = (
-            EncoderDecoderSession(loaded) if encodes else KvSession(loaded, guesses=self._speculates, kept=kept)
-        )
+        self._kept = kept
+        self._session = self._new_session()
+
+    def _new_session(self) -> Session:
+        if getattr(self.loaded.model.config, "is_encoder_decoder", False):
+            return EncoderDecoderSession(self.loaded)
+        return KvSession(self.loaded, guesses=self._speculates, kept=self._kept)
 
     @property
     def kv_tokens(self) -> int:
@@ -109,8 +112,23 @@ class Alone:
         """Frees the KV cache; the next prompt is read from its beginning, or from what is kept of it."""
         self._session.clear()
 
+    @property
+    def session(self) -> Session:
+        """Of the next answer."""
+        return self._session
+
+    def make_room(self) -> None:
+        """Another answer may begin beside the one under way, which keeps its cache."""
+        self._session = self._new_session()
+
+    def adopt(self, answer: AloneAnswer) -> None:
+        """What an answer that has ended left is what the next one goes on from."""
+        if answer.session is not self._session:
+            self._session.clear()
+            self._session = answer.session
+
     def begin(self, asked: PreparedRow) -> AloneAnswer:
-        """The answer to a request, none of which is there yet; no other may be under way."""
+        """The answer to a request, none of which is there yet; no other may be under way, but for `make_room`."""
         return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked))
 
     def take_over(self, asked: PreparedRow, hand_over: Callable[[KvSession], PagedRow | None]) -> AloneAnswer | None:
@@ -134,6 +152,8 @@ class Alone:
     def _guessing(self, asked: PreparedRow) -> Callable[[Sequence[int]], Speculation] | None:
         session = self._session
         if not self._speculates or asked.request.sampling.beams > 1 or not isinstance(session, KvSession):
+            return None
+        if asked.request.repeats and session.drafters():  # guesses depend on the time they take, and change rounding
             return None
         return lambda prefix: Speculation(session, self._prices, prefix, asked.limits.max_tokens)
 
@@ -207,7 +227,9 @@ class AloneAnswer:
         if isinstance(session, KvSession):
             session.chat = request.chat
         if begun is None:
-            self._reading = session.read(asked.prompt, request.on_progress, request.cancelled, request.on_reused)
+            self._reading = session.read(
+                asked.prompt, request.on_progress, request.cancelled, request.on_reused, repeats=request.repeats
+            )
         else:
             self._reading = session.read([*asked.prompt, *begun.ids[:-1]], ignore_progress, request.cancelled)
         self._writing: Generator[None, None, Decoded] | None = None
@@ -315,6 +337,11 @@ class AloneAnswer:
                 assert logits is not None
                 answer = self._answer = asked.begin(prefix, logits.device)
         return decode(logits, steps, answer, request.on_text, request.cancelled)
+
+    @property
+    def session(self) -> Session:
+        """Where it is computed."""
+        return self._session
 
     @property
     def begun(self) -> AnswerSequence | None:

@@ -37,7 +37,7 @@ class BatchRequest:
         row: index in the input.
         messages: the conversation to continue; empty if `ids` are given.
         ids: the prompt as tokens.
-        sampling: parameters of this row; the same seed gives the same answer in any batch.
+        sampling: parameters of this row.
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
         chances: takes how likely each token was, if anybody asks.
@@ -66,6 +66,11 @@ class BatchRequest:
     on_text: TextCallback = ignore_text
     on_reused: ReusedCallback = ignore_reused
     cancelled: CancelCheck = never_cancelled
+
+    @property
+    def repeats(self) -> bool:
+        """Whether its answer is to be the same another time, bit by bit, whatever was read before and beside it."""
+        return self.sampling.seed is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ from engine.runtime.schedule.together import ContinuousBatch
 
 _log = logging.getLogger(__name__)
 
+_MOST_PARKED = 7
+"""Answers that are to be repeated take turns beside a first one."""
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
@@ -83,6 +85,8 @@ class Scheduler:
         self._is_lost = False
         self._waiting: deque[Asked] = deque()
         self._first: tuple[Asked, AloneAnswer] | None = None
+        self._parked: deque[tuple[Asked, AloneAnswer]] = deque()
+        """As the first one, each with a cache of its own: what repeats shares no sweep."""
         self._joined: deque[Asked] = deque()
         self._sharing: dict[int, Asked] = {}
         self._numbers = 0
@@ -109,12 +113,16 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """Whether requests wait or are being answered."""
-        return bool(self._waiting or self._first or self._sharing)
+        return bool(self._waiting or self._first or self._sharing or self._parked)
 
     @property
     def under_way(self) -> int:
         """Requests that wait or are being answered."""
-        return len(self._waiting) + len(self._sharing) + (self._first is not None)
+        return len(self._waiting) + len(self._sharing) + len(self._alone())
+
+    def _alone(self) -> list[tuple[Asked, AloneAnswer]]:
+        """Who is answered, each in a cache of its own."""
+        return [*([self._first] if self._first is not None else []), *self._parked]
 
     @property
     def note(self) -> str:
@@ -213,6 +221,7 @@ class Scheduler:
         self._waiting.clear()
         self._joined.clear()
         self._sharing.clear()
+        self._parked.clear()
         self._first = None
         together = self._together
         with suppress(EngineError):  # a failed device raises again on its next use
@@ -238,10 +247,8 @@ class Scheduler:
 
     def _awaited(self) -> bool:
         """Whether anybody waits for a first token."""
-        first = self._first
-        if first is not None and not first[0].tokens:
-            return True
-        return any(not asked.tokens for asked in (*self._waiting, *self._sharing.values()))
+        alone = (asked for asked, _answer in self._alone())
+        return any(not asked.tokens for asked in (*alone, *self._waiting, *self._sharing.values()))
 
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
@@ -274,15 +281,20 @@ class Scheduler:
         self._count_alone()
         self._bring_back()
         self._admit()
+        if self._first is None and self._parked:
+            self._first = self._parked.popleft()
         if self._sharing or self._waiting or not self._beside():
             self._loan.end()
-        if self._first is not None and self._sharing:
+        waits = any(self._is_read_alone(asked.request) for asked in self._waiting)
+        if self._first is not None and (self._sharing or waits):
             self._join()
         elif len(self._sharing) == 1 and self._first is None:
             self._part()
         if self._first is not None:
-            shares = bool(self._sharing)
+            shares = bool(self._sharing or self._parked)
             self._answer_first(lambda: shares or bool(self._waiting) or self._has_news() or until())
+        for each in list(self._parked):
+            self._answer_parked(*each)
         if self._sharing:
             self._count_alone()
             self._sweep()
@@ -312,7 +324,7 @@ class Scheduler:
     def return_to_card(self) -> None:
         """Before a request, or a job, while nothing is under way: loads the model on the card that it left, if that is
         of use again."""
-        if self._places is None or self._is_beside or self._first is not None or self._sharing:
+        if self._places is None or self._is_beside or self._alone() or self._sharing:
             return
         if self.background.has_jobs or any(asked.outgrown is not None for asked in self._waiting):
             return
@@ -343,12 +355,9 @@ class Scheduler:
     def _carried(self) -> list[Asked]:
         """Requests that are under way, each with its answer so far."""
         answers = {row.request.row: row.sequence for row in self._rows() if row.sequence.ids}
-        first = []
-        if self._first is not None:
-            first = [self._first[0]]
-            if (begun := self._first[1].begun) is not None:
-                answers[first[0].request.row] = begun
-        carried = [*first, *self._sharing.values(), *self._waiting]
+        answers |= {asked.request.row: each.begun for asked, each in self._alone() if each.begun is not None}
+        alone = [asked for asked, _answer in self._alone()]
+        carried = [*alone, *self._sharing.values(), *self._waiting]
         for asked in carried:
             asked.outgrown = answers.get(asked.request.row, asked.outgrown)
             asked.has_moved = asked.has_moved or asked.outgrown is not None
@@ -356,8 +365,8 @@ class Scheduler:
 
     def _fail(self, error: BaseException) -> None:
         """Nobody who asked gets an answer."""
-        first = [self._first[0]] if self._first is not None else []
-        asked = [*first, *self._sharing.values(), *self._waiting]
+        alone = [asked for asked, _answer in self._alone()]
+        asked = [*alone, *self._sharing.values(), *self._waiting]
         self.forget()
         for each in asked:
             each.end(error)
@@ -391,6 +400,8 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
+        if self._first is not None and self._is_read_alone(request):
+            self._park()
         if self._first is None and asked.outgrown is not None:
             self._first = asked, self.alone.go_on(asked.prepared, asked.outgrown)
         elif asked.outgrown is not None:
@@ -399,12 +410,27 @@ class Scheduler:
             with of_one():
                 asked.on_begin()
             self._first = asked, self.alone.begin(asked.prepared)
-        elif request.sampling.beams == 1 and self._can_share(asked.prepared):
+        elif request.sampling.beams == 1 and not self._is_read_alone(request) and self._can_share(asked.prepared):
             self._sharing[request.row] = asked
             self._joined.append(asked)
         else:
             return False
         return True
+
+    def _park(self) -> None:
+        """Lets another one begin, if the first is answered alone in any case."""
+        if self._first is None or len(self._parked) >= _MOST_PARKED:
+            return
+        if self._is_read_alone(self._first[0].request):
+            self._parked.append(self._first)
+            if self._first[1].session is self.alone.session:
+                self.alone.make_room()
+            self._first = None
+
+    def _is_read_alone(self, request: BatchRequest) -> bool:
+        """Whether a request shares no sweep, as its answer has to be the same another time; on a card, where that
+        cannot be, it does."""
+        return request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
 
     def _can_share(self, asked: PreparedRow) -> bool:
         return (together := self._shared()) is not None and together.has_room_for(asked)
@@ -459,7 +485,7 @@ class Scheduler:
             asked, answer = self._first
             row = None
             with suppress(SequenceError):  # it meets that in its own turn
-                row = self._loan.lend(answer, self._together)
+                row = self._loan.lend(answer, self._together) if not asked.request.repeats else None
             if row is not None:
                 asked.has_moved = True
                 rows.append(row)
@@ -477,12 +503,13 @@ class Scheduler:
             self._end_first(error)
 
     def _wrote(self) -> None:
-        self._times.wrote(1 / max(1, len(self._sharing) + (self._first is not None)))
+        self._times.wrote(1 / max(1, len(self._sharing) + len(self._alone())))
 
     def _count_alone(self) -> None:
         """The context of who is answered alone takes memory that pages would have."""
         if self._together is not None:
-            self._together.pool.elsewhere = pages_for(self.alone.kv_tokens)
+            sessions = {self.alone.session, *(answer.session for _asked, answer in self._alone())}
+            self._together.pool.elsewhere = pages_for(sum(session.tokens for session in sessions))
 
     def _forget_what_is_over(self) -> bool:
         """Gives up what is only held in case that somebody goes on with it; whether there was anything."""
@@ -494,13 +521,13 @@ class Scheduler:
 
     def _join(self) -> None:
         """Lets the first one share the sweeps of the others, which are not read again for it then."""
-        if self._first is None or self._together is None or self.loaded.device.type != "cpu":
+        if self._first is None or self.loaded.device.type != "cpu" or (together := self._shared()) is None:
             return
         asked, answer = self._first
-        if asked.outgrown is not None:
+        if asked.outgrown is not None or self._is_read_alone(asked.request):
             return
-        self._together.pool.elsewhere = 0  # what is moved is not there twice
-        if answer.leave(self._together.take_over):
+        together.pool.elsewhere = 0  # what is moved is not there twice
+        if answer.leave(together.take_over):
             self._first, self._sharing[asked.request.row] = None, asked
             if not asked.reused.tokens:
                 asked.reused = answer.reused
@@ -529,7 +556,8 @@ class Scheduler:
 
     def _end_first(self, result: Outcome) -> None:
         assert self._first is not None
-        (asked, _), self._first = self._first, None
+        (asked, answer), self._first = self._first, None
+        self.alone.adopt(answer)
         if isinstance(result, BaseException):
             self._forget()
         elif asked.has_moved:
@@ -537,6 +565,19 @@ class Scheduler:
         self._loan.end()
         self.alone.keep()
         asked.end(result)
+
+    def _answer_parked(self, asked: Asked, answer: AloneAnswer) -> None:
+        """A token of it, or a part of its prompt."""
+        try:
+            result: Outcome | None = answer.turn(lambda: True)
+        except Exception as error:
+            if self._has_lost_card(error):
+                raise
+            result = error
+        if result is not None:
+            self._parked.remove((asked, answer))
+            answer.session.clear()
+            asked.end(result)
 
     def _sweep(self) -> None:
         assert self._together is not None
