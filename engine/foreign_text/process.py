@@ -28,7 +28,7 @@ from engine.foreign_text.child import MEMORY_BYTES, TOKENIZER_NAME
 from engine.foreign_text.provenance import Spans
 from engine.foreign_text.templates import TemplateRefusedError
 
-_LOOK_S = 0.02
+_LOOK_S, _SENT_WITHIN_S = 0.02, 0.1
 _MOST_TRIES = 3
 """Attempts after which a template that was stopped is not retried: thousands of rows would wait for each."""
 
@@ -91,6 +91,8 @@ class ForeignText:
         self._numbers = itertools.count()
         self._stopped: Counter[str] = Counter()
         self._early: tuple[tuple[object, ...], Future[None]] | None = None
+        self._sent = threading.Event()
+        """Set when a request has been sent."""
         self._closed = threading.Event()
         """Set when closed, and then replaced: an early check that was begun before must not start another process."""
 
@@ -115,7 +117,9 @@ class ForeignText:
         if asked is not None and (self._early is None or self._early[0] != asked):
             self._early = (asked, checked)
             arguments = (folder, checked, self._closed.is_set)
+            self._sent.clear()
             threading.Thread(target=self._check_early, args=arguments, name="early-check", daemon=True).start()
+            self._sent.wait(_SENT_WITHIN_S)  # or whoever asked might hold the interpreter before this thread runs
 
     def check(self, folder: Path, cancelled: Callable[[], bool]) -> None:
         """Loads a model's tokenizer.json and tries it.
@@ -303,7 +307,7 @@ class ForeignText:
         most_bytes = self.limits.template_bytes + 16 * len(line)
         limits = json.dumps({"seconds": seconds, "bytes": len(body), "most_bytes": most_bytes})
         head = f"{line[:-1]}, {limits[1:]}\n".encode("ascii")
-        self._exchange = _Exchange(self._process, head + body, seconds)
+        self._exchange = _Exchange(self._process, head + body, seconds, self._sent)
         return self._exchange
 
     def _wait(self, exchange: _Exchange, cancelled: Callable[[], bool]) -> None:
@@ -343,9 +347,10 @@ class ForeignText:
 class _Exchange:
     """A pending request and its answer, on a thread: pipes have no read timeout on every system."""
 
-    def __init__(self, process: subprocess.Popen[bytes], request: bytes, seconds: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], request: bytes, seconds: float, sent: threading.Event) -> None:
         self.process, self.seconds = process, seconds
         self.begun_s = time.monotonic()
+        self._sent = sent
         self.done = threading.Event()
         self.answer: dict[str, Any] | None = None
         """None until it arrives; stays None if the process has ended."""
@@ -359,6 +364,7 @@ class _Exchange:
         try:
             self.process.stdin.write(self._request)
             self.process.stdin.flush()
+            self._sent.set()
             self.answer = json.loads(self.process.stdout.readline())
         except (OSError, ValueError):  # the process has ended, perhaps midway through an answer
             pass
