@@ -202,7 +202,7 @@ class DelimitedRows(FileRows):
         self._separator = separator or (hint[1] if hint else self._guessed())
         try:
             with self._records() as (records, _share):
-                names = next(records, [])
+                names: list[str] = next(records, [])
         except csv.Error as error:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"{path} has a header row that is not valid csv ({error})."

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QSize, Signal
-from PySide6.QtWidgets import QPlainTextEdit, QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QPushButton, QSizePolicy, QWidget
 
 from app.views.batch.template_edit import TemplateEdit
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.flow_layout import Flow
+from app.widgets.text_box import TextBox
 from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError
 
 
-class ShortEdit(QPlainTextEdit):
+class ShortEdit(TextBox):
     """A few lines; longer text scrolls."""
 
     def __init__(self, lines: int, parent: QWidget | None = None) -> None:

@@ -6,9 +6,10 @@ import re
 
 from PySide6.QtCore import QEvent, QSignalBlocker, QSize
 from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
-from PySide6.QtWidgets import QPlainTextEdit, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.theme import themed
+from app.widgets.text_box import TextBox
 
 _PLACE = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 LINES = 4
@@ -26,7 +27,7 @@ class _Places(QSyntaxHighlighter):
             self.setFormat(match.start(), match.end() - match.start(), look)
 
 
-class TemplateEdit(QPlainTextEdit):
+class TemplateEdit(TextBox):
     """`{{column}}` is coloured; an unknown column is also underlined."""
 
     def __init__(self, parent: QWidget | None = None) -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QMimeData, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QFocusEvent, QKeyEvent, QKeySequence, QResizeEvent
-from PySide6.QtWidgets import QPlainTextEdit, QSizePolicy, QWidget
+from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.services.pictures import sources_in
-from app.widgets.dropped_model import dropped_model
+from app.widgets.text_box import TextBox
 
 MOST_LINES = 10
 LARGEST_SHARE = 0.25
 """Of the window's height: the chat and what is said about it stay in view."""
 
 
-class GrowingEdit(QPlainTextEdit):
-    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus), `given` (files and pictures
-    that were pasted or dropped, if it `takes_files`: their addresses are never a text)."""
+class GrowingEdit(TextBox):
+    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus)."""
 
     entered = Signal()
     focused = Signal(bool)
-    given = Signal(list)
-    takes_files = False
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -33,19 +29,6 @@ class GrowingEdit(QPlainTextEdit):
         self.document().setDocumentMargin(0)
         self.document().documentLayout().documentSizeChanged.connect(self.fit)
         self.fit()
-
-    def canInsertFromMimeData(self, source: QMimeData) -> bool:
-        # A model dropped here is meant for the window.
-        if sources_in(source):
-            return self.takes_files and dropped_model(source) is None
-        return super().canInsertFromMimeData(source)
-
-    def insertFromMimeData(self, source: QMimeData) -> None:
-        sources = sources_in(source)
-        if not sources:
-            super().insertFromMimeData(source)
-        elif self.takes_files:
-            self.given.emit(sources)
 
     def event(self, event: QEvent) -> bool:
         # With nothing to undo here, Ctrl+Z goes to the page, which restores a deleted chat.

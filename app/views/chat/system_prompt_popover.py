@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QLabel, QPlainTextEdit, QWidget
+from PySide6.QtWidgets import QLabel, QWidget
 
 from app.widgets.popover import Popover
+from app.widgets.text_box import TextBox
 
 
 class SystemPromptPopover(Popover):
@@ -18,7 +19,7 @@ class SystemPromptPopover(Popover):
         hint = QLabel(self.tr("Instructions the model reads first, such as who it is and how to answer."), self)
         hint.setProperty("role", "secondary")
         hint.setWordWrap(True)
-        self.text = QPlainTextEdit(self)
+        self.text = TextBox(self)
         self.text.setPlaceholderText(self.tr("You are a helpful assistant that answers in one sentence."))
         self.text.setAccessibleName(self.tr("System prompt"))
         self.text.setTabChangesFocus(True)

@@ -6,7 +6,7 @@ that has at least one complete line: everything above the cut is final, the rest
 
 Two limits make hostile text harmless.  At most `WINDOW` characters are parsed at a time: a longer block is cut at a
 position that depends only on the text, so that streaming cannot change the result.  Text with an absurd number of
-brackets, or nested deeper than `MAX_NESTING`, is shown verbatim.
+marks, nested deeper than `MAX_NESTING`, or in a table with more than `MAX_COLUMNS`, is shown verbatim.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ from app.widgets.markdown_view.token_reader import TokenReader
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
+    from markdown_it.rules_block import StateBlock
     from markdown_it.token import Token
 
 WINDOW = 20_000
 MAX_NESTING = 40
-MAX_BRACKETS = 1_000
+MAX_MARKS = 1_000
+"""Of a paragraph: each may begin a span of its own, and to lay out thousands of these stops the window."""
+MAX_COLUMNS = 100
+
+_MARKS = re.compile(r"[\[\]*_~`<&\\$]")
 
 # Lone surrogates, control characters, and what QTextDocument uses for its own structure.
 _UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x0c\x0e-\x1f\x7f\x80-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffc\ufffe\uffff]")
@@ -176,7 +181,7 @@ class StreamParser:
         env = _env(references)
 
         def parse_inline(content: str) -> Sequence[Token] | None:
-            if content.count("[") + content.count("]") > MAX_BRACKETS:
+            if len(content) > MAX_MARKS and len(_MARKS.findall(content)) > MAX_MARKS:
                 return None
             children: list[Token] = []
             self._markdown.inline.parse(content, self._markdown, env, children)
@@ -209,8 +214,17 @@ def _markdown() -> MarkdownIt:
 
     markdown = MarkdownIt("commonmark", {"html": False, "maxNesting": MAX_NESTING})
     markdown.enable(["table", "strikethrough"])
+    markdown.block.ruler.at("table", _narrow_table, {"alt": ["paragraph", "reference"]})
     leave_maths_alone(markdown)
     return markdown
+
+
+def _narrow_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """Takes no line of thousands of cells for a table: to read and to lay out one would take seconds."""
+    from markdown_it.rules_block import table
+
+    header = state.src[state.bMarks[start] : state.eMarks[start]]
+    return header.count("|") <= MAX_COLUMNS + 1 and table(state, start, end, silent)
 
 
 def _env(references: dict[str, Any]) -> MutableMapping[str, Any]:

@@ -19,11 +19,10 @@ from PySide6.QtGui import (
 from PySide6.QtWidgets import QWidget
 
 from app.widgets.markdown_view.document_pane import DocumentPane
-from app.widgets.markdown_view.segments import Alignment, Segment, TableBlock, TextSpan
+from app.widgets.markdown_view.segments import Alignment, Segment, TableBlock
 from app.widgets.markdown_view.style import Style
 from app.widgets.markdown_view.text_writer import base_format, insert_spans
 
-MOST_COLUMNS = 50
 _ALIGNMENTS: dict[Alignment, Qt.AlignmentFlag] = {
     "left": Qt.AlignmentFlag.AlignLeft,
     "center": Qt.AlignmentFlag.AlignHCenter,
@@ -50,10 +49,7 @@ class TablePane(DocumentPane):
         document.setDefaultFont(style.font)
         cursor = QTextCursor(document)
         cursor.beginEditBlock()
-        shown, left_out = _shown(segment)
-        if left_out:
-            words = self.tr("… and {0} more columns: copy the answer to have them").format(left_out)
-            shown[0].append((TextSpan(words, italic=True),))
+        shown = segment.rows
         table = cursor.insertTable(len(shown), len(shown[0]), _table_format())
         self._table = table
         for row, cells in enumerate(shown):
@@ -98,12 +94,6 @@ class TablePane(DocumentPane):
 
     def browser(self) -> DocumentPane:
         return self
-
-
-def _shown(segment: TableBlock) -> tuple[list[list[tuple[TextSpan, ...]]], int]:
-    """The cells that are laid out, by row, and how many columns are left out: thousands would take seconds."""
-    columns = len(segment.alignments)
-    return [list(cells[: min(columns, MOST_COLUMNS)]) for cells in segment.rows], max(0, columns - MOST_COLUMNS)
 
 
 def _table_format() -> QTextTableFormat:

@@ -16,6 +16,7 @@ from app.widgets.markdown_view.style import Style
 from app.widgets.markdown_view.text_writer import append_block, list_depth
 
 MAX_CHARACTERS = 16_000  # per run, so that its layout stays fast
+_BLOCK = 100  # characters that take as long to lay out as what a block takes by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class TextPane(DocumentPane):
         return (
             isinstance(segment, TextBlock)
             and quote_part(segment.containers) == self.containers
-            and self.document().characterCount() < MAX_CHARACTERS
+            and self.document().characterCount() + _BLOCK * self._blocks < MAX_CHARACTERS
         )
 
     def add(self, segment: Segment, gap: int) -> None:

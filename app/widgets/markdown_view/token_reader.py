@@ -26,6 +26,8 @@ InlineParser = Callable[[str], "Sequence[Token] | None"]
 """Inline Markdown to its tokens, or None if the text is to be shown verbatim."""
 
 _ALLOWED_LINK = re.compile(r"(?:https?://|mailto:)", re.IGNORECASE)
+_MOST_CELLS = 500
+"""Of one table, so that its layout stays fast: the rest follows in another with the same header."""
 _TASK = re.compile(r"\[([ xX])\](?:[ \t]+|$)")
 
 
@@ -172,8 +174,11 @@ class TokenReader:
 
     def _on_table_close(self, _token: Token) -> None:
         self._in_table = False
-        rows = tuple(tuple(row) for row in self._rows)
-        self._segments.append(TableBlock(tuple(self._alignments), rows, self._containers))
+        header, *rows = (tuple(row) for row in self._rows)
+        at_once = max(1, _MOST_CELLS // len(header))
+        for begin in range(0, max(1, len(rows)), at_once):
+            part = (header, *rows[begin : begin + at_once])
+            self._segments.append(TableBlock(tuple(self._alignments), part, self._containers))
         self._gap = Gap.PARAGRAPH
 
     # Inline text

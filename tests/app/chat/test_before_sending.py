@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from PySide6.QtCore import QMimeData, QUrl
 from PySide6.QtGui import QGuiApplication, QTextCursor
 from pytestqt.qtbot import QtBot
 
+from app.views.batch.template_edit import TemplateEdit
 from app.views.chat.chat_view import ChatView
+from app.widgets.text_box import TextBox
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
 
@@ -62,6 +65,23 @@ def test_an_edited_message_takes_no_files_either(page: ChatView, engine: Scripte
     assert not editor.canInsertFromMimeData(_files(tmp_path / "notes.pdf"))
     editor.insertFromMimeData(_files(tmp_path / "notes.pdf"))
     assert editor.toPlainText() == "Hello"
+
+
+@pytest.mark.parametrize("kind", [TextBox, TemplateEdit])
+def test_a_file_is_no_text_in_other_boxes(qtbot: QtBot, tmp_path: Path, kind: type[TextBox]) -> None:
+    box = kind()
+    qtbot.addWidget(box)
+    given = _files(tmp_path / "notes.pdf", text=(tmp_path / "notes.pdf").as_uri())
+    assert not box.canInsertFromMimeData(given)
+    box.insertFromMimeData(given)
+    assert box.toPlainText() == ""
+
+
+def test_no_box_for_text_takes_files_as_text() -> None:
+    app = Path(__file__).resolve().parents[3] / "app"
+    makes = re.compile(r"\(QPlainTextEdit\)|QPlainTextEdit\(self")
+    texts = {path.name: path.read_text("utf-8") for path in app.rglob("*.py")}
+    assert [name for name, text in texts.items() if makes.search(text) and "setReadOnly" not in text] == ["text_box.py"]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes in folders here")

@@ -10,7 +10,8 @@ from app.theme import LIGHT, ThemeController
 from app.widgets.markdown_view import MarkdownView
 from app.widgets.markdown_view.code_card import CodeCard
 from app.widgets.markdown_view.document_pane import DocumentPane
-from app.widgets.markdown_view.table_pane import MOST_COLUMNS, TablePane
+from app.widgets.markdown_view.stream_parser import MAX_COLUMNS
+from app.widgets.markdown_view.table_pane import TablePane
 from app.widgets.markdown_view.text_pane import TextPane
 from tests.app.markdown.markdown_looks import ViewMaker, look
 from tests.unit.markdown_texts import EVERYTHING
@@ -99,16 +100,27 @@ def test_themes_and_fonts_change_everything_at_once(make_view: ViewMaker, theme:
     assert [kind for kind, _, _ in look(view)] == [kind for kind, _, _ in light]
 
 
-def test_a_table_of_thousands_of_columns_is_laid_out_in_part_and_copied_whole(make_view: ViewMaker) -> None:
-    names = [f"c{number}" for number in range(MOST_COLUMNS + 200)]
-    text = f"|{'|'.join(names)}|\n|{'---|' * len(names)}\n|{'|'.join(names)}|\n"
+def test_a_table_of_thousands_of_columns_is_shown_as_it_was_written(make_view: ViewMaker) -> None:
+    line = f"|{'|'.join(f'c{number}' for number in range(MAX_COLUMNS + 1))}|"
+    text = f"{line}\n|{'---|' * (MAX_COLUMNS + 1)}\n{line}\n"
     view = make_view(text)
-    (pane,) = view.findChildren(TablePane)
-    assert pane._table is not None
-    assert (pane._table.rows(), pane._table.columns()) == (2, MOST_COLUMNS + 1)
-    assert "… and 200 more columns" in pane.toPlainText()
-    assert view.markdown() == text
-    assert names[-1] in view.plain_text()
+    assert not view.findChildren(TablePane)
+    assert view.plain_text().strip() == text.strip()
+
+
+def test_long_tables_and_lists_and_dense_marks_are_laid_out_in_parts(make_view: ViewMaker) -> None:
+    table = "|a|b|\n|---|---|\n" + "".join(f"|{number}|x|\n" for number in range(600))
+    items = "".join(f"- {number}\n" for number in range(400))
+    marks = "**a** " * 600
+    view = make_view(f"{table}\n{items}\n\n{marks}\n")
+    tables, texts = view.findChildren(TablePane), view.findChildren(TextPane)
+    rows = [pane._table.rows() for pane in tables if pane._table is not None]
+    assert len(rows) > 1
+    assert max(rows) < 300
+    assert sum(rows) == 600 + len(rows)  # each has the header
+    assert max(pane.document().blockCount() for pane in texts) < 200
+    assert sum(pane.document().blockCount() for pane in texts) == 401
+    assert marks.strip() in texts[-1].toPlainText()
 
 
 def test_a_letter_with_thousands_of_marks_is_shown_with_few_and_copied_whole(make_view: ViewMaker) -> None:
