@@ -232,10 +232,10 @@ def _cut(text: str) -> str:
 
 
 def _harmless_answer(answer: Answer) -> Answer:
-    return replace(answer, text=_harmless(answer.text), reasoning=_harmless(answer.reasoning))
+    return replace(answer, text=harmless(answer.text), reasoning=harmless(answer.reasoning))
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     """A model's text for a csv: no control characters, and in front of what would be a formula the sign for text."""
     is_formula = _FORMULA.match(text) and not _NUMBER.fullmatch(text.strip())
     text = plain(text.replace("\r\n", "\n"))

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from engine.batch_files.job_list import KnownJob, known_jobs, read_answers
+from engine.batch_files.result_file import harmless
 from tests.engine.tiny_families import tiny_checkpoint
 
 _PATIENCE_S = 900.0
@@ -155,7 +156,7 @@ class JobUnderFire:
         assert set(ids) <= may_be_there
         assert all(all(row[name] is not None for name in _COUNTED) for row in rows), "a row was cut"
         assert all(row["finish_reason"] in ("stop", "length") for row in rows)
-        assert all(row["answer"] == self._known[int(row["id"])] for row in rows)
+        assert all(row["answer"] == harmless(self._known[int(row["id"])]) for row in rows)
 
 
 def answers_of(job: KnownJob | None, rows: int) -> dict[int, str]:

@@ -103,7 +103,8 @@ def test_a_busy_machine_gets_fewer_threads_while_they_are_faster(tmp_path: Path)
 
 
 def test_the_library_is_small() -> None:
-    assert build.build().stat().st_size < 2 * 2**20
+    """Sixteen types of blocks, three sets of instructions and one to eight vectors took the third MiB."""
+    assert build.build().stat().st_size < 3 * 2**20
 
 
 def test_without_a_compiler_the_bench_says_so(
