@@ -59,6 +59,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "minimax": ("minimax",),
     "minimax_m2": ("minimax_m2",),
     "minimax_m3_vl": ("minimax_m3_vl",),
+    "ministral": ("ministral",),
     "mistral": ("mistral",),
     "mistral4": ("mistral4",),
     "mixtral": ("mixtral",),

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family
+from engine.families.family import Family, FastPath, Router
 
-FAMILY = Family(packs_rows=True)
+FAMILY = Family(
+    packs_rows=True,
+    fast_path=FastPath(
+        model="Dots1ForCausalLM",
+        layer="Dots1DecoderLayer",
+        attention="Dots1Attention",
+        block="Dots1MoE",
+        router=Router(
+            scoring="sigmoid",
+            correction="e_score_correction_bias",
+            groups=("num_group", "topk_group"),
+            bf16_logits=False,
+            normalise="norm_topk_prob",
+            scale="routed_scaling_factor",
+        ),
+    ),
+)

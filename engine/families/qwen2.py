@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family
+from engine.families.family import Family, FastPath
 from engine.families.gguf import DENSE, Gguf
 from engine.families.replies import QWEN2
 
 FAMILY = Family(
     replies=QWEN2,
+    packs_rows=True,
+    fast_path=FastPath(
+        model="Qwen2ForCausalLM",
+        layer="Qwen2DecoderLayer",
+        attention="Qwen2Attention",
+    ),
     gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE),
     mlx_experts={},
 )

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.telemetry.lanes import ATTENTION, CPU_EXPERTS, EXPERTS
+from engine.telemetry.lanes import CPU_EXPERTS, EXPERTS
 from engine.telemetry.records import SPAN, Records
 
 STAMP = np.dtype([("which", "<u8"), ("begun_ns", "<i8"), ("ended_ns", "<i8"), ("count", "<i8")])
@@ -69,24 +69,24 @@ class LoggedLayers:
 
 
 class _Named(NamedTuple):
-    """What addresses in order stand for: the number of a layer, and whether it is its experts."""
+    """What addresses in order stand for: the number of a layer, and what its spans are called."""
 
     addresses: NDArray[np.uint64]
     layers: Ids
-    experts: NDArray[np.bool_]
+    names: Ids
 
     @classmethod
-    def of(cls, layers: dict[int, tuple[int, bool]]) -> _Named:
-        rows = sorted((which, layer, experts) for which, (layer, experts) in layers.items())
-        rows.append((2**64 - 1, -1, False))  # so that there is a place after the last one
-        addresses, numbers, experts = zip(*rows, strict=True)
-        return cls(np.array(addresses, np.uint64), np.array(numbers, np.int64), np.array(experts, np.bool_))
+    def of(cls, layers: dict[int, tuple[int, int]]) -> _Named:
+        rows = sorted((which, layer, name) for which, (layer, name) in layers.items())
+        rows.append((2**64 - 1, -1, -1))  # so that there is a place after the last one
+        addresses, numbers, names = zip(*rows, strict=True)
+        return cls(np.array(addresses, np.uint64), np.array(numbers, np.int64), np.array(names, np.int64))
 
-    def of_stamps(self, which: NDArray[np.uint64]) -> tuple[Ids, NDArray[np.bool_], NDArray[np.bool_]]:
-        """(layer, whether these are experts, whether it is known at all), each [n]."""
+    def of_stamps(self, which: NDArray[np.uint64]) -> tuple[Ids, Ids]:
+        """(layer, name), each [n], -1 where it is not known."""
         place = np.searchsorted(self.addresses, which)
         known = (self.addresses[place] == which) & (self.layers[place] >= 0)
-        return np.where(known, self.layers[place], -1), self.experts[place] & known, known
+        return np.where(known, self.layers[place], -1), np.where(known, self.names[place], -1)
 
 
 class LayerLog:
@@ -94,7 +94,7 @@ class LayerLog:
 
     def __init__(self) -> None:
         self._source: StampSource | None = None
-        self._layers: dict[int, tuple[int, bool]] = {}
+        self._layers: dict[int, tuple[int, int]] = {}
         self._named: _Named | None = None
         self._ends: deque[tuple[int, int, int, int]] = deque()  # no more than there are stamps
         self._marked = self._chosen = self._dropped = 0
@@ -108,10 +108,10 @@ class LayerLog:
             source.switch(self._on)
         self.reset()
 
-    def name(self, which: int, layer: int, has_experts: bool) -> None:
-        """What is stamped with the address `which`: a layer's experts, or its attention."""
+    def name(self, which: int, layer: int, name: int) -> None:
+        """What is stamped with the address `which`: a layer's `EXPERTS`, or something else of it that is called `name`."""
         with self._taking:
-            self._layers[which] = layer, has_experts
+            self._layers[which] = layer, name
             self._named = None
 
     def switch(self, on: bool) -> None:
@@ -169,14 +169,15 @@ class LayerLog:
             named = self._named
         which_step = np.searchsorted(until, np.arange(begin, begin + len(stamps)), side="right")
         request, step, lane = (column[which_step] for column in of_step)
-        layer, is_experts, is_known = named.of_stamps(stamps["which"])
+        layer, name = named.of_stamps(stamps["which"])
+        is_experts = name == EXPERTS
         spans = np.zeros(len(stamps), SPAN)
         spans["start_ns"], spans["end_ns"] = stamps["begun_ns"], stamps["ended_ns"]
         spans["layer"], spans["request"], spans["step"], spans["expert"] = layer, request, step, -1
         spans["lane"] = np.where(is_experts, CPU_EXPERTS, lane)
-        spans["name"] = np.where(is_experts, EXPERTS, ATTENTION)
+        spans["name"] = name
         spans["count"] = np.where(is_experts, stamps["count"], 1)
         counts = stamps["count"]
         uses = chosen[np.repeat(is_experts, counts)].astype(np.int64)
-        timed = spans[is_known & (spans["lane"] >= 0)]
+        timed = spans[(layer >= 0) & (spans["lane"] >= 0)]
         return LoggedLayers(timed, step[is_experts], layer[is_experts], uses, counts[is_experts])

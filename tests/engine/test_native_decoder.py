@@ -11,6 +11,7 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
+from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.layers import new_cache
@@ -25,6 +26,7 @@ _TOLERANCE = 0.006
 """Of logits of about 0.3 after bf16 layers: five of its steps."""
 
 FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
+FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open"]
 
 
 _LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
@@ -119,3 +121,58 @@ def test_beams_and_prompts_go_the_librarys_way_and_agree(tmp_path: Path, monkeyp
         finally:
             loaded.close()
     assert answers[0] == answers[1]
+
+
+WHOLE: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("mistral", {"sliding_window": None}),
+    ("ministral", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("dots1", {}),  # its first layer is dense, the second is not
+    ("qwen3_moe", {"mlp_only_layers": [0]}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), WHOLE)
+def test_dense_layers_are_in_the_call_of_a_whole_model(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_checkpoint(family, tmp_path, **{**_LARGER, **options})
+    torch.manual_seed(8)
+    ids = torch.randint(3, 300, (1, 20))
+    native = _load(path)
+    try:
+        step_model = StepModel(native.model, 64)
+        assert step_model._single is not None
+        whole = step_model._single._whole
+        assert whole is not None
+        calls = 0
+
+        def counted(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return step(*arguments)
+
+        step = whole.step
+        monkeypatch.setattr(whole, "step", counted)
+        with torch.inference_mode():
+            one, several = new_cache(native.model), new_cache(native.model)
+            for cache in (one, several):
+                step_model(ids[:, :12], cache, 0)
+            singles = torch.cat([step_model(ids[:, at : at + 1], one, at)[0] for at in range(12, 20)])
+            assert step_model.takes(8, several)
+            assert torch.equal(step_model.several(ids[:, 12:], several, 12), singles)
+        assert calls == 9
+    finally:
+        native.close()
+    monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
+    library = _load(path)
+    try:
+        with torch.inference_mode():
+            wanted = library.model(input_ids=ids).logits[0, 12:]
+        far = (singles.float() - wanted.float()).norm(dim=-1) / wanted.float().norm(dim=-1)
+        assert float(far.median()) < 0.02
+    finally:
+        library.close()

@@ -84,6 +84,8 @@ _INDEXED_AND_SLIDING = {
 
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mistral": {},
     "qwen2": {},
     "qwen3": {},
     "doge": {"is_moe": True, "num_experts": 16, "sliding_window": None},

@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.common.errors import EngineError
-from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, DECODE, EXPERTS, GPU, H2D, PHASE, PREFILL, layer_number
+from engine.telemetry.lanes import (
+    ATTENTION,
+    CPU_ATTENTION,
+    CPU_EXPERTS,
+    DECODE,
+    DENSE,
+    EXPERTS,
+    GPU,
+    H2D,
+    PHASE,
+    PREFILL,
+    layer_number,
+)
 from engine.telemetry.layer_log import STAMP, LayerLog, Stamped
 from engine.telemetry.recorder import Recorder, Ring
 from engine.telemetry.records import COUNTERS, SPAN, STEP, pack, unpack
@@ -118,8 +130,8 @@ def test_a_single_token_layer_is_two_spans_and_its_choice() -> None:
     recorder, stamps = Recorder(), _Stamps()
     recorder.layers.follow(stamps)
     for layer in (3, 4):
-        recorder.layers.name(layer, layer, has_experts=False)
-        recorder.layers.name(10 * layer, layer, has_experts=True)
+        recorder.layers.name(layer, layer, ATTENTION)
+        recorder.layers.name(10 * layer, layer, EXPERTS)
     recorder.uses = deque()
     stamps.stamp(3, 1, 2)  # before the recording
     recorder.start()
@@ -148,7 +160,7 @@ def test_a_single_token_layer_is_two_spans_and_its_choice() -> None:
 def test_layers_that_nobody_takes_in_time_are_counted() -> None:
     log, stamps = LayerLog(), _Stamps(capacity=4)
     log.follow(stamps)
-    log.name(1, 0, has_experts=True)
+    log.name(1, 0, EXPERTS)
     for step in range(10):
         stamps.stamp(1, step, step + 1, step)
         assert log.end_step(1, step, CPU_ATTENTION) == (1 if step < 4 else 0)
@@ -168,8 +180,8 @@ def test_layers_that_nobody_takes_in_time_are_counted() -> None:
 def test_attention_on_a_device_leaves_only_experts() -> None:
     log, stamps = LayerLog(), _Stamps()
     log.follow(stamps)
-    log.name(1, 0, has_experts=False)
-    log.name(2, 0, has_experts=True)
+    log.name(1, 0, ATTENTION)
+    log.name(2, 0, EXPERTS)
     stamps.stamp(1, 0, 1)
     stamps.stamp(2, 1, 2, 9)
     log.end_step(1, 0, None)
@@ -181,7 +193,7 @@ def test_attention_on_a_device_leaves_only_experts() -> None:
 def test_a_step_that_runs_while_recording_starts_keeps_its_layers_to_itself() -> None:
     recorder, stamps = Recorder(), _Stamps()
     recorder.layers.follow(stamps)
-    recorder.layers.name(1, 0, has_experts=True)
+    recorder.layers.name(1, 0, EXPERTS)
     recorder.begin_request(0)
     stamps.when_empty = lambda: stamps.stamp(1, 10, 20, 0)  # after the last look, on the engine's thread
     recorder.start()
@@ -198,7 +210,7 @@ def test_a_step_that_runs_while_recording_starts_keeps_its_layers_to_itself() ->
 def test_layers_without_experts_use_none() -> None:
     recorder, stamps = Recorder(), _Stamps()
     recorder.layers.follow(stamps)
-    recorder.layers.name(1, 0, has_experts=False)
+    recorder.layers.name(1, 0, ATTENTION)
     recorder.uses = deque()
     recorder.start()
     recorder.begin_request(0)

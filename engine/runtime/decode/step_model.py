@@ -214,14 +214,15 @@ class TokenStep:
     @property
     def card(self) -> CardTokens | None:
         """The tokens of a card that has experts of the model, if it computes any by itself."""
-        return next((layer.sparse.tokens for layer in self._layers if layer.sparse is not None), None)
+        blocks = (layer.sparse for layer in self._layers if layer.sparse is not None)
+        return next((block.tokens for block in blocks if block.tokens is not None), None)
 
     def takes(self, tokens: int, cache: Cache) -> bool:
         """Whether so many tokens at once, at most `MOST_ROWS`, come out as one by one, bit by bit."""
         return (
             self._angles.is_fixed
             and not any(self._hooks)
-            and all(layer.keeps_tokens_apart for layer in self._layers)
+            and all(layer.is_native for layer in self._layers)
             and all(isinstance(held, _IN_PLACE) and held.can_claim(tokens) for held in cache.layers)
         )
 

@@ -14,7 +14,6 @@ import torch
 from engine.common import clock
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.runtime.fast_path.dense_rows import DenseRows
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
 from engine.runtime.fast_path.latent_attention import LatentAttention
@@ -65,7 +64,7 @@ class SingleTokenLayer:
         in_library: the one that it takes the place of.
         wants_last: whether only the last token's result is of use, all else than its keys and values being left out.
         attention: the part before the residual in its middle.
-        sparse: the part after it; `None` if the library computes that.
+        sparse: the part after it, a dense MLP too; `None` if the library computes that.
         number: which layer it is.
     """
 
@@ -82,14 +81,15 @@ class SingleTokenLayer:
         self.sparse = sparse
         self.number = number
         self._routes_apart = False
-        self._dense_rows = DenseRows.of(layer)
-        RECORDER.layers.name(attention.address, number, has_experts=False)
+        RECORDER.layers.name(attention.address, number, lanes.ATTENTION)
         if sparse is not None and sparse.tokens is None:
-            RECORDER.layers.name(sparse.address, number, has_experts=True)
+            RECORDER.layers.name(sparse.address, number, lanes.EXPERTS if sparse.has_experts else lanes.DENSE)
 
     def leave_routing(self) -> None:
-        """From now on only attention goes the fast path."""
-        self.sparse, self._routes_apart = None, True
+        """From now on experts do not go the fast path."""
+        self._routes_apart = True
+        if self.sparse is not None and self.sparse.has_experts:
+            self.sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = None
@@ -146,17 +146,11 @@ class SingleTokenLayer:
 
     @property
     def is_native(self) -> bool:
-        """Whether native calls compute all of it, and several tokens together; a card computes one at a time."""
+        """Whether native calls compute all of it, and several tokens at once as each of them alone would come out, bit by
+        bit; a card computes one at a time."""
         return self.sparse is not None and self.sparse.tokens is None
 
-    @property
-    def keeps_tokens_apart(self) -> bool:
-        """Whether several tokens at once come out as each of them alone would, bit by bit."""
-        return self.is_native or self._dense_rows is not None
-
     def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:
-        if out.shape[1] > 1 and self._dense_rows is not None:
-            return self._dense_rows(out)
         result = self._layer.mlp(self._layer.post_attention_layernorm(out))
         own: torch.Tensor = result[0] if isinstance(result, tuple) else result
         return out + own

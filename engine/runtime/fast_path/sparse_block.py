@@ -1,4 +1,7 @@
-"""A layer's norm, router, experts, shared expert and residual for a few tokens in one native call."""
+"""A layer's norm, router, experts, shared expert and residual for a few tokens in one native call.
+
+A dense layer's MLP is computed as a shared expert without others beside it.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,13 @@ from engine.kernels.native.structs import (
     SparseBlockStruct,
 )
 
+_PARTS = ("gate_proj", "up_proj", "down_proj")
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """As switchyard_kernels.h numbers them."""
 
 
 class SparseBlock:
-    """The sparse block of one decoder layer.
+    """The sparse block of one decoder layer, or its dense MLP.
 
     Attributes:
         address: of what describes it to the kernels, which stamp its steps with it.
@@ -49,11 +53,11 @@ class SparseBlock:
 
     @classmethod
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
-        """That of `layer`, or `None` if it is dense, of no known kind, or its experts are not computed natively."""
+        """That of `layer`, which is of a known kind; `None` if its MLP is not, or its experts are not computed natively."""
         block, norm = layer.mlp, layer.post_attention_layernorm
         path = fast_path_of(block, "block")
         if path is None:
-            return None
+            return cls._of_dense(layer, kernels)
         router = block.router if hasattr(block, "router") else block.gate
         correction = getattr(router, "e_score_correction_bias", None)
         bound = getattr(block.experts, BANK_LAYER, None)
@@ -70,18 +74,39 @@ class SparseBlock:
         gate = getattr(block, "shared_expert_gate", None)
         if gate is not None and not is_plain(gate.weight):
             return None
-        parts = (shared.gate_proj, shared.up_proj, shared.down_proj) if shared is not None else ()
         struct = SparseBlockStruct(
             norm.weight.data_ptr(),
             _router(router, path.router),
             of_experts,
-            *((linear_struct(part) for part in parts) if parts else (MatrixStruct(),) * 3),
+            *(_matrices(shared) if shared is not None else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
             ctypes.addressof(card) if card is not None else None,
             norm.variance_epsilon,
             path.norms_round_once,
         )
         return cls(struct, kernels, block.experts)
+
+    @classmethod
+    def _of_dense(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
+        mlp, norm, path = layer.mlp, layer.post_attention_layernorm, fast_path_of(layer, "layer")
+        if path is None or not (is_plain(norm.weight) and _is_plain_mlp(mlp)):
+            return None
+        struct = SparseBlockStruct(
+            norm.weight.data_ptr(),
+            RouterStruct(),
+            ExpertsStruct(hidden=norm.weight.numel()),
+            *_matrices(mlp),
+            None,
+            None,
+            norm.variance_epsilon,
+            path.norms_round_once,
+        )
+        return cls(struct, kernels)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it has any: a dense MLP has none."""
+        return bool(self.struct.experts.count)
 
     @property
     def can_step(self) -> bool:
@@ -111,9 +136,15 @@ def _experts(kernel: Any) -> tuple[ExpertsStruct, CardExpertsStruct | None] | No
     return None
 
 
+def _matrices(mlp: Any) -> list[MatrixStruct | None]:
+    return [linear_struct(getattr(mlp, part)) for part in _PARTS]
+
+
 def _is_plain_mlp(mlp: Any) -> bool:
-    parts = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    structs = [linear_struct(part) for part in parts]
+    parts = [getattr(mlp, name, None) for name in _PARTS]
+    if any(part is None for part in parts):
+        return False
+    structs = _matrices(mlp)
     return (
         mlp.config.hidden_act == "silu"
         and all(part.bias is None and is_readable(part) for part in parts)

@@ -2,9 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
-#include "activation.h"
+#include "many_kernels.h"
 
 namespace {
 
@@ -36,7 +37,11 @@ int64_t SharedExpert::bytes() const {
 
 void SharedExpertRun::work(const uint16_t *normed) {
     const auto &block = *expert.block;
-    const Rounding round = {true};
+    SwitchyardExperts as_expert = {};
+    as_expert.first.format = SWITCHYARD_BF16;  // rounds as torch would
+    as_expert.pairing = SWITCHYARD_HALVES;
+    as_expert.limit = std::numeric_limits<float>::infinity();
+    const auto activate = expert.kernels.many[SWITCHYARD_BF16]->activate;
     const int64_t tokens = expert.tokens, inner = block.shared_gate_proj.rows, hidden = block.shared_down_proj.rows;
     first.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) {
@@ -44,11 +49,14 @@ void SharedExpertRun::work(const uint16_t *normed) {
             block_dot(expert.kernels, block.shared_gate_proj, at, expert.x, expert.all.data(), tokens, gate);
             block_dot(expert.kernels, block.shared_up_proj, at, expert.x, expert.all.data(), tokens, up);
             const int64_t row = at * kTileRows, rows = std::min(kTileRows, inner - row);
-            for (int64_t token = 0; token < tokens; ++token)
-                for (int64_t i = 0; i < rows; ++i) {
-                    const int64_t from = token * kTileRows + i;
-                    expert.inner[token * inner + row + i] =
-                        round(activate(0, round(gate[from]), round) * round(up[from]));
+            for (int64_t from = 0; from < rows; from += kHalfRows)
+                for (int64_t token = 0; token < tokens; ++token) {
+                    constexpr float no_bias[kTileRows] = {};
+                    float pairs[kTileRows];
+                    std::copy_n(&gate[token * kTileRows + from], kHalfRows, pairs);
+                    std::copy_n(&up[token * kTileRows + from], kHalfRows, pairs + kHalfRows);
+                    activate(as_expert, no_bias, 1, pairs);
+                    std::copy_n(pairs, std::min(kHalfRows, rows - from), &expert.inner[token * inner + row + from]);
                 }
         }
     });
@@ -66,7 +74,7 @@ void SharedExpertRun::work(const uint16_t *normed) {
             const int64_t row = at * kTileRows, rows = std::min(kTileRows, hidden - row);
             for (int64_t token = 0; token < tokens; ++token)
                 for (int64_t i = 0; i < rows; ++i)
-                    expert.out[token * hidden + row + i] = to_bf16(shares[token] * round(dots[token * kTileRows + i]));
+                    expert.out[token * hidden + row + i] = to_bf16(shares[token] * round_bf16(dots[token * kTileRows + i]));
         }
     });
 }

@@ -1,4 +1,4 @@
-// The expert that every token goes to, besides the chosen ones.
+// The expert that every token goes to, besides the chosen ones, or a dense MLP.
 #pragma once
 #include <cstdint>
 #include <vector>

@@ -28,6 +28,8 @@ struct SparseStep {
     int64_t *chosen;
     float *shares;
     std::vector<const uint8_t *> found;  // of an emulated card: [experts] records of those with slots
+
+    bool routes() const { return block->experts.count > 0; }
 };
 
 struct SparseRun {
@@ -40,7 +42,7 @@ struct SparseRun {
         : step(step),
           norm(step.tokens, threads, 1),
           router(blocks_of(step.router), threads, 1),
-          choice(1, threads),
+          choice(step.routes() ? 1 : 0, threads),
           shared(step.shared, threads),
           experts(step.call, most_active(step), step.tokens * int64_t{step.block->router.top_k}, threads) {}
 
@@ -82,8 +84,10 @@ void route_work(void *argument) {
             uint16_t *normed = &step.normed[token * hidden];
             rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed,
                      block.norm_rounds_once);
-            step.normed_bf16.set(step.call.kernels, token, normed);
-            step.call.x.set(step.call.kernels, token, normed);
+            if (step.routes()) {
+                step.normed_bf16.set(step.call.kernels, token, normed);
+                step.call.x.set(step.call.kernels, token, normed);
+            }
             if (step.shared.exists()) step.shared.x.set(step.call.kernels, token, normed);
         }
     });
@@ -188,6 +192,7 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     for (int32_t token = 0; token < tokens; ++token) step.routing[token].resize(layer.count);
     step.call.begin(&layer, tokens, hidden, out);
     step.call.reserve(tokens * int64_t{block->router.top_k});
+    if (!step.routes()) step.call.visits.group(0, 0, 0, nullptr, nullptr);
     step.shared.begin(block, tokens, step.call.kernels);
     if (step.shared.exists()) step.call.addend = step.shared.out.data();
     SparseRun run(step, pool->threads());

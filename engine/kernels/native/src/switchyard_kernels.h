@@ -95,7 +95,8 @@ typedef struct {
     int32_t layer;                // of the exchange
 } SwitchyardCardExperts;
 
-// A sparse block: hidden + experts(norm(hidden)) + shared(norm(hidden)).
+// A sparse block: hidden + experts(norm(hidden)) + shared(norm(hidden)).  A dense one has no experts but their `hidden`, and
+// its whole MLP is the shared one.
 typedef struct {
     const uint16_t *norm;  // bf16 [hidden]
     SwitchyardRouter router;
