@@ -109,7 +109,7 @@ class LayerLog:
         self.reset()
 
     def name(self, which: int, layer: int, name: int) -> None:
-        """What is stamped with the address `which`: a layer's `EXPERTS`, or something else of it that is called `name`."""
+        """What is stamped with the address `which`: a layer's `EXPERTS`, or another part of it, by its name."""
         with self._taking:
             self._layers[which] = layer, name
             self._named = None

@@ -127,7 +127,7 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True}),
     ("mistral", {"sliding_window": None}),
-    ("ministral", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("ministral", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}),
     ("qwen2", {}),
     ("qwen3", {}),
     ("dots1", {}),  # its first layer is dense, the second is not

@@ -211,12 +211,15 @@ def test_layers_without_experts_use_none() -> None:
     recorder, stamps = Recorder(), _Stamps()
     recorder.layers.follow(stamps)
     recorder.layers.name(1, 0, ATTENTION)
+    recorder.layers.name(2, 0, DENSE)
     recorder.uses = deque()
     recorder.start()
     recorder.begin_request(0)
     stamps.stamp(1, 10, 20)
+    stamps.stamp(2, 20, 30)
     recorder.phase(DECODE, 1, 50)
-    assert CPU_ATTENTION in recorder.take_spans()["lane"].tolist()
+    taken = recorder.take_spans()
+    assert taken[taken["lane"] == CPU_ATTENTION]["name"].tolist() == [ATTENTION, DENSE]
     assert not recorder.uses
 
 

@@ -25,7 +25,9 @@ from engine.telemetry.recorder import RECORDER
 
 
 class FewRows:
-    """The model of a known kind all of whose layers have native attention and native experts.
+    """The model of a known kind all of whose layers are native, some with experts.
+
+    A dense model's rows have the same logits, bit by bit, whatever is beside them, which a second way would end.
 
     Args:
         attention: of each layer.
@@ -56,7 +58,7 @@ class FewRows:
             return None
         forwards = [layer.__dict__.get("forward") for layer in model.model.layers]
         known = all(isinstance(each, SingleTokenLayer) and each.is_native for each in forwards)
-        if not known or len(attention) < len(forwards):
+        if not known or not any(each.sparse.has_experts for each in forwards) or len(attention) < len(forwards):
             return None
         return cls(model, [attention[index] for index in range(len(forwards))], states, kernels)
 

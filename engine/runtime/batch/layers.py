@@ -129,7 +129,7 @@ class NativeRows:
             if knows_layer(layers[index]) and GroupedAttention.can_step(layers[index])
         }
         blocks = {index: SparseBlock.of(layers[index], kernels) for index in self._attention}
-        self._sparse = {index: block for index, block in blocks.items() if block is not None}
+        self._sparse = {index: block for index, block in blocks.items() if block is not None and block.has_experts}
         self._linears = [_linears(layers[index], kernels) for index in range(len(layers))]
         self.few = FewRows.of(model, self._attention, states, kernels)
         """Sweeps of a few single tokens, if this model has them."""

@@ -146,8 +146,8 @@ class SingleTokenLayer:
 
     @property
     def is_native(self) -> bool:
-        """Whether native calls compute all of it, and several tokens at once as each of them alone would come out, bit by
-        bit; a card computes one at a time."""
+        """Whether native calls compute all of it, several tokens at once as each of them alone, bit by bit; a card
+        computes one at a time."""
         return self.sparse is not None and self.sparse.tokens is None
 
     def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:

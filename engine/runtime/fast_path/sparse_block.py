@@ -53,7 +53,7 @@ class SparseBlock:
 
     @classmethod
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
-        """That of `layer`, which is of a known kind; `None` if its MLP is not, or its experts are not computed natively."""
+        """That of `layer`, of a known kind; `None` if its MLP is of none, or its experts are not computed natively."""
         block, norm = layer.mlp, layer.post_attention_layernorm
         path = fast_path_of(block, "block")
         if path is None:
@@ -141,9 +141,9 @@ def _matrices(mlp: Any) -> list[MatrixStruct | None]:
 
 
 def _is_plain_mlp(mlp: Any) -> bool:
-    parts = [getattr(mlp, name, None) for name in _PARTS]
-    if any(part is None for part in parts):
+    if not all(hasattr(mlp, name) for name in _PARTS):
         return False
+    parts = [getattr(mlp, name) for name in _PARTS]
     structs = _matrices(mlp)
     return (
         mlp.config.hidden_act == "silu"
