@@ -285,6 +285,23 @@ def test_pages_that_are_given_back_can_be_used_again(mixtral: LoadedModel) -> No
     assert pool.others() == 0
 
 
+def test_a_pool_gives_back_its_own_idle_pages_when_others_have_none() -> None:
+    pool, other, discarded = PagePool(4), PagePool(4), list[int]()
+    budget = SharedBudget(pool, 100, discarded.extend)
+    budget.join(other, 100, lambda _pages: None)
+    assert pool.reserve(1)
+    idle = pool.take()
+    pool.publish(idle, b"prefix")
+    pool.release(idle)
+    assert other.reserve(3)
+    for _ in range(3):
+        other.take()
+    assert pool.reserve(1)
+    pool.take()
+    assert discarded == [idle]
+    assert budget.bytes_touched <= budget.nbytes
+
+
 def test_jobs_whose_rows_cannot_be_packed_take_turns() -> None:
     loaded = tiny_loaded("qwen3_next")
     scheduler, ends = Scheduler(loaded), list[Outcome]()

@@ -68,12 +68,11 @@ class SharedBudget:
         return -(-others // member.page_bytes)
 
     def _make_room(self, member: _Member) -> None:
-        """Before a page is written to for the first time."""
-        for other in self._members:
+        """Before a page is written to for the first time; idle pages of its own pool go last."""
+        for each in sorted(self._members, key=lambda each: each is member):
             over = self.bytes_touched + member.page_bytes - self.nbytes
             if over <= 0:
                 return
-            if other is not member:
-                pages = other.pool.give_back(max(_FEWEST_PAGES, -(-over // other.page_bytes)))
-                if pages:
-                    other.discard(pages)
+            pages = each.pool.give_back(max(_FEWEST_PAGES, -(-over // each.page_bytes)))
+            if pages:
+                each.discard(pages)
