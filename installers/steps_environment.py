@@ -179,7 +179,7 @@ class Environment:
     def build_kernels(self) -> None:
         """Builds the engine's fast CPU kernels.  Without them it runs slower, which the step reports."""
         native = self.checkout / "engine" / "kernels" / "native"
-        sources = b"".join(source.read_bytes() for source in sorted((native / "src").iterdir()))
+        sources = b"".join(each.read_bytes() for each in sorted((native / "src").rglob("*")) if each.is_file())
         made_from = hashlib.sha256(sources).hexdigest()
         is_windows = platform.system() == "Windows"
         library = "*.dll" if is_windows else "*.so"  # also on macOS

@@ -272,10 +272,11 @@ def test_stamps_are_kept_and_a_damaged_file_means_not_done(tmp_path: Path) -> No
 
 
 def kernels_checkout(folder: Path, library: str = "") -> steps_environment.Environment:
-    """A checkout with one source, and perhaps a built library."""
+    """A checkout with two sources, one of them in a folder as ours are, and perhaps a built library."""
     native = folder / "engine" / "kernels" / "native"
-    (native / "src").mkdir(parents=True)
+    (native / "src" / "types").mkdir(parents=True)
     (native / "src" / "a.cpp").write_text("int a;", encoding="utf-8")
+    (native / "src" / "types" / "b.h").write_text("int b;", encoding="utf-8")
     (native / "built").mkdir()
     if library:
         (native / "built" / library).write_bytes(b"")
@@ -316,6 +317,10 @@ def test_kernels_that_are_built_are_not_built_again(
     environment.build_kernels()
     environment.build_kernels()
     assert len(commands) == 1
+    changed = tmp_path / "engine" / "kernels" / "native" / "src" / "types" / "b.h"
+    changed.write_text("int c;", encoding="utf-8")
+    environment.build_kernels()
+    assert len(commands) == 2
 
 
 def test_without_a_compiler_on_windows_the_step_says_what_to_install(
