@@ -88,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
     link = EngineLink()
     link.on_remark = lambda text: note(f"switchyard: {text}")
     idle_s = args.unload_after * 60.0 if args.unload_after else None
-    (keep_chat if args.keep_context else forget_chat)(OTHER_PROGRAMS)
     chat = OTHER_PROGRAMS if args.keep_context else ""
     engine = EngineProcess(link, engine_config(args, str(path)), idle_s, lambda: note(_ENGINE_ENDED), chat)
     # A path is no name for clients.
@@ -99,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     except EngineError:
         link.close()
         raise
+    (keep_chat if args.keep_context else forget_chat)(OTHER_PROGRAMS)
     link.start()
     announcer = None
     try:

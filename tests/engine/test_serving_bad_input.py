@@ -13,6 +13,7 @@ import pytest
 
 from engine.batch_files.openai_requests import _CONSTRAINTS, _NOT_GIVEN, _NUMBERS
 from engine.cli import main
+from engine.common.kept_context import OTHER_PROGRAMS, folder_of, keep_chat, kept_context_dir
 from engine.serving.server import Address, make_app
 from engine.serving.service import Service
 from tests.engine.test_serving import HELLO, TOOL, Running, made_up_models, serving
@@ -221,6 +222,7 @@ def test_a_port_in_use_is_one_sentence(
 ) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SWITCHYARD_KEY", raising=False)
+    keep_chat(OTHER_PROGRAMS)
     with serving() as running:
         assert (
             main(["serve", "--model", str(write_tiny_checkpoint(tmp_path / "tiny")), "--port", str(running.port)]) == 2
@@ -228,3 +230,4 @@ def test_a_port_in_use_is_one_sentence(
     said = capsys.readouterr().err
     assert f"cannot listen on 127.0.0.1:{running.port}" in said
     assert said.count("\n") == 1
+    assert folder_of(OTHER_PROGRAMS, kept_context_dir()).is_dir()  # it is of the server that has the port
