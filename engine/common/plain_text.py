@@ -42,7 +42,8 @@ def plain_line(text: str) -> str:
 @cache
 def _many_marks() -> re.Pattern[str]:
     planes = itertools.chain(range(0x300, 0x1F000), range(0xE0100, 0xE01F0))
-    marks = "".join(letter for letter in map(chr, planes) if unicodedata.category(letter)[0] == "M")
+    letters = (letter if unicodedata.category(letter)[0] == "M" else " " for letter in map(chr, planes))
+    marks = "".join(f"{run[0]}-{run[-1]}" for run in "".join(letters).split())  # single ones are found much slower
     return re.compile(f"([{marks}]{{{_MOST_MARKS}}})[{marks}]+")
 
 
