@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.batch_files.rows import TOLD, FileRows, Row, unique_names
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign
+from engine.common.foreign import open_foreign, without_half_pairs
 from engine.common.plain_text import plain_line, quoted
 from engine.common.sizes import about
 
@@ -144,14 +144,14 @@ class SpreadsheetRows(FileRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         _refuse_what_is_no_sheet(path)
-        first = next(self._values(), None)
-        if first is None:
-            raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
-        self._columns = self._named(["" if value in _NONE else str(value).strip() for value in first[1]])
         with _opened(path) as book:
-            unread = [sheet for sheet in _sheets(book) if next(self._lines(book, sheet), None) is not None][1:]
+            first = [(sheet, line) for sheet in _sheets(book) if (line := next(self._lines(book, sheet), None))]
+        if not first:
+            raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
+        (_sheet, (_share, header)), *unread = first
+        self._columns = self._named(["" if value in _NONE else str(value).strip() for value in header])
         if unread:
-            names = ", ".join(quoted(sheet.title) for sheet in unread[:TOLD])
+            names = ", ".join(quoted(sheet.title) for sheet, _line in unread[:TOLD])
             more = f" and {len(unread) - TOLD:,} more" if len(unread) > TOLD else ""
             self.remark = f"{self.remark} Other sheets of {plain_line(path.name)} were not read: {names}{more}.".strip()
 
@@ -252,8 +252,7 @@ def _unescaped(value: Any) -> Any:
     """A cell's text as spreadsheet programs show it: `_x000D_` is how they write a carriage return."""
     if not isinstance(value, str) or "_x" not in value:
         return value
-    text = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), value)
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return without_half_pairs(_ESCAPED.sub(lambda match: chr(int(match[1], 16)), value))
 
 
 def _refuse_what_is_no_sheet(path: Path) -> None:
