@@ -220,15 +220,10 @@ class Journal:
         query = f"SELECT 1 FROM answers WHERE row = ? AND {NOT_AGAIN}"
         return self._connection.execute(query, (row,)).fetchone() is not None
 
-    def counts(self) -> tuple[int, int, int]:
-        """Rows completed, those of them that failed, and all their generated tokens."""
-        done, failed, tokens, _cut_off = self._connection.execute(f"{COUNTS} WHERE {NOT_AGAIN}").fetchone()
-        return int(done), int(failed), int(tokens)
-
-    @property
-    def cut_off(self) -> int:
-        """Rows completed whose answers ended at their limit of tokens."""
-        return int(self._connection.execute(f"{COUNTS} WHERE {NOT_AGAIN}").fetchone()[3])
+    def counts(self) -> tuple[int, int, int, int]:
+        """Rows completed, those that failed, all their generated tokens, and those that ended at their limit."""
+        done, failed, tokens, cut_off = self._connection.execute(f"{COUNTS} WHERE {NOT_AGAIN}").fetchone()
+        return int(done), int(failed), int(tokens), int(cut_off)
 
     @property
     def kept(self) -> int:

@@ -148,13 +148,11 @@ def read_call(call_id: Any, name: Any, arguments: Any) -> ToolCall:
         raise BadRequestError("has a tool call without a function name")
     try:
         known = parse_json(arguments or "{}", deepest=DEEPEST) if isinstance(arguments, str) else arguments or {}
-        if isinstance(known, Mapping):
-            return ToolCall(read_id(call_id), name, json_text(known))
-    except BadRequestError:
-        raise
     except ValueError:
-        pass
-    raise BadRequestError(f"has a call of {name[:40]!r} whose arguments are not a JSON object")
+        known = None
+    if not isinstance(known, Mapping):
+        raise BadRequestError(f"has a call of {name[:40]!r} whose arguments are not a JSON object")
+    return ToolCall(read_id(call_id), name, json_text(known))
 
 
 _NUMBERS: dict[str, str] = {

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from engine.batch_files.rows import FileRows, Row, SeenColumns, unique_names
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import DEEPEST, open_foreign, parse_json
+from engine.common.foreign import DEEPEST, open_foreign, parse_json, without_half_pairs
 
 _KEPT_APART = "switchyard.kept-apart"
 
@@ -34,7 +34,6 @@ def _keep_apart(error: UnicodeError) -> tuple[str, int]:
 
 codecs.register_error(_KEPT_APART, _keep_apart)
 
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
 # Longer marks first: UTF-32's begins with UTF-16's.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -92,7 +91,7 @@ def open_text(path: Path, encoding: str) -> Iterator[tuple[TextIO, Callable[[], 
 def sound(value: Any) -> Any:
     """The JSON value with lone surrogates replaced: JSON allows them, files and tokenizers do not."""
     if isinstance(value, str):
-        return value if is_text(value) else _HALF_PAIR.sub("\ufffd", value)
+        return without_half_pairs(value)
     if isinstance(value, dict):
         return {sound(name): sound(entry) for name, entry in value.items()}
     return [sound(entry) for entry in value] if isinstance(value, list) else value
@@ -257,22 +256,20 @@ class DelimitedRows(FileRows):
                 file.readline()
             yield csv.reader(file, delimiter=separator or self._separator, strict=strict), share
 
-    def _first(self, separator: str, *, strict: bool) -> tuple[list[list[str]], bool]:
-        """The first records, and whether all of them can be read."""
+    def _first(self, separator: str, *, strict: bool = True) -> tuple[list[list[str]], bool]:
+        """The first records, and whether all of them can be read strictly."""
         found: list[list[str]] = []
         with self._records(separator, strict=strict) as (records, _share), contextlib.suppress(csv.Error):
             found.extend(itertools.islice(filter(None, records), _COMPARED))
-            return found, True
-        return found, False
+            return found, strict
+        return self._first(separator, strict=False) if strict else (found, False)
 
     def _guessed(self) -> str:
         """The separator that splits the first records into equally many fields, and the header into the most."""
         best, choice = (False, 0, 0, 0), _NO_SEPARATOR
         for separator in _SEPARATORS:
             # Names may hold another one: `Name, first;City`, or `"a;b","c"`, where a quote would not end a field.
-            found, is_strict = self._first(separator, strict=True)
-            if not is_strict:
-                found, _all = self._first(separator, strict=False)
+            found, is_strict = self._first(separator)
             names, others = found[0] if found else [], found[1:]
             if len(names) < 2 or (len(others) > 1 and all(len(record) == 1 for record in others)):
                 continue  # it is part of a name: `Really, why?`

@@ -115,12 +115,11 @@ def forget_other_chats(chats: Iterable[str]) -> None:
     """Removes what is kept of all but these chats, and what earlier versions kept; never fails."""
     folder = kept_context_dir()
     known = {folder_of(chat, folder).name for chat in (*chats, OTHER_PROGRAMS)}
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        names = [entry.name for entry in entries]
-        _remove([folder / name for name in names if _CHATS.fullmatch(name) and name not in known], folder)
-        for name in filter(_OURS.fullmatch, names):
-            with contextlib.suppress(OSError):
-                (folder / name).unlink()
+    names = _names(folder)
+    _remove([folder / name for name in names if _CHATS.fullmatch(name) and name not in known], folder)
+    for name in filter(_OURS.fullmatch, names):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
 
 
 def clear_kept_context() -> int:
@@ -133,15 +132,14 @@ def clear_kept_context() -> int:
     before = kept_context_bytes()
     forget_other_chats(())
     forget_chat(OTHER_PROGRAMS)
-    left = kept_files(folder)
-    for file in left:
+    for file in kept_files(folder):  # what is left
         file.path.unlink(missing_ok=True)
     return before
 
 
 def _remove(chats: list[Path], folder: Path) -> None:
     """Renames these folders first: whoever is about to write into one no longer finds it."""
-    chats = [chat for chat in chats if chat.is_dir() and not chat.is_symlink()]
+    chats = [chat for chat in chats if os.path.isdir(chat) and not os.path.islink(chat)]  # these never raise
     if not chats and not _gone(folder):
         return
     try:
@@ -159,9 +157,7 @@ def _remove(chats: list[Path], folder: Path) -> None:
 
 def _gone(folder: Path) -> list[Path]:
     """What could not be removed entirely so far."""
-    with contextlib.suppress(OSError):
-        return [folder / name for name in os.listdir(folder) if _GONE.fullmatch(name)]
-    return []
+    return [folder / name for name in _names(folder) if _GONE.fullmatch(name)]
 
 
 # --- files ----------------------------------------------------------------------------------------

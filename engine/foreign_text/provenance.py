@@ -64,11 +64,10 @@ class Traced(str):
             at, key = field.end(), field["key"]
             if field["kind"] == "%":
                 pieces.append(self[at - 1 : at])
-            elif key is not None:
-                pieces.append(filled(field[0] == f"%({key})s", values[key], field[0], values))
-            else:
-                value = next(given, None)
-                pieces.append(filled(field[0] == "%s", value, field[0], (value,)))
+                continue
+            value: Any = next(given, None) if key is None else values[key]
+            is_plain = field[0] in ("%s", f"%({key})s") and isinstance(value, str)
+            pieces.append(value if is_plain else str.__mod__(field[0], (value,) if key is None else values))
         return agreed(text, [*pieces, self[at:]])
 
     def join(self, parts: Iterable[str]) -> Traced:
@@ -166,11 +165,6 @@ def own(value: Any) -> Any:
 def joined(parts: Iterable[str]) -> Traced:
     """Texts one after the other."""
     return Traced().join(parts)
-
-
-def filled(is_plain: bool, value: Any, field: str, values: Any) -> str:
-    """What stands for a field of a text that is formatted by `%`: a text as it is where the field asks for no more."""
-    return value if is_plain and isinstance(value, str) else str.__mod__(field, values)
 
 
 def formatted(

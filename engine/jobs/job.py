@@ -64,11 +64,10 @@ class JobRun:
         self._looks_changed = False
         self._waits = ""
         self._waits_since_s = 0.0
-        done, bad, _tokens = journal.counts()
+        done, bad, _tokens, self._cut_off = journal.counts()
         self._clock = ComputingClock(clock)
         most = prepared.most_tokens and max(prepared.most_tokens, journal.most_tokens_again)
         self._meter = PaceMeter(done, bad, self._clock.now(), most)
-        self._cut_off = journal.cut_off
         self._keeping = SafeKeeping(journal)
         self._asking = Asking(prepared.job.tries)
         self._count = RowCount(None)
@@ -291,8 +290,8 @@ class JobRun:
     def _ending(self, finished: bool, written: Written | None = None, note: str = "") -> JobEnding:
         asked, pace, unkept = self._prepared.output, self._pace(), self._keeping.waiting
         if unkept:
-            done, failed, _tokens = self._journal.counts()
-            pace = replace(pace, done=done, failed=failed, cut_off=self._journal.cut_off)
+            done, failed, _tokens, cut_off = self._journal.counts()
+            pace = replace(pace, done=done, failed=failed, cut_off=cut_off)
             lost = "the last answer was" if unkept == 1 else f"the last {unkept:,} answers were"
             folder = self._journal.path.parent
             sentence = f"The disk of {folder} is full, and {lost} not kept: free some space and resume."

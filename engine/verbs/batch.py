@@ -277,6 +277,7 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
     from engine.batch_files.job_watcher import JobWatcher
 
     begun = time.monotonic()
+    how = "the same command" if prepared.job.start == "redo_cut_off" else "the same command with --resume"
     with _Interrupts() as interrupts:
         shown = _Shown()
         patience_s = PATIENCE_S if args.json or not shown.is_terminal else None
@@ -294,16 +295,13 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
         except EngineError as error:
             if error.code not in (ErrorCode.DISK_FULL, ErrorCode.ENDPOINT_FAILED):
                 raise
-            how = "" if prepared.job.start == "redo_cut_off" else " with --resume"
-            how = f"(the same command{how} continues)"
-            raise EngineError(error.code, f"{error.message.removesuffix('.')} {how}.") from None
+            raise EngineError(error.code, f"{error.message.removesuffix('.')} ({how} continues).") from None
         finally:
             shown.clear()
     document = _document(prepared, ending, time.monotonic() - begun)
     emit(document, as_json=args.json, human=lambda: _summary(document))
     if not ending.finished:
         kept = "all but the last answers kept" if ending.unkept else "all answers kept"
-        how = "the same command" if prepared.job.start == "redo_cut_off" else "the same command with --resume"
         note(f"switchyard: stopped, {kept}; {how} continues.")
         return _INTERRUPTED
     return 0

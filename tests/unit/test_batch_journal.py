@@ -50,7 +50,7 @@ def test_answers_come_back_in_order_and_are_counted(home: Path) -> None:
     journal.record([_answer(5), failed(2, "is empty")])
     journal.record([_answer(0)])
     assert [answer.row for answer in journal.answers()] == [0, 2, 5]
-    assert journal.counts() == (3, 1, 5)
+    assert journal.counts() == (3, 1, 5, 0)
     assert journal.has(2)
     assert not journal.has(3)
     assert [answer.row for answer in read_answers(path, after=0)] == [2, 5]
@@ -60,7 +60,7 @@ def test_answers_come_back_in_order_and_are_counted(home: Path) -> None:
     assert known.settings == {"output": "out.csv"}
     assert journal.redo_failed() == 1
     assert not journal.has(2)
-    assert journal.counts() == (2, 0, 5)
+    assert journal.counts() == (2, 0, 5, 0)
     journal.finish()
     journal.close()
     journal.close()
@@ -71,7 +71,7 @@ def test_answers_come_back_in_order_and_are_counted(home: Path) -> None:
     assert [answer.row for answer in again.answers()] == [0, 2, 5]
     again.record([_answer(2)])
     assert again.has(2)
-    assert again.counts() == (3, 0, 7)
+    assert again.counts() == (3, 0, 7, 0)
     with pytest.raises(EngineError):
         again.record([_answer(2)])
     again.close()
@@ -154,7 +154,7 @@ def test_a_full_disk_is_said_and_the_journal_goes_on_when_there_is_room(tmp_path
     with pytest.raises(EngineError) as refusal:
         journal.record([replace(_answer(row), text="x" * 2000) for row in range(100)])
     assert refusal.value.code == ErrorCode.DISK_FULL
-    assert journal.counts() == (0, 0, 0)
+    assert journal.counts() == (0, 0, 0, 0)
     connection.execute("PRAGMA max_page_count = 100000")
     journal.record([_answer(0)])
     assert journal.counts()[0] == 1
