@@ -264,13 +264,13 @@ class Journal:
             self._connection.executemany("INSERT INTO written VALUES (?, ?, ?, ?, ?)", map(_values, files))
 
     def redo_failed(self) -> int:
-        """Has failed rows answered again; returns their number."""
+        """Has failed rows answered again, with the tokens that `redo_cut_off` gave them; returns how many it added."""
         with self._explained():
-            query = "INSERT OR REPLACE INTO again SELECT row, NULL FROM answers WHERE problem != ''"
+            query = "INSERT OR IGNORE INTO again SELECT row, NULL FROM answers WHERE problem != ''"
             return self._connection.execute(query).rowcount
 
-    def redo_cut_off(self, most_tokens: int = 0) -> int:
-        """Has rows that were cut off answered again with more tokens; returns their number.
+    def redo_cut_off(self, most_tokens: int = 0) -> None:
+        """Has rows that were cut off answered again with more tokens.
 
         Args:
             most_tokens: their new limit, for those that had less; 0: twice what each had.
@@ -291,7 +291,6 @@ class Journal:
                 ErrorCode.INVALID_REQUEST,
                 f"All rows that were cut off had at least {had:,} tokens: give more than that with --max-tokens.",
             )
-        return found
 
     @property
     def most_tokens_again(self) -> int:

@@ -43,6 +43,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_failed_rows_that_were_cut_off_still_get_their_tokens(home: Path) -> None:
+    with closing(Journal(journal_path(home / "out.csv"), _MANIFEST)) as journal:
+        journal.record([Answer(0, "{", "length", 3, 4, "is no JSON"), Answer(1, "", "stop", 3, 4, "is empty")])
+        journal.redo_cut_off()
+        assert journal.redo_failed() == 1
+        assert (journal.tokens_again(0), journal.tokens_again(1)) == (8, None)
+
+
 def test_answers_come_back_in_order_and_are_counted(home: Path) -> None:
     path = journal_path(home / "out.csv")
     assert path != journal_path(home / "other" / "out.csv")
