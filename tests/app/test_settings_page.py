@@ -132,8 +132,8 @@ def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settin
     assert settings.threads is None
 
 
-def test_guessing_ahead_is_on_until_it_is_turned_off(page: SettingsPage, settings: Settings) -> None:
-    box = next(box for box in page.findChildren(QCheckBox) if box.accessibleName() == "Guess ahead")
+def test_speculative_decoding_is_on_until_it_is_turned_off(page: SettingsPage, settings: Settings) -> None:
+    box = next(box for box in page.findChildren(QCheckBox) if box.accessibleName() == "Speculative decoding")
     assert box.isChecked()
     assert wanted_config(settings, "starter").speculation == "auto"
     box.setChecked(False)

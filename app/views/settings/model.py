@@ -1,4 +1,4 @@
-"""The model loaded at the start, its CPU threads, whether it guesses ahead, and how it holds conversations."""
+"""The model loaded at the start, its CPU threads, speculative decoding, and how it holds conversations."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ModelCard(SettingsCard):
         self.guesses.setChecked(settings.speculation)
         self.guesses.toggled.connect(self._set_guesses)
         self.add_row(
-            self.tr("Guess ahead"),
+            self.tr("Speculative decoding"),
             self.tr(
                 "Answers that quote, such as edits of a text, come faster: likely next words are tried together, only "
                 "as long as that pays. Answers stay the same."
