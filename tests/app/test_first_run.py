@@ -242,6 +242,10 @@ def test_the_other_ways(page: FirstRunPage, settings: Settings) -> None:
     settings.default_model = "other"
     page.starter.ready.emit()
     assert (settings.default_model, loads.count()) == (STARTER, 1)
+    page.hide()
+    settings.default_model = "other"
+    page.starter.ready.emit()  # got on another page
+    assert (settings.default_model, loads.count()) == ("other", 1)
 
 
 def test_the_machine_in_plain_words(page: FirstRunPage) -> None:

@@ -177,7 +177,7 @@ class FirstRunPage(Page):
         self._downloads.problem.connect(self._on_problem)
         self.list.wanted.connect(self._get)
         self.here.chosen.connect(self._use)
-        self.starter.ready.connect(lambda: self._begin(STARTER))
+        self.starter.ready.connect(self._on_starter)
         self.engine.settings_wanted.connect(lambda: self.page_wanted.emit(SETTINGS))
         self._part.changed.connect(self._show_lead)
         self._part.ready.connect(self._on_engine)
@@ -297,6 +297,12 @@ class FirstRunPage(Page):
     def _end(self, _model: object = None) -> None:
         self._is_needed = False
         self._settings.set(WANTED_KEY, "")
+
+    def _on_starter(self) -> None:
+        """It may have been got on another page: then a model that people use stays theirs."""
+        is_free = self._client.model is None and self._settings.default_model == STARTER
+        if is_free or self.isVisible():
+            self._begin(STARTER)
 
     def _on_engine(self) -> None:
         """The window loads what is there; where that is nothing, the starter comes, if it was asked for."""
