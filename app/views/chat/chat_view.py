@@ -103,6 +103,7 @@ class ChatView(Page):
         self._told: dict[str, str] = {}
         """By chat: a notice about it alone, shown as long as the chat is on screen."""
         self._send_anyway: Callable[[], object] = self.composer.setFocus
+        self._edited: str | None = None
         self.room_banner = Banner("warning", self)
         self._to_new_chat = self.room_banner.add_action(self.tr("Ask in a new chat"), self._ask_in_new_chat)
         self.room_banner.add_action(self.tr("Send anyway"), self._try_anyway, kind="quiet")
@@ -354,7 +355,7 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def _resend(self, message_id: str, text: str) -> None:
-        self._once_it_fits((*self._before(message_id), text), lambda: self.presenter.resend(message_id, text))
+        self._once_it_fits((*self._before(message_id), text), lambda: self.presenter.resend(message_id, text), text)
         self.composer.setFocus()  # the box that had the focus is gone
 
     def _send(self, text: str) -> None:
@@ -371,35 +372,37 @@ class ChatView(Page):
     def _before(self, message_id: str) -> list[str]:
         return [message.content for message in self.presenter.model.tree.lineage(message_id)[:-1]]
 
-    def _once_it_fits(self, prompt: Sequence[str], do: Callable[[], object]) -> None:
+    def _once_it_fits(self, prompt: Sequence[str], do: Callable[[], object], edited: str | None = None) -> None:
         """Does it if the context has room for the prompt, or when people say that it is to be tried nevertheless."""
-        limit = self._limit
-        path = self._client.model.path if self._client.model is not None else ""
-        used = self._counter.estimate(path, self._texts(prompt))
-        if limit is not None and used >= limit:
-            self._show_room(used, limit, lambda: self._once_agreed(do))
-        else:
+        if self._has_room(self._estimate(prompt), lambda: self._once_agreed(do), edited):
             self._once_agreed(do)
+
+    def _estimate(self, prompt: Sequence[str]) -> int:
+        path = self._client.model.path if self._client.model is not None else ""
+        return self._counter.estimate(path, self._texts(prompt))
 
     def _texts(self, prompt: Sequence[str]) -> list[str]:
         return [text for text in (self.presenter.conversation.system_prompt, *prompt) if text.strip()]
 
-    def _show_room(self, used: int | None, limit: int | None, do: Callable[[], object]) -> None:
-        """Says that the context has no room for a prompt, if it is so; `do` sends it nevertheless."""
-        self._send_anyway = do
-        self._box_row.setContentsMargins(24, 8 if used and limit and used >= limit else 0, 24, 0)
+    def _has_room(self, used: int | None, do: Callable[[], object], edited: str | None = None) -> bool:
+        """Says it if the context has no room for a prompt; `do` sends it nevertheless.  The prompt ends in an `edited`
+        message, or in what the composer holds."""
+        limit, self._send_anyway, self._edited = self._limit, do, edited
         if used is None or limit is None or used < limit:
+            self._box_row.setContentsMargins(24, 0, 24, 0)
             self.room_banner.hide()
-            return
-        path = self._client.model.path if self._client.model is not None else ""
-        alone = self._counter.estimate(path, self._texts([self.composer.text]))
-        self._to_new_chat.setVisible(alone < limit)
-        self.room_banner.show_text(too_long_text(used, limit, is_chat=alone < limit))
+            return True
+        self._box_row.setContentsMargins(24, 8, 24, 0)
+        fits_alone = self._estimate([self.composer.text if edited is None else edited]) < limit
+        self._to_new_chat.setVisible(fits_alone)
+        self.room_banner.show_text(too_long_text(used, limit, is_chat=fits_alone))
+        return False
 
     def _ask_in_new_chat(self) -> None:
-        text = self.composer.text
-        self.composer.set_text("")
-        self.presenter.set_draft("")
+        text = self.composer.text if self._edited is None else self._edited
+        if self._edited is None:  # it moves; a draft beside an edited message stays
+            self.composer.set_text("")
+            self.presenter.set_draft("")
         self.new_chat()
         self.composer.box.setPlainText(text)
 
@@ -628,10 +631,10 @@ class ChatView(Page):
         is_here, model, draft = not self.presenter.is_elsewhere, self._client.model, self.composer.text
         last = self.presenter.model.last
         if last is not None and last.stats is not None and last.stats.prompt_tokens:
-            used = last.stats.prompt_tokens + last.stats.generated_tokens
-            if not draft.strip() or not is_here:
+            used, more = last.stats.prompt_tokens + last.stats.generated_tokens, [draft] if draft.strip() else []
+            if not more or not is_here:
                 self._counting = ""
-                self._show_used(used + (self._counter.estimate("", [draft]) if draft.strip() else 0), about=bool(draft))
+                self._show_used(used + self._counter.estimate("", more), about=bool(more))
                 return
         if not is_here or model is None:
             self._show_used(None, about=True)
@@ -649,9 +652,8 @@ class ChatView(Page):
         return self._client.model.context_tokens if self._client.model is not None else None
 
     def _show_used(self, used: int | None, *, about: bool) -> None:
-        limit = self._limit
-        self.composer.set_context(used, limit, about=about)
-        self._show_room(used, limit, lambda: self._once_agreed(lambda: self._send_now(self.composer.text)))
+        self.composer.set_context(used, self._limit, about=about)
+        self._has_room(used, lambda: self._once_agreed(lambda: self._send_now(self.composer.text)))
 
     def _context_of(self, remote: RemoteModel | None) -> int | None:
         """The longest context of a server's model, if it says so."""

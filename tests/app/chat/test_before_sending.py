@@ -155,5 +155,21 @@ def test_editing_and_continuing_are_looked_at_too(page: ChatView, engine: Script
     assert page.room_banner.isVisible()
     page.transcript.resent.emit(question, _words(9000))
     assert len(engine.requests) == asked
+    assert page._to_new_chat.isHidden()  # it would not fit there, either
     page.transcript.resent.emit(question, "Short")
     assert len(engine.requests) == asked + 1
+
+
+def test_an_edited_message_can_be_asked_in_a_new_chat(page: ChatView, engine: ScriptedEngine) -> None:
+    write(page, "Hello")
+    engine.finish()
+    write(page, _words(5000))
+    engine.finish()
+    question = [row.message.id for row in page.presenter.model.rows][2]
+    first, edited = page.presenter.conversation.id, _words(STARTER.context_tokens - 7)
+    page.composer.box.setPlainText("A draft")
+    page.transcript.resent.emit(question, edited)
+    page._to_new_chat.click()
+    assert page.composer.text == edited
+    page.presenter.open(first)
+    assert page.composer.text == "A draft"
