@@ -53,7 +53,6 @@ class RunCard(Card):
         self.caption.hide()
         self.setAccessibleName(self.tr("Tuning"))
         self._model, self._in_library, self._names = model, True, [model]
-        self._here = {model}
         self.models = ComboBox(self)
         self.models.setEditable(True)
         self.models.setInsertPolicy(ComboBox.InsertPolicy.NoInsert)
@@ -122,8 +121,7 @@ class RunCard(Card):
     def show_models(self, names: Sequence[str]) -> None:
         """Updates the models that are there; keeps the selection."""
         self._here = set(names)
-        names = [STARTER, *names]
-        self._names = list(dict.fromkeys((*names, *([self._model] if self._in_library else []))))
+        self._names = list(dict.fromkeys((STARTER, *names, *([self._model] if self._in_library else []))))
         self.models.clear()
         for name in self._names:
             self.models.addItem(_shown(name), name)

@@ -49,10 +49,9 @@ class TablePane(DocumentPane):
         document.setDefaultFont(style.font)
         cursor = QTextCursor(document)
         cursor.beginEditBlock()
-        shown = segment.rows
-        table = cursor.insertTable(len(shown), len(shown[0]), _table_format())
+        table = cursor.insertTable(len(segment.rows), len(segment.alignments), _table_format())
         self._table = table
-        for row, cells in enumerate(shown):
+        for row, cells in enumerate(segment.rows):
             for column, spans in enumerate(cells):
                 cell = table.cellAt(row, column)
                 font = style.heading_font(6) if row == 0 else style.font
@@ -62,7 +61,7 @@ class TablePane(DocumentPane):
                 form.setAlignment(_ALIGNMENTS[segment.alignments[column]])
                 inside.setBlockFormat(form)
                 insert_spans(inside, spans, char, style)
-                _frame_cell(cell, style, is_header=row == 0, is_last=row == len(shown) - 1)
+                _frame_cell(cell, style, is_header=row == 0, is_last=row == len(segment.rows) - 1)
         cursor.movePosition(QTextCursor.MoveOperation.End)  # the empty block that Qt keeps below a table
         below = QTextBlockFormat()
         below.setLineHeight(1, QTextBlockFormat.LineHeightTypes.FixedHeight.value)
