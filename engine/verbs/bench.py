@@ -190,7 +190,7 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(quality)
     quality.set_defaults(run=_run_quality)
 
-    guesses = kinds.add_parser("speculation", help="answers that quote and others, with guessed tokens and without")
+    guesses = kinds.add_parser("speculation", help="answers that quote and others, with speculative decoding and without")
     _add_model(guesses)
     guesses.add_argument("--prompt-tokens", type=positive_int, default=2048, metavar="N", help="longest prompt")
     guesses.add_argument("--tokens", type=positive_int, default=384, metavar="N", help="longest answer")
@@ -594,7 +594,7 @@ def _config(args: argparse.Namespace) -> EngineConfig:
     from engine.bench.synthetic import resolve_model
 
     checkpoint = resolve_model(args.model, note)
-    # Random weights, and tokens past an end, repeat themselves: guessed, they would be timed as if all answers did.
+    # Random weights, and tokens past an end, repeat themselves: drafted, they would be timed as if all answers did.
     return dataclasses.replace(engine_config(args, str(checkpoint)), speculation="off")
 
 

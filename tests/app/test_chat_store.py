@@ -85,10 +85,13 @@ def test_a_newer_file_is_told(open_store: Callable[[], ChatStore], path: Path, q
     open_store().close()
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version = 99")
+    keep_chat("one of its chats")
+    (folder_of("one of its chats", kept_context_dir()) / f"{'0' * 32}.kept").write_bytes(b"what was read")
     store = open_store()
     with qtbot.waitSignal(store.notice) as notice:
         store.list_conversations()
     assert "newer Switchyard" in notice.args[0]
+    assert kept_files(kept_context_dir())
 
 
 def _error(code: int) -> sqlite3.OperationalError:

@@ -154,6 +154,11 @@ class ChatDatabase:
         )
         return tuple(conversation_from_row(row) for row in rows)
 
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether it is the file itself, not what stands in for one that cannot be written to."""
+        return bool(self.connection.execute("PRAGMA database_list").fetchone()[2])
+
     def ids(self) -> list[str]:
         """Of the same conversations, in any order."""
         rows = self.connection.execute("SELECT id FROM conversations WHERE deleted_at IS NULL")

@@ -174,7 +174,8 @@ class ChatStore(QObject):
     def _begin(self, database: ChatDatabase) -> None:
         database.end_interrupted(self._interrupted())
         database.purge()
-        forget_other_chats(database.ids())
+        if database.is_on_disk:  # else the file's chats, which a newer version may have written, are unknown
+            forget_other_chats(database.ids())
 
     def _write(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None = None) -> None:
         self._submit(run, done, writes=True)

@@ -60,8 +60,8 @@ def stats_text(message: Message) -> str:
                 translate("Chat", "1 token") if tokens == 1 else translate("Chat", "{0} tokens").format(count(tokens))
             )
         if stats.accepted_tokens:
-            guessed = translate("Chat", "{0} of {1} guesses right")
-            parts.append(guessed.format(count(stats.accepted_tokens), count(stats.guessed_tokens)))
+            drafted = translate("Chat", "{0} of {1} drafted tokens accepted")
+            parts.append(drafted.format(count(stats.accepted_tokens), count(stats.guessed_tokens)))
         if stats.finish_reason == "length":
             parts.append(translate("Chat", "reached the limit"))
         elif stats.finish_reason == "context":
