@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.families.family import DraftHead, Family, FastPath, Router
+from engine.families.family import GROUPED_SIGMOID, DraftHead, Family, FastPath
 from engine.families.gguf import SIGMOID, Gguf, Key
 from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
 from engine.families.replies import DEEPSEEK
@@ -16,14 +16,7 @@ FAMILY = Family(
         attention="DeepseekV3Attention",
         is_latent=True,
         block="DeepseekV3MoE",
-        router=Router(
-            scoring="sigmoid",
-            correction="e_score_correction_bias",
-            groups=("num_group", "topk_group"),
-            bf16_logits=False,
-            normalise="norm_topk_prob",
-            scale="routed_scaling_factor",
-        ),
+        router=GROUPED_SIGMOID,
     ),
     draft_head=DraftHead(),
     gguf=Gguf(

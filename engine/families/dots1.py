@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family, FastPath, Router
+from engine.families.family import GROUPED_SIGMOID, Family, FastPath
 
 FAMILY = Family(
     packs_rows=True,
@@ -11,13 +11,6 @@ FAMILY = Family(
         layer="Dots1DecoderLayer",
         attention="Dots1Attention",
         block="Dots1MoE",
-        router=Router(
-            scoring="sigmoid",
-            correction="e_score_correction_bias",
-            groups=("num_group", "topk_group"),
-            bf16_logits=False,
-            normalise="norm_topk_prob",
-            scale="routed_scaling_factor",
-        ),
+        router=GROUPED_SIGMOID,
     ),
 )

@@ -69,6 +69,17 @@ class Router:
     scale: str = ""
 
 
+GROUPED_SIGMOID = Router(
+    scoring="sigmoid",
+    correction="e_score_correction_bias",
+    groups=("num_group", "topk_group"),
+    bf16_logits=False,
+    normalise="norm_topk_prob",
+    scale="routed_scaling_factor",
+)
+"""DeepSeek-V3's, which others took over."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FastPath:
     """The library's classes that the native kernels implement: a single token through a layer in two calls.
