@@ -104,9 +104,10 @@ class DeskByName:
                 is_unused = False
                 while not (desk.state.waiting or self._wanted or desk.is_closed or is_unused):
                     idle_s = None if loaded is None else self.idle_s
-                    if loaded is not None and self._kept is not None and self._kept[0] == loaded:
-                        idle_s = self._kept[1] if self._kept[1] >= 0 else None
-                    is_unused = not desk.changed.wait(idle_s)
+                    if self._kept is not None and self._kept[0] == loaded:
+                        idle_s = self._kept[1]
+                    can_wait = idle_s is not None and 0 <= idle_s <= threading.TIMEOUT_MAX  # on Windows 49 days
+                    is_unused = not desk.changed.wait(idle_s if can_wait else None)
                 wanted, self._wanted = self._wanted, None
             first = desk.next_model or wanted
             if desk.is_closed:

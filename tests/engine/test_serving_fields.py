@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -425,3 +426,7 @@ def test_a_model_goes_or_stays_when_it_was_said() -> None:
         assert running.engine.loads == ["mixtral"]
         ask(running, keep_alive=0)
         _until(lambda: running.desk.state.model is None)
+    with serving(idle_s=threading.TIMEOUT_MAX * 2) as running:  # longer than the system can wait
+        for _ in range(3):
+            ask(running)
+        assert running.engine.loads == ["mixtral"]
