@@ -266,7 +266,7 @@ class Desk:
             except RequestCancelled:
                 if rows is self._rows and not self.is_closed:  # if not, it waits for the next model, or for its refusal
                     endings = [Ended("cancelled", 0, 0, 0)]
-            except Exception as error:  # what is wrong with one request harms no other
+            except BaseException as error:  # what is wrong with one request harms no other; libraries may panic
                 if not isinstance(error, EngineError):
                     log_failure(error, "reading a request")
                 endings = [Refused(as_engine_error(error, "reading a request"))]

@@ -751,13 +751,16 @@ def test_nothing_is_loaded_for_who_has_gone() -> None:
     assert gone.ending.reason == "cancelled"
 
 
-def test_one_request_that_cannot_be_read_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [RuntimeError, BaseException])
+def test_one_request_that_cannot_be_read_harms_no_other(
+    failure: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, good, bad = TinyEngine(), Watched(), Watched()
     desk, prompt = DeskByName(engine, engine.load), LiveRows.prompt
 
     def read(rows: LiveRows, messages: Any, *more: Any) -> list[int]:
         if messages[0].content == "bad":
-            raise RuntimeError("it breaks")
+            raise failure("it breaks")
         return prompt(rows, messages, *more)
 
     monkeypatch.setattr(LiveRows, "prompt", read)
