@@ -214,6 +214,15 @@ def test_harmony_without_tools_says_what_is_final() -> None:
     assert _parts([text], family="gpt_oss", tools=False) == [Thought("Hm."), Spoken("Paris.")]
 
 
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [("<|start|>assistant", []), ("<|end|><|start|>assistant to=", []), ("<|end|>Paris.", [Spoken("Paris.")])],
+)
+def test_harmony_behind_reasoning_without_a_head_that_is_whole(rest: str, said: list[Part]) -> None:
+    for pieces in ([f"<|channel|>analysis<|message|>Hm.{rest}"], [*f"<|channel|>analysis<|message|>Hm.{rest}"]):
+        assert _parts(pieces, family="gpt_oss") == [Thought("Hm."), *said]
+
+
 def _parts(
     pieces: list[str], *, thinks: bool = False, is_call: bool = False, tools: bool = True, family: str = ""
 ) -> list[Part]:

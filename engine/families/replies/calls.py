@@ -214,8 +214,7 @@ def _object(
     """An object; `check` may refuse each key, by NoCall, after those before it."""
     yield from source.must("{")
     pairs: dict[str, Any] = {}
-    is_first = True
-    while not (yield from _is_end(source, "}", is_first=is_first)):
+    while not (yield from _is_end(source, "}", is_first=not pairs)):
         quoted = (yield from source.peek()) in ('"', "'", "<")
         key = yield from (_string(source) if quoted else source.run(_BARE_KEY))
         if not quoted and not key:
@@ -224,7 +223,6 @@ def _object(
         yield from source.must(":")
         check(key, pairs)
         pairs[key] = yield from _value(source, depth + 1)
-        is_first = False
     return pairs
 
 
@@ -477,8 +475,7 @@ class Tagged:
                 return arguments
             key, key_closes = yield from self._key(source)
             text = yield from self._text(source, tools.keys(name), {*arguments, key})
-            is_text = key_closes == _IS_TEXT
-            arguments[key] = text if is_text else tools.argument(name, key, text)
+            arguments[key] = text if key_closes == _IS_TEXT else tools.argument(name, key, text)
 
     def _key(self, source: Arriving) -> Reading[tuple[str, str]]:
         """A key and the mark behind it, which are passed with what opens the value."""

@@ -284,10 +284,7 @@ class _Channels(_Scanning):
 
     def _read(self) -> Reading[None]:
         source = self._source
-        yield from source.run(_SPACE)
-        has_head = yield from source.passes(*_HEADS)
-        source.at = 0
-        callee = ""
+        has_head, callee = (yield from source.follows(*_HEADS)), ""
         while True:
             if has_head:
                 begin = source.at
@@ -297,15 +294,15 @@ class _Channels(_Scanning):
                     return
                 head = source.text[begin : source.at]
                 channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
-                self._kind = channel[1] if channel else "final"
+                self._kind = channel[1] if channel else self._kind
                 callee = recipient[1] if recipient and recipient[1] in self._tools.names else ""
             if callee:
                 yield from self._calls(message_call(source, callee, _ENDS))
             mark = yield from self._told()
             if not mark:
                 return
-            self._source.at -= len(mark) if mark == "<|channel|>" else 0
-            has_head, callee = "yes", ""
+            source.at -= len(mark) if mark in ("<|start|>", "<|channel|>") else 0  # the next head begins with it
+            self._kind, has_head, callee = "final", True, ""
 
     def _marks(self) -> tuple[str, ...]:
         return _ENDS
@@ -313,9 +310,6 @@ class _Channels(_Scanning):
     def _tell(self, text: str) -> None:
         if text:
             self._parts.append(Thought(text) if self._kind == "analysis" else Spoken(text))
-
-
-_SPACE = re.compile(r"\s*")
 
 
 def _begun_mark(text: str, begin: int, marks: tuple[str, ...]) -> int:
