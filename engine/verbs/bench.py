@@ -190,7 +190,7 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(quality)
     quality.set_defaults(run=_run_quality)
 
-    guesses = kinds.add_parser("speculation", help="answers that quote and others, with speculative decoding and without")
+    guesses = kinds.add_parser("speculation", help="answers with speculative decoding and without it")
     _add_model(guesses)
     guesses.add_argument("--prompt-tokens", type=positive_int, default=2048, metavar="N", help="longest prompt")
     guesses.add_argument("--tokens", type=positive_int, default=384, metavar="N", help="longest answer")

@@ -248,7 +248,7 @@ def test_without_all_of_a_head_the_text_alone_guesses(tmp_path: Path) -> None:
     try:
         assert draft_head_of(loaded.model) is None
         assert KvSession(loaded).drafters() == []
-        assert "No layer for guessing tokens is used: this checkpoint has none" in loaded.info.device_note
+        assert "No layer for drafting tokens is used: this checkpoint has none" in loaded.info.device_note
     finally:
         loaded.close()
 

@@ -356,11 +356,11 @@ def _graph_device(parts: LoadingParts, decision: Decision, config: EngineConfig)
 
 
 def head_note(config: EngineConfig, model: Any, *, on_card: bool) -> str:
-    """Says so where a layer for guessing tokens was asked for and none is used."""
+    """Says so where a layer for drafting tokens was asked for and none is used."""
     if config.speculation != "heads" or draft_head_of(model) is not None:
         return ""
     why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
-    return f"No layer for guessing tokens is used: {why}."
+    return f"No layer for drafting tokens is used: {why}."
 
 
 def threads_note(asked: int | None, used: int) -> str:
