@@ -30,6 +30,7 @@ StoredRow stored_row(const RowKernels &types, const SwitchyardMatrix &matrix, in
 
 void Vectors::resize(std::initializer_list<const SwitchyardMatrix *> matrices, int64_t count, int64_t n) {
     n_ = n;
+    tiled_ = SWITCHYARD_INT8;
     bool wanted[kForms] = {};
     for (const SwitchyardMatrix *matrix : matrices) {
         if (matrix->format == SWITCHYARD_BLOCKS) {
@@ -40,7 +41,7 @@ void Vectors::resize(std::initializer_list<const SwitchyardMatrix *> matrices, i
             wanted[static_cast<int>(matrix->format == SWITCHYARD_BF16 ? VectorForm::kSpread : VectorForm::kBy32)] = true;
         }
     }
-    const int64_t whole = (n + kWide - 1) / kWide * kWide;
+    const int64_t whole = wide_blocks(n) * kWide;
     const int64_t bytes[kForms] = {padded(n) * 4, whole / kGroup * (kGroup + 4 + 4),
                                    whole + whole / kWide * 4 + whole / kPart * 2, whole * 4};
     stride_ = 0;
@@ -55,7 +56,7 @@ void Vectors::resize(std::initializer_list<const SwitchyardMatrix *> matrices, i
 
 QuantisedVector Vectors::quantised(int64_t at) const {
     uint8_t *start = form(at, VectorForm::kBy32);
-    const int64_t groups = (n_ + kWide - 1) / kWide * (kWide / kGroup);
+    const int64_t groups = wide_blocks(n_) * (kWide / kGroup);
     auto *scales = reinterpret_cast<float *>(start + groups * kGroup);
     return {reinterpret_cast<int8_t *>(start), scales, reinterpret_cast<int32_t *>(scales + groups)};
 }
@@ -69,7 +70,7 @@ RowVector Vectors::row(int64_t at, VectorForm of) const {
         row.scales = vector.scales;
         row.sums = vector.sums;
     } else if (of == VectorForm::kBy256) {
-        const int64_t blocks = (n_ + kWide - 1) / kWide;
+        const int64_t blocks = wide_blocks(n_);
         row.q = reinterpret_cast<int8_t *>(start);
         row.scales = reinterpret_cast<float *>(start + blocks * kWide);
         row.parts = reinterpret_cast<int16_t *>(start + blocks * (kWide + 4));
@@ -82,7 +83,7 @@ RowVector Vectors::row(int64_t at, VectorForm of) const {
 // Zeros up to whole blocks of 256: rows are read four blocks of 32 at a time.
 void Vectors::pad(int64_t at) {
     const QuantisedVector vector = quantised(at);
-    const int64_t from = groups_of(n_), to = (n_ + kWide - 1) / kWide * (kWide / kGroup);
+    const int64_t from = groups_of(n_), to = wide_blocks(n_) * (kWide / kGroup);
     std::fill(vector.q + from * kGroup, vector.q + to * kGroup, int8_t{0});
     std::fill(vector.scales + from, vector.scales + to, 0.0f);
     std::fill(vector.sums + from, vector.sums + to, 0);
@@ -118,9 +119,8 @@ void Vectors::set_rows(const Kernels &kernels, int64_t at, const float *x) {
     }
     if (has(VectorForm::kFloats)) {
         auto *values = const_cast<float *>(row(at, VectorForm::kFloats).values);
-        const int64_t whole = (n_ + kWide - 1) / kWide * kWide;
         std::copy_n(x, n_, values);
-        std::fill(values + n_, values + whole, 0.0f);
+        std::fill(values + n_, values + wide_blocks(n_) * kWide, 0.0f);
     }
 }
 
@@ -144,7 +144,7 @@ void bf16_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t 
 class PanelRoom {
   public:
     RowPanel *of(int64_t columns) {
-        const int64_t whole = (columns + kWide - 1) / kWide * kWide, floats = whole / kPart * kTileRows * 4;
+        const int64_t whole = wide_blocks(columns) * kWide, floats = whole / kPart * kTileRows * 4;
         const auto needed = static_cast<size_t>(whole * kTileRows + 2 * floats + 64);
         if (memory_.size() < needed) memory_.resize(needed);
         panel_.codes = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);

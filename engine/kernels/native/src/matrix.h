@@ -73,7 +73,7 @@ class Vectors {
     void pad(int64_t at);
     void set_rows(const Kernels &kernels, int64_t at, const float *x);
 
-    int32_t tiled_ = SWITCHYARD_INT8;  // the format whose kernels round
+    int32_t tiled_ = SWITCHYARD_INT8;  // the format whose kernels round: of tiles, if there are any
     int64_t n_ = 0, stride_ = 0;
     int64_t places_[kForms] = {-1, -1, -1, -1};  // of each form in a vector's memory, or -1
     std::vector<uint8_t> memory_;

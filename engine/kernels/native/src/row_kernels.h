@@ -11,6 +11,7 @@ enum class VectorForm { kSpread, kBy32, kBy256, kFloats };
 constexpr int kForms = 4;
 constexpr int64_t kWide = 256;  // values of a scale, and weights of a block of the larger types
 constexpr int64_t kPart = 16;   // values of a sum
+static constexpr int64_t wide_blocks(int64_t n) { return (n + kWide - 1) / kWide; }
 
 // A vector in one of the forms; it is padded with zeros to whole blocks of 256.
 struct RowVector {

@@ -127,7 +127,7 @@ int32_t test_blocks(const BlockKernels &kernels) {
 int32_t test_types(const RowKernels &kernels) {
     for (const RowType &type : kernels.types)
         for (int64_t columns : {type.elements, 3 * type.elements, 9 * kWide}) {
-            const int64_t blocks = columns / type.elements, whole = (columns + kWide - 1) / kWide * kWide;
+            const int64_t blocks = columns / type.elements, whole = wide_blocks(columns) * kWide;
             std::vector<uint8_t> row(blocks * type.bytes);
             for (size_t i = 0; i < row.size(); ++i) row[i] = static_cast<uint8_t>(i * 89 + i / 97 + 3);
             // Numbers of two bytes that may be scales, or weights, are near 0.03; those of four bytes, too.

@@ -1,4 +1,5 @@
-// Every type, for the instruction set of the including file.  A new one is a file beside these and its line here.
+// Every type, for the instruction set of the including file.  A new one is its values in ggml_values.h, a file beside these
+// and its line here.
 #pragma once
 #include "iq4_nl.h"
 #include "iq4_xs.h"

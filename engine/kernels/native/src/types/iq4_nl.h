@@ -4,13 +4,8 @@
 
 namespace {
 
-constexpr int8_t kIq4Nl[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-
-struct Iq4Nl {
-    static constexpr int kNumber = 20, kElements = 32, kBytes = 18;
+struct Iq4Nl : scalar::Iq4Nl {
     static constexpr bool kSigned = true;
-
-    static void values(const uint8_t *block, float *out) { table_values(block + 2, half_at(block), kIq4Nl, out); }
 
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;

@@ -5,18 +5,8 @@
 
 namespace {
 
-struct Iq4Xs {
-    static constexpr int kNumber = 23, kElements = 256, kBytes = 136;
+struct Iq4Xs : scalar::Iq4Xs {
     static constexpr bool kLowest = false, kLarge = true;
-
-    static int step(const uint8_t *block, int group) {
-        const int low = block[4 + group / 2] >> (group % 2 * 4) & 15;
-        return (low | static_cast<int>(u16_at(block + 2) >> (2 * group) & 3) << 4) - 32;
-    }
-    static void values(const uint8_t *block, float *out) {
-        for (int group = 0; group < 8; ++group)
-            table_values(block + 8 + 16 * group, half_at(block) * static_cast<float>(step(block, group)), kIq4Nl, out + 32 * group);
-    }
 
 #if defined(__AVX512VNNI__) || defined(__AVX2__)
     // A word for each group.

@@ -4,14 +4,9 @@
 
 namespace {
 
-constexpr int8_t kMxfp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};  // twice the values
-
-struct Mxfp4 {
-    static constexpr int kNumber = 39, kElements = 32, kBytes = 17;
+struct Mxfp4 : scalar::Mxfp4 {
     static constexpr bool kSigned = true;
     static constexpr int kOffset = 12, kMost = 24;
-
-    static void values(const uint8_t *block, float *out) { table_values(block + 1, e8m0_half(block[0]), kMxfp4, out); }
 
 #if defined(__AVX512VNNI__)
     static Four four(const uint8_t *blocks) {

@@ -4,9 +4,7 @@
 
 namespace {
 
-struct F32 {
-    static constexpr int kNumber = 0, kElements = 1, kBytes = 4;
-    static void values(const uint8_t *at, float *out) { std::memcpy(out, at, 4); }
+struct F32 : scalar::F32 {
 #if defined(__AVX512VNNI__)
     static __m512 sixteen_at(const uint8_t *at) { return _mm512_loadu_ps(at); }
 #elif defined(__AVX2__)
@@ -14,9 +12,7 @@ struct F32 {
 #endif
 };
 
-struct F16 {
-    static constexpr int kNumber = 1, kElements = 1, kBytes = 2;
-    static void values(const uint8_t *at, float *out) { *out = half_at(at); }
+struct F16 : scalar::F16 {
 #if defined(__AVX512VNNI__)
     static __m512 sixteen_at(const uint8_t *at) {
         return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
@@ -26,9 +22,7 @@ struct F16 {
 #endif
 };
 
-struct Bf16 {
-    static constexpr int kNumber = 30, kElements = 1, kBytes = 2;
-    static void values(const uint8_t *at, float *out) { *out = float_of(u16_at(at) << 16); }
+struct Bf16 : scalar::Bf16 {
 #if defined(__AVX512VNNI__)
     static __m512 sixteen_at(const uint8_t *at) {
         const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));

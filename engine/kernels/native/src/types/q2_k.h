@@ -5,20 +5,9 @@
 
 namespace {
 
-struct Q2K {
-    static constexpr int kNumber = 10, kElements = 256, kBytes = 84;
+struct Q2K : scalar::Q2K {
     static constexpr bool kLowest = true, kLarge = false;
     static constexpr int kWidth = 16, kOffset = 0, kMost = 3;
-
-    static void values(const uint8_t *block, float *out) {
-        for (int part = 0; part < 16; ++part) {
-            const float step = half_at(block + 80) * static_cast<float>(block[part] & 15);
-            const float less = half_at(block + 82) * static_cast<float>(block[part] >> 4);
-            const uint8_t *q = block + 16 + part / 8 * 32 + part % 2 * 16;
-            const int shift = part % 8 / 2 * 2;
-            for (int i = 0; i < 16; ++i) out[part * 16 + i] = step * static_cast<float>(q[i] >> shift & 3) - less;
-        }
-    }
 
 #if defined(__AVX512VNNI__)
     // Codes of two bits of 64 bytes, and of scales per 16.

@@ -5,25 +5,9 @@
 
 namespace {
 
-struct Q3K {
-    static constexpr int kNumber = 11, kElements = 256, kBytes = 110;
+struct Q3K : scalar::Q3K {
     static constexpr bool kLowest = false, kLarge = false;
     static constexpr int kWidth = 16, kOffset = 4, kMost = 7;
-
-    static void values(const uint8_t *block, float *out) {
-        uint64_t steps[2];
-        unpack_steps_of_16(block + 96, &steps[0], &steps[1]);
-        for (int part = 0; part < 16; ++part) {
-            const int step = static_cast<int>(steps[part / 8] >> (part % 8 * 8) & 63) - 32;
-            const float scale = half_at(block + 108) * static_cast<float>(step);
-            const uint8_t *q = block + 32 + part / 8 * 32 + part % 2 * 16, *more = block + part % 2 * 16;
-            const int shift = part % 8 / 2 * 2, bit = part / 2;
-            for (int i = 0; i < 16; ++i) {
-                const int value = (q[i] >> shift & 3) - ((more[i] >> bit & 1) ? 0 : 4);
-                out[part * 16 + i] = scale * static_cast<float>(value);
-            }
-        }
-    }
 
 #if defined(__AVX512VNNI__) || defined(__AVX2__)
     static __m256i steps_of(const uint8_t *block) {

@@ -4,15 +4,9 @@
 
 namespace {
 
-struct Q4_0 {
-    static constexpr int kNumber = 2, kElements = 32, kBytes = 18;
+struct Q4_0 : scalar::Q4_0 {
     static constexpr bool kSigned = false;
     static constexpr int kOffset = 8, kMost = 15;
-
-    static void values(const uint8_t *block, float *out) {
-        nibble_values(block + 2, out);
-        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * (out[i] - 8.0f);
-    }
 
 #if defined(__AVX512VNNI__)
     static Four four(const uint8_t *blocks) {

@@ -4,15 +4,9 @@
 
 namespace {
 
-struct Q4_1 {
-    static constexpr int kNumber = 3, kElements = 32, kBytes = 20;
+struct Q4_1 : scalar::Q4_1 {
     static constexpr bool kSigned = false;
     static constexpr int kOffset = 0, kMost = 15;  // a minimum of its own
-
-    static void values(const uint8_t *block, float *out) {
-        nibble_values(block + 4, out);
-        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * out[i] + half_at(block + 2);
-    }
 
 #if defined(__AVX512VNNI__)
     static Four four(const uint8_t *blocks) {

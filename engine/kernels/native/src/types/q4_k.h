@@ -5,21 +5,9 @@
 
 namespace {
 
-struct Q4K {
-    static constexpr int kNumber = 12, kElements = 256, kBytes = 144;
+struct Q4K : scalar::Q4K {
     static constexpr bool kLowest = true, kLarge = false;
     static constexpr int kWidth = 32, kOffset = 0, kMost = 15;
-
-    static void values(const uint8_t *block, float *out) {
-        uint64_t steps, least;
-        unpack_steps(block + 4, &steps, &least);
-        for (int group = 0; group < 8; ++group) {
-            const float step = half_at(block) * static_cast<float>(steps >> (8 * group) & 63);
-            const float less = half_at(block + 2) * static_cast<float>(least >> (8 * group) & 63);
-            const uint8_t *pairs = block + 16 + group / 2 * 32;
-            for (int i = 0; i < 32; ++i) out[group * 32 + i] = step * static_cast<float>(pairs[i] >> (group % 2 * 4) & 15) - less;
-        }
-    }
 
 #if defined(__AVX512VNNI__)
     // Of scales and minima in 16 words.

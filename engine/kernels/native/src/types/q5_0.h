@@ -5,14 +5,6 @@
 
 namespace {
 
-inline void five_bits(const uint8_t *high, const uint8_t *pairs, float *out) {
-    const uint32_t bits = u32_at(high);
-    for (int i = 0; i < 16; ++i) {
-        out[i] = static_cast<float>((pairs[i] & 15u) | (bits >> i & 1) << 4);
-        out[16 + i] = static_cast<float>(pairs[i] >> 4 | (bits >> (16 + i) & 1) << 4);
-    }
-}
-
 #if defined(__AVX512VNNI__)
 inline void add_fifth_bits(const uint8_t *high, int64_t step, Bytes *codes) {
     const Bytes sixteen = _mm512_set1_epi8(16);
@@ -31,15 +23,9 @@ inline Bytes with_fifth_bits(const uint8_t *high, Bytes codes) {
 }
 #endif
 
-struct Q5_0 {
-    static constexpr int kNumber = 6, kElements = 32, kBytes = 22;
+struct Q5_0 : scalar::Q5_0 {
     static constexpr bool kSigned = false;
     static constexpr int kOffset = 16, kMost = 31;
-
-    static void values(const uint8_t *block, float *out) {
-        five_bits(block + 2, block + 6, out);
-        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * (out[i] - 16.0f);
-    }
 
 #if defined(__AVX512VNNI__)
     static Four four(const uint8_t *blocks) {

@@ -4,15 +4,9 @@
 
 namespace {
 
-struct Q5_1 {
-    static constexpr int kNumber = 7, kElements = 32, kBytes = 24;
+struct Q5_1 : scalar::Q5_1 {
     static constexpr bool kSigned = false;
     static constexpr int kOffset = 0, kMost = 31;  // a minimum of its own
-
-    static void values(const uint8_t *block, float *out) {
-        five_bits(block + 4, block + 8, out);
-        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * out[i] + half_at(block + 2);
-    }
 
 #if defined(__AVX512VNNI__)
     static Four four(const uint8_t *blocks) {

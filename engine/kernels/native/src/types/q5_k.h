@@ -4,24 +4,9 @@
 
 namespace {
 
-struct Q5K {
-    static constexpr int kNumber = 13, kElements = 256, kBytes = 176;
+struct Q5K : scalar::Q5K {
     static constexpr bool kLowest = true, kLarge = false;
     static constexpr int kWidth = 32, kOffset = 0, kMost = 31;
-
-    static void values(const uint8_t *block, float *out) {
-        uint64_t steps, least;
-        unpack_steps(block + 4, &steps, &least);
-        for (int group = 0; group < 8; ++group) {
-            const float step = half_at(block) * static_cast<float>(steps >> (8 * group) & 63);
-            const float less = half_at(block + 2) * static_cast<float>(least >> (8 * group) & 63);
-            const uint8_t *high = block + 16, *pairs = block + 48 + group / 2 * 32;
-            for (int i = 0; i < 32; ++i) {
-                const int code = (pairs[i] >> (group % 2 * 4) & 15) | (high[i] >> group & 1) << 4;
-                out[group * 32 + i] = step * static_cast<float>(code) - less;
-            }
-        }
-    }
 
 #if defined(__AVX512VNNI__)
     static Wide wide(const uint8_t *block) {

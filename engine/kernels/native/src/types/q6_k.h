@@ -6,22 +6,9 @@
 
 namespace {
 
-struct Q6K {
-    static constexpr int kNumber = 14, kElements = 256, kBytes = 210;
+struct Q6K : scalar::Q6K {
     static constexpr bool kLowest = false, kLarge = false;
     static constexpr int kWidth = 16, kOffset = 32, kMost = 63;
-
-    static void values(const uint8_t *block, float *out) {
-        for (int part = 0; part < 16; ++part) {
-            const float step = half_at(block + 208) * static_cast<float>(static_cast<int8_t>(block[192 + part]));
-            const uint8_t *low = block + part / 8 * 64 + part % 4 * 16, *high = block + 128 + part / 8 * 32 + part % 2 * 16;
-            const int shift = part % 8 / 4 * 4, more = part % 8 / 2 * 2;
-            for (int i = 0; i < 16; ++i) {
-                const int code = (low[i] >> shift & 15) | (high[i] >> more & 3) << 4;
-                out[part * 16 + i] = step * static_cast<float>(code - 32);
-            }
-        }
-    }
 
 #if defined(__AVX512VNNI__)
     static Wide wide(const uint8_t *block) {

@@ -4,13 +4,8 @@
 
 namespace {
 
-struct Q8_0 {
-    static constexpr int kNumber = 8, kElements = 32, kBytes = 34;
+struct Q8_0 : scalar::Q8_0 {
     static constexpr bool kSigned = true;
-
-    static void values(const uint8_t *block, float *out) {
-        for (int i = 0; i < 32; ++i) out[i] = half_at(block) * static_cast<float>(static_cast<int8_t>(block[2 + i]));
-    }
 
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;

@@ -1,21 +1,17 @@
-// What the types share: reading numbers, and the loops over a row's blocks for the instruction set of the including file.
+// What the types share: the loops over a row's blocks for the instruction set of the including file.
 // Everything is local to that file, so that the linker never mixes them.
 //
-// A type has
-//   kNumber, kElements, kBytes  ggml's number for it, and of a block
-//   values(block, out)          its weights: the reference
-// and for products, in vectors of 512 or of 256 bits, either
+// A type has, besides what ggml_values.h says, for products in vectors of 512 or of 256 bits either
 //   wide(block) and place       a block of 256: codes, a scale and a minimum per 16 of them (Wide), and where 32 of the codes lie
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
 // and for panels
 //   kWidth, kOffset, kMost      codes that share a scale; what makes them unsigned; the largest, 128 where they stay signed
-// Layouts: ggml-common.h of llama.cpp.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-#include "../kernel_set.h"
+#include "../ggml_values.h"
 #include "../row_kernels.h"
 
 #if defined(__AVX512VNNI__) || defined(__AVX2__)
@@ -23,44 +19,6 @@
 #endif
 
 namespace {
-
-inline uint32_t u16_at(const uint8_t *at) { return static_cast<uint32_t>(at[0] | at[1] << 8); }
-inline uint32_t u32_at(const uint8_t *at) {
-    uint32_t value;
-    std::memcpy(&value, at, 4);
-    return value;
-}
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-inline float half_at(const uint8_t *at) { return _cvtsh_ss(static_cast<uint16_t>(u16_at(at))); }
-#else
-inline float half_at(const uint8_t *at) { return from_half(static_cast<uint16_t>(u16_at(at))); }
-#endif
-
-inline float float_of(uint32_t bits) {
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-
-// Half of a power of two, from 2^-128 on: tables of E2M1 hold twice its values.
-inline float e8m0_half(uint32_t exponent) {
-    return float_of(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
-}
-
-// 16 bytes with elements 0 to 15 in their low bits and 16 to 31 in their high ones.
-inline void nibble_values(const uint8_t *pairs, float *out) {
-    for (int i = 0; i < 16; ++i) {
-        out[i] = static_cast<float>(pairs[i] & 15);
-        out[16 + i] = static_cast<float>(pairs[i] >> 4);
-    }
-}
-
-inline void table_values(const uint8_t *pairs, float scale, const int8_t *table, float *out) {
-    for (int i = 0; i < 16; ++i) {
-        out[i] = scale * static_cast<float>(table[pairs[i] & 15]);
-        out[16 + i] = scale * static_cast<float>(table[pairs[i] >> 4]);
-    }
-}
 
 // Scales and minima of Q4_K and Q5_K, 6 bits each in 12 bytes: a byte for each of eight groups.
 inline void unpack_steps(const uint8_t *packed, uint64_t *scales, uint64_t *lowest) {
