@@ -131,9 +131,8 @@ def _check_together(file: Path, part: dict[str, Any]) -> None:
     """Rejects more experts per token than there are, uneven groups of them, and heads that cannot share keys."""
     experts = next((part[name] for name in EXPERTS if type(part.get(name)) is int), 0)
     for name in PER_TOKEN:
-        if name == "top_k":  # that of sampling may stand here, too
-            continue
-        if experts and type(part.get(name)) is int and not 0 < part[name] <= experts:
+        is_sampling = name == "top_k"  # may stand here, too
+        if experts and not is_sampling and type(part.get(name)) is int and not 0 < part[name] <= experts:
             raise _senseless(file, name, part[name], f" of {experts:,} experts")
     groups, chosen = part.get("n_group"), part.get("topk_group")
     if experts and type(groups) is int and groups > 1:

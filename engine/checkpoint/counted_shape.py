@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.checkpoint.config_file import text_part
+from engine.checkpoint.gguf.codes import KEPT_IN
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.checkpoint.packed import is_blocks
@@ -24,9 +25,7 @@ from engine.checkpoint.stored import (
     type_of,
 )
 from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TiledFormat, WeightFormat, format_of
-from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
-from engine.formats.lut4 import LUT4
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
 _NOT_TEXT = re.compile(
@@ -83,22 +82,21 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
     return replace(shape, stored=_stored(shape, mine, kept))
 
 
-_BY_LABEL: tuple[tuple[re.Pattern[str], TiledFormat, TiledFormat, str, str], ...] = (
-    (re.compile(r"IQ4_XS"), LUT4, LUT4, "IQ4_XS", "IQ4_XS"),
-    (re.compile(r"IQ4"), LUT4, LUT4, "IQ4_NL", "IQ4_NL"),
-    (re.compile(r"MXFP4"), LUT4, LUT4, "MXFP4", "MXFP4"),
-    (re.compile(r"Q8_0"), INT8, INT8, "Q8_0", "Q8_0"),
-    (re.compile(r"Q6_K"), INT8, INT8, "Q6_K", "Q6_K"),
-    (re.compile(r"Q5_K_[MLX]"), INT8, INT8, "Q5_K", "Q6_K"),
-    (re.compile(r"Q5"), INT8, INT8, "Q5_K", "Q5_K"),
-    (re.compile(r"Q3_K"), INT8, INT8, "Q3_K", "Q4_K"),
-    (re.compile(r"Q2_K"), INT8, INT8, "Q2_K", "Q3_K"),
-    (re.compile(r"Q4_K_[MLX]"), INT4, INT8, "Q4_K", "Q6_K"),
-    (re.compile(r"Q4_K"), INT4, INT4, "Q4_K", "Q4_K"),
-    (re.compile(r"Q4|4-BIT"), INT4, INT4, "Q4_0", "Q4_0"),
+_BY_LABEL = (
+    (re.compile(r"IQ4_XS"), "IQ4_XS", "IQ4_XS"),
+    (re.compile(r"IQ4"), "IQ4_NL", "IQ4_NL"),
+    (re.compile(r"MXFP4"), "MXFP4", "MXFP4"),
+    (re.compile(r"Q8_0"), "Q8_0", "Q8_0"),
+    (re.compile(r"Q6_K"), "Q6_K", "Q6_K"),
+    (re.compile(r"Q5_K_[MLX]"), "Q5_K", "Q6_K"),
+    (re.compile(r"Q5"), "Q5_K", "Q5_K"),
+    (re.compile(r"Q3_K"), "Q3_K", "Q4_K"),
+    (re.compile(r"Q2_K"), "Q2_K", "Q3_K"),
+    (re.compile(r"Q4_K_[MLX]"), "Q4_K", "Q6_K"),
+    (re.compile(r"Q4_K"), "Q4_K", "Q4_K"),
+    (re.compile(r"Q4|4-BIT"), "Q4_0", "Q4_0"),
 )
-"""Label of a quantisation -> what keeps gate and up, and every other down matrix, on a card and as they lie in the
-file; the rest is as gate and up."""
+"""Label of a quantisation -> the types of gate and up, and of every other down matrix; the rest is as gate and up."""
 
 
 def as_quantised(shape: ModelShape, label: str) -> ModelShape:
@@ -113,7 +111,9 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
     found = next((each for each in _BY_LABEL if each[0].search(label.upper())), None)
     if found is None:
         return shape
-    _, most, half, in_file, half_in_file = found
+    _, in_file, half_in_file = found
+    most, finer = KEPT_IN.get(in_file, INT8), KEPT_IN.get(half_in_file, INT8)
+    half = max(most, finer, key=lambda each: each.bits)
     head, layers = shape.vocabulary * shape.hidden, shape.non_expert_weights - shape.embedding_weights
 
     def stored(most: WeightFormat, half: WeightFormat, of_head: WeightFormat, table: float) -> StoredWeights:

@@ -196,8 +196,8 @@ class ModelShape:
 
     def in_place(self) -> ModelShape:
         """The same with what is stored used as it lies in its files, where that can be."""
-        lies = self.stored is not None and self.stored.in_place is not None
-        return replace(self, stored=self.stored.in_place) if lies and self.stored is not None else self
+        stored = self.stored and self.stored.in_place
+        return self if stored is None else replace(self, stored=stored)
 
     def holding(self, kv_precision: str) -> ModelShape:
         """The same with keys and values held so: latents stay in 16 bits, others have a scale for each head."""

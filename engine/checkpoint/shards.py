@@ -125,7 +125,8 @@ def _check_numbers(entries: list[TensorEntry]) -> None:
 
     entries = [entry for entry in entries if entry.nbytes and (entry.dtype in BY_NAME or entry.dtype.startswith("F8_"))]
     looked_at = entries[:: -(-len(entries) // _SAMPLES) or 1]
-    for file, several in itertools.groupby(sorted(looked_at, key=lambda each: (each.file, each.offset)), _file_of):
+    looked_at.sort(key=lambda each: (each.file, each.offset))
+    for file, several in itertools.groupby(looked_at, lambda each: each.file):
         try:
             with open_foreign(file, buffering=0) as stream:
                 for entry in several:
@@ -145,10 +146,6 @@ def _check_numbers(entries: list[TensorEntry]) -> None:
                         raise _damaged(f"{file} has weights that are no numbers (NaN, in {quoted(entry.key)})")
         except OSError as error:
             raise _damaged(f"{file} cannot be read ({reason(error)})") from error
-
-
-def _file_of(entry: TensorEntry) -> Path:
-    return entry.file
 
 
 def weight_files(directory: Path, names: Collection[str] | None = None) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.formats.ggml import GGML, BlockFormat
+from engine.formats.ggml import GGML
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
@@ -28,7 +28,6 @@ __all__ = [
     "SMALLEST",
     "STORED",
     "TILE_ROWS",
-    "BlockFormat",
     "PlainFormat",
     "TiledFormat",
     "WeightFormat",

@@ -102,7 +102,6 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
         return first - base, others[0] - first if others else 0
 
     def part(name: str, bias: str | None) -> RecordPartStruct:
-        number = BF16.native
         biases, bias_step = place(bias) if bias else (0, 0)
         if isinstance(layout, BlockFormat):
             places = [(*place(own), kind.id) for own, kind in layout.blocks_of(name)]
@@ -111,10 +110,10 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
             return RecordPartStruct(
                 at, second, -1, -1, -1, biases, *steps, IN_BLOCKS, kind, second_kind, bias is not None
             )
+        number = BF16.native
         if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
             number = layout.tiled_shape(name).format.native
-        pieces = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
-        weights, *others = pieces
+        weights, *others = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
         steps = (layout.nbytes,) * 3
         return RecordPartStruct(weights, 0, *others, biases, *steps, number, 0, -1, bias is not None)
 
