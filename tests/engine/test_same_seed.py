@@ -84,6 +84,16 @@ def test_whatever_was_read_before(loaded: LoadedModel) -> None:
     assert alone.answer(_request(PROMPT, None)).reused_tokens >= 256 or loaded.info.family in ("qwen3_next", "gpt_oss")
 
 
+def test_chunks_that_began_elsewhere_or_were_kept_are_computed_again(loaded: LoadedModel) -> None:
+    one, other = ([*PROMPT[:300], *random_prompt(300, seed=seed)] for seed in (7, 8))
+    for asked in (((one, None), (other, None), (other, 3)), ((one, None), (other, 3), (one, None), (one, 3))):
+        alone = Alone(loaded, kept=KeptPrefixes(ROOT, 2**26))
+        for ids, seed in asked:
+            result = alone.answer(_request(ids, seed))
+            alone.keep()
+        assert result.reused_tokens <= 256 or loaded.info.family in ("qwen3_next", "gpt_oss")  # begin anew
+
+
 def test_in_company(loaded: LoadedModel) -> None:
     alone, expected = Alone(loaded), dict[int, tuple[int, ...]]()
     prompts = {number: random_prompt(30 + 37 * number, seed=number) for number in range(12)}

@@ -203,7 +203,8 @@ class KvSession:
         found = self._reuse(prompt, repeats=repeats and self._devices is None)
         on_reused(found.ram, found.disk, clock.now() - begun_s)
         reused = found.tokens
-        self._steady = min(self._steady, reused)
+        # What is kept was computed elsewhere, and a chunk of which a part is gone is no longer whole.
+        self._steady = min(self._steady, found.held) // self._chunk_tokens * self._chunk_tokens
         total = self._prompt_tokens = len(prompt)
         on_progress(reused, total)
         if self._cache is None:
