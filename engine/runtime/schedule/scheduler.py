@@ -118,11 +118,15 @@ class Scheduler:
     @property
     def under_way(self) -> int:
         """Requests that wait or are being answered."""
-        return len(self._waiting) + len(self._sharing) + len(self._alone())
+        return len(self._asked())
 
     def _alone(self) -> list[tuple[Asked, AloneAnswer]]:
         """Who is answered, each in a cache of its own."""
         return [*([self._first] if self._first is not None else []), *self._parked]
+
+    def _asked(self) -> list[Asked]:
+        """All requests that are being answered, or wait."""
+        return [*(asked for asked, _answer in self._alone()), *self._sharing.values(), *self._waiting]
 
     @property
     def note(self) -> str:
@@ -247,8 +251,7 @@ class Scheduler:
 
     def _awaited(self) -> bool:
         """Whether anybody waits for a first token."""
-        alone = (asked for asked, _answer in self._alone())
-        return any(not asked.tokens for asked in (*alone, *self._waiting, *self._sharing.values()))
+        return any(not asked.tokens for asked in self._asked())
 
     def _turn(self, until: Check) -> None:
         """A token for everybody, at least; more for one who has the model alone, until `until()`."""
@@ -292,9 +295,15 @@ class Scheduler:
             self._part()
         if self._first is not None:
             shares = bool(self._sharing or self._parked)
-            self._answer_first(lambda: shares or bool(self._waiting) or self._has_news() or until())
-        for each in list(self._parked):
-            self._answer_parked(*each)
+            result = self._took_turn(*self._first, lambda: shares or bool(self._waiting) or self._has_news() or until())
+            if result is not None:
+                self._end_first(result)
+        for asked, answer in list(self._parked):
+            result = self._took_turn(asked, answer, lambda: True)
+            if result is not None:
+                self._parked.remove((asked, answer))
+                answer.session.clear()
+                asked.end(result)
         if self._sharing:
             self._count_alone()
             self._sweep()
@@ -356,8 +365,7 @@ class Scheduler:
         """Requests that are under way, each with its answer so far."""
         answers = {row.request.row: row.sequence for row in self._rows() if row.sequence.ids}
         answers |= {asked.request.row: each.begun for asked, each in self._alone() if each.begun is not None}
-        alone = [asked for asked, _answer in self._alone()]
-        carried = [*alone, *self._sharing.values(), *self._waiting]
+        carried = self._asked()
         for asked in carried:
             asked.outgrown = answers.get(asked.request.row, asked.outgrown)
             asked.has_moved = asked.has_moved or asked.outgrown is not None
@@ -365,8 +373,7 @@ class Scheduler:
 
     def _fail(self, error: BaseException) -> None:
         """Nobody who asked gets an answer."""
-        alone = [asked for asked, _answer in self._alone()]
-        asked = [*alone, *self._sharing.values(), *self._waiting]
+        asked = self._asked()
         self.forget()
         for each in asked:
             each.end(error)
@@ -542,17 +549,15 @@ class Scheduler:
             self._sharing.clear()
             asked.has_moved, self._first = True, (asked, answer)
 
-    def _answer_first(self, until: Check) -> None:
-        assert self._first is not None
-        answer = self._first[1]
+    def _took_turn(self, asked: Asked, answer: AloneAnswer, until: Check) -> Outcome | None:
+        """A part of its prompt or a token of an answer, or more until `until()`; how it ended, if it has."""
         try:
-            result: Outcome | None = answer.turn(until)
+            result = answer.turn(until)
         except Exception as error:
             if self._has_lost_card(error):
                 raise
-            result = error
-        if result is not None:
-            self._end_first(result)
+            return error
+        return asked.timed(result) if result is not None and asked.has_moved else result
 
     def _end_first(self, result: Outcome) -> None:
         assert self._first is not None
@@ -560,24 +565,9 @@ class Scheduler:
         self.alone.adopt(answer)
         if isinstance(result, BaseException):
             self._forget()
-        elif asked.has_moved:
-            result = asked.timed(result)
         self._loan.end()
         self.alone.keep()
         asked.end(result)
-
-    def _answer_parked(self, asked: Asked, answer: AloneAnswer) -> None:
-        """A token of it, or a part of its prompt."""
-        try:
-            result: Outcome | None = answer.turn(lambda: True)
-        except Exception as error:
-            if self._has_lost_card(error):
-                raise
-            result = error
-        if result is not None:
-            self._parked.remove((asked, answer))
-            answer.session.clear()
-            asked.end(result)
 
     def _sweep(self) -> None:
         assert self._together is not None
