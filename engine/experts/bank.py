@@ -68,7 +68,7 @@ class LayerInPlace(BankLayer):
     parts: dict[str, torch.Tensor] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self.stacked = dict(self.parts)
+        self.stacked = self.parts
         self.rows = {name: tensor.unbind(0) for name, tensor in self.stacked.items()}
 
     @property
@@ -137,8 +137,6 @@ class ExpertBank:
         for layer in self.layers.values():
             layer.stacked.clear()
             layer.rows.clear()
-            if isinstance(layer, LayerInPlace):
-                layer.parts.clear()
             if self._host_memory is not None:
                 self._host_memory.release(layer.records)
             layer.records = torch.empty(0, layer.layout.nbytes, dtype=torch.uint8)

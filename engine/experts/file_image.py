@@ -82,29 +82,18 @@ class FileImage:
             return False
         return _identity(now) == _identity(self._status)
 
-    def wait_for(self, end: int) -> None:
-        """Until everything before the byte `end` is there.
+    def wait_for(self, end: int, patience_s: float | None = None) -> bool:
+        """Until everything before the byte `end` is there, or for so long; whether it is.
 
         Raises:
             OSError: the disk cannot read it, the file has become shorter, or the image was closed.
         """
+        pieces = -(-min(end, len(self.bytes)) // _PIECE)
         with self._changed:
-            while self._whole * _PIECE < min(end, len(self.bytes)):
-                if self._failure is not None:
-                    raise self._failure
-                self._changed.wait()
-
-    def has(self, end: int) -> bool:
-        """Whether everything before the byte `end` is there.
-
-        Raises:
-            As `wait_for`.
-        """
-        with self._changed:
-            there = self._whole * _PIECE >= min(end, len(self.bytes))
-            if not there and self._failure is not None:
+            self._changed.wait_for(lambda: self._whole >= pieces or self._failure is not None, patience_s)
+            if self._whole < pieces and self._failure is not None:
                 raise self._failure
-            return there
+            return self._whole >= pieces
 
     def close(self) -> None:
         """Stops reading and closes the file.  Idempotent.  The memory lives as long as anything that refers to it."""

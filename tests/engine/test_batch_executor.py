@@ -30,6 +30,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
@@ -132,10 +133,9 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
     loaded = tiny_loaded(family)
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def choose(rows: list[object], logits: torch.Tensor) -> list[int]:
-        for row, of_row in zip(rows, logits, strict=True):
-            seen.setdefault(row.request.row, []).append(of_row.clone())  # type: ignore[attr-defined]
-        return [int(of_row.argmax()) for of_row in logits]
+    def choose(row: PagedRow, logits: torch.Tensor) -> int:
+        seen.setdefault(row.request.row, []).append(logits.clone())
+        return int(logits.argmax())
 
     monkeypatch.setattr("engine.runtime.schedule.together._choose", choose)
     rows = _rows([9, 45], SamplingParams(max_tokens=4))

@@ -18,6 +18,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.row import PagedRow
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -49,10 +50,9 @@ def _answers(
     answers: dict[int, BatchAnswer] = {}
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def choose(rows: list[Any], logits: torch.Tensor) -> list[int]:
-        for row, of_row in zip(rows, logits, strict=True):
-            seen.setdefault(row.request.row, []).append(of_row.float())
-        return [int(of_row.float().argmax()) for of_row in logits]
+    def choose(row: PagedRow, logits: torch.Tensor) -> int:
+        seen.setdefault(row.request.row, []).append(logits.float())
+        return int(logits.float().argmax())
 
     monkeypatch.setattr("engine.runtime.schedule.together._choose", choose)
     executor = BatchExecutor(loaded, policy)

@@ -91,8 +91,8 @@ def chat_prompt(
             prompt = render(folded)
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
-    limits: dict[str, Any] = {"written": prompt.written, "cancelled": cancelled, "most_tokens": most_tokens}
-    return encode(tokenizer, prompt.text, special=False, **limits)
+    text, written = prompt.text, prompt.written
+    return encode(tokenizer, text, special=False, written=written, cancelled=cancelled, most_tokens=most_tokens)
 
 
 def encode(
@@ -116,8 +116,9 @@ def encode(
     """
     try:
         if isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
-            limits: dict[str, Any] = {"written": written, "cancelled": cancelled, "most_tokens": most_tokens}
-            return FOREIGN_TEXT.encode(tokenizer, text, special=special, **limits)
+            return FOREIGN_TEXT.encode(
+                tokenizer, text, special=special, written=written, cancelled=cancelled, most_tokens=most_tokens
+            )
         # One of transformers' own programs, which cannot be sent; only its vocabulary is the checkpoint's.
         return _encode_here(tokenizer, text, special=special, written=written)
     except TooManyTokensError as error:

@@ -197,8 +197,8 @@ class KeptFiles:
         """(description, what decrypts the data behind it, bytes of that)."""
         header = _read(file, _HEADER.size)
         magic, _salt, nbytes, length = _HEADER.unpack(header)
-        whole = _HEADER.size + length + _TAG + nbytes + -(-nbytes // _PIECE) * _TAG
-        if magic != _MAGIC or length > _MOST_DESCRIPTION or os.fstat(file.fileno()).st_size != whole:
+        is_whole = os.fstat(file.fileno()).st_size == _file_bytes(length, nbytes)
+        if magic != _MAGIC or length > _MOST_DESCRIPTION or not is_whole:
             raise DamagedFileError
         cipher = self._cipher(chat, key, bytes(header))
         return _decrypted(cipher, 0, _read(file, length + _TAG)), cipher, nbytes
@@ -261,7 +261,7 @@ class Writing:
             return True
         if not path.parent.is_dir():
             return False
-        size = _HEADER.size + len(description) + _TAG + len(data) + -(-len(data) // _PIECE) * _TAG
+        size = _file_bytes(len(description), len(data))
         while self.held + size > self._room(self._folder, self.held):
             if not self._others:
                 return False
@@ -283,6 +283,11 @@ class Writing:
             raise
         self.held += size
         return True
+
+
+def _file_bytes(description: int, data: int) -> int:
+    """With a tag behind the description, and behind each piece of the data."""
+    return _HEADER.size + description + _TAG + data + -(-data // _PIECE) * _TAG
 
 
 def _pieces(data: memoryview) -> Iterator[memoryview]:

@@ -389,7 +389,8 @@ class KeptPrefixes:
         return lambda key: key in self._blocks or (on_disk is not None and on_disk(key))
 
     def _take(self, source: _Source, first: int) -> None:
-        keys, chat, files = source.keys, source.chat, self._files
+        keys, chat = source.keys, source.chat
+        files = self._files if self._files is not None and self._files.keeps(chat) else None
         for piece in source.pieces[first:]:
             if files is not None and files.has(chat, piece.key):
                 continue
@@ -397,7 +398,7 @@ class KeptPrefixes:
                 if not self._make_room(piece.layout.nbytes, keys):
                     break
                 self._hold(piece)
-            if files is not None and files.keeps(chat):
+            if files is not None:
                 self._blocks[piece.key].wanted_by.add(chat)
 
     def _hold(self, piece: _Piece) -> None:

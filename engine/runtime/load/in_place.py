@@ -6,7 +6,6 @@ into memory of our own, which begins before the engine is imported (`early_reads
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -130,17 +129,10 @@ class ExpertsOnDisk:
         self._parts: list[list[tuple[PartSpec, TensorEntry | memoryview]]] = []
         self._files: dict[Path, DirectFile] = {}
         for site in sites:
-            stacks, layout = _stacks_of(site, opened.plan), site.layout
-            assert stacks is not None
-            assert isinstance(layout, BlockLayout)
-            found: dict[str, TensorEntry | memoryview] = {
-                own: entry
-                for name, entries in stacks.items()
-                for (own, _), entry in zip(layout.blocks_of(name), entries, strict=True)
-            }
-            biases = _biases(opened, site, layout, reader)
+            found: dict[str, TensorEntry | memoryview] = {**_parts_in_blocks(site, opened.plan)}
+            biases = _biases(opened, site, reader)
             found |= {name: bytes_of(value.view(-1).view(torch.uint8)) for name, value in biases.items()}
-            self._parts.append([(part, found[part.name]) for part in layout.parts])
+            self._parts.append([(part, found[part.name]) for part in site.layout.parts])
         try:
             for entry in (place for parts in self._parts for _, place in parts if isinstance(place, TensorEntry)):
                 if entry.file not in self._files:
@@ -250,7 +242,7 @@ class FilesInPlace:
         stored = blocks_of(entry)
         assert stored is not None
         assert isinstance(stored.source, TensorEntry)
-        return Blocks(stored.kind, self._bytes_of(stored.source, reader).view(stored.rows, -1), stored.order)
+        return stored.in_memory([self._bytes_of(stored.source, reader)])
 
     def bind_experts(self, sites: Iterable[ExpertsSite], reader: TensorReader, bank: ExpertBank) -> None:
         """Gives the bank the layers of these modules; biases, which are small, are read.
@@ -259,17 +251,14 @@ class FilesInPlace:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
         for site in sites:
-            layout, stacks = site.layout, _stacks_of(site, self._opened.plan)
-            assert isinstance(layout, BlockLayout)
-            assert stacks is not None
-            parts: dict[str, torch.Tensor] = {}
-            for name, entries in stacks.items():
-                for (own, _), entry in zip(layout.blocks_of(name), entries, strict=True):
-                    shape = next(part.shape for part in layout.parts if part.name == own)
-                    parts[own] = self._bytes_of(entry, reader).view(site.num_experts, *shape)
-            parts |= _biases(self._opened, site, layout, reader)
+            shapes = {part.name: part.shape for part in site.layout.parts}
+            parts = {
+                name: self._bytes_of(entry, reader).view(site.num_experts, *shapes[name])
+                for name, entry in _parts_in_blocks(site, self._opened.plan).items()
+            }
+            parts |= _biases(self._opened, site, reader)
             records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
-            bank.layers[site.name] = LayerInPlace(site.name, layout, records, parts=parts)
+            bank.layers[site.name] = LayerInPlace(site.name, site.layout, records, parts=parts)
 
     def bind_matrices(self, model: Any, kernels: NativeKernels, reader: TensorReader) -> None:
         """Lets linear layers and embeddings compute from the files."""
@@ -313,11 +302,19 @@ def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
     return {name: entry for name, entry in found.items() if tied.get(name, name) not in alone}
 
 
-def _biases(
-    opened: OpenedCheckpoint, site: ExpertsSite, layout: BlockLayout, reader: TensorReader
-) -> dict[str, torch.Tensor]:
+def _parts_in_blocks(site: ExpertsSite, plan: LoadingPlan) -> dict[str, TensorEntry]:
+    """Where the parts in blocks of a module from `site_in_place` lie."""
+    stacks, layout = _stacks_of(site, plan), site.layout
+    assert stacks is not None
+    assert isinstance(layout, BlockLayout)
+    parts = (zip(layout.blocks_of(name), entries, strict=True) for name, entries in stacks.items())
+    return {own: entry for each in parts for (own, _), entry in each}
+
+
+def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> dict[str, torch.Tensor]:
     """The parts of an experts module that are not in blocks, [E, rows] each; those of the gate first."""
-    plan = opened.plan
+    plan, layout = opened.plan, site.layout
+    assert isinstance(layout, BlockLayout)
     found: dict[str, torch.Tensor] = {}
     for part in layout.plain.parts:
         if layout.blocks_of(part.name):
@@ -363,10 +360,9 @@ class FileInPlace:
         try:
             while self.done < self.nbytes:
                 end = min(self.done + _PIECE, self.nbytes)
-                while not self.image.has(end):
+                while not self.image.wait_for(end, _LOOK_S):
                     if cancelled():
                         raise RequestCancelled
-                    time.sleep(_LOOK_S)
                 self.done = end
                 self.on_progress(0, 0)
             self.serves_next = True

@@ -97,14 +97,8 @@ _NOT_NEEDED = frozenset(
         *("num_labels", "id2label", "label2id", "problem_type", "task_specific_params", "classifier_dropout"),
         *("output_hidden_states", "output_attentions", "output_router_logits", "return_dict", "use_return_dict"),
         *("chunk_size_feed_forward", "tie_last_hidden_states", "transformers_version", "auto_map"),
-        *(
-            "attn_implementation",
-            "experts_implementation",
-            "name_or_path",
-            "use_cache",
-            "pruned_heads",
-            "is_encoder_decoder",
-        ),
+        *("attn_implementation", "experts_implementation", "name_or_path", "use_cache"),
+        *("pruned_heads", "is_encoder_decoder"),
     )
 )
 """Fields that every family has for classifiers, for training, or for what a caller wants returned."""
@@ -161,9 +155,8 @@ def _read_by(config_class: Any) -> frozenset[str]:
                 if getattr(part, "__module__", None) == module.__name__:
                     members = [part, *vars(part).values()] if isinstance(part, type) else [part]
                     for member in members:
-                        found |= _texts_in(
-                            getattr(inspect.unwrap(member), "__code__", None) if callable(member) else None
-                        )
+                        if callable(member):
+                            found |= _texts_in(getattr(inspect.unwrap(member), "__code__", None))
     return frozenset(found)
 
 

@@ -446,8 +446,7 @@ class ContinuousBatch(Lane):
         for row, of_row in zip(choosing, logits, strict=True):
             if row.error is None:
                 with self._work_for(row):
-                    (token,) = _choose([row], of_row[None])
-                    text, row.over = row.sequence.take(token)
+                    text, row.over = row.sequence.take(_choose(row, of_row))
                     row.request.on_text(text, len(row.sequence.ids))
         if RECORDER.on:
             RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
@@ -493,9 +492,9 @@ def _nobody() -> Sequence[PagedRow]:
     return ()
 
 
-def _choose(rows: list[PagedRow], logits: torch.Tensor) -> list[int]:
-    """The next token of each row, from logits [R, V]."""
-    return [int(row.sequence.choose(of_row[None])) for row, of_row in zip(rows, logits, strict=True)]
+def _choose(row: PagedRow, logits: torch.Tensor) -> int:
+    """The next token of a row, from logits [V]."""
+    return int(row.sequence.choose(logits[None]))
 
 
 def _is_memory(error: BaseException) -> bool:
