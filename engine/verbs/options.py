@@ -140,7 +140,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=GUESSES,
         default="auto",
         help="speculative decoding: answers that quote are drafted and checked together where that is faster; answers "
-        "stay the same. heads: a model's own layer for drafting is loaded too (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5)",
+        "stay the same. heads: also loads a model's own layer for drafting (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5)",
     )
     cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
     cache.add_argument(
