@@ -277,7 +277,8 @@ def _whole(args: argparse.Namespace, prepared: PreparedJob, answer_all: Callable
     from engine.batch_files.job_watcher import JobWatcher
 
     begun = time.monotonic()
-    how = "the same command" if prepared.job.start == "redo_cut_off" else "the same command with --resume"
+    # `--redo cut-off` would give more tokens once more to rows that have had them, and takes its own --max-tokens.
+    how = f"the {'first' if prepared.job.start == 'redo_cut_off' else 'same'} command with --resume"
     with _Interrupts() as interrupts:
         shown = _Shown()
         patience_s = PATIENCE_S if args.json or not shown.is_terminal else None
