@@ -133,11 +133,16 @@ def leak_check() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Switchyard folder of the test's own, in place of the user's settings, models, chats and logs."""
+def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A Switchyard folder of the test's own, in place of the user's settings, models, chats and logs.
+
+    It stays until the test's threads have ended: one that still lists models would otherwise go on in the shared one.
+    """
     home = tmp_path / "switchyard-home"
     monkeypatch.setenv("SWITCHYARD_HOME", str(home))
-    return home
+    before = leaks.threads()
+    yield home
+    leaks.wait_for_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Snapshot:
 
 def snapshot() -> Snapshot:
     return Snapshot(
-        threads=frozenset(_threads()),
+        threads=frozenset(threads()),
         children=frozenset(_children()),
         files=frozenset(_temporary_files()),
     )
@@ -50,7 +50,7 @@ def snapshot() -> Snapshot:
 def leaks_since(before: Snapshot) -> list[str]:
     """One line for each thing that is there now and was not before."""
     checks: tuple[tuple[str, Callable[[], dict[Any, str]], frozenset[Any]], ...] = (
-        ("thread", _threads, before.threads),
+        ("thread", threads, before.threads),
         ("child process", _children, before.children),
         ("temporary file", _temporary_files, before.files),
         ("visible window", _visible_windows, frozenset()),
@@ -65,7 +65,8 @@ def leaks_since(before: Snapshot) -> list[str]:
     return leaks
 
 
-def _threads() -> dict[int, str]:
+def threads() -> dict[int, str]:
+    """What libraries keep for the life of the process is left out; keys are ids of the thread objects."""
     return {
         id(thread): f"{thread.name} ({type(thread).__name__}{', daemon' if thread.daemon else ''})"
         for thread in threading.enumerate()
@@ -73,6 +74,13 @@ def _threads() -> dict[int, str]:
         and not thread.name.startswith(_LIBRARY_THREADS)
         and type(thread).__name__ not in ("TMonitor", "_DummyThread")
     }
+
+
+def wait_for_threads(before: Collection[int]) -> None:
+    """Waits, for as long as things may take to go, until no thread is left but these."""
+    deadline = time.monotonic() + GRACE_S
+    while not threads().keys() <= set(before) and time.monotonic() < deadline:
+        time.sleep(0.002)
 
 
 def _children() -> dict[int, str]:
