@@ -28,7 +28,7 @@ _NAMES_MODELS = ("tuning", "measurements")
 """Findings whose details name models."""
 _PACKAGES = (
     *("torch", "transformers", "huggingface_hub", "safetensors", "tokenizers", "numpy", "pyarrow", "psutil", "httpx2"),
-    *("PySide6-Essentials", "triton"),
+    "PySide6-Essentials",
 )
 
 

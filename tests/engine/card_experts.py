@@ -1,4 +1,4 @@
-"""Kernels for cards against the plain definition: on a card, in Triton's interpreter, on an emulated card."""
+"""Kernels for cards against the plain definition: on a card, and on an emulated one."""
 
 from __future__ import annotations
 

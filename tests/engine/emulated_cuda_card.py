@@ -182,4 +182,4 @@ def emulated_kernels(multiprocessors: int = 16) -> CardKernels:
     """The kernels in CUDA C as a card with so many multiprocessors would run them."""
     card = EmulatedCudaCard(multiprocessors)
     products = CudaProducts(card)
-    return CardKernels(products, products.most_visits, CudaGroups(card), CudaUnpacker(card), products)
+    return CardKernels(products, products.most_visits, CudaGroups(card), CudaUnpacker(card))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from engine.kernels.gpu.stored import CardKernels, group, known_groups
 from engine.kernels.interface import ExpertMath
 from engine.kernels.reference import reference_experts
 from engine.kernels.torch_experts import TorchExperts
-from tests.engine.card_experts import KINDS, PRECISIONS, layer_of, module_of
+from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
 from tests.engine.emulated_cuda_card import emulated_kernels, needs_compiler
 
 CPU = torch.device("cpu")
@@ -49,6 +50,63 @@ def test_groups_that_are_known_are_those_that_a_card_finds() -> None:
             assert torch.equal(known.ends[found], wanted.ends[found])
             assert torch.equal(known.block_expert, wanted.block_expert[real])
             assert torch.equal(known.block_begin, wanted.block_begin[real])
+
+
+def test_visits_without_an_expert_come_last() -> None:
+    ids = torch.tensor([4, 2, 2, 7, 0, 2, 4])
+    groups = group(ids, 7, 2)
+    assert ids[groups.order].tolist() == [0, 2, 2, 2, 4, 4, 7]
+    blocks = list(zip(groups.block_expert.tolist(), groups.block_begin.tolist(), strict=True))
+    assert [block for block in blocks if block[0] < 7] == [(0, 0), (2, 1), (2, 3), (4, 4)]
+    assert [groups.ends.tolist()[expert] for expert in (0, 2, 4)] == [1, 4, 6]
+
+
+IN_BLOCKS = replace(emulated_kernels(), most_few=4)
+"""Prompts have more visits."""
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [
+        *((kind, PRECISIONS[number % len(PRECISIONS)]) for number, kind in enumerate(KINDS)),
+        *((kind, precision) for kind in ("gpt-oss", "relu2 without gate") for precision in PRECISIONS),
+    ],
+)
+def test_experts_that_the_card_sorts(kind: str, precision: str) -> None:
+    check(IN_BLOCKS, CPU, kind, precision, tokens=17, width=2, experts=3, seed=3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
+def test_shapes_that_are_no_multiples(precision: str) -> None:
+    for hidden, inner in ((1, 1), (33, 17), (31, 65)):
+        check(IN_BLOCKS, CPU, "silu", precision, tokens=33, width=1, experts=2, hidden=hidden, inner=inner, seed=inner)
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["bf16", "int4", "lut4"])
+def test_prompts_in_big_blocks_and_in_pieces(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.kernels.gpu.experts._MANY_VISITS", 40)
+    check(IN_BLOCKS, CPU, "silu", precision, tokens=70, width=1, experts=2)
+    monkeypatch.setattr("engine.kernels.gpu.experts._INNER_BYTES", 0)
+    check(IN_BLOCKS, CPU, "silu", precision, tokens=260, width=1, experts=2)
+
+
+@needs_compiler
+def test_norms_and_gates_that_only_the_module_knows() -> None:
+    def norm(out: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.normalize(out, dim=-1)
+
+    check(IN_BLOCKS, CPU, "silu", "int4", tokens=20, width=2, norm=norm)
+    check(IN_BLOCKS, CPU, "own", "bf16", tokens=20, width=2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
+def test_what_is_no_number_and_who_is_no_expert(precision: str) -> None:
+    check_not_numbers(IN_BLOCKS, CPU, precision)
+    check_nobody(IN_BLOCKS, CPU, precision)
 
 
 def card_kernel(kind: str, precision: str, kernels: CardKernels, experts: int = 5) -> tuple[CardExperts, Any, Any]:

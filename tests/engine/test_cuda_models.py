@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def logits(model: LoadedModel, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "precision", "slots"),
-    [("qwen3_moe", "int4", 3), ("mixtral", "bf16", None), ("gpt_oss", "lut4", 3)],
+    [("qwen3_moe", "int4", 3), ("mixtral", "bf16", None), ("gpt_oss", "lut4", 3), ("gpt_oss", "int8", None)],
 )
 def test_logits_are_those_of_torch(
     family: str, precision: str, slots: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -43,7 +44,7 @@ def test_logits_are_those_of_torch(
     options = {"precision": precision, "cache_slots": slots, "vram_bytes": 64 * MIB}
     with opened(folder, **options) as model:
         wanted = [logits(model, tokens) for tokens in (1, 5)]
-    found_here = emulated_kernels()
+    found_here = replace(emulated_kernels(), most_few=4)  # five tokens have more visits
     monkeypatch.setattr(kernels, "kernels_of", lambda place: found_here)
     monkeypatch.setattr(dense, "kernels_of", lambda place: found_here)
     with opened(folder, **options) as model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
-from engine.kernels.gpu.proof import UnavailableError, cuda_products, kernels_of, triton_products, why_not
+from engine.kernels.gpu.proof import kernels_of, why_not
 from engine.kernels.gpu.stored import CardKernels, RecordTable, matrix_in, store, stored_matrix
 from engine.kernels.interface import ExpertMath
 from engine.kernels.quantise import quantise
@@ -24,21 +25,22 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CARD = torch.device("cuda", 0)
 
 
-@pytest.fixture(params=["in CUDA C", "Triton's", "chosen"])
-def kernels(request: pytest.FixtureRequest) -> CardKernels:
-    """Each kind of kernels that this card runs, and those that are chosen for it."""
-    if request.param == "chosen":
-        chosen = kernels_of(CARD)
-        assert chosen is not None, why_not(CARD)
-        return chosen
-    try:
-        if request.param == "in CUDA C":
-            in_cuda = cuda_products(CARD)
-            return CardKernels(in_cuda, in_cuda.most_visits, None)
-        triton = triton_products(CARD)
-        return CardKernels(triton, triton.most_visits, triton)
-    except UnavailableError as error:
-        pytest.skip(str(error))
+@pytest.fixture
+def chosen() -> CardKernels:
+    found = kernels_of(CARD)
+    assert found is not None, why_not(CARD)
+    return found
+
+
+@pytest.fixture(params=["one by one", "in blocks", "chosen"])
+def kernels(request: pytest.FixtureRequest, chosen: CardKernels) -> CardKernels:
+    """Each kind of products for any number of visits, and by number as they are used."""
+    if request.param == "one by one":
+        return replace(chosen, most_few=chosen.few.most_visits, many=None)
+    if request.param == "in blocks":
+        assert chosen.many is not None
+        return replace(chosen, most_few=4)
+    return chosen
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -117,9 +119,7 @@ def test_nothing_waits_for_the_card(kernels: CardKernels) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4", "lut4"])
-def test_unpacked_matrices_have_the_same_bits_as_by_operators(precision: str) -> None:
-    chosen = kernels_of(CARD)
-    assert chosen is not None
+def test_unpacked_matrices_have_the_same_bits_as_by_operators(chosen: CardKernels, precision: str) -> None:
     matrix = quantise(torch.randn(500, 700).bfloat16(), FORMATS[precision], Pairing.HALVES)
     record, stored = store(matrix, None, CARD)
     there = matrix_in(record[0], stored, matrix)
@@ -127,11 +127,7 @@ def test_unpacked_matrices_have_the_same_bits_as_by_operators(precision: str) ->
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4", "lut4"])
-def test_experts_without_a_slot_are_skipped_and_reported(precision: str) -> None:
-    try:
-        products = cuda_products(CARD)
-    except UnavailableError as error:
-        pytest.skip(str(error))
+def test_experts_without_a_slot_are_skipped_and_reported(chosen: CardKernels, precision: str) -> None:
     layer, meant = layer_of(module_of("silu", 4, 96, 1088, bias=True), precision, CARD, pieces=2)
     down = stored_matrix(layer, "down_proj", "down_proj_bias", Pairing.PLAIN)
     slot_of = torch.tensor([2, -1, 0, -1, 3, 1], dtype=torch.int32)
@@ -139,7 +135,7 @@ def test_experts_without_a_slot_are_skipped_and_reported(precision: str) -> None
     absent = torch.full((6,), 7, dtype=torch.int32, device=CARD)
     table = RecordTable(list(layer.pieces))
     for _ in range(3):  # counters are left as they were found
-        out = products.multiply_visits(
+        out = chosen.few.multiply_visits(
             down, table, x.to(CARD), ids.to(CARD), 1, slot_of=slot_of.to(CARD), absent=absent
         )
         wanted = torch.zeros(6, 96)

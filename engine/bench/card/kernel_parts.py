@@ -49,8 +49,8 @@ def kernels(device: str, _model: str) -> Figures:
     took_s = time.perf_counter() - begun_s
     few = many = "torch's operators"
     if chosen is not None:
-        few = f"{chosen.few.name}, up to {chosen.most_few} visits"
-        many = type(chosen.many).__name__ if chosen.many is not None else many
+        few = f"CUDA C, up to {chosen.most_few} visits"
+        many = "CUDA C" if chosen.many is not None else many
     found = {"few visits": few, "many": many, "why no others": refused or "", "until they are proven, s": took_s}
     return found | _attention(place)
 

@@ -1,4 +1,4 @@
-"""Products of many visits sorted by expert, by `group_products.cu`, as `engine.kernels.gpu.stored.GroupedProducts`."""
+"""Products of many visits sorted by expert, by `group_products.cu`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def group_kernels(of_weights: WeightFormat) -> list[Kernel]:
 
 
 class CudaGroups:
-    """Products on one card; see `engine.kernels.gpu.stored.GroupedProducts`.
+    """Multiplies visits sorted by expert, in blocks, on one card: bound by computing.
 
     x is rounded to 8 bits per 32 columns, as the CPU's kernels do.  Matrices that are not tiled are left to others.
     """
@@ -84,7 +84,7 @@ class CudaGroups:
         self.card = card
 
     def takes(self, matrix: StoredMatrix) -> bool:
-        """See `GroupedProducts.takes`."""
+        """Whether there is a kernel for matrices like this."""
         return matrix.format is not None and matrix.format.name in TILED
 
     def multiply_groups(
@@ -98,7 +98,16 @@ class CudaGroups:
         width: int,
         activation: Activation | None = None,
     ) -> torch.Tensor:
-        """See `GroupedProducts.multiply_groups`."""
+        """Multiplies `block` visits of an expert at a time.
+
+        Args:
+            x: bf16 [T, columns], contiguous; visit v is its row v // width.
+            block: 16 or 64; what `groups` was made for.
+            activation: applied to the product, if any.
+
+        Returns:
+            [visits, outputs], in the original order of visits; unwritten for visits without an expert.
+        """
         assert matrix.format is not None
         x = x if x.data_ptr() % 16 == 0 else x.clone()
         blocks, tiles, columns = len(groups.block_expert), block // _NEIGHBOURS, -(-matrix.columns // 32)

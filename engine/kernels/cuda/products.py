@@ -1,4 +1,4 @@
-"""Products with matrices in records by the kernels in `products.cu`, as `engine.kernels.gpu.stored.Products`."""
+"""Products with matrices in records by the kernels in `products.cu`."""
 
 from __future__ import annotations
 
@@ -78,14 +78,12 @@ def product_kernels(of_weights: WeightFormat) -> list[Kernel]:
 
 
 class CudaProducts:
-    """Products on one card; see `engine.kernels.gpu.stored.Products`.
+    """Multiplies visits one by one, or few that share an expert, on one card: bound by reading weights.
 
     A step's calls must come one after the other (on one stream): those with the same table share counters.
     """
 
-    name = "cuda"
     most_visits = MOST_VISITS
-    adds_up = True
 
     def __init__(self, card: Launcher) -> None:
         self.card = card

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from engine.formats.tiles import Pairing
+from engine.kernels.cuda.groups import CudaGroups
 from engine.kernels.gpu.stored import (
     ALIGNMENT,
     CardKernels,
     ExpertGroups,
-    GroupedProducts,
     RecordTable,
     group,
     known_groups,
@@ -109,7 +109,7 @@ class CardExperts:
     @property
     def finds_slots(self) -> bool:
         """Whether `in_slots` can be called."""
-        return self._kernels.in_slots is not None and self.math.norm is None and self._dtype == torch.bfloat16
+        return self.math.norm is None and self._dtype == torch.bfloat16
 
     def in_slots(self, hidden: torch.Tensor, ids: torch.Tensor, slot_of: torch.Tensor) -> torch.Tensor:
         """What each of a token's experts makes of it, for records that are slots.
@@ -122,8 +122,7 @@ class CardExperts:
         Returns:
             bf16 [k, H]; zeros for experts without a slot.
         """
-        few = self._kernels.in_slots
-        assert few is not None
+        few = self._kernels.few
         inner = few.multiply_visits(
             self._first, self._table, hidden, ids, len(ids), self.math.activation, slot_of=slot_of
         )
@@ -143,7 +142,7 @@ class CardExperts:
         else:
             inner = few.multiply_visits(self._first, self._table, hidden, ids, width, self.math.activation)
             inner = self._gate(inner)
-            if few.adds_up and self.math.norm is None:
+            if self.math.norm is None:
                 return few.multiply_visits(self._down, self._table, inner, ids, 1, shares=weights.float().contiguous())
             out = few.multiply_visits(self._down, self._table, inner, ids, 1)
         if self.math.norm is not None:
@@ -158,7 +157,7 @@ class CardExperts:
         return result
 
     def _in_groups(
-        self, many: GroupedProducts, hidden: torch.Tensor, visits: int, groups: ExpertGroups, block: int, width: int
+        self, many: CudaGroups, hidden: torch.Tensor, visits: int, groups: ExpertGroups, block: int, width: int
     ) -> torch.Tensor:
         activation = self.math.activation
         inner = many.multiply_groups(self._first, self._table, hidden, visits, groups, block, width, activation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
-    from engine.kernels.activation import Activation
+    from engine.kernels.cuda.groups import CudaGroups
     from engine.kernels.cuda.products import CudaProducts
     from engine.kernels.interface import LayerRecords, Upload
 
@@ -202,82 +202,17 @@ def matrix_in(record: torch.Tensor, stored: StoredMatrix, like: TiledMatrix) -> 
     )
 
 
-class Products(Protocol):
-    """Kernels that multiply visits one by one, or few that share an expert: bound by reading weights.
-
-    Attributes:
-        name: for notes, and for what is measured with them.
-        most_visits: that one call takes.
-        adds_up: whether `multiply_visits` takes `shares`.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def most_visits(self) -> int: ...
-    @property
-    def adds_up(self) -> bool: ...
-    def multiply_visits(
-        self,
-        matrix: StoredMatrix,
-        table: RecordTable,
-        x: torch.Tensor,
-        ids: torch.Tensor | None,
-        width: int,
-        activation: Activation | None = None,
-        *,
-        shares: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Multiplies each visit.
-
-        Args:
-            x: [T, columns], contiguous, of the matrix's type.
-            ids: int64 [visits]: visit v is row v // width of x to expert ids[v]; `None`: each row to the only record.
-            activation: applied to the product, if any.
-            shares: float32 [tokens, k]: adds up the k visits of each token, with these as weights.
-
-        Returns:
-            [visits, outputs], zeros for ids that are no expert; with shares [tokens, rows].
-        """
-
-
-class GroupedProducts(Protocol):
-    """Kernels that multiply visits sorted by expert, in blocks: bound by computing."""
-
-    def takes(self, matrix: StoredMatrix) -> bool:
-        """Whether there is one for matrices like this."""
-
-    def multiply_groups(
-        self,
-        matrix: StoredMatrix,
-        table: RecordTable,
-        x: torch.Tensor,
-        visits: int,
-        groups: ExpertGroups,
-        block: int,
-        width: int,
-        activation: Activation | None = None,
-    ) -> torch.Tensor:
-        """Multiplies `block` visits of an expert at a time.
-
-        Returns:
-            [visits, outputs], in the original order of visits; unwritten for visits without an expert.
-        """
-
-
 @dataclass(frozen=True)
 class CardKernels:
     """The kernels that compute products on one card.
 
     Attributes:
         few: for up to `most_few` visits.
-        many: for more; `None`: PyTorch's operators compute them.
+        many: for more, with tiled matrices; `None`: PyTorch's operators compute them.
         unpack: a tiled matrix -> its weights, bf16 [rows, columns], for those operators.
-        in_slots: for few visits of experts that the card finds in a table of slots; `None`: the host has to find them.
     """
 
-    few: Products
+    few: CudaProducts
     most_few: int
-    many: GroupedProducts | None
+    many: CudaGroups | None
     unpack: Callable[[TiledMatrix], torch.Tensor] = dequantise
-    in_slots: CudaProducts | None = None

@@ -467,9 +467,8 @@ def _latency(
     threads = torch.get_num_threads()
     place = device.identity or device.name.partition("#")[0]
     name = f"{place} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"
-    on_card = kernels_of(device.torch_device)
-    if on_card is not None:
-        name += f" {on_card.few.name}"
+    if kernels_of(device.torch_device) is not None:
+        name += " CUDA C"
     precision = str(dtype).removeprefix("torch.")
     known = load_latency(name, precision, seen.layout.nbytes) if device.meter is None else None
     if known is not None:
