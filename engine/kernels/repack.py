@@ -6,7 +6,7 @@ Blocks also to numbers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,16 @@ from engine.checkpoint.gguf.codes import KEPT_IN, codes_of
 from engine.checkpoint.gguf.types import BlockType
 from engine.checkpoint.quantised.packings import Arrangement, Codes
 from engine.formats.coded import CodedMatrix
-from engine.formats.tiles import Pairing, RecordCodes, TiledMatrix, fit_codes, joined, keep_codes, store_codes
+from engine.formats.tiles import (
+    Pairing,
+    RecordCodes,
+    TiledMatrix,
+    dequantise,
+    fit_codes,
+    joined,
+    keep_codes,
+    store_codes,
+)
 from engine.kernels.native.structs import (
     IN_BLOCKS,
     BlocksStruct,
@@ -37,7 +46,7 @@ ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Rows of a GGUF file, in RAM.
+    """Rows of a GGUF file, in RAM or on a card.
 
     Attributes:
         raw: uint8 [stored rows, bytes of a row], contiguous.
@@ -69,10 +78,9 @@ class Blocks:
         return self.raw.shape[1] // self.kind.nbytes * self.kind.elements
 
     @property
-    def in_order(self) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
+    def in_order(self) -> torch.Tensor:
         """The rows that are meant, uint8 [rows, bytes of a row]."""
-        raw = self.raw if self.order is None else self.raw[self.order]
-        return raw.numpy()
+        return self.raw if self.order is None else self.raw[self.order]
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
@@ -152,12 +160,24 @@ def unpack_into(source: Blocks, target: torch.Tensor, kernels: NativeKernels | N
     if target.shape != (source.rows, source.columns) or not target.is_contiguous():
         raise ValueError(f"[{source.rows}, {source.columns}] into {tuple(target.shape)}")
     if kernels is None or target.dtype not in (torch.float32, torch.bfloat16):
-        target.copy_(torch.from_numpy(source.kind.dequantise(source.in_order)))
+        target.copy_(torch.from_numpy(source.kind.dequantise(source.in_order.numpy())))
         return
     struct = source.struct
     sizes = (source.rows, source.columns, int(target.dtype == torch.float32))
     if kernels.unpack(kernels.pool, ctypes.addressof(struct), *sizes, target.data_ptr()):
         raise ValueError(f"blocks of an unknown type, {source.kind.name}")
+
+
+Unpack = Callable[[TiledMatrix | Blocks], torch.Tensor]
+"""A matrix -> its weights, bf16 [rows, columns], where it is."""
+
+
+def unpacked(matrix: TiledMatrix | Blocks) -> torch.Tensor:
+    """The definition for every `Unpack`; blocks pass through the host."""
+    if isinstance(matrix, TiledMatrix):
+        return dequantise(matrix)
+    weights = matrix.kind.dequantise(matrix.in_order.cpu().numpy())
+    return torch.from_numpy(weights).bfloat16().to(matrix.raw.device)
 
 
 def set_table(sources: Sequence[Source], target: TiledMatrix) -> None:
@@ -179,11 +199,11 @@ def _keeps(source: Source, target: TiledMatrix) -> bool:
 
 
 def _coded(source: Source) -> CodedMatrix | None:
-    return codes_of(source.kind, source.in_order) if isinstance(source, Blocks) else source.coded()
+    return codes_of(source.kind, source.in_order.numpy()) if isinstance(source, Blocks) else source.coded()
 
 
 def _values(source: Source) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    return source.kind.dequantise(source.in_order) if isinstance(source, Blocks) else source.values()
+    return source.kind.dequantise(source.in_order.numpy()) if isinstance(source, Blocks) else source.values()
 
 
 def _check(sources: Sequence[Source], target: TiledMatrix) -> None:

@@ -9,17 +9,14 @@ from functools import partial
 import torch
 from torch.nn.functional import linear, pad, silu
 
-from engine.formats.tiles import Pairing, TiledMatrix, dequantise
+from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.interface import BlockFormat, ByGroup, ExpertMath, LayerRecords, QuantisedFormat, Upload
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantise import dequantise_natively
-from engine.kernels.repack import Blocks, unpack_into
+from engine.kernels.repack import Blocks, Unpack, unpack_into, unpacked
 
 Matrices = Callable[[torch.Tensor, int], torch.Tensor]
 """(x [T, columns], expert) -> [T, rows], bias included."""
-
-Unpack = Callable[[TiledMatrix], torch.Tensor]
-"""A matrix -> its weights, bf16 [rows, columns]."""
 
 _CHUNK_BYTES = 4 * 2**20
 """Weights dequantised at a time: small enough to stay in cache for the product."""
@@ -32,14 +29,14 @@ def layer_matrices(
     name: str,
     biases: Sequence[torch.Tensor] | None,
     kernels: NativeKernels | None,
-    unpack: Unpack = dequantise,
+    unpack: Unpack = unpacked,
 ) -> Matrices:
     """The matrices `name` of a layer; `kernels`, if given, dequantise natively on the CPU, and `unpack` elsewhere."""
     layout, rows = layer.layout, layer.rows
     if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
         return TiledMatrices(partial(layout.matrix, rows, name), biases, kernels, unpack)
     if isinstance(layout, BlockFormat) and layout.blocks_of(name):
-        return BlockMatrices(layer, layout, name, biases, kernels)
+        return BlockMatrices(layer, layout, name, biases, kernels, unpack)
     weights = rows[name]
     if biases is None:
         return lambda x, expert: linear(x, weights[expert])
@@ -54,7 +51,7 @@ class TiledMatrices:
         of_expert: Callable[[int], TiledMatrix],
         biases: Sequence[torch.Tensor] | None,
         kernels: NativeKernels | None,
-        unpack: Unpack = dequantise,
+        unpack: Unpack = unpacked,
     ) -> None:
         self._of_expert = of_expert
         self._unpack = unpack
@@ -82,7 +79,9 @@ class BlockMatrices:
         name: str,
         biases: Sequence[torch.Tensor] | None,
         kernels: NativeKernels | None,
+        unpack: Unpack,
     ) -> None:
+        self._unpack = unpack
         self._parts = [(layer.rows[own], kind) for own, kind in layout.blocks_of(name)]
         self._biases, self._kernels = biases, kernels
         self._alternates = layout.alternates and name != "down_proj"
@@ -91,8 +90,11 @@ class BlockMatrices:
         products = []
         for rows, kind in self._parts:
             blocks = Blocks(kind, rows[expert])
-            weight = torch.empty(blocks.rows, blocks.columns, dtype=torch.bfloat16)
-            unpack_into(blocks, weight, self._kernels)
+            if x.device.type == "cpu" and self._kernels is not None:
+                weight = torch.empty(blocks.rows, blocks.columns, dtype=torch.bfloat16)
+                unpack_into(blocks, weight, self._kernels)
+            else:
+                weight = self._unpack(blocks)
             products.append(linear(x, weight.to(x.dtype)))
         out = torch.cat(products, -1)
         if self._biases is not None:
@@ -151,7 +153,7 @@ class TorchExperts:
         layer: LayerRecords,
         math: ExpertMath,
         kernels: NativeKernels | None = None,
-        unpack: Unpack = dequantise,
+        unpack: Unpack = unpacked,
     ) -> None:
         self.math = math
         self._experts = layer.num_experts

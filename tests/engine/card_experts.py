@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.activations import ACT2FN
 
+from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.experts.bank import BankLayer
-from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.standard_module import StandardExperts
 from engine.formats import FORMATS
@@ -20,6 +22,7 @@ from engine.kernels.gpu.experts import CardExperts, can_compute
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.interface import ExpertMath
 from engine.kernels.reference import reference_experts
+from tests.engine.ggml_blocks import made_up_blocks
 
 CPU = torch.device("cpu")
 KINDS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2 without gate", "silu without gate", "gpt-oss", "clamped")
@@ -92,7 +95,10 @@ def module_of(kind: str, experts: int, hidden: int, inner: int, *, bias: bool) -
 def layer_of(
     module: StandardExperts, precision: str, device: torch.device, pieces: int = 1
 ) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Random weights in records on the device, and what they mean, in fp32 on the host."""
+    """Random weights in records on the device, and what they mean, in fp32 on the host.
+
+    `precision` may be a type of GGUF files, or two for gates and for ups, as in `Q4_K Q6_K`.
+    """
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     shapes = {name: (tuple(p.shape[1:]), dtype) for name, p in module.named_parameters()}
     plain = RecordLayout.of(shapes, transposed=False)
@@ -101,7 +107,9 @@ def layer_of(
         tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
     records, layout = source.records, plain
     meant = {name: tensor.float() for name, tensor in source.stacked.items()}
-    if FORMATS[precision].is_tiled:
+    if precision.split()[0] in BY_NAME:
+        layout, records, meant = _in_blocks(module, plain, [BY_NAME[each] for each in precision.split()], meant)
+    elif FORMATS[precision].is_tiled:
         activation = activation_of(module)
         pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
         layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[precision], pairing)
@@ -118,6 +126,40 @@ def layer_of(
         memory.copy_(piece)
         there.append(memory)
     return Cut(layout, there), meant
+
+
+def _in_blocks(
+    module: StandardExperts, plain: RecordLayout, kinds: list[BlockType], meant: dict[str, torch.Tensor]
+) -> tuple[BlockLayout, torch.Tensor, dict[str, torch.Tensor]]:
+    """Gate rows come first, then those of ups; the module may have them in turn."""
+    activation = activation_of(module)
+    assert activation is not None
+    alternates = activation.pairing is Pairing.ALTERNATING
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    gates = [kinds[0], kinds[-1]] if module.has_gate else [kinds[0]]
+    layout = BlockLayout.storing(plain, {first: gates, "down_proj": [kinds[0]]}, alternates=alternates)
+    target = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
+    experts, meant = module.num_experts, dict(meant)
+    for name in (first, "down_proj"):
+        values = []
+        for number, (own, kind) in enumerate(layout.blocks_of(name)):
+            rows, width = next(part.shape for part in layout.parts if part.name == own)
+            blocks = made_up_blocks(kind, experts * rows, width // kind.nbytes, number + 1)
+            spread = float(np.std(kind.dequantise(blocks.raw.numpy())))
+            for at in kind.halves:  # so that outputs are of the size of inputs
+                scales = blocks.raw.view(-1, kind.nbytes)[:, at : at + 2]
+                smaller = scales.contiguous().view(torch.float16) * (blocks.columns**-0.5 / spread)
+                scales.copy_(smaller.view(torch.uint8))
+            target.stacked[own].copy_(blocks.raw.view(experts, rows, width))
+            values.append(torch.from_numpy(kind.dequantise(blocks.raw.numpy())).view(experts, rows, -1))
+        meant[name] = torch.cat(values, 1)
+        if alternates and name == first:
+            meant[name] = torch.stack(values, 2).flatten(1, 2)
+    if (bias := f"{first}_bias") in meant:
+        gate_first = meant[bias].view(experts, -1, 2).mT.flatten(1) if alternates else meant[bias]
+        target.stacked[bias].copy_(gate_first)
+        target.stacked["down_proj_bias"].copy_(meant["down_proj_bias"])
+    return layout, target.records, meant
 
 
 def check(
@@ -176,14 +218,14 @@ def check_not_numbers(kernels: CardKernels, device: torch.device, precision: str
             assert torch.equal(out[1:], clean[1:])
 
 
-def check_nobody(kernels: CardKernels, device: torch.device, precision: str) -> None:
+def check_nobody(kernels: CardKernels, device: torch.device, precision: str, hidden: int = 64, inner: int = 32) -> None:
     """Ids that are no expert give nothing."""
     torch.manual_seed(3)
-    module = module_of("silu", 3, 64, 32, bias=True)
+    module = module_of("silu", 3, hidden, inner, bias=True)
     layer, _ = layer_of(module, precision, device)
     kernel = CardExperts(layer, ExpertMath.of(module), kernels)
     for nobody in (3, 1 << 40, -1):
         for tokens in (1, 40):
             index = torch.full((tokens, 2), nobody, device=device)
-            x = torch.randn(tokens, 64, device=device).bfloat16()
+            x = torch.randn(tokens, hidden, device=device).bfloat16()
             assert not kernel(x, index, torch.ones(tokens, 2, device=device)).any()

@@ -26,11 +26,12 @@ from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.native.build import BuildError, find_compiler
+from tests.engine.native_programs import HEADERS
 from tests.starter import CACHE
 
 FOLDER = Path(__file__).parent / "emulated_cuda"
 OPTIONS = (
-    *("-std=c++17", "-pthread", "-DSWITCHYARD_EMULATED", f"-I{FOLDER}", f"-I{SOURCES}"),
+    *("-std=c++17", "-pthread", "-DSWITCHYARD_EMULATED", f"-I{FOLDER}", f"-I{SOURCES}", f"-I{HEADERS}"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered", "-fno-strict-aliasing"),
 )
 
@@ -56,9 +57,13 @@ _FORMATS = {
     "PRODUCTS": ("Int8", "Int4", "Lut4", "PlainBf16", "PlainFp16", "PlainFp32"),
     "GROUPS": ("Int8", "Int4", "Lut4"),
 }
+_IN_BLOCKS = ("Blocks<Q8_0>", "Blocks<Q4_K>", "Blocks<Q6_K>", "Blocks<Q2_K>", "MixedBlocks")
 _OF_LATENTS = {"EXPANSIONS": _FORMATS["PRODUCTS"], "LATENTS": ("KvBf16", "KvFp16", "KvFp32")}
 _UNITS = {
-    "kernels": [f"{kind}({name})" for kind, names in _FORMATS.items() for name in names],
+    "kernels": [
+        *(f"{kind}({name})" for kind, names in _FORMATS.items() for name in names),
+        *(f"{kind}({name})" for kind in _FORMATS for name in _IN_BLOCKS),
+    ],
     "attention_kernels": [
         f"HEADS({kv}, {width})" for kv in ("KvBf16", "KvFp16", "KvFp32", "KvInt8") for width in (64, 128, 256)
     ],

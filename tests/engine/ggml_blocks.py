@@ -8,9 +8,6 @@ import torch
 from engine.checkpoint.gguf.types import BlockType
 from engine.kernels.repack import Blocks
 
-_HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
-           "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,)}  # fmt: skip
-"""Where a block has its fp16 scale, and the offset's: there negative in Q4_1 and Q5_1, else positive."""
 STRANGE = (0.0, float("inf"), float("-inf"), float("nan"), 6e-8, 65504.0, -65504.0)
 """Scales that a broken or an odd file may hold."""
 
@@ -27,7 +24,7 @@ def made_up_blocks(kind: BlockType, rows: int, blocks: int, seed: int, strange: 
             raw = values.astype("<f2" if kind.name == "F16" else "<f4").view(np.uint8)
     count = rows * blocks
     scale = rng.uniform(0.001, 0.1, count) * rng.choice([-1, 1] if kind.name == "Q4_0" else [1], count)
-    for place, at in enumerate(_HALVES.get(kind.name, ())):
+    for place, at in enumerate(kind.halves):
         if place:  # the lowest value is as far below zero as codes reach above it, about
             scale *= rng.uniform(-14, -2, count) if kind.name.endswith("_1") else rng.uniform(2, 7.5, count)
         odd = np.where(rng.random(count) < strange, rng.choice(STRANGE, count), scale)

@@ -5,7 +5,7 @@
 struct Seen {
     uint32_t grid[3], threads, shared_bytes, launches, loaded;
     uint64_t function, stream, context;
-    uint8_t code[16], parameters[176];
+    uint8_t code[16], parameters[184];
     char entry[32];
 } seen;
 int failing; /* what the next launch returns */

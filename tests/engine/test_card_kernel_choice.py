@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.formats.tiles import dequantise
 from engine.kernels import card_note
 from engine.kernels.cuda.groups import CudaGroups
 from engine.kernels.cuda.launcher import DriverError
@@ -17,6 +16,7 @@ from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.cuda.unpack import CudaUnpacker
 from engine.kernels.gpu import proof
 from engine.kernels.gpu.proof import kernels_of, why_not
+from engine.kernels.repack import unpacked
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, emulated_kernels, needs_compiler
 
 CARD, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -41,7 +41,7 @@ def chosen_afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(proof, "cuda_products", lambda device: PRODUCTS)
     monkeypatch.setattr(proof, "prove", lambda device, products: None)
     monkeypatch.setattr(proof, "groups_of", lambda products, device: GROUPS)
-    monkeypatch.setattr(proof, "unpacker_of", lambda products, device: dequantise)
+    monkeypatch.setattr(proof, "unpacker_of", lambda products, device: unpacked)
     yield
     proof._chosen.cache_clear()
 
@@ -93,7 +93,7 @@ def test_all_that_is_tried_has_been_compiled_before(monkeypatch: pytest.MonkeyPa
     products = proof.cuda_products(CARD)
     assert proof.prove(CPU, products) is None
     assert proof.groups_of(products, CPU) is not None
-    assert proof.unpacker_of(products, CPU) is not dequantise
+    assert proof.unpacker_of(products, CPU) is not unpacked
     assert {kernel for kernel, _ in card.launched} <= set(card.prepared)
     assert len(card.prepared) == len(set(card.prepared))
 
@@ -115,5 +115,5 @@ def test_kernels_that_compute_wrongly_are_found_out(monkeypatch: pytest.MonkeyPa
     assert proof.prove(CPU, products) == "int4"
     monkeypatch.setattr(CudaGroups, "multiply_groups", lambda *asked: in_blocks(*asked) + 1)
     assert proof.groups_of(products, CPU) is None
-    monkeypatch.setattr(CudaUnpacker, "__call__", lambda self, matrix: dequantise(matrix) + 1)
-    assert proof.unpacker_of(products, CPU) is dequantise
+    monkeypatch.setattr(CudaUnpacker, "__call__", lambda self, matrix: unpacked(matrix) + 1)
+    assert proof.unpacker_of(products, CPU) is unpacked

@@ -44,7 +44,7 @@ class Seen(ctypes.Structure):
         *((name, ctypes.c_uint32) for name in ("threads", "shared_bytes", "launches", "loaded", "compiled", "headers")),
         *((name, ctypes.c_uint64) for name in ("function", "stream")),
         ("code", ctypes.c_uint8 * 16),
-        ("parameters", ctypes.c_uint8 * 176),
+        ("parameters", ctypes.c_uint8 * 184),
         ("entry", ctypes.c_char * 32),
         ("options", ctypes.c_char * 160),
     )

@@ -46,6 +46,7 @@ class BlockType:
         split: blocks, uint8 [blocks, bytes of a block], taken apart; `None` for plain numbers.
         zero: what is subtracted from each code.
         table: what codes are positions in, if they are.
+        halves: where a block has its fp16 scale, and that of its offsets.
     """
 
     name: str
@@ -55,6 +56,7 @@ class BlockType:
     split: Callable[[Bytes], Groups] | None = None
     zero: int = 0
     table: tuple[int, ...] | None = None
+    halves: tuple[int, ...] = ()
 
     def dequantise(self, raw: Bytes) -> Floats:
         """Rows of blocks, uint8 [..., bytes of a row] -> float32 [..., elements of a row].
@@ -192,27 +194,31 @@ _PLAIN: dict[str, Callable[[Bytes], Floats]] = {
 
 
 def _type(
-    name: str, split: Callable[[Bytes], Groups] | None = None, zero: int = 0, table: tuple[int, ...] | None = None
+    name: str,
+    split: Callable[[Bytes], Groups] | None = None,
+    halves: tuple[int, ...] = (),
+    zero: int = 0,
+    table: tuple[int, ...] | None = None,
 ) -> BlockType:
     known = GGML[name]
-    return BlockType(name, known.number, known.elements, known.nbytes, split, zero, table)
+    return BlockType(name, known.number, known.elements, known.nbytes, split, zero, table, halves)
 
 
 _ALL = (
     _type("F32"),
     _type("F16"),
-    _type("Q4_0", _q4_0, zero=8),
-    _type("Q4_1", _q4_1),
-    _type("Q5_0", _q5_0, zero=16),
-    _type("Q5_1", _q5_1),
-    _type("Q8_0", _q8_0),
-    _type("Q2_K", _q2_k),
-    _type("Q3_K", _q3_k, zero=4),
-    _type("Q4_K", _q4_k),
-    _type("Q5_K", _q5_k),
-    _type("Q6_K", _q6_k, zero=32),
-    _type("IQ4_NL", _iq4_nl, table=IQ4_NL_TABLE),
-    _type("IQ4_XS", _iq4_xs, table=IQ4_NL_TABLE),
+    _type("Q4_0", _q4_0, (0,), zero=8),
+    _type("Q4_1", _q4_1, (0, 2)),
+    _type("Q5_0", _q5_0, (0,), zero=16),
+    _type("Q5_1", _q5_1, (0, 2)),
+    _type("Q8_0", _q8_0, (0,)),
+    _type("Q2_K", _q2_k, (80, 82)),
+    _type("Q3_K", _q3_k, (108,), zero=4),
+    _type("Q4_K", _q4_k, (0, 2)),
+    _type("Q5_K", _q5_k, (0, 2)),
+    _type("Q6_K", _q6_k, (208,), zero=32),
+    _type("IQ4_NL", _iq4_nl, (0,), table=IQ4_NL_TABLE),
+    _type("IQ4_XS", _iq4_xs, (0,), table=IQ4_NL_TABLE),
     _type("BF16"),
     _type("MXFP4", _mxfp4, table=MXFP4_TABLE),
 )

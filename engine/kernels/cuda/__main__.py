@@ -10,7 +10,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+from engine.checkpoint.gguf.types import BLOCK_TYPES
 from engine.formats import FORMATS
+from engine.formats.ggml import GGML
 from engine.kernels.cuda.angles import ANGLES_KERNEL
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel
@@ -19,7 +21,7 @@ from engine.kernels.cuda.groups import ROUND_KERNEL, group_kernels
 from engine.kernels.cuda.latent import latent_kernels
 from engine.kernels.cuda.norm import NORM_KERNEL
 from engine.kernels.cuda.nvrtc import CompileError, find_nvrtc, usage_in
-from engine.kernels.cuda.products import product_kernels
+from engine.kernels.cuda.products import product_kernels, struct_of
 from engine.kernels.cuda.rotary import ROTARY_KERNEL
 from engine.kernels.cuda.router import router_kernels
 from engine.kernels.cuda.step_time import CARDS, FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30B_A3B, estimate
@@ -32,9 +34,11 @@ _KV_TOKENS = 4096
 def all_kernels() -> list[Kernel]:
     """Every kernel that any card may be asked for."""
     on_cards = [each for each in FORMATS.values() if each.on_card]
-    unpacking = [unpack_kernel(each) for each in on_cards if each.is_tiled]
-    products = [kernel for each in on_cards for kernel in product_kernels(each)]
-    groups = [ROUND_KERNEL, *(kernel for each in on_cards for kernel in group_kernels(each))]
+    in_blocks = [GGML[each.name] for each in BLOCK_TYPES.values() if each.split is not None]
+    packed = [*(each for each in on_cards if each.is_tiled), *in_blocks]
+    unpacking = [unpack_kernel(each) for each in packed]
+    products = [kernel for each in (*on_cards, *in_blocks) for kernel in product_kernels(struct_of(each))]
+    groups = [ROUND_KERNEL, *(kernel for each in packed for kernel in group_kernels(struct_of(each)))]
     attention = [*attention_kernels(), *latent_kernels()]
     others = [NORM_KERNEL, ROTARY_KERNEL, ANGLES_KERNEL, *router_kernels()]
     return [*products, *groups, *unpacking, *attention, *others]

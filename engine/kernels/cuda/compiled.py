@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,8 +40,8 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Its source and values, such as `products-Int4-1`."""
-        return "-".join((Path(self.source).stem, *(value for _, value in self.defines)))
+        """Its source and values, such as `products-Int4-1`, fit for a file's name."""
+        return re.sub(r"\W+", "-", "-".join((Path(self.source).stem, *(value for _, value in self.defines))))
 
 
 @cache

@@ -6,11 +6,10 @@ import ctypes
 
 import torch
 
-from engine.formats import WeightFormat
 from engine.kernels.activation import Activation
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
-from engine.kernels.cuda.products import TILED, ActivationArguments
+from engine.kernels.cuda.products import ActivationArguments, struct_of
 from engine.kernels.gpu.stored import ExpertGroups, RecordTable, StoredMatrix
 
 _THREADS, _WARPS = 128, 4
@@ -54,7 +53,7 @@ class GroupProductArguments(ctypes.Structure):
         ("groups", GroupsArguments),
         ("x", RoundedRows),
         *((name, ctypes.c_void_p) for name in ("records", "base")),
-        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at")),
+        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at", "up_at")),
         *((name, ctypes.c_int) for name in ("columns", "rows", "pairing")),
         ("activation", ActivationArguments),
     )
@@ -63,21 +62,23 @@ class GroupProductArguments(ctypes.Structure):
 ROUND_KERNEL = Kernel("round_rows.cu", "round_rows_kernel", _THREADS)
 
 
-def group_kernel(of_weights: WeightFormat, block: int) -> Kernel:
-    """The kernel for a tiled format and so many visits of a block."""
-    defines = (("SWITCHYARD_FORMAT", TILED[of_weights.name]), ("SWITCHYARD_TILES", str(block // _NEIGHBOURS)))
-    return Kernel("group_products.cu", "group_product_kernel", _THREADS, defines)
+def group_kernel(of_format: str, block: int) -> Kernel:
+    """The kernel for tiles or blocks (`engine.kernels.cuda.products.struct_of`) and so many visits of a block."""
+    defines = [("SWITCHYARD_FORMAT", of_format), ("SWITCHYARD_TILES", str(block // _NEIGHBOURS))]
+    if of_format.startswith("Blocks<"):
+        defines.append(("SWITCHYARD_RESIDENT", "2"))
+    return Kernel("group_products.cu", "group_product_kernel", _THREADS, tuple(defines))
 
 
-def group_kernels(of_weights: WeightFormat) -> list[Kernel]:
+def group_kernels(of_format: str) -> list[Kernel]:
     """All that may be asked for to multiply with matrices of a format."""
-    return [group_kernel(of_weights, block) for block in _BLOCKS] if of_weights.is_tiled else []
+    return [group_kernel(of_format, block) for block in _BLOCKS]
 
 
 class CudaGroups:
     """Multiplies visits sorted by expert, in blocks, on one card: bound by computing.
 
-    x is rounded to 8 bits per 32 columns, as the CPU's kernels do.  Matrices that are not tiled are left to others.
+    x is rounded to 8 bits per 32 columns, as the CPU's kernels do.  Matrices of plain numbers are left to others.
     """
 
     def __init__(self, card: Launcher) -> None:
@@ -85,7 +86,7 @@ class CudaGroups:
 
     def takes(self, matrix: StoredMatrix) -> bool:
         """Whether there is a kernel for matrices like this."""
-        return matrix.format is not None and matrix.format.name in TILED
+        return matrix.format is not None
 
     def multiply_groups(
         self,
@@ -123,9 +124,11 @@ class CudaGroups:
         out = x.new_empty(visits, matrix.outputs)
         arguments = GroupProductArguments(
             out.data_ptr(), sorted_visits, rounded, table.offsets.data_ptr(), table.base.data_ptr(), matrix.weights_at,
-            matrix.scales_at, matrix.zeros_at, matrix.bias_at, matrix.table_at, matrix.columns, matrix.rows,
-            int(matrix.pairing), ActivationArguments.of(activation),
+            matrix.scales_at, matrix.zeros_at, matrix.bias_at, matrix.table_at, matrix.up_at, matrix.columns,
+            matrix.rows, int(matrix.pairing), ActivationArguments.of(activation),
         )  # fmt: skip
         row_blocks = -(-matrix.rows // 32)
-        self.card.launch(group_kernel(matrix.format, block), (blocks, -(-row_blocks // _WARPS), 1), arguments)
+        self.card.launch(
+            group_kernel(struct_of(matrix.format, matrix.up), block), (blocks, -(-row_blocks // _WARPS), 1), arguments
+        )
         return out

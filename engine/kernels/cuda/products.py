@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from engine.formats import WeightFormat
+from engine.formats import TiledFormat, WeightFormat
+from engine.formats.ggml import BlockFormat
 from engine.kernels.activation import Activation
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
@@ -19,11 +20,11 @@ MOST_VISITS = 1024
 _ROWS = (1, 2, 4, 8)
 """Visits that share a reading of weights, as kernels are compiled."""
 _THREADS = 128
-_TILED_BLOCK, _PLAIN_BLOCK = 32, 8
+_TILED_BLOCK, _ROWS_BLOCK = 32, 8
 _BLOCKS_PER_MULTIPROCESSOR = 4
 """That many keep a card's memory busy; fewer, and the columns are split."""
-_LEAST_GROUPS, _LEAST_STEPS = 16, 2
-"""Of a part of the columns: less is not worth adding up."""
+_LEAST_GROUPS, _LEAST_RUNS, _LEAST_STEPS = 16, 32, 2
+"""Of a part of the columns of tiles, blocks and numbers: less is not worth adding up."""
 _COUNTERS = 1024
 
 TILED = {"int8": "Int8", "int4": "Int4", "lut4": "Lut4"}
@@ -56,7 +57,7 @@ class ProductArguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "out", "ids", "slot_of", "records", "base", "shares")),
         *((name, ctypes.c_void_p) for name in ("parts", "arrived", "absent")),
-        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at")),
+        *((name, ctypes.c_int64) for name in ("weights_at", "scales_at", "zeros_at", "bias_at", "table_at", "up_at")),
         *((name, ctypes.c_int) for name in ("experts", "slots", "visits", "width", "together", "columns", "rows")),
         ("splits", ctypes.c_int),
         ("pairing", ctypes.c_int),
@@ -71,10 +72,20 @@ def product_kernel(of_format: str, rows: int) -> Kernel:
     )
 
 
-def product_kernels(of_weights: WeightFormat) -> list[Kernel]:
-    """All that may be asked for to multiply with matrices of a format."""
-    name = TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
-    return [product_kernel(name, rows) for rows in _ROWS]
+def product_kernels(of_format: str) -> list[Kernel]:
+    """All that may be asked for to multiply with matrices of a format of formats.h or blocks.h."""
+    return [product_kernel(of_format, rows) for rows in _ROWS]
+
+
+def struct_of(of_weights: WeightFormat, up: WeightFormat | None = None) -> str:
+    """The format's name in formats.h or blocks.h.
+
+    Args:
+        up: of up rows in blocks, if it is another.
+    """
+    if isinstance(of_weights, BlockFormat):
+        return f"Blocks<{','.join(dict.fromkeys((of_weights.name, (up or of_weights).name)))}>"
+    return TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
 
 
 class CudaProducts:
@@ -117,7 +128,7 @@ class CudaProducts:
             those contribute nothing.
         """
         visits = len(x) if ids is None else len(ids)
-        block = _PLAIN_BLOCK if matrix.format is None else _TILED_BLOCK
+        block = _TILED_BLOCK if isinstance(matrix.format, TiledFormat) else _ROWS_BLOCK
         leaders = 1 if ids is None else visits
         _, blocks, splits = grid = grid_of(matrix, leaders, self.card.multiprocessors)
         rows = matrix.rows if shares is not None else matrix.outputs
@@ -128,7 +139,7 @@ class CudaProducts:
             x=x.data_ptr(), out=out.data_ptr(), ids=pointer(ids), slot_of=pointer(slot_of),
             records=table.offsets.data_ptr(), base=table.base.data_ptr(), shares=pointer(shares),
             absent=pointer(absent), weights_at=matrix.weights_at, scales_at=matrix.scales_at,
-            zeros_at=matrix.zeros_at, bias_at=matrix.bias_at, table_at=matrix.table_at,
+            zeros_at=matrix.zeros_at, bias_at=matrix.bias_at, table_at=matrix.table_at, up_at=matrix.up_at,
             experts=len(table) if slot_of is None else len(slot_of), slots=len(table), visits=visits, width=width,
             together=together, columns=matrix.columns, rows=matrix.rows, splits=splits, pairing=int(matrix.pairing),
             activation=ActivationArguments.of(activation),
@@ -156,10 +167,12 @@ def grid_of(matrix: StoredMatrix, leaders: int, multiprocessors: int) -> tuple[i
     Args:
         leaders: visits of different experts; 1 for a linear layer.
     """
-    if matrix.format is not None:
+    if isinstance(matrix.format, TiledFormat):
         blocks, most = -(-matrix.rows // _TILED_BLOCK), -(-matrix.columns // 32) // _LEAST_GROUPS
+    elif matrix.format is not None:
+        blocks, most = -(-matrix.rows // _ROWS_BLOCK), matrix.columns // 32 // _LEAST_RUNS
     else:
-        blocks = -(-matrix.rows // _PLAIN_BLOCK)
+        blocks = -(-matrix.rows // _ROWS_BLOCK)
         most = matrix.columns * matrix.dtype.itemsize // (16 * 32) // _LEAST_STEPS
     wanted = -(-_BLOCKS_PER_MULTIPROCESSOR * multiprocessors // (leaders * blocks))
     return leaders, blocks, max(1, min(wanted, most))
@@ -171,7 +184,7 @@ def pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 def _name(matrix: StoredMatrix) -> str:
-    return PLAIN[matrix.dtype] if matrix.format is None else TILED[matrix.format.name]
+    return PLAIN[matrix.dtype] if matrix.format is None else struct_of(matrix.format, matrix.up)
 
 
 def _rows_at_once(visits: int, tokens: int | None, experts: int) -> int:

@@ -17,7 +17,15 @@ from engine.kernels.gpu.stored import (
     known_groups,
     stored_matrix,
 )
-from engine.kernels.interface import ByGroup, ExpertMath, GroupedKernel, LayerRecords, QuantisedFormat, Upload
+from engine.kernels.interface import (
+    BlockFormat,
+    ByGroup,
+    ExpertMath,
+    GroupedKernel,
+    LayerRecords,
+    QuantisedFormat,
+    Upload,
+)
 
 _MANY_VISITS = 1024
 """From this many visits per expert, large blocks are used."""
@@ -37,6 +45,8 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
         if not all(layout.tiled_shape(name).format.on_card for name in names):
             return False
         return activation is not None and (layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN)
+    if isinstance(layout, BlockFormat):  # which are there only where every type is read
+        return activation is not None
     dtypes = {part.dtype for part in layout.parts}
     return len(dtypes) == 1 and dtypes.pop() in _PLAIN
 

@@ -6,33 +6,64 @@ A card starts one launch instead of three, and a projection to a few hundred row
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeGuard, cast
 
 import torch
 
-from engine.formats.tiles import TiledMatrix, TiledShape
+from engine.formats.tiles import TiledMatrix
 from engine.formats.weight_format import TILE_ROWS
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.stored import CardKernels
+from engine.kernels.repack import Blocks
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"))
 """Modules that transformers' attention and MLPs call with the same tensor, one after the other."""
 
 
-def can_join(matrices: Sequence[TiledMatrix]) -> bool:
-    """Whether matrices are of one format and width, and end where a block does."""
+Matrices = Sequence[TiledMatrix] | Sequence[Blocks]
+
+
+def can_join(matrices: Sequence[TiledMatrix | Blocks]) -> TypeGuard[Matrices]:
+    """Whether matrices are of one format and width, and end where a block of tiles does."""
     first = matrices[0]
-    return len(matrices) > 1 and all(
+    if len(matrices) < 2 or any(type(each) is not type(first) for each in matrices):
+        return False
+    if isinstance(first, Blocks):
+        return all(isinstance(each, Blocks) and _kind(each) == _kind(first) for each in matrices)
+    return all(isinstance(each, TiledMatrix) and _go_together(first, each) for each in matrices)
+
+
+def _kind(blocks: Blocks) -> tuple[str, int]:
+    return blocks.kind.name, blocks.columns
+
+
+def _go_together(first: TiledMatrix, each: TiledMatrix) -> bool:
+    return (
         each.shape.format is first.shape.format
         and each.shape.columns == first.shape.columns
         and each.shape.pairing is first.shape.pairing
         and each.shape.rows % TILE_ROWS == 0
         and (each.table is None or first.table is None or torch.equal(each.table, first.table))
-        for each in matrices
+    )
+
+
+def _joined(matrices: Matrices) -> TiledMatrix | Blocks:
+    if isinstance(matrices[0], Blocks):
+        return Blocks(matrices[0].kind, torch.cat([each.in_order for each in cast("Sequence[Blocks]", matrices)]))
+    tiles = cast("Sequence[TiledMatrix]", matrices)
+    first = tiles[0]
+    return TiledMatrix(
+        replace(first.shape, rows=sum(each.shape.rows for each in tiles)),
+        torch.cat([each.weights for each in tiles]),
+        torch.cat([each.scales for each in tiles]),
+        torch.cat([each.zeros for each in tiles if each.zeros is not None]) if first.zeros is not None else None,
+        first.table,
     )
 
 
 class JoinedLinears:
-    """The forwards of some linear layers with tiled weights.
+    """The forwards of some linear layers in tiles or blocks.
 
     Args:
         matrices: that `can_join`, on any device; copied to `device`.
@@ -45,26 +76,17 @@ class JoinedLinears:
 
     def __init__(
         self,
-        matrices: Sequence[TiledMatrix],
+        matrices: Matrices,
         biases: Sequence[torch.Tensor | None],
         device: torch.device,
         kernels: CardKernels,
     ) -> None:
-        first, rows = matrices[0], [each.shape.rows for each in matrices]
-        shape = TiledShape(sum(rows), first.shape.columns, first.shape.format, first.shape.pairing)
-        joined = TiledMatrix(
-            shape,
-            torch.cat([each.weights for each in matrices]),
-            torch.cat([each.scales for each in matrices]),
-            torch.cat([each.zeros for each in matrices if each.zeros is not None]) if first.zeros is not None else None,
-            first.table,
-        )
+        rows = [each.rows if isinstance(each, Blocks) else each.shape.rows for each in matrices]
+        joined = _joined(matrices)
         bias = None
         if any(each is not None for each in biases):
-            given = zip(biases, rows, strict=True)
-            bias = torch.cat(
-                [b if b is not None else first.scales.new_zeros(n, dtype=torch.bfloat16) for b, n in given]
-            )
+            one = next(each for each in biases if each is not None)
+            bias = torch.cat([b if b is not None else one.new_zeros(n) for b, n in zip(biases, rows, strict=True)])
         self._linear = CardLinear(joined, bias, device, kernels)
         self.record = self._linear.record
         ends = torch.tensor(rows).cumsum(0).tolist()

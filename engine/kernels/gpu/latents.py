@@ -157,7 +157,7 @@ def _matrix(module: Any) -> TiledMatrix | torch.Tensor | None:
         return None
     forward = module.__dict__.get("forward")
     if isinstance(forward, CardLinear):
-        return forward.matrix
+        return forward.matrix if isinstance(forward.matrix, TiledMatrix) else None
     weight: torch.Tensor = module.weight
     return weight.detach() if forward is None and type(module) is torch.nn.Linear else None
 

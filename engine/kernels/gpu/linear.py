@@ -1,20 +1,21 @@
-"""Linear layers with tiled weights on a card."""
+"""Linear layers and embeddings on a card, their weights in tiles or in blocks."""
 
 from __future__ import annotations
 
 import torch
 
-from engine.formats.tiles import TiledMatrix, dequantise, rows_of
+from engine.formats.tiles import TiledMatrix, rows_of
 from engine.kernels.gpu.stored import CardKernels, RecordTable, matrix_in, part_in, store
+from engine.kernels.repack import Blocks, unpacked
 
 _FEW_TOKENS = 16
-"""Up to this many tokens, reading the tiles per token from the card's cache is faster than dequantising."""
+"""Up to this many tokens, reading the weights per token from the card's cache is faster than unpacking them."""
 
 
 class CardLinear:
-    """The `forward` of one tiled linear layer; replaces its weight.
+    """The `forward` of one linear layer in tiles or blocks; replaces its weight.
 
-    Few tokens use the tiles directly, if there are kernels; otherwise each call dequantises.
+    Few tokens use them directly, if there are kernels; otherwise each call unpacks.
 
     Args:
         matrix: on any device; copied to `device`.
@@ -25,7 +26,7 @@ class CardLinear:
     """
 
     def __init__(
-        self, matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device, kernels: CardKernels | None
+        self, matrix: TiledMatrix | Blocks, bias: torch.Tensor | None, device: torch.device, kernels: CardKernels | None
     ) -> None:
         self.record, self._stored = store(matrix, bias, device)
         self._kernels = kernels
@@ -42,17 +43,37 @@ class CardLinear:
         return out.view(*input.shape[:-1], self._stored.rows).to(input.dtype)
 
     def is_for_few(self, input: torch.Tensor) -> bool:
-        """Whether tiles are read directly for so many tokens, if there are kernels."""
+        """Whether they are read directly for so many tokens, if there are kernels."""
         return 0 < input.numel() <= _FEW_TOKENS * self._stored.columns
 
     def rows(self, input: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """[.., columns] -> [.., end - begin], with weights unpacked.
 
         Args:
-            begin, end: rows of the matrix; where a block of tiles begins, and where one or the matrix ends.
+            begin, end: rows of the matrix; of tiles, where a block of 32 begins, and where one or the matrix ends.
         """
         tokens = input.reshape(-1, self._stored.columns).to(torch.bfloat16).contiguous()
-        unpack = self._kernels.unpack if self._kernels is not None else dequantise
+        unpack = self._kernels.unpack if self._kernels is not None else unpacked
         bias = self._bias[begin:end] if self._bias is not None else None
-        out = torch.nn.functional.linear(tokens, unpack(rows_of(self.matrix, begin, end)), bias)
+        whole = self.matrix
+        some = (
+            rows_of(whole, begin, end) if isinstance(whole, TiledMatrix) else Blocks(whole.kind, whole.raw[begin:end])
+        )
+        out = torch.nn.functional.linear(tokens, unpack(some), bias)
         return out.view(*input.shape[:-1], end - begin).to(input.dtype)
+
+
+class CardEmbedding:
+    """The `forward` of an embedding in blocks: rows are unpacked as they are looked up.
+
+    Args:
+        table: [vocabulary, hidden], on the card; an output layer may share it.
+    """
+
+    def __init__(self, table: Blocks, kernels: CardKernels) -> None:
+        self.table, self._unpack = table, kernels.unpack
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """ids [..] -> bf16 [.., hidden]."""
+        rows = self.table.raw.index_select(0, input.reshape(-1))
+        return self._unpack(Blocks(self.table.kind, rows)).view(*input.shape, -1)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
+from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
+from engine.formats.ggml import GGML
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 from engine.kernels.activation import Activation, ActivationKind
 from engine.kernels.cuda.driver import open_card
 from engine.kernels.cuda.groups import ROUND_KERNEL, CudaGroups, group_kernels
 from engine.kernels.cuda.launcher import DriverError
 from engine.kernels.cuda.nvrtc import CompileError
-from engine.kernels.cuda.products import CudaProducts, product_kernels
+from engine.kernels.cuda.products import CudaProducts, product_kernels, struct_of
 from engine.kernels.cuda.unpack import CudaUnpacker, unpack_kernel
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, group, matrix_in, store
 from engine.kernels.quantise import quantise
+from engine.kernels.repack import Blocks, Unpack, unpacked
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +49,78 @@ def why_not(device: torch.device) -> str | None:
         return "it is not a graphics card"
     chosen = _chosen(_index_of(device))
     return None if chosen.kernels is not None else chosen.reason
+
+
+def reads_blocks(device: torch.device, formats: Iterable[tuple[str, str]]) -> bool:
+    """Whether a device computes from rows of blocks of these types: of gate and up rows, or twice a matrix's own."""
+    if device.type == "cpu":  # emulated: the CPU's kernels compute there
+        return True
+    return device.type == "cuda" and all(_reads_blocks(_index_of(device), *pair) for pair in sorted(formats))
+
+
+@cache
+def _reads_blocks(index: int, gate: str, up: str) -> bool:
+    kernels, device = _chosen(index).kernels, torch.device("cuda", index)
+    if kernels is None:
+        return False
+    name = struct_of(GGML[gate], GGML[up])
+    try:
+        unpacking = [unpack_kernel(GGML[each]) for each in (gate, up)]
+        open_card(index).prepare([*product_kernels(name), *group_kernels(name), *unpacking])
+        with torch.inference_mode():
+            is_right = prove_blocks(device, kernels, BY_NAME[gate], BY_NAME[up])
+    except Exception:  # as in `_chosen`
+        _log.warning("%s is not read on %s", name, device, exc_info=True)
+        return False
+    if not is_right:
+        _log.warning("%s is multiplied wrongly on %s", name, device)
+    return is_right
+
+
+def prove_blocks(device: torch.device, kernels: CardKernels, gate: BlockType, up: BlockType) -> bool:
+    """Compares products with gates and ups of these types, and what they are unpacked to, with the reference."""
+    pairs, columns = 48, 768
+    matrices = [_made_up(kind, pairs, columns) for kind in (gate, up)]
+    meant = torch.cat([unpacked(each) for each in matrices])
+    records = [store(each, None, device) for each in matrices]
+    record = torch.cat([each for each, _ in records], dim=1)
+    up_at = records[0][0].shape[1]
+    matrix = replace(records[0][1], rows=2 * pairs, pairing=Pairing.HALVES, up=GGML[up.name], up_at=up_at)
+    table = RecordTable([record])
+    activation = Activation(ActivationKind.SILU, Pairing.HALVES)
+    for each, (there, stored) in zip(matrices, records, strict=True):
+        if not torch.equal(kernels.unpack(matrix_in(there[0], stored, each)).cpu(), unpacked(each)):
+            return False
+    for visits in _PROVEN_VISITS:
+        x = torch.randn(visits, columns, generator=torch.Generator().manual_seed(visits)).bfloat16()
+        ids = torch.zeros(visits, dtype=torch.int64, device=device)
+        first, second = (x.float() @ meant.float().T).chunk(2, dim=-1)
+        wanted = torch.nn.functional.silu(first) * second
+        found = [kernels.few.multiply_visits(matrix, table, x.to(device), ids, 1, activation)]
+        if kernels.many is not None:
+            found += [
+                kernels.many.multiply_groups(
+                    matrix, table, x.to(device), visits, group(ids, 1, block), block, 1, activation
+                )
+                for block in _PROVEN_BLOCKS
+            ]
+        limit = 0.03 * float(wanted.abs().max())
+        if not all(torch.allclose(each.float().cpu(), wanted, rtol=0.05, atol=limit) for each in found):
+            return False
+    return True
+
+
+def _made_up(kind: BlockType, rows: int, columns: int) -> Blocks:
+    """Any bytes are codes; scales are small numbers."""
+    generator = torch.Generator().manual_seed(kind.id)
+    blocks = rows * columns // kind.elements
+    raw = torch.randint(0, 256, (blocks, kind.nbytes), dtype=torch.uint8, generator=generator)
+    for at in kind.halves:
+        scales = torch.rand(blocks, 1, generator=generator).mul_(2**-9).add_(2**-10).half()
+        raw[:, at : at + 2] = scales.view(torch.uint8)
+    if not kind.halves:  # an exponent instead
+        raw[:, 0] = torch.randint(112, 118, (blocks,), dtype=torch.uint8, generator=generator)
+    return Blocks(kind, raw.view(rows, -1))
 
 
 def _index_of(device: torch.device) -> int:
@@ -87,11 +162,13 @@ def cuda_products(device: torch.device) -> CudaProducts:
     """
     card = open_card(_index_of(device))
     formats = _proven_formats()
+    tiled = [each for each in formats if each.is_tiled]
     card.prepare(
         [
             ROUND_KERNEL,
-            *(kernel for each in formats for kernel in (*product_kernels(each), *group_kernels(each))),
-            *(unpack_kernel(each) for each in formats if each.is_tiled),
+            *(kernel for each in formats for kernel in product_kernels(struct_of(each))),
+            *(kernel for each in tiled for kernel in group_kernels(struct_of(each))),
+            *map(unpack_kernel, tiled),
         ]
     )
     return CudaProducts(card)
@@ -133,7 +210,7 @@ def groups_of(products: CudaProducts, device: torch.device) -> CudaGroups | None
     return groups
 
 
-def unpacker_of(products: CudaProducts, device: torch.device) -> Callable[[TiledMatrix], torch.Tensor]:
+def unpacker_of(products: CudaProducts, device: torch.device) -> Unpack:
     """What unpacks tiled matrices on a card: a kernel if it gives the same bits as PyTorch's operators, else those."""
     unpack = CudaUnpacker(products.card)
     try:
@@ -142,12 +219,12 @@ def unpacker_of(products: CudaProducts, device: torch.device) -> Callable[[Tiled
                 weight = torch.randn(96, 160, generator=torch.Generator().manual_seed(2)).bfloat16()
                 matrix = quantise(weight, each, Pairing.HALVES)
                 record, stored = store(matrix, None, device)
-                if not torch.equal(unpack(matrix_in(record[0], stored, matrix)).cpu(), dequantise(matrix)):
+                if not torch.equal(unpack(matrix_in(record[0], stored, matrix)).cpu(), unpacked(matrix)):
                     _log.warning("%s is unpacked wrongly on %s", each.name, device)
-                    return dequantise
+                    return unpacked
     except Exception:  # as in `_chosen`
         _log.warning("tiled matrices are not unpacked by a kernel on %s", device, exc_info=True)
-        return dequantise
+        return unpacked
     return unpack
 
 

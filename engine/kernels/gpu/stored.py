@@ -6,17 +6,20 @@ each has is never brought to the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from engine.formats.tiles import Pairing, TiledMatrix, dequantise
+from engine.formats.ggml import GGML
+from engine.formats.tiles import Pairing, TiledMatrix
+from engine.kernels.repack import Blocks, Unpack, unpacked
 
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
+    from engine.formats.ggml import BlockFormat
     from engine.kernels.cuda.groups import CudaGroups
     from engine.kernels.cuda.products import CudaProducts
     from engine.kernels.interface import LayerRecords, Upload
@@ -92,21 +95,24 @@ class StoredMatrix:
 
     Attributes:
         rows, columns: of the matrix.
-        dtype: of its elements if plain, bf16 if tiled; also of biases.
-        format: its tiled format, otherwise `None`.
+        dtype: of its elements if plain, else bf16; also of biases.
+        format: of tiles or blocks, otherwise `None`.
         pairing: layout of gate and up rows; `PLAIN` for other matrices.
+        up, up_at: of up rows in blocks, which lie apart from the gate's.
     """
 
     rows: int
     columns: int
     dtype: torch.dtype
-    format: TiledFormat | None
+    format: TiledFormat | BlockFormat | None
     pairing: Pairing
     weights_at: int
     scales_at: int = -1
     zeros_at: int = -1
     bias_at: int = -1
     table_at: int = -1
+    up: BlockFormat | None = None
+    up_at: int = -1
 
     @property
     def outputs(self) -> int:
@@ -144,8 +150,9 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
     """The matrix `name` of a layer's records.
 
     Args:
-        pairing: of its rows, for a plain matrix; a tiled one has its own.
+        pairing: of its rows, for a plain matrix; a tiled one has its own, and blocks have the gate's rows first.
     """
+    from engine.kernels.interface import BlockFormat as InBlocks
     from engine.kernels.interface import QuantisedFormat
 
     layout = layer.layout
@@ -165,13 +172,34 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
             bias_at,
             parts[f"{name}_table"].offset if shape.format.table is not None else -1,
         )
+    kinds = layout.blocks_of(name) if isinstance(layout, InBlocks) else ()
+    if kinds:
+        (first, kind), (last, up) = kinds[0], kinds[-1]
+        rows, width = sum(parts[each].shape[0] for each, _ in kinds), parts[first].shape[1]
+        up_at = parts[last].offset + (rows // 2 * width if first == last else 0)
+        return StoredMatrix(
+            rows,
+            width // kind.nbytes * kind.elements,
+            torch.bfloat16,
+            GGML[kind.name],
+            Pairing.PLAIN if pairing is Pairing.PLAIN else Pairing.HALVES,
+            parts[first].offset,
+            bias_at=bias_at,
+            up=GGML[up.name],
+            up_at=up_at,
+        )
     rows, columns = parts[name].shape
     return StoredMatrix(rows, columns, parts[name].dtype, None, pairing, parts[name].offset, bias_at=bias_at)
 
 
-def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, StoredMatrix]:
-    """A tiled matrix and its bias as a record: uint8 [1, bytes] on the device, and its layout."""
-    parts = [matrix.weights, matrix.scales, matrix.zeros, bias, matrix.table]
+def store(
+    matrix: TiledMatrix | Blocks, bias: torch.Tensor | None, device: torch.device
+) -> tuple[torch.Tensor, StoredMatrix]:
+    """A matrix and its bias as a record: uint8 [1, bytes] on the device, and its layout."""
+    if isinstance(matrix, TiledMatrix):
+        parts = [matrix.weights, matrix.scales, matrix.zeros, bias, matrix.table]
+    else:
+        parts = [matrix.in_order, None, None, bias, None]
     offsets, end = [], 0
     for part in parts:
         offsets.append(end if part is not None else -1)
@@ -182,8 +210,16 @@ def store(matrix: TiledMatrix, bias: torch.Tensor | None, device: torch.device) 
     for part, offset in zip(parts, offsets, strict=True):
         if part is not None:
             record[0, offset : offset + part.nbytes].copy_(part.detach().contiguous().view(-1).view(torch.uint8))
-    shape = matrix.shape
-    return record, StoredMatrix(shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing, *offsets)
+    weights, scales, zeros, bias_at, table = offsets
+    if isinstance(matrix, TiledMatrix):
+        shape = matrix.shape
+        kind = (shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing)
+        return record, StoredMatrix(*kind, weights, scales, zeros, bias_at, table)
+    in_blocks = GGML[matrix.kind.name]
+    stored = StoredMatrix(
+        matrix.rows, matrix.columns, torch.bfloat16, in_blocks, Pairing.PLAIN, weights, bias_at=bias_at
+    )
+    return record, stored
 
 
 def part_in(record: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
@@ -191,8 +227,11 @@ def part_in(record: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
     return record[at : at + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def matrix_in(record: torch.Tensor, stored: StoredMatrix, like: TiledMatrix) -> TiledMatrix:
+def matrix_in(record: torch.Tensor, stored: StoredMatrix, like: TiledMatrix | Blocks) -> TiledMatrix | Blocks:
     """The matrix that `store` put into a record."""
+    if isinstance(like, Blocks):
+        width = like.raw.shape[1]
+        return Blocks(like.kind, record[stored.weights_at :][: like.rows * width].view(like.rows, width))
     return TiledMatrix(
         like.shape,
         part_in(record, stored.weights_at, like.weights),
@@ -208,11 +247,11 @@ class CardKernels:
 
     Attributes:
         few: for up to `most_few` visits.
-        many: for more, with tiled matrices; `None`: PyTorch's operators compute them.
-        unpack: a tiled matrix -> its weights, bf16 [rows, columns], for those operators.
+        many: for more, unless they are plain numbers; `None`: PyTorch's operators compute them.
+        unpack: a matrix in tiles or blocks -> its weights, bf16 [rows, columns], for those operators.
     """
 
     few: CudaProducts
     most_few: int
     many: CudaGroups | None
-    unpack: Callable[[TiledMatrix], torch.Tensor] = dequantise
+    unpack: Unpack = unpacked

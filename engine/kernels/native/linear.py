@@ -12,6 +12,7 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16, ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
+from engine.formats.ggml import BlockFormat
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import IN_BLOCKS, MatrixStruct, matrix_struct, plain_struct
@@ -41,18 +42,22 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
     return count
 
 
+StoredFormats = Mapping[str, TiledFormat] | Mapping[str, BlockFormat]
+"""Module name -> the format that keeps what a checkpoint has of its weight."""
+
+
 class StoredMatrices(Protocol):
-    """Linear layers whose codes a checkpoint has."""
+    """Linear layers whose codes or blocks a checkpoint has."""
 
     @property
-    def formats(self) -> Mapping[str, TiledFormat]:
-        """Module name -> the format that keeps them."""
+    def formats(self) -> StoredFormats:
+        """Those that it has."""
 
-    def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix:
+    def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix | Blocks:
         """The weight of one of them."""
 
 
-def keepable(model: torch.nn.Module, formats: Mapping[str, TiledFormat]) -> dict[str, torch.nn.Linear]:
+def keepable(model: torch.nn.Module, formats: StoredFormats) -> dict[str, torch.nn.Linear]:
     """The layers that `keep_linears` changes, by name, whether the model has its weights yet or not."""
     return {
         name: module

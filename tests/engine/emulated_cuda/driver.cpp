@@ -5,6 +5,7 @@
 
 #include "angle_cases.h"
 #include "attention_cases.h"
+#include "block_cases.h"
 #include "cases.h"
 #include "latent_cases.h"
 #include "norm_cases.h"
@@ -207,7 +208,7 @@ void go_through_groups(bool is_small) {
         out[units].assign(static_cast<std::size_t>(visits * outputs * 2), 0xff);
         const ProductArguments& at = layout.at;
         const GroupProductArguments arguments{out[units].data(), sorted, rounded, distances.data(), records[0].data, at.weights_at, at.scales_at,
-                                              at.zeros_at, at.bias_at, at.table_at, columns, rows, pairing, Activation{pairing ? 3 : -1, 0, 0, 1}};
+                                              at.zeros_at, at.bias_at, at.table_at, -1, columns, rows, pairing, Activation{pairing ? 3 : -1, 0, 0, 1}};
         const emulated::Index grid{static_cast<unsigned int>(blocks), static_cast<unsigned int>(((rows + 31) / 32 + WARPS - 1) / WARPS), 1};
         require(emulate_group_product(shape.name, tiles, units != 0, grid, numbers(), arguments), "no such kernel");
     }
@@ -356,6 +357,7 @@ int main(int, char** argv) {
     for (int i = 0; i < cases; i++) {
         go_through_a_case(is_small);
         go_through_groups(is_small);
+        go_through_blocks(is_small);
         go_through_attention(is_small);
         go_through_latents(is_small);
         go_through_angles();

@@ -90,6 +90,8 @@ inline int __popc(unsigned int bits) { return __builtin_popcount(bits); }
 inline float __uint_as_float(unsigned int bits) { return emulated::from_bits<float>(bits); }
 inline unsigned int __float_as_uint(float value) { return emulated::bits_of(value); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
 inline float rsqrtf(float value) { return 1.0f / std::sqrt(value); }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }

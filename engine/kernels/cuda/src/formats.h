@@ -46,7 +46,6 @@ __device__ __forceinline__ u32 word_at(const u8* at) { return *reinterpret_cast<
 // 8 bits: vectors 0 to 7 of both halves, 16 rows each.
 struct Int8 {
     typedef Bf16 Element;
-    static constexpr bool IS_TILED = true;
     static constexpr int BLOCK = TILE_ROWS, TOTALS = 8, DEPTH = 2, LAST_LANE_BIT = 16, HALVES = 1;
 
     struct Tile { uint4 upper, lower; uint2 upper_scales, lower_scales; };
@@ -102,7 +101,6 @@ struct Int8 {
 // 4 bits: a byte's low nibble is a code of the first 16 columns, its high one of the others.
 struct Nibbles {
     typedef Bf16 Element;
-    static constexpr bool IS_TILED = true;
     static constexpr int BLOCK = TILE_ROWS, TOTALS = 4, DEPTH = 4, LAST_LANE_BIT = 8, HALVES = 2;
 
     static __device__ __forceinline__ int low_word(int lane) { return lane / 4 % 4; }
@@ -226,7 +224,6 @@ struct Lut4 : Nibbles {
 template <class T>
 struct Plain {
     typedef T Element;
-    static constexpr bool IS_TILED = false;
     static constexpr int BLOCK = 8;
     static constexpr int VECTOR = 16 / static_cast<int>(sizeof(T));  // elements that a lane reads at a time
 };

@@ -77,6 +77,16 @@ __device__ __forceinline__ T from_others(const T* at) {
     return __builtin_bit_cast(T, __hip_atomic_load(reinterpret_cast<const unsigned int*>(at), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT));
 }
 
+// Rounded by themselves, never fused.
+__device__ __forceinline__ float product(float a, float b) {
+#pragma clang fp contract(off)
+    return a * b;
+}
+__device__ __forceinline__ float difference(float a, float b) {
+#pragma clang fp contract(off)
+    return a - b;
+}
+
 __device__ __forceinline__ float float_of_half(unsigned short bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }
 __device__ __forceinline__ unsigned short half_of_float(float value) { return __builtin_bit_cast(unsigned short, static_cast<_Float16>(value)); }
 }  // namespace hip
@@ -89,6 +99,10 @@ __device__ __forceinline__ unsigned short half_of_float(float value) { return __
 #undef __syncwarp
 #undef __dp4a
 #undef __byte_perm
+#undef __fmul_rn
+#undef __fsub_rn
+#define __fmul_rn hip::product
+#define __fsub_rn hip::difference
 #undef __ldcs
 #undef __ldcg
 #define __shfl_xor_sync(lanes, value, bits) hip::from_lane(value, hip::lane_of_wave() ^ (bits))

@@ -5,8 +5,9 @@
 // of the matrix's rows, and one of `splits` parts of the columns.  Weights are read once for up to ROWS visits.  Parts
 // are added by the block that ends last, in their order, so results do not depend on it.
 //
-// x is rounded to 8 bits per 32 columns for tiled matrices, as the CPU's kernels do: four products are one instruction.
+// x is rounded to 8 bits per 32 columns for tiles and blocks, as the CPU's kernels do: four products are one instruction.
 #include "activation.h"
+#include "blocks.h"
 #include "card.h"
 #include "rounding.h"
 
@@ -26,12 +27,12 @@ struct ProductArguments {
     float* parts;         // [visits, splits, blocks x BLOCK], where parts or visits are summed
     u32* arrived;         // counters, 0 before and after: one per block, or one per visit and block
     int* absent;          // [visits] <- 1 where an expert has no slot, else 0; null: nobody asks
-    i64 weights_at, scales_at, zeros_at, bias_at, table_at;
+    i64 weights_at, scales_at, zeros_at, bias_at, table_at, up_at;
     int experts, slots, visits;
     int width;     // visits per row of x
     int together;  // visits per row of out, if there are shares
     int columns, rows, splits;
-    int pairing;  // 0: outputs are rows; 1: gates above ups; 2: gates and ups in turn
+    int pairing;  // 0: outputs are rows; 1: gates above ups, which for blocks are from up_at on; 2: gates and ups in turn
     Activation activation;
 };
 
@@ -230,17 +231,104 @@ __device__ __forceinline__ void multiply_rows(const ProductArguments& a, const u
     __syncthreads();
 }
 
-// `multiply_tiles` or `multiply_rows`, whichever the format is for.
-template <class Format, int ROWS, bool IS_TILED>
+// Rows of blocks times the groups of x from `stage` to `end`, as far as they are staged: a lane has whole runs.
+template <class Type, int ROWS, int PER_WARP>
+__device__ __forceinline__ void add_runs(const u8* const* rows, const Quantised<ROWS>& x, int stage, int end, float (*totals)[PER_WARP]) {
+    constexpr int WORDS = GROUP_WORDS / Type::PARTS;  // of a part
+    for (int group = stage + lane_number(); group < end; group += LANES) {
+        int codes[PER_WARP][GROUP_WORDS];
+        float scales[PER_WARP][Type::PARTS], minima[PER_WARP][Type::PARTS];
+#pragma unroll
+        for (int i = 0; i < PER_WARP; i++) {
+            const Place<Type> place(rows[i], group);
+#pragma unroll
+            for (int word = 0; word < GROUP_WORDS; word++) codes[i][word] = place.word(word);
+#pragma unroll
+            for (int part = 0; part < Type::PARTS; part++) {
+                scales[i][part] = place.scale(part);
+                minima[i][part] = place.minimum(part);
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < ROWS; row++) {
+            const int* of_x = x.codes[row] + (group - stage) * GROUP_WORDS;
+            const float scale = x.scales[row][group - stage];
+#pragma unroll
+            for (int part = 0; part < Type::PARTS; part++) {
+                int dots[PER_WARP] = {}, sum = 0;
+#pragma unroll
+                for (int word = part * WORDS; word < (part + 1) * WORDS; word++) {
+                    const int four = of_x[word];
+                    if (Type::HAS_MINIMA) sum = __dp4a(ONES, four, sum);
+#pragma unroll
+                    for (int i = 0; i < PER_WARP; i++) dots[i] = __dp4a(codes[i][word], four, dots[i]);
+                }
+#pragma unroll
+                for (int i = 0; i < PER_WARP; i++) {
+                    float total = static_cast<float>(dots[i]) * scales[i][part];
+                    if (Type::HAS_MINIMA) total -= static_cast<float>(sum) * minima[i][part];
+                    totals[row][i] += total * scale;
+                }
+            }
+        }
+    }
+}
+
+// As `multiply_tiles` for rows of blocks: a warp multiplies two rows of the matrix.
+template <class Format, int ROWS>
+__device__ __forceinline__ void multiply_blocks(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Format::BLOCK]) {
+    typedef typename Format::First First;
+    typedef typename Format::Second Second;
+    __shared__ Quantised<ROWS> x;
+    constexpr int PER_WARP = Format::BLOCK / WARPS;
+    const int groups = (a.columns + GROUP - 1) / GROUP, share = (groups + a.splits - 1) / a.splits;
+    const int begin = static_cast<int>(blockIdx.z) * share, end = min(groups, begin + share);
+    const bool is_up = a.pairing != 0 && warp_number() >= WARPS / 2;  // the whole warp
+    const u8* rows[PER_WARP];
+    bool is_row[PER_WARP];
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+        const int row = row_of_entry<Format>(a, warp_number() * PER_WARP + i);
+        is_row[i] = row < a.rows;
+        rows[i] = row_of_blocks<Format>(record + a.weights_at, record + a.up_at, is_up, row, a.rows, a.columns);
+    }
+    float totals[ROWS][PER_WARP] = {};
+    for (int stage = begin; stage < end; stage += STAGE) {
+        const int stop = min(end, stage + STAGE);
+        __syncthreads();
+        quantise<ROWS>(a, visits, count, stage, stop, x);
+        __syncthreads();
+        if (is_up) add_runs<Second, ROWS, PER_WARP>(rows, x, stage, stop, totals);
+        else add_runs<First, ROWS, PER_WARP>(rows, x, stage, stop, totals);
+    }
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+        for (int i = 0; i < PER_WARP; i++) {
+            const float sum = sum_over_lanes<1, LANES / 2>(totals[row][i]);
+            if (lane_number() == 0) sums[row][warp_number() * PER_WARP + i] = is_row[i] ? sum : 0;
+        }
+    }
+    __syncthreads();
+}
+
+// The one of the three that a format is for.
+template <class Format, int ROWS>
 struct Multiply {
     static __device__ __forceinline__ void now(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Format::BLOCK]) {
         multiply_tiles<Format, ROWS>(a, record, visits, count, sums);
     }
 };
-template <class Format, int ROWS>
-struct Multiply<Format, ROWS, false> {
-    static __device__ __forceinline__ void now(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Format::BLOCK]) {
-        multiply_rows<Format, ROWS>(a, record, visits, count, sums);
+template <class T, int ROWS>
+struct Multiply<Plain<T>, ROWS> {
+    static __device__ __forceinline__ void now(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Plain<T>::BLOCK]) {
+        multiply_rows<Plain<T>, ROWS>(a, record, visits, count, sums);
+    }
+};
+template <class Gate, class Up, int ROWS>
+struct Multiply<Blocks<Gate, Up>, ROWS> {
+    static __device__ __forceinline__ void now(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Blocks<Gate, Up>::BLOCK]) {
+        multiply_blocks<Blocks<Gate, Up>, ROWS>(a, record, visits, count, sums);
     }
 };
 
@@ -331,7 +419,7 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     }
     for (int begin = 0; begin < count; begin += ROWS) {
         const int some = min(ROWS, count - begin);
-        Multiply<Format, ROWS, Format::IS_TILED>::now(a, record, visits + begin, some, sums);
+        Multiply<Format, ROWS>::now(a, record, visits + begin, some, sums);
         if (is_whole) {
             finish<Format>(a, record, visits + begin, some, sums);
         } else {
@@ -361,8 +449,18 @@ __device__ __forceinline__ void product(const ProductArguments& a) {
     }
 }
 
+// Blocks of threads that a multiprocessor has at least: registers limit them.
+template <class Format>
+struct Resident {
+    static __device__ constexpr int blocks(int rows) { return rows < 4 ? 4 : rows < 8 ? 3 : 2; }
+};
+template <class Gate, class Up>
+struct Resident<Blocks<Gate, Up>> {
+    static __device__ constexpr int blocks(int rows) { return rows < 4 ? 3 : 2; }
+};
+
 #ifndef SWITCHYARD_EMULATED
-extern "C" __global__ void __launch_bounds__(THREADS, SWITCHYARD_ROWS < 4 ? 4 : SWITCHYARD_ROWS < 8 ? 3 : 2) product_kernel(const ProductArguments arguments) {
+extern "C" __global__ void __launch_bounds__(THREADS, (Resident<SWITCHYARD_FORMAT>::blocks(SWITCHYARD_ROWS))) product_kernel(const ProductArguments arguments) {
     product<SWITCHYARD_FORMAT, SWITCHYARD_ROWS>(arguments);
 }
 #endif

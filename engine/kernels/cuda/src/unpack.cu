@@ -1,6 +1,6 @@
-// A tiled matrix as rows of bf16: for products with many rows, which the card's libraries compute.
+// A matrix in tiles or blocks as rows of bf16: for products with many rows, which the card's libraries compute.
+#include "blocks.h"
 #include "card.h"
-#include "formats.h"
 
 // As `UnpackArguments` in unpack.py.
 struct UnpackArguments {
@@ -38,8 +38,46 @@ __device__ __forceinline__ void unpack(const UnpackArguments& a) {
     }
 }
 
+// Grid: runs of all rows, THREADS at a time.
+template <class Type>
+__device__ __forceinline__ void unpack_blocks(const UnpackArguments& a) {
+    const int groups = a.columns / GROUP;
+    const i64 number = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x, row = number / groups;
+    if (row >= a.rows) return;
+    const Place<Type> place(a.matrix.weights + row * bytes_of_row<Type>(a.columns), static_cast<int>(number % groups));
+    float scales[Type::PARTS], minima[Type::PARTS];
+#pragma unroll
+    for (int part = 0; part < Type::PARTS; part++) {
+        scales[part] = place.scale(part);
+        minima[part] = place.minimum(part);
+    }
+    uint4* out = reinterpret_cast<uint4*>(a.out + number * GROUP * 2);
+#pragma unroll
+    for (int eight = 0; eight < GROUP / 8; eight++) {
+        const int part = eight * Type::PARTS / (GROUP / 8);
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int codes = place.word(2 * eight + i / 2);
+            u32 bits[2];
+#pragma unroll
+            for (int at = 0; at < 2; at++) {
+                float value = product_of(static_cast<float>(signed_byte(codes, i % 2 * 2 + at)), scales[part]);
+                if (Type::HAS_MINIMA) value = __fsub_rn(value, minima[part]);
+                bits[at] = Bf16::of(value).bits;
+            }
+            words[i] = bits[0] | bits[1] << 16;
+        }
+        out[eight] = uint4{words[0], words[1], words[2], words[3]};
+    }
+}
+
 #ifndef SWITCHYARD_EMULATED
 extern "C" __global__ void __launch_bounds__(THREADS) unpack_kernel(const UnpackArguments arguments) {
+#ifdef SWITCHYARD_BLOCKS
+    unpack_blocks<SWITCHYARD_BLOCKS>(arguments);
+#else
     unpack<SWITCHYARD_FORMAT>(arguments);
+#endif
 }
 #endif

@@ -1,0 +1,126 @@
+// Random products with matrices in rows of blocks, whose last row ends in the last word of its memory.
+#pragma once
+#include "cases.h"
+#include "ggml_values.h"  // of the native kernels: what blocks hold, one weight after the other
+
+struct BlockShape {
+    const char *format, *type;  // as kernels are compiled for products, and to unpack
+    int columns, bytes;
+    void (*values)(const std::uint8_t*, float*);
+    int halves[2];  // where a block has an fp16 scale; -1: nowhere
+};
+template <class Type>
+BlockShape block_shape(const char* format, const char* type, int first, int second = -1) {
+    return {format, type, Type::kElements, Type::kBytes, Type::values, {first, second}};
+}
+inline const BlockShape BLOCK_SHAPES[] = {
+    block_shape<scalar::Q8_0>("Blocks<Q8_0>", "Q8_0", 0),       block_shape<scalar::Q4K>("Blocks<Q4_K>", "Q4_K", 0, 2),
+    block_shape<scalar::Q6K>("Blocks<Q6_K>", "Q6_K", 208),      block_shape<scalar::Q2K>("Blocks<Q2_K>", "Q2_K", 80, 82),
+    block_shape<scalar::Q4_0>(nullptr, "Q4_0", 0),              block_shape<scalar::Q4_1>(nullptr, "Q4_1", 0, 2),
+    block_shape<scalar::Q5_0>(nullptr, "Q5_0", 0),              block_shape<scalar::Q5_1>(nullptr, "Q5_1", 0, 2),
+    block_shape<scalar::Q3K>(nullptr, "Q3_K", 108),             block_shape<scalar::Q5K>(nullptr, "Q5_K", 0, 2),
+    block_shape<scalar::Iq4Nl>(nullptr, "IQ4_NL", 0),           block_shape<scalar::Iq4Xs>(nullptr, "IQ4_XS", 0),
+    block_shape<scalar::Mxfp4>(nullptr, "MXFP4", -1),
+};
+
+struct BlockRows {
+    Exact memory;
+    std::vector<float> meant;
+    BlockRows(const BlockShape& shape, int rows, int columns)
+        : memory(static_cast<std::size_t>((rows * columns / shape.columns * shape.bytes + 3) / 4 * 4)), meant(static_cast<std::size_t>(rows * columns)) {
+        for (int block = 0; block < rows * columns / shape.columns; block++) {
+            u8* at = memory.data + block * shape.bytes;
+            for (int i = 0; i < shape.bytes; i++) at[i] = static_cast<u8>(between(0, 255));
+            for (const int half : shape.halves) {
+                const u16 bits = Fp16::of(real(1e-4f, 1e-3f)).bits;
+                if (half >= 0) std::memcpy(at + half, &bits, 2);
+            }
+            if (shape.halves[0] < 0) at[0] = static_cast<u8>(between(112, 120));
+            shape.values(at, meant.data() + block * shape.columns);
+        }
+    }
+};
+
+// Gates in one piece of memory, ups in another; all visits are of one expert.
+inline void go_through_blocks(bool is_small) {
+    const int number = between(0, 12);
+    const BlockShape& shape = BLOCK_SHAPES[number];
+    const int columns = shape.columns * between(1, is_small || shape.columns > 32 ? 3 : 20), rows = between(1, is_small ? 12 : 70);
+    const bool is_mixed = number == 1 && between(0, 1) == 0;
+    const BlockRows gates(shape, rows, columns), ups(is_mixed ? BLOCK_SHAPES[2] : shape, rows, columns);
+    Exact unpacked(static_cast<std::size_t>(rows * columns * 2));
+    const unsigned int runs = static_cast<unsigned int>((rows * columns / 32 + THREADS - 1) / THREADS);
+    const UnpackArguments unpacking{{gates.memory.data, nullptr, nullptr, nullptr}, unpacked.data, columns, rows, 0};
+    require(emulate_unpack(shape.type, {runs, 1, 1}, numbers(), unpacking), "no such kernel");
+    for (int i = 0; i < rows * columns; i++) {
+        u16 bits;
+        std::memcpy(&bits, unpacked.data + 2 * i, 2);
+        require(bits == Bf16::of(gates.meant[static_cast<std::size_t>(i)]).bits, "a block is unpacked wrongly");
+    }
+    if (shape.format == nullptr) return;
+    const char* format = is_mixed ? "Blocks<Q4_K,Q6_K>" : shape.format;
+    const bool is_paired = is_mixed || between(0, 1) == 0;
+    const int visits = between(1, is_small ? 10 : 70), groups = columns / 32;
+    Exact x(static_cast<std::size_t>(visits * columns * 2));
+    std::vector<float> values;
+    for (int i = 0; i < visits * columns; i++) {
+        const Bf16 value = Bf16::of(real(-2, 2));
+        std::memcpy(x.data + 2 * i, &value.bits, 2);
+        values.push_back(value.value());
+    }
+    const auto product = [&](const BlockRows& matrix, int row, int visit, double* error) {
+        double sum = 0;
+        for (int column = 0; column < columns; column++) {
+            const double one = matrix.meant[static_cast<std::size_t>(row * columns + column)] * values[static_cast<std::size_t>(visit * columns + column)];
+            sum += one;
+            *error += std::fabs(matrix.meant[static_cast<std::size_t>(row * columns + column)]) * 2.0 / 250;
+        }
+        return sum;
+    };
+    const i64 up_at = reinterpret_cast<i64>(ups.memory.data) - reinterpret_cast<i64>(gates.memory.data);
+    const Activation activation{is_paired ? 3 : -1, 0, 0, 1};
+    Exact out(static_cast<std::size_t>(visits * rows * 2));
+    const auto check = [&] {
+        for (int visit = 0; visit < visits; visit++) {
+            for (int row = 0; row < rows; row++) {
+                double error = 0, up_error = 0, wanted = product(gates, row, visit, &error);
+                if (is_paired) {
+                    const double up = product(ups, row, visit, &up_error), gate = std::fmax(wanted, 0);
+                    wanted = gate * up;
+                    error = gate * up_error + std::fabs(up) * error + error * up_error;
+                }
+                u16 bits;
+                std::memcpy(&bits, out.data + (visit * rows + row) * 2, 2);
+                require(std::fabs(Bf16{bits}.value() - wanted) <= error + std::fabs(wanted) / 128 + 1e-6, "a product with blocks is wrong");
+            }
+        }
+    };
+    const i64 record = 0;
+    ProductArguments a{};
+    a.x = x.data, a.out = out.data, a.records = &record, a.base = gates.memory.data;
+    a.up_at = up_at, a.bias_at = -1, a.experts = a.slots = a.width = a.together = 1;
+    a.visits = visits, a.columns = columns, a.rows = is_paired ? 2 * rows : rows, a.pairing = is_paired, a.activation = activation;
+    a.splits = between(1, 3);
+    const int blocks = (a.rows + 7) / 8, row_choices[] = {1, 2, 4, 8};
+    std::vector<float> parts(static_cast<std::size_t>(visits * a.splits * blocks * 8), NAN);
+    std::vector<u32> arrived(static_cast<std::size_t>(visits * blocks), 0);
+    a.parts = parts.data(), a.arrived = arrived.data();
+    const emulated::Index grid{1, static_cast<unsigned int>(blocks), static_cast<unsigned int>(a.splits)};
+    require(emulate_product(format, row_choices[between(0, 3)], grid, numbers(), a), "no such kernel");
+    check();
+    const int tiles = between(0, 1) ? 2 : 8, block = tiles * NEIGHBOURS;
+    std::vector<i64> order, block_expert, block_begin;
+    for (int visit = 0; visit < visits; visit++) order.push_back(visit);
+    for (int begin = 0; begin < visits; begin += block) block_expert.push_back(0), block_begin.push_back(begin);
+    const i64 end = visits;
+    const unsigned int count = static_cast<unsigned int>(block_expert.size());
+    Exact codes(count * static_cast<std::size_t>(groups * block * 32)), scales(count * static_cast<std::size_t>(groups * block * 8));
+    const Groups sorted{order.data(), &end, block_expert.data(), block_begin.data(), 1};
+    const RoundedRows rounded{reinterpret_cast<u32*>(codes.data), reinterpret_cast<float*>(scales.data)};
+    const RoundArguments rounding{x.data, sorted, rounded, columns, 1, tiles};
+    require(emulate_round_rows({count, static_cast<unsigned int>(tiles), 1}, numbers(), rounding), "no such kernel");
+    const GroupProductArguments g{out.data, sorted, rounded, &record, gates.memory.data, 0, -1, -1, -1, -1, up_at, columns, a.rows, a.pairing, activation};
+    const emulated::Index of_groups{count, static_cast<unsigned int>(((a.rows + 31) / 32 + WARPS - 1) / WARPS), 1};
+    require(emulate_group_product(format, tiles, between(0, 1) != 0, of_groups, numbers(), g), "no such kernel");
+    check();
+}
