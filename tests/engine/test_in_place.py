@@ -178,15 +178,15 @@ def test_experts_on_disk_are_read_from_the_file_itself(
 
 
 @needs_panels
-def test_the_copy_of_an_earlier_version_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copies_of_an_earlier_version_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **_SIZES)
     file = write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q4_0")
-    copy, other = bank_path(file, "stored-dense"), bank_path(file, "stored")
-    copy.parent.mkdir(parents=True)
-    copy.write_bytes(b"tiles")
-    other.write_bytes(b"experts, which a card still reads")
+    copies, other = (bank_path(file, "stored-dense"), bank_path(file, "stored")), bank_path(file, "int4")
+    other.parent.mkdir(parents=True)
+    for copy in (*copies, other):
+        copy.write_bytes(b"tiles")
     with loaded(file, "auto"):
         pass
-    assert not copy.exists()
+    assert not any(copy.exists() for copy in copies)
     assert other.exists()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
+from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.hardware.machine import machine_names, read_machine
@@ -65,3 +67,38 @@ def assert_nobody_is_faster(machine: str, model: str, work: str) -> Question:
         allowed = 1.0 if runs_here(other.policy, question.workload) else _NOT_HERE
         assert other.tokens_per_s <= (1 + 1e-6) * allowed * ours, (other.policy, able[0].policy)
     return question
+
+
+_FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+
+
+def _speeds(machine: str, model: str) -> list[float]:
+    """Of those of a model's files that fit, the biggest first."""
+    found = []
+    for label in _FILES:
+        try:
+            plan = make_plan(read_machine(machine), as_quantised(read_model(model), label))
+        except EngineError as error:
+            if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
+                raise
+        else:
+            found.append(plan.speed.tokens_per_s)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("machine", "model"),
+    [
+        ("desktop-no-gpu-64gb", "qwen3-30b-a3b"),
+        ("desktop-rtx-4070-12gb", "qwen3-30b-a3b"),
+        ("desktop-rtx-3060-12gb", "qwen3-235b-a22b"),
+        *(
+            pytest.param(machine, model, marks=[pytest.mark.exhaustive, pytest.mark.timeout(120)])
+            for machine in machine_names()
+            for model in model_names()
+        ),
+    ],
+)
+def test_a_smaller_file_is_never_slower(machine: str, model: str) -> None:
+    speeds = _speeds(machine, model)
+    assert all(after >= 0.99 * before for before, after in pairwise(speeds)), speeds

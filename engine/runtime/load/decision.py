@@ -26,7 +26,7 @@ from engine.planner.placement import decide as decide_placement
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.fill_bank import working_bytes
-from engine.runtime.load.in_place import matrices_in_place
+from engine.runtime.load.in_place import MatricesOnCards, matrices_in_place
 from engine.runtime.load.stored import StoredLinears, sites_in
 
 _CPU = torch.device("cpu")
@@ -43,7 +43,8 @@ class Decision:
         sites: its experts modules in that precision.
         dense_sizes: bytes of every tensor but experts, by name, as they will be held.
         dense_parameters: how many numbers they are.
-        in_place: whether experts, linear layers and embeddings are used as they lie in the model's files.
+        in_place: whether experts, linear layers and embeddings are in the blocks of the model's files; on an emulated
+            device only experts are.
     """
 
     placement: Placement
@@ -207,7 +208,7 @@ def _dense_sizes(
     """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
     experts = {target for site in opened.sites for target in site.targets}
     sizes = {name: nbytes for name, nbytes in _tensor_sizes(opened.model).items() if name not in experts}
-    if in_place:
+    if in_place and not devices:
         for name, entry in matrices_in_place(opened).items():
             if name in sizes:  # a tied one is counted once
                 sizes[name] = entry.nbytes
@@ -215,6 +216,8 @@ def _dense_sizes(
     on_cards = dense_on_cards(opened, [device.torch_device for device in devices], precision)
     if on_cards is None:
         return sizes
+    if in_place:
+        return MatricesOnCards(opened).sizes(opened.model, sizes, together=len(devices) == 1)
     stored = StoredLinears(opened).formats if on_cards == STORED else None
     return quantised_sizes(opened.model, on_cards, sizes, stored)
 

@@ -1,20 +1,21 @@
-"""GGUF files used as they lie: experts, linear layers and embeddings are rows of blocks in a mapped file.
+"""GGUF files used as they lie: experts, linear layers and embeddings are rows of blocks.
 
-Nothing is made of them and nothing is written.  Each file is one `FileImage`, mapped where that is safe and else read
-into memory of our own, which begins before the engine is imported (`early_reads`).
+Nothing is made of them and nothing is written.  On the CPU alone each file is one `FileImage`, mapped where that is
+safe and else read into memory of our own, which begins before the engine is imported (`early_reads`).  With a card,
+experts are read into RAM that it can copy from, and the rest into its own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.expert_index import PartSources
+from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import is_blocks
@@ -27,11 +28,15 @@ from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
 from engine.experts.quantised_layout import BlockLayout
-from engine.experts.record import PartSpec, RecordLayout
+from engine.experts.record import PartSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats import ROUTERS, STORED
+from engine.formats.ggml import GGML, BlockFormat
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import activation_of
+from engine.kernels.dense import card_layers, quantised_sizes
+from engine.kernels.gpu.linear import CardEmbedding, CardLinear
+from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
 from engine.kernels.repack import Blocks
@@ -277,9 +282,14 @@ class FilesInPlace:
         arriving = self._arriving.get(entry.file)
         if arriving is not None:
             return torch.frombuffer(arriving.image.bytes[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
-        raw = torch.empty(entry.nbytes, dtype=torch.uint8)
-        reader.read_into([(replace(entry, dtype="U8", shape=(entry.nbytes,)), raw)])
-        return raw
+        return _read(entry, reader)
+
+
+def _read(entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
+    """Its bytes, uint8 [bytes]."""
+    raw = torch.empty(entry.nbytes, dtype=torch.uint8)
+    reader.read_into([(replace(entry, dtype="U8", shape=(entry.nbytes,)), raw)])
+    return raw
 
 
 def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
@@ -328,6 +338,125 @@ def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -
             value = value.view(len(value), -1, 2).mT.flatten(-2)
         found[part.name] = value.contiguous()
     return found
+
+
+def formats_in_place(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
+    """The types that kernels have to read together: of gate and up rows, or twice a matrix's own."""
+    stacks = [each for site in opened.sites for each in (_stacks_of(site, opened.plan) or {}).values()]
+    matrices = (blocks_of(entry) for entry in matrices_in_place(opened).values())
+    alone = {each.kind.name for each in matrices if each is not None}
+    return {(each[0].dtype, each[-1].dtype) for each in stacks} | {(name, name) for name in alone}
+
+
+def fill_records(
+    opened: OpenedCheckpoint, sites: Iterable[ExpertsSite], reader: TensorReader, bank: ExpertBank
+) -> None:
+    """Allocates the records of these modules and reads them from the files.
+
+    Raises:
+        EngineError, RequestCancelled: as `TensorReader.read`.
+    """
+    for site in sites:
+        layer = bank.add_layer(site.name, site.num_experts, site.layout)
+        here = layer.device.type == "cpu"
+        records = layer.records if here else allocate_records(site.num_experts, site.layout, torch.device("cpu"))
+        specs = {part.name: part for part in site.layout.parts}
+        places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
+        for name, entry in _parts_in_blocks(site, opened.plan).items():
+            part = specs[name]
+            for expert in range(site.num_experts):
+                begin = entry.offset + expert * part.nbytes
+                one = replace(entry, dtype="U8", shape=(part.nbytes,), offset=begin, nbytes=part.nbytes)
+                places.append((one, records[expert, part.offset : part.offset + part.nbytes]))
+        reader.read_into(places)
+        for name, value in _biases(opened, site, reader).items():
+            site.layout.stacked_view(records, specs[name]).copy_(value)
+        if not here:
+            layer.records.copy_(records)
+
+
+def bytes_in_place(opened: OpenedCheckpoint, sites: Iterable[ExpertsSite]) -> int:
+    """What `fill_records` reads of blocks."""
+    return sum(entry.nbytes for site in sites for entry in _parts_in_blocks(site, opened.plan).values())
+
+
+class MatricesOnCards:
+    """The linear layers and embeddings that cards hold in blocks; see `StoredMatrices`.
+
+    Attributes:
+        formats: of linear layers, by the modules' names.
+        embeddings: stored weights, by the modules' names.
+    """
+
+    def __init__(self, opened: OpenedCheckpoint, reader: TensorReader | None = None) -> None:
+        self._found, self._reader = matrices_in_place(opened), reader
+        self._tied: Mapping[str, str] = getattr(opened.model, "all_tied_weights_keys", None) or {}
+        linears: dict[str, BlockFormat] = {}
+        self.embeddings: dict[str, TensorEntry] = {}
+        for weight, entry in self._found.items():
+            name = weight.removesuffix(".weight")
+            if isinstance(opened.model.get_submodule(name), torch.nn.Embedding):
+                self.embeddings[name] = entry
+            elif name.rpartition(".")[2] not in _READ_BY_ATTENTION:
+                stored = blocks_of(entry)
+                assert stored is not None
+                linears[name] = GGML[stored.kind.name]
+        used = set(card_layers(opened.model, STORED, linears))
+        self.formats = {name: of_weights for name, of_weights in linears.items() if name in used}
+        for head, table in self._tied.items():  # a head that needs numbers needs those of the embedding
+            if head.removesuffix(".weight") not in self.formats:
+                self.embeddings.pop(table.removesuffix(".weight"), None)
+
+    @property
+    def names(self) -> set[str]:
+        """Of the weights that need not be read otherwise."""
+        return {f"{name}.weight" for name in (*self.formats, *self.embeddings)}
+
+    def sizes(self, model: Any, sizes: Mapping[str, int], *, together: bool) -> dict[str, int]:
+        """Bytes of tensors by name, of which `sizes` are those before.
+
+        Args:
+            together: whether an embedding is on the card of a head that shares it.
+        """
+        result = quantised_sizes(model, STORED, sizes, self.formats)
+        shared = set(self._tied.values()) if together else set()
+        for name, entry in self.embeddings.items():
+            result[f"{name}.weight"] = 0 if f"{name}.weight" in shared else entry.nbytes
+        return result
+
+    def matrix(self, name: str, kernels: NativeKernels | None = None) -> Blocks:  # noqa: ARG002
+        """Reads the weight of one of them.
+
+        Raises:
+            EngineError, RequestCancelled: as `TensorReader.read`.
+        """
+        stored = blocks_of(self._found[f"{name}.weight"])
+        assert stored is not None
+        assert self._reader is not None
+        assert isinstance(stored.source, TensorEntry)
+        return stored.in_memory([_read(stored.source, self._reader)])
+
+    def bind_embeddings(self, model: Any, place_of: Callable[[str], torch.device]) -> None:
+        """Lets embeddings look rows up in blocks, once the linear layers have theirs."""
+        heads = {table: model.get_submodule(head.removesuffix(".weight")) for head, table in self._tied.items()}
+        for name in self.embeddings:
+            module, place = model.get_submodule(name), place_of(name)
+            head = heads.get(f"{name}.weight")
+            forward = getattr(head, "forward", None)
+            if isinstance(forward, CardLinear) and isinstance(forward.matrix, Blocks):
+                table = Blocks(forward.matrix.kind, forward.matrix.raw.to(place))
+            else:
+                read = self.matrix(name)
+                table = Blocks(read.kind, read.in_order.to(place))
+            kernels = kernels_of(place)
+            assert kernels is not None
+            module.weight = torch.nn.Parameter(module.weight.new_empty(0, device=place), requires_grad=False)
+            module.register_buffer("tiles", table.raw, persistent=False)  # registered only to be counted
+            module.forward = CardEmbedding(table, kernels)
+
+
+_READ_BY_ATTENTION = ("kv_b_proj",)
+"""Modules whose weights the kernels for latent attention read as numbers."""
 
 
 class FileInPlace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -30,8 +30,9 @@ from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
+from engine.kernels.gpu.proof import reads_blocks
 from engine.kernels.native.choice import ensure_measured
-from engine.kernels.native.library import READS_BLOCKS, load_kernels, missing_note
+from engine.kernels.native.library import READS_BLOCKS, NativeKernels, load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.draft_head import draft_head_of
@@ -42,7 +43,7 @@ from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
-from engine.runtime.load.in_place import lies_in_place
+from engine.runtime.load.in_place import formats_in_place, lies_in_place
 from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import first_line, quiet_library
@@ -169,15 +170,19 @@ def _load_weights(
 ) -> LoadedModel:
     threads = torch.get_num_threads()
     model = parts.model = opened.model
-    only_cpu = not parts.devices.devices and opened.dtype == torch.bfloat16
-    parts.kernels = load_kernels(threads) if only_cpu else None
-    in_place = parts.kernels is not None and parts.kernels.isa in READS_BLOCKS and lies_in_place(opened)
+    devices = parts.devices.devices
+    may_be = opened.dtype == torch.bfloat16 and (not devices or lies_in_place(opened))
+    parts.kernels = load_kernels(threads) if may_be else None
+    in_place = parts.kernels is not None and _reads_blocks(parts.kernels, devices, opened)
     decision = decide(opened, config, parts.devices.devices, in_place=in_place)
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
         parts.kernels = parts.kernels or load_kernels(threads)
         if parts.kernels is not None and opened.profile.bytes >= _WORTH_MEASURING:
             ensure_measured(parts.kernels)
+    elif devices and parts.kernels is not None:  # the devices compute everything
+        parts.kernels.close()
+        parts.kernels = None
     read_weights(opened, decision, parts, on_progress, cancelled)
     places = [device.torch_device for device in decision.devices]
     captures = _graph_device(parts, decision, config)
@@ -213,6 +218,14 @@ def _load_weights(
         threads=threads,
         note=note,
     )
+
+
+def _reads_blocks(kernels: NativeKernels, devices: Sequence[Device], opened: OpenedCheckpoint) -> bool:
+    """Whether the processor and all devices compute from the model's files as they lie, where those can be used so."""
+    if kernels.isa not in READS_BLOCKS or not lies_in_place(opened):
+        return False
+    formats = formats_in_place(opened) if devices else set()
+    return all(reads_blocks(device.torch_device, formats) for device in devices)
 
 
 @contextlib.contextmanager

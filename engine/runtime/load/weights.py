@@ -28,7 +28,14 @@ from engine.planner.placement import InRam
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.decision import Decision, dense_on_cards
 from engine.runtime.load.fill_bank import fill_bank
-from engine.runtime.load.in_place import ExpertsOnDisk, FilesInPlace, matrices_in_place
+from engine.runtime.load.in_place import (
+    ExpertsOnDisk,
+    FilesInPlace,
+    MatricesOnCards,
+    bytes_in_place,
+    fill_records,
+    matrices_in_place,
+)
 from engine.runtime.load.kept_dense import KeptDense, kept_dense
 from engine.runtime.load.kept_experts import kept_experts
 from engine.runtime.load.library_conversion import LoadingPlan, load_rest
@@ -79,12 +86,16 @@ def read_weights(
         on_progress = progress.second
         parts.on_phase("reading")
     files: FilesInPlace | None = None
+    more = 0  # bytes that are read besides the plan's
     if decision.in_place:
-        files = FilesInPlace(opened, whole=not on_disk)
-        parts.arriving += files.arriving
-        _remove_copy(opened)
         plan = _without(plan, {site.name for site in sites})
-        on_progress = files.counting(on_progress)
+        _remove_copies(opened)
+        if decision.devices:
+            more = bytes_in_place(opened, resident)
+        else:
+            files = FilesInPlace(opened, whole=not on_disk)
+            parts.arriving += files.arriving
+            on_progress = files.counting(on_progress)
     linears = _stored_linears(opened, decision, parts)
     kept = kept_experts(opened, decision, parts.bank, parts.kernels)
     if kept is not None:
@@ -96,13 +107,13 @@ def read_weights(
         parts.arriving.insert(0, dense.records)  # whose progress has that of the others in it
         on_progress = dense.records.counting(on_progress)
         linears = [] if dense.records.is_there else linears
-    total = plan.nbytes + StoredLinears(opened).read_twice(linears) - _read_apart(plan, dense)
+    total = plan.nbytes + StoredLinears(opened).read_twice(linears) - _read_apart(plan, dense) + more
     if files is not None:
         total -= sum(plan.renamed[name].nbytes for name in matrices_in_place(opened) if name in plan.renamed)
     with TensorReader(on_progress, cancelled, total, dtype=plan.dtype, kernels=parts.kernels) as reader:
         if parts.bank is not None:
             there = kept.read_into(parts.bank) if kept is not None else set()
-            converted = [site for site in resident if site.name not in there and files is None]
+            converted = [site for site in resident if site.name not in there and not decision.in_place]
             parts.on_phase(
                 "converting" if any(site.layout is not site.layout.unquantised for site in converted) else "reading"
             )
@@ -110,6 +121,8 @@ def read_weights(
             fill_bank(model, converted, plan, reader, parts.bank, parts.kernels, on_made)
             if files is not None:
                 files.bind_experts(resident, reader, parts.bank)
+            elif decision.in_place:
+                fill_records(opened, resident, reader, parts.bank)
             empty_modules(model, sites)
             bind(resident, parts.bank, parts.kernels)
         if on_disk and decision.in_place:
@@ -120,13 +133,14 @@ def read_weights(
         _read_rest(opened, plan, decision, parts, reader, linears, files)
 
 
-def _remove_copy(opened: OpenedCheckpoint) -> None:
-    """Of linear layers, which only the CPU used and which earlier versions kept of files that are now used in place."""
-    copy = bank_path(opened.directory, f"{kept_as(STORED, guesses=opened.guesses)}-dense")
-    with contextlib.suppress(OSError):
-        nbytes = copy.stat().st_size
-        copy.unlink()
-        _log.info("removed the copy of %s that is no longer needed (%d bytes)", opened.name, nbytes)
+def _remove_copies(opened: OpenedCheckpoint) -> None:
+    """What earlier versions made of files that are now used as they lie."""
+    made = kept_as(STORED, guesses=opened.guesses)
+    for copy in (bank_path(opened.directory, made), bank_path(opened.directory, f"{made}-dense")):
+        with contextlib.suppress(OSError):
+            nbytes = copy.stat().st_size
+            copy.unlink()
+            _log.info("removed %s of %s, which is no longer needed (%d bytes)", copy.name, opened.name, nbytes)
 
 
 def _read_apart(plan: LoadingPlan, dense: KeptDense | None) -> int:
@@ -161,13 +175,20 @@ def _read_rest(
 ) -> None:
     """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
     layers, model, places = decision.layers, opened.model, _places(decision)
+    precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
+    if decision.in_place and precision is not None:
+        on_cards = MatricesOnCards(opened, reader)
+        load_rest(model, plan, reader, {"": torch.device("cpu")}, on_cards.names & plan.renamed.keys())
+        quantise_on_cards(model, precision, lambda name: places[layers.of(name)], None, on_cards)
+        on_cards.bind_embeddings(model, lambda name: places[layers.of(f"{name}.")])
+        _move_rest(model, decision, places)
+        return
     stored = StoredLinears(opened, reader) if decision.precision == STORED else None
     apart = stored.read_apart(kept) if stored is not None else set()
     dense = parts.kept_dense
     apart |= dense.apart if dense is not None else set()
     if files is not None:
         apart |= matrices_in_place(opened).keys() & plan.renamed.keys()
-    precision = dense_on_cards(opened, places, decision.precision) if decision.devices else None
     if precision is None:
         load_rest(model, plan, reader, layers.device_map(places), apart)
         if dense is not None and parts.kernels is not None:
@@ -180,8 +201,13 @@ def _read_rest(
         return
     load_rest(model, plan, reader, {"": torch.device("cpu")}, apart)
     quantise_on_cards(model, precision, lambda name: places[layers.of(name)], parts.kernels, stored)
+    _move_rest(model, decision, places)
+
+
+def _move_rest(model: Any, decision: Decision, places: list[torch.device]) -> None:
+    """What is still in RAM goes to its card."""
     for name, module in model.named_modules():
-        place = places[layers.of(f"{name}.")]
+        place = places[decision.layers.of(f"{name}.")]
         for own in (module._parameters, module._buffers):
             for key, tensor in own.items():
                 if tensor is not None and tensor.device != place:
