@@ -197,7 +197,7 @@ class ModelShape:
     def in_place(self) -> ModelShape:
         """The same with what is stored used as it lies in its files, where that can be."""
         stored = self.stored and self.stored.in_place
-        return self if stored is None else replace(self, stored=stored)
+        return self if stored is None else replace(self, stored=replace(stored, is_in_place=True))
 
     def holding(self, kv_precision: str) -> ModelShape:
         """The same with keys and values held so: latents stay in 16 bits, others have a scale for each head."""

@@ -40,6 +40,7 @@ class StoredWeights:
         head_bytes_per_weight: of the head.
         is_repacked: whether experts' records are made of what is stored, without their numbers in between.
         in_place: the same where it is used as it lies in its files; None if that cannot be.
+        is_in_place: whether this is that: what does not fit into memory is read from those files.
     """
 
     precisions: tuple[str, ...]
@@ -51,6 +52,7 @@ class StoredWeights:
     head_bytes_per_weight: float
     is_repacked: bool
     in_place: StoredWeights | None = None
+    is_in_place: bool = False
 
     @property
     def words(self) -> str:

@@ -20,7 +20,7 @@ from engine.checkpoint.usage import is_any_known
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_up
-from engine.formats import AUTO
+from engine.formats import AUTO, STORED
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.planner.engine_memory import all_records_nbytes, context_tokens
@@ -198,7 +198,8 @@ def _row(
     if shape is None:
         why = candidate.problem or "What it is could not be read."
         return replace(row, why=why, load_anyway="It cannot be loaded.", fits_alone=False)
-    per_token = round(limits.held(shape, look.profile).kv_bytes_per_token())
+    held = limits.held(shape, look.profile)
+    per_token = round(held.kv_bytes_per_token())
     row = replace(row, kv_at_context=per_token * context_tokens(shape, limits))
     try:
         run = _run(shape, look, limits, _installed(candidate, here))
@@ -206,7 +207,8 @@ def _row(
         if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
             raise
         return _too_large(row, shape, look, limits, error)
-    if run.from_disk:
+    reads_files = run.precision == STORED and held.stored is not None and held.stored.is_in_place
+    if run.from_disk and not reads_files:
         disk = replace(disk, bank=all_records_nbytes(shape, run.precision))
     row = replace(
         row,
@@ -215,7 +217,7 @@ def _row(
         disk=disk,
         from_disk=run.from_disk,
         speed=run.speed,
-        precision=limits.held(shape, look.profile).words(run.precision),
+        precision=held.words(run.precision),
         quality=_left(candidate.quality, run.precision),
     )
     return _without_room(row) or _judged(row, run)

@@ -117,7 +117,7 @@ def test_a_card_is_used_and_its_limit_follows() -> None:
 def test_what_streams_from_disk_says_so() -> None:
     one = row(quantised(QWEN, "Q4_K_M", 4.85), look(8))
     assert one.from_disk > 0
-    assert one.disk.bank >= one.from_disk
+    assert one.disk.bank == 0  # they are read from the file itself
     assert one.verdict != "fast"
 
 
@@ -242,9 +242,14 @@ def test_downloads_take_room_where_they_go() -> None:
     assert short.why.startswith("The disk that downloads go to has 3.2 GB free")
     unknown = row(found, replace(here, download_free=0))  # it does not answer
     assert unknown.verdict != "too-large"
-    from_disk = row(found, replace(look(free=2 * GIB), download_free=900 * GIB))
-    assert from_disk.from_disk
-    assert "prepared on the library's disk" in from_disk.why
+    small = replace(look(free=2 * GIB), download_free=900 * GIB)
+    in_place = row(found, small)  # its experts are read from the file itself
+    assert in_place.from_disk
+    assert (in_place.disk.bank, in_place.verdict) == (0, "batch-only")
+    cpu = replace(small.profile.cpu, reads_blocks=False)
+    prepared = row(found, replace(small, profile=replace(small.profile, cpu=cpu)))
+    assert prepared.from_disk
+    assert "prepared on the library's disk" in prepared.why
     catalogue = read_catalogue()
     assert len(recommend(catalogue, other, Limits())) > len(recommend(catalogue, here, Limits()))
 
