@@ -128,6 +128,7 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert ours.info.weights_bytes + ours.info.experts_bytes < 1.1 * file.stat().st_size
         assert "became" not in ours.info.device_note
         assert "kept as" not in ours.info.device_note
+        assert ours.model(input_ids=PROMPT).logits.dtype == torch.float32
         found = logits(ours.model)[0].float()
         one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
     assert (found - wanted).norm() < 0.05 * wanted.norm()

@@ -104,7 +104,7 @@ def test_linear_rows_are_near_torch(kernels: NativeKernels, rows: int, columns: 
     torch.manual_seed(seed)
     weight, x = torch.randn(rows, columns).bfloat16(), torch.randn(tokens, columns).bfloat16()
     out, struct = torch.full((tokens, rows), torch.nan).bfloat16(), plain_struct(weight)
-    places = x.data_ptr(), None, out.data_ptr()
+    places = x.data_ptr(), None, 0, out.data_ptr()
     assert kernels.linear_rows(kernels.pool, ctypes.addressof(struct), tokens, *places) == 0
     wanted = x.double() @ weight.double().T
     torch.testing.assert_close(out.double(), wanted, rtol=0.005, atol=0.002 * columns**0.5)

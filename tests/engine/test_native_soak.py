@@ -87,7 +87,7 @@ def try_matrix(kernels: NativeKernels, draw: random.Random) -> None:
         x = without_ties(torch.randn(tokens, columns).bfloat16(), GROUP)
         out = torch.empty(tokens, rows, dtype=torch.bfloat16)
         added = bias.data_ptr() if adds else None
-        assert not multiply(kernels.pool, ctypes.addressof(struct), tokens, x.data_ptr(), added, out.data_ptr())
+        assert not multiply(kernels.pool, ctypes.addressof(struct), tokens, x.data_ptr(), added, 0, out.data_ptr())
         seen = x.float() if matrix is None else _through_int8(x.float())
         offset = bias.float() if adds else torch.zeros(rows)
         wanted = torch.nn.functional.linear(seen, meant, offset)

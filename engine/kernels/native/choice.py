@@ -217,7 +217,7 @@ class _Work:
         begun_s = time.perf_counter()
         for _ in range(calls):
             matrix = self._next_matrix(use.format)
-            multiply(self._kernels.pool, ctypes.addressof(matrix), _TOKENS[use.kind], self._x, None, self._out)
+            multiply(self._kernels.pool, ctypes.addressof(matrix), _TOKENS[use.kind], self._x, None, 0, self._out)
         return time.perf_counter() - begun_s
 
     def _next_matrix(self, number: int) -> MatrixStruct:

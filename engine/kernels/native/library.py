@@ -92,7 +92,7 @@ class NativeKernels:
         library.switchyard_pool_destroy.argtypes = [ctypes.c_void_p]
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         library.switchyard_experts.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
-        library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, pointer]
+        library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, i32, pointer]
         library.switchyard_sparse_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         library.switchyard_attention_step.argtypes = [
             pointer,
@@ -124,7 +124,7 @@ class NativeKernels:
         library.switchyard_unpack.argtypes = [pointer, pointer, i64, i64, i32, pointer]
         library.switchyard_paged_attention.argtypes = [pointer, pointer, pointer, i32, *[pointer] * 4]
         library.switchyard_attention_rows.argtypes = [*[pointer] * 4, i32, pointer, pointer, pointer, i64, pointer]
-        library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, *[pointer] * 3]
+        library.switchyard_linear_rows.argtypes = [pointer, pointer, i32, pointer, pointer, i32, pointer]
         library.switchyard_prompt_attention.argtypes = [pointer, pointer, pointer]
         library.switchyard_read_memory.argtypes = [pointer, pointer, i64]
         library.switchyard_read_memory.restype = ctypes.c_uint64

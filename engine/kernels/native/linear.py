@@ -69,8 +69,10 @@ def keepable(model: torch.nn.Module, formats: StoredFormats) -> dict[str, torch.
 def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: NativeKernels) -> int:
     """As `quantise_linears` for the layers whose codes the checkpoint has; all others stay as they are."""
     layers = keepable(model, stored.formats)
+    head = _head_of(model)
     for name, module in layers.items():
-        module.forward = QuantisedLinear(module, stored.matrix(name, kernels), kernels)  # type: ignore[method-assign]
+        matrix = stored.matrix(name, kernels)
+        module.forward = QuantisedLinear(module, matrix, kernels, is_head=module is head)  # type: ignore[method-assign]
     return len(layers)
 
 
@@ -102,7 +104,8 @@ def quantise_linears(
             matrix = quantised(name, module.weight, formats[name], kernels)
             if matrix is None:
                 matrix = quantise(module.weight, formats[name], kernels=kernels, empty=empty)
-            module.forward = QuantisedLinear(module, matrix, kernels)  # type: ignore[method-assign]
+            is_head = module is _head_of(model)
+            module.forward = QuantisedLinear(module, matrix, kernels, is_head=is_head)  # type: ignore[method-assign]
             count += 1
     return count
 
@@ -117,7 +120,7 @@ def formats_of_linears(
     Args:
         dtype_of: what type a parameter will have, by its name, if the model has no weights yet.
     """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = _head_of(model)
     found: dict[str, TiledFormat] = {}
     for name, module in model.named_modules():
         if not _is_large(module) or name.rpartition(".")[2] in ROUTERS:
@@ -128,6 +131,10 @@ def formats_of_linears(
             assert of_this is not None
             found[name] = of_this
     return found
+
+
+def _head_of(model: torch.nn.Module) -> object:
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
@@ -205,15 +212,22 @@ class _PlainLinear:
         out = input.new_empty((*input.shape[:-1], self._rows))
         kernels, input = self._kernels, input.contiguous()
         multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, out.data_ptr()):
+        if multiply(kernels.pool, self._address, tokens, input.data_ptr(), self._bias_address, 0, out.data_ptr()):
             raise out_of_memory()
         return out
 
 
 class QuantisedLinear:
-    """The `forward` of one linear layer in tiles or blocks; replaces its weight."""
+    """The `forward` of one linear layer in tiles or blocks; replaces its weight.
 
-    def __init__(self, module: torch.nn.Linear, matrix: TiledMatrix | Blocks, kernels: NativeKernels) -> None:
+    Args:
+        is_head: its outputs are logits: float32, as one near 20 in bf16 is rounded to an eighth.
+    """
+
+    def __init__(
+        self, module: torch.nn.Linear, matrix: TiledMatrix | Blocks, kernels: NativeKernels, *, is_head: bool = False
+    ) -> None:
+        self._is_head = is_head
         self._rows, self._columns = module.weight.shape
         self.matrix = matrix
         self.struct = matrix.matrix_struct if isinstance(matrix, Blocks) else matrix_struct(matrix)
@@ -229,11 +243,13 @@ class QuantisedLinear:
         if input.dtype != torch.bfloat16:
             rows = rows.bfloat16()
         rows, tokens, kernels = rows.contiguous(), rows.shape[0], self._kernels
-        out = rows.new_empty(tokens, self._rows)
+        out = rows.new_empty(tokens, self._rows, dtype=torch.float32 if self._is_head else torch.bfloat16)
         multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
-        if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), self._bias_address, out.data_ptr()):
+        pointers = (rows.data_ptr(), self._bias_address, int(self._is_head), out.data_ptr())
+        if multiply(kernels.pool, self._address, tokens, *pointers):
             raise out_of_memory()
-        return out.view(*input.shape[:-1], self._rows).to(input.dtype)
+        out = out.view(*input.shape[:-1], self._rows)
+        return out if self._is_head else out.to(input.dtype)
 
 
 class BlockEmbedding:

@@ -100,7 +100,7 @@ class RowsLinear:
             return self._library_forward(input)
         rows, kernels = input.reshape(-1, self._struct.columns).contiguous(), self._kernels
         out = rows.new_empty(rows.shape[0], self._struct.rows)
-        pointers = (rows.data_ptr(), self._bias_address, out.data_ptr())
+        pointers = (rows.data_ptr(), self._bias_address, 0, out.data_ptr())
         if kernels.linear_rows(kernels.pool, self._address, rows.shape[0], *pointers):
             raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "There was no memory left to compute a linear layer.")
         return out.view(*input.shape[:-1], -1)

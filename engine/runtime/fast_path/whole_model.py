@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine.formats import BF16
 from engine.kernels.native.linear import (
     address_of,
     is_plain,
@@ -50,6 +51,7 @@ class WholeModel:
         )
         self._address = ctypes.addressof(self._model)
         self._vocabulary: int = self._model.head.rows
+        self._logits = torch.bfloat16 if self._model.head.format == BF16.native else torch.float32
 
     @classmethod
     def of(cls, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> WholeModel | None:
@@ -65,6 +67,8 @@ class WholeModel:
 
     def step(self, hidden: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
         """Hidden states [1, q, hidden] of the next tokens in bf16, contiguous -> logits [q, V] after each.
+
+        Logits are float32 unless the head is in bf16.
 
         Args:
             cache: takes their keys and values.
@@ -94,7 +98,7 @@ class WholeModel:
                 struct.capacity,
                 struct.length,
             ) = rows
-        logits = hidden.new_empty((tokens, self._vocabulary))
+        logits = hidden.new_empty((tokens, self._vocabulary), dtype=self._logits)
         kernels = self._kernels
         start, out = hidden.data_ptr(), logits.data_ptr()
         if kernels.model_step(kernels.pool, self._address, tokens, start, *angles, out):

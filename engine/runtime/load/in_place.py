@@ -276,7 +276,8 @@ class FilesInPlace:
             if isinstance(module, torch.nn.Embedding):
                 module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
             else:
-                module.forward = QuantisedLinear(module, table, kernels)
+                is_head = module is model.get_output_embeddings()
+                module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
 
     def _bytes_of(self, entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
         arriving = self._arriving.get(entry.file)

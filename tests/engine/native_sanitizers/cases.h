@@ -31,16 +31,16 @@ void try_linear(SwitchyardPool *pool, Random &random, int32_t format) {
     const auto x = draw_row(random, tokens * own.matrix.columns), bias = draw_row(random, own.matrix.rows);
     std::vector<uint16_t> out(static_cast<size_t>(tokens * own.matrix.rows)), again(out);
     const uint16_t *added = coin(random) ? bias.data() : nullptr;
-    require(switchyard_linear(pool, &own.matrix, tokens, x.data(), added, out.data()) == 0, "no product");
+    require(switchyard_linear(pool, &own.matrix, tokens, x.data(), added, 0, out.data()) == 0, "no product");
     const OwnPool alone(1);
-    require(switchyard_linear(alone.pool, &own.matrix, tokens, x.data(), added, again.data()) == 0, "no product");
+    require(switchyard_linear(alone.pool, &own.matrix, tokens, x.data(), added, 0, again.data()) == 0, "no product");
     require(out == again, "a linear layer depends on the number of threads");
     record("linear", out);
     const auto many = static_cast<int32_t>(draw(random, 1, 90));
     const auto rows_x = draw_row(random, many * own.matrix.columns);
     std::vector<uint16_t> rows_out(static_cast<size_t>(many * own.matrix.rows)), rows_again(rows_out);
-    require(switchyard_linear_rows(pool, &own.matrix, many, rows_x.data(), added, rows_out.data()) == 0, "no products");
-    require(switchyard_linear_rows(alone.pool, &own.matrix, many, rows_x.data(), added, rows_again.data()) == 0,
+    require(switchyard_linear_rows(pool, &own.matrix, many, rows_x.data(), added, 0, rows_out.data()) == 0, "no products");
+    require(switchyard_linear_rows(alone.pool, &own.matrix, many, rows_x.data(), added, 0, rows_again.data()) == 0,
             "no products");
     require(rows_out == rows_again, "many rows depend on the number of threads");
 }

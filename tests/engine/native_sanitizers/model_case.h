@@ -68,7 +68,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
                              coin(random), count};
     const auto x = draw_row(random, int64_t{tokens} * hidden);
     const auto cos = draw_row(random, tokens * half), sin = draw_row(random, tokens * half);
-    std::vector<uint16_t> logits(static_cast<size_t>(tokens * words));
+    std::vector<uint16_t> logits(static_cast<size_t>(2 * tokens * words));  // room for floats
     require(switchyard_model_step(pool, &model, tokens, x.data(), cos.data(), sin.data(), half, logits.data()) == 0,
             "no step of a model");
 

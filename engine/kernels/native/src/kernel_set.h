@@ -160,6 +160,13 @@ static inline uint16_t to_bf16(float value) {
     return static_cast<uint16_t>((cast.bits + 0x7fff + ((cast.bits >> 16) & 1)) >> 16);
 }
 
+// One of the outputs of a product, in bf16 or as a float.
+static inline void set_output(void *out, bool floats, int64_t at, float value) {
+    if (floats)
+        static_cast<float *>(out)[at] = value;
+    else
+        static_cast<uint16_t *>(out)[at] = to_bf16(value);
+}
 static inline float round_bf16(float value) { return from_bf16(to_bf16(value)); }
 
 // Without branches, so that compilers make vectors of loops with them.

@@ -17,7 +17,8 @@ struct LinearCall {
     const Vectors &x;
     const std::vector<int32_t> &tokens;
     const uint16_t *bias;
-    uint16_t *out;
+    bool floats;
+    void *out;
     Phase blocks;
 };
 
@@ -31,7 +32,7 @@ void linear_blocks(LinearCall &call, int64_t begin, int64_t end) {
         for (int64_t token = 0; token < count; ++token)
             for (int64_t i = 0; i < rows; ++i) {
                 const float bias = call.bias ? from_bf16(call.bias[row + i]) : 0.0f;
-                call.out[token * call.weight.rows + row + i] = to_bf16(dots[token * kTileRows + i] + bias);
+                set_output(call.out, call.floats, token * call.weight.rows + row + i, dots[token * kTileRows + i] + bias);
             }
     }
 }
@@ -44,7 +45,7 @@ void linear_work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
-                                         const uint16_t *x, const uint16_t *bias, uint16_t *out) try {
+                                         const uint16_t *x, const uint16_t *bias, int32_t floats, void *out) try {
     static thread_local Vectors vectors;
     static thread_local std::vector<int32_t> which;
     const Kernels kernels = kernels_in_use();
@@ -52,7 +53,7 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
     which.resize(static_cast<size_t>(tokens));
     std::iota(which.begin(), which.end(), 0);
     for (int32_t token = 0; token < tokens; ++token) vectors.set(kernels, token, x + token * weight->columns);
-    LinearCall call = {kernels, *weight, vectors, which, bias, out, Phase(blocks_of(*weight), pool->threads(), 1)};
+    LinearCall call = {kernels, *weight, vectors, which, bias, floats != 0, out, Phase(blocks_of(*weight), pool->threads(), 1)};
     if (tokens > kDecodeTokens)
         pool->run_long(linear_work, &call, tokens * bytes_of(*weight));
     else

@@ -8,7 +8,7 @@
 
 SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
                                              const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
-                                             int64_t angle_step, uint16_t *logits) try {
+                                             int64_t angle_step, void *logits) try {
     static thread_local std::vector<uint16_t> states[2];
     const int64_t width = model->head.columns;
     for (auto &state : states) state.resize(static_cast<size_t>(tokens * width));
@@ -25,7 +25,9 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
     for (int32_t token = 0; token < tokens; ++token)
         rms_norm(hidden + token * width, model->norm, model->epsilon, width, next + token * width,
                  model->norm_rounds_once);
-    return switchyard_linear(pool, &model->head, tokens, next, model->bias, logits);
+    // A logit near 20 in bf16 would be rounded to an eighth: only the library's own head is.
+    const int32_t floats = model->head.format != SWITCHYARD_BF16;
+    return switchyard_linear(pool, &model->head, tokens, next, model->bias, floats, logits);
 } catch (const std::bad_alloc &) {
     return 1;
 }

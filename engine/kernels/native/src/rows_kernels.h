@@ -13,7 +13,7 @@ SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const Swi
 
 // As switchyard_linear, for many tokens.
 SWITCHYARD_API int32_t switchyard_linear_rows(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
-                                              const uint16_t *x, const uint16_t *bias, uint16_t *out);
+                                              const uint16_t *x, const uint16_t *bias, int32_t floats, void *out);
 
 // The norm and the router before a layer's experts: hidden bf16 [tokens, hidden] -> normed, the same, and the routing,
 // chosen int64 [tokens, k] and shares float [tokens, k].

@@ -13,7 +13,8 @@ struct LinearRows {
     const SwitchyardMatrix &weight;
     RowProducts &x;
     const uint16_t *rows, *bias;
-    uint16_t *out;
+    bool floats;
+    void *out;
     Phase packing, blocks;
 };
 
@@ -30,7 +31,7 @@ void work(void *argument) {
                     const int64_t at = (first + v) * call.weight.rows + row;
                     for (int64_t i = 0; i < rows; ++i) {
                         const float bias = call.bias ? from_bf16(call.bias[row + i]) : 0.0f;
-                        call.out[at + i] = to_bf16(dots[v * kTileRows + i] + bias);
+                        set_output(call.out, call.floats, at + i, dots[v * kTileRows + i] + bias);
                     }
                 }
             });
@@ -41,10 +42,10 @@ void work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_linear_rows(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
-                                              const uint16_t *x, const uint16_t *bias, uint16_t *out) try {
+                                              const uint16_t *x, const uint16_t *bias, int32_t floats, void *out) try {
     static thread_local RowProducts products;
     products.resize(kernels_for_many(), {weight}, tokens);
-    LinearRows call = {*weight, products, x, bias, out, Phase(products.tiles(), pool->threads(), 1),
+    LinearRows call = {*weight, products, x, bias, floats != 0, out, Phase(products.tiles(), pool->threads(), 1),
                        Phase(blocks_of(*weight), pool->threads(), 1)};
     pool->run_long(work, &call, tokens * bytes_of(*weight));
     return 0;

@@ -169,10 +169,10 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
                                           int32_t k, const uint16_t *x, const int64_t *index, const float *weights,
                                           uint16_t *out);
 
-// out[t] = weight x[t] + bias: a plain matrix, x bf16 [tokens, columns], bias bf16 [rows] or null, out bf16
-// [tokens, rows].
+// out[t] = weight x[t] + bias: a plain matrix, x bf16 [tokens, columns], bias bf16 [rows] or null, out [tokens, rows]: bf16,
+// or float where `floats`.
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
-                                         const uint16_t *x, const uint16_t *bias, uint16_t *out);
+                                         const uint16_t *x, const uint16_t *bias, int32_t floats, void *out);
 
 // In the next four, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.
 
@@ -226,10 +226,11 @@ typedef struct {
 } SwitchyardModel;
 
 // A few tokens through all layers of a model, as a step of each in turn would compute them.  cos, sin, angle_step: as
-// for attention, of every layer.  hidden: bf16 [tokens, hidden]; logits: bf16 [tokens, vocabulary].
+// for attention, of every layer.  hidden: bf16 [tokens, hidden]; logits: [tokens, vocabulary], bf16 if the
+// head is, else float.
 SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
                                              const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
-                                             int64_t angle_step, uint16_t *logits);
+                                             int64_t angle_step, void *logits);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and
