@@ -24,8 +24,13 @@ _FEWEST: Final = 3
 them finds what the way before it has left: copies for nothing, or none."""
 _WORTH_TRYING: Final = 1.5
 """A way of which little is known is tried where it should take no more than so many times the best."""
-_AGAIN: Final = 512
-"""Decisions in a row against a way after which its layers are forgotten, so that it is tried again some day."""
+_SOON: Final = 32
+"""Layers in a row that went another way after which those of a way are forgotten, so that it is tried again: whatever
+held up most of its few layers, such as another program, is over by then."""
+_LATER: Final = 4
+"""So many times as long is waited each time that it has been tried again for nothing."""
+_LATEST: Final = 2048
+"""The longest wait: whatever has been found, another way may become better some day."""
 _LONGEST_REST: Final = 15
 """The most layers in a row that are not priced, where all misses went one way before."""
 
@@ -71,7 +76,7 @@ class _OfSize:
 
     Attributes:
         beyond_s: of each way, what its last layers took beyond their price.
-        unused: decisions against each way since its last layer.
+        unused: layers that went another way since the last one of each way; again: after how many it is tried again.
         way: of the last layer that was priced.
         rest, resting: layers that are not priced, in a row, and how many of them are left.
     """
@@ -80,6 +85,7 @@ class _OfSize:
         default_factory=lambda: {way: deque(maxlen=_KEPT) for way in PromptWay}
     )
     unused: dict[PromptWay, int] = field(default_factory=lambda: dict.fromkeys(PromptWay, 0))
+    again: dict[PromptWay, int] = field(default_factory=lambda: dict.fromkeys(PromptWay, _SOON))
     way: PromptWay | None = None
     rest: int = 0
     resting: int = 0
@@ -87,6 +93,14 @@ class _OfSize:
     def is_known(self, way: PromptWay) -> bool:
         """Whether there are layers enough to say what it takes beyond its price."""
         return len(self.beyond_s[way]) >= _FEWEST
+
+    def is_tried(self, way: PromptWay, price_s: float, expected_s: float, best_s: float) -> bool:
+        """Whether it is too early to say that it takes longer than the best way."""
+        if not self.is_known(way):
+            return expected_s <= _WORTH_TRYING * best_s
+        # One of its few layers was sooner: the others may have been held up.
+        beyond_s = self.beyond_s[way]
+        return len(beyond_s) < _KEPT and price_s + min(beyond_s) < best_s < expected_s
 
     def expected_s(self, prices: Mapping[PromptWay, float]) -> dict[PromptWay, float]:
         """What each way should take in all."""
@@ -122,17 +136,18 @@ class PromptChoice:
         known = self._of(tokens)
         expected_s = known.expected_s(prices)
         best = min(expected_s, key=lambda way: expected_s[way])
-        within_s = _WORTH_TRYING * expected_s[best]
-        tried = [way for way in prices if not known.is_known(way) and expected_s[way] <= within_s]
+        tried = [way for way in prices if known.is_tried(way, prices[way], expected_s[way], expected_s[best])]
         taken = best if best in tried or not tried else tried[0]
-        for way in prices:
-            known.unused[way] = 0 if way is taken else known.unused[way] + 1
-            if known.unused[way] == _AGAIN:
-                known.unused[way] = 0
-                known.beyond_s[way].clear()
         is_settled = taken is known.way is not PromptWay.SHARED and not tried
         known.way, known.rest = taken, min(2 * known.rest + 1, _LONGEST_REST) if is_settled else 0
         known.resting = known.rest
+        for way in prices:
+            known.unused[way] = 0 if way is taken else known.unused[way] + 1 + known.rest
+            if known.beyond_s[way] and known.unused[way] >= known.again[way]:
+                known.beyond_s[way].clear()
+                known.again[way] = min(_LATER * known.again[way], _LATEST)
+        if not tried:  # it is the best of all: if that ends, it may be due to something that passes
+            known.again[taken] = _SOON
         return taken
 
     def observe(self, tokens: int, way: PromptWay, took_s: float, price_s: float) -> None:

@@ -186,11 +186,20 @@ def test_each_way_of_a_prompt_has_a_price(
 
 
 class Truth:
-    """Layers that take so many milliseconds beyond their prices, and now and then much more."""
+    """Layers that take so many milliseconds beyond their prices, and now and then much more.
 
-    def __init__(self, choice: PromptChoice, beyond_ms: dict[PromptWay, float], seed: int = 0) -> None:
-        self.choice, self.beyond_ms, self.tokens = choice, beyond_ms, 512
-        self._dice = random.Random(seed)
+    Args:
+        held_up: share of layers that something else holds up.
+
+    Attributes:
+        busy_ms: what every layer takes more, while it is set.
+    """
+
+    def __init__(
+        self, choice: PromptChoice, beyond_ms: dict[PromptWay, float], seed: int = 0, held_up: float = 0.05
+    ) -> None:
+        self.choice, self.beyond_ms, self.tokens, self.busy_ms = choice, beyond_ms, 512, 0.0
+        self._dice, self._held_up = random.Random(seed), held_up
 
     def layers(self, count: int, prices_ms: dict[PromptWay, float]) -> list[PromptWay]:
         """The ways of so many layers at these prices."""
@@ -200,8 +209,8 @@ class Truth:
             if way is None:
                 way = self.choice.choose(self.tokens, prices_ms)
                 took_ms = prices_ms[way] + self.beyond_ms[way] * self._dice.uniform(0.95, 1.05)
-                held_up_ms = 20 if self._dice.random() < 0.05 else 0  # something else has run meanwhile
-                self.choice.observe(self.tokens, way, took_ms + held_up_ms, prices_ms[way])
+                held_up_ms = 20 if self._dice.random() < self._held_up else 0  # something else has run meanwhile
+                self.choice.observe(self.tokens, way, took_ms + held_up_ms + self.busy_ms, prices_ms[way])
             ways.append(way)
         return ways
 
@@ -215,6 +224,34 @@ def test_what_layers_took_overrules_their_prices(
     total_ms = sum(prices_ms[way] + beyond_ms[way] for way in ways)
     best_ms = min(prices_ms[way] + beyond_ms[way] for way in PromptWay)
     assert total_ms <= 1.15 * best_ms * len(ways)
+
+
+@pytest.mark.parametrize("held_up", [2, 3])
+@pytest.mark.parametrize("best", PromptWay)
+def test_a_way_that_was_held_up_while_it_was_tried_is_soon_tried_again(best: PromptWay, held_up: int) -> None:
+    """At once if one of its layers was not held up, otherwise a little later."""
+    choice, prices_ms = PromptChoice(), dict.fromkeys(PromptWay, 2.0)
+    truth = Truth(choice, {way: 0.5 if way is best else 3.0 for way in PromptWay}, held_up=0.0)
+    for way in PromptWay:
+        for number in range(3):
+            took_ms = prices_ms[way] + truth.beyond_ms[way] + (20 if way is best and number < held_up else 0)
+            choice.observe(truth.tokens, way, took_ms, prices_ms[way])
+    assert truth.layers(20, prices_ms).count(best) == (20 if held_up == 2 else 0)
+    assert truth.layers(200, prices_ms)[50:].count(best) > 135
+
+
+@pytest.mark.parametrize("layers", [4, 9, 15, 50, 200])
+def test_a_program_that_is_busy_for_a_while_changes_nothing_for_long(layers: int) -> None:
+    """It meets one way after the other, so that all seem to take longer than they do."""
+    prices_ms = dict.fromkeys(PromptWay, 2.0)
+    for best in PromptWay:
+        for seed in range(8):
+            truth = Truth(PromptChoice(), {way: 0.5 if way is best else 3.0 for way in PromptWay}, seed)
+            truth.layers(100, prices_ms)
+            truth.busy_ms = 10.0
+            truth.layers(layers, prices_ms)
+            truth.busy_ms = 0.0
+            assert truth.layers(600, prices_ms)[100:].count(best) > 400, (best, seed)
 
 
 def test_a_way_that_has_become_better_is_found() -> None:
