@@ -6,11 +6,13 @@ last group is on its way, the first experts of the layer after it follow, while 
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from engine.common.errors import EngineError
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.cache.tier import TierCounters
@@ -117,6 +119,13 @@ class Staging:
         self._coming.clear()
         self._waited = None
         self._in_use.clear()
+
+    def close(self) -> None:
+        """Waits for what still arrives, needed or not, and frees the memory.  No computation may be in flight."""
+        for copied in self._coming:
+            with contextlib.suppress(EngineError):  # the device may have failed or been closed
+                copied.wait()
+        self.segment.release()
 
     def _vacant(self) -> int:
         if len(self._in_use) == len(self._last_use):

@@ -438,7 +438,7 @@ class VramCache:
             while self._memory.segments:
                 self._memory.drop()
             if self.staging is not None:
-                self.staging.segment.release()
+                self.staging.close()
                 self.staging = None
 
     def _segments_for(self, slots: int) -> int:

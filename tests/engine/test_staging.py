@@ -147,6 +147,26 @@ def test_what_came_ahead_for_nothing_is_counted_as_wasted(devices: dict[str, Dev
         assert counters.prefetched_bytes == counters.prefetched * layers.cache.layout.nbytes
 
 
+def test_a_cache_closes_once_what_came_ahead_for_nothing_has_arrived(devices: dict[str, Device]) -> None:
+    device, gate = devices["fast"], threading.Event()
+    layers = Layers(device, slots=0, staging=8, mode="fetch")
+    ring, source = layers.cache.staging, layers.layers[1].source
+    assert ring is not None
+    device.h2d_stream.submit(gate.wait)
+    held = source.acquire(range(EXPERTS))
+    ring.bring_ahead(1, range(EXPERTS), held)
+    held.release()
+    coming = list(ring.ahead(1).values())
+    opener = threading.Timer(0.05, gate.set)
+    opener.start()
+    layers.close()
+    ended = [staged.copied.done() for staged in coming]
+    gate.set()
+    opener.join()
+    device.synchronize()
+    assert ended == [True] * EXPERTS
+
+
 def test_a_prompt_that_few_experts_are_enough_for_brings_none_ahead(devices: dict[str, Device]) -> None:
     generator = torch.Generator().manual_seed(2)
     with Layers(devices["fast"], slots=0, staging=8, mode="fetch") as layers:
