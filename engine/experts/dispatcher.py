@@ -421,7 +421,9 @@ class HybridExperts(ExpertLayer):
 
     def _count(self, step: Step) -> None:
         if self.mode != CACHE_OFF:
-            self.cache.count_served(step.lookup, step.on_cpu, step.fetched, hits_on_cpu=step.hits_on_cpu)
+            self.cache.count_served(
+                step.lookup, step.on_cpu, step.fetched, came_ahead=step.came_ahead, hits_on_cpu=step.hits_on_cpu
+            )
 
     def _give_up(self, step: Step) -> None:
         """Waits until nothing is in flight and releases everything, so that the next request starts clean."""

@@ -35,7 +35,8 @@ class Staging:
 
     Args:
         layer_numbers: decoder layer of each layer, for the timeline.
-        counters: experts that were brought ahead and not needed are counted as wasted prefetches.
+        counters: experts that are brought ahead are counted as prefetches, once each: when their copy begins, whatever
+            becomes of them.
 
     Attributes:
         segment: the slots.
@@ -99,6 +100,8 @@ class Staging:
         self._ahead_of = layer
         for expert in islice(experts, self.free):
             self._ahead[expert] = self.bring(layer, expert, held)
+            self._counters.prefetched += 1
+            self._counters.prefetched_bytes += self._nbytes
 
     def ahead(self, layer: int) -> Mapping[int, Staged]:
         """Experts of a layer that were brought ahead, in the order of their copies."""
@@ -110,6 +113,7 @@ class Staging:
         claimed = {expert: staged for expert, staged in self.ahead(layer).items() if expert in wanted}
         for expert in claimed:
             del self._ahead[expert]
+        self._counters.prefetches_used += len(claimed)
         return claimed
 
     def forget_uses(self) -> None:
@@ -140,6 +144,4 @@ class Staging:
         """Nobody needs these, which were brought ahead."""
         for expert in experts:
             self._in_use.discard(self._ahead.pop(expert).slot)
-            self._counters.prefetched += 1
             self._counters.prefetches_wasted += 1
-            self._counters.prefetched_bytes += self._nbytes

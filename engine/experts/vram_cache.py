@@ -43,7 +43,8 @@ class VramCounters(TierCounters):
         on_cpu, fetched: how misses were served, including `late` ones.
         hits_on_cpu: hits that the CPU computed anyway, because that was faster.
         recomputed: experts that the CPU computed because their copy had failed; included in on_cpu.
-        fetched_bytes: copied to be computed at once, whether cached or not.
+        fetched_bytes: copied to be computed at once, whether cached or not, without what had come ahead: those bytes
+            are prefetched_bytes.
         prefill_lookups, prefill_hits, prefill_on_cpu, prefill_fetched: the same for experts of prefills.
     """
 
@@ -349,9 +350,20 @@ class VramCache:
                 held.release()
 
     def count_served(
-        self, lookup: Lookup, on_cpu: int, fetched: int, *, recomputed: int = 0, hits_on_cpu: int = 0
+        self,
+        lookup: Lookup,
+        on_cpu: int,
+        fetched: int,
+        *,
+        came_ahead: int = 0,
+        recomputed: int = 0,
+        hits_on_cpu: int = 0,
     ) -> None:
-        """Counts how the misses of a successful step were served, and hits computed on the CPU."""
+        """Counts how the misses of a successful step were served, and hits computed on the CPU.
+
+        Args:
+            came_ahead: those of `fetched` whose copy began before the step, and was counted then.
+        """
         with self._lock:
             counters = self.counters
             if lookup.is_use:
@@ -362,7 +374,7 @@ class VramCache:
                 counters.prefill_fetched += fetched
             counters.recomputed += recomputed
             counters.hits_on_cpu += hits_on_cpu
-            counters.fetched_bytes += fetched * self.layout.nbytes
+            counters.fetched_bytes += (fetched - came_ahead) * self.layout.nbytes
 
     def cancel(self) -> int:
         """Cancels non-urgent copies that have not started; returns how many."""

@@ -88,7 +88,8 @@ def test_any_prompts_and_tokens_in_any_order(
             device.h2d_stream.synchronize()
             counters, left = of.cache.counters, sum(len(ring.ahead(layer)) for layer in range(LAYERS))
             counted = counters.fetched_bytes + counters.post_fetched_bytes + counters.prefetched_bytes
-            assert sum(copy.nbytes for copy in copies) == counted + left * of.cache.layout.nbytes
+            assert sum(copy.nbytes for copy in copies) == counted
+            assert counters.prefetched == counters.prefetches_used + counters.prefetches_wasted + left
             assert counters.prefill_lookups == (
                 counters.prefill_hits + counters.prefill_on_cpu + counters.prefill_fetched
             )
@@ -124,12 +125,19 @@ def test_the_next_layer_comes_while_this_one_is_computed_and_is_copied_once(devi
         layers.check(0, routing(generator, MANY, 3))
         coming = dict(ring.ahead(1))
         assert sorted(coming) == list(range(EXPERTS))
+        counters, nbytes = layers.cache.counters, layers.cache.layout.nbytes
+        device.h2d_stream.synchronize()
+        assert len(copies) == 2 * EXPERTS
+        assert (counters.fetched_bytes, counters.prefetched_bytes) == (EXPERTS * nbytes, EXPERTS * nbytes)
+        assert (counters.prefetched, counters.prefetches_used) == (EXPERTS, 0)
         layers.check(1, routing(generator, MANY, 3))
         device.h2d_stream.synchronize()
         stop()
         assert len(copies) == 2 * EXPERTS
         assert ring.ahead(1) == {}
-        assert layers.cache.counters.prefetches_wasted == 0
+        assert (counters.fetched_bytes, counters.prefetched_bytes) == (EXPERTS * nbytes, EXPERTS * nbytes)
+        assert (counters.prefetched, counters.prefetches_used, counters.prefetches_wasted) == (EXPERTS, EXPERTS, 0)
+        assert counters.prefill_fetched == 2 * EXPERTS
         used = [fetch for group in groups_of(layers, 1) for fetch in group.fetches]
         assert {fetch.expert: fetch.copied for fetch in used} == {e: staged.copied for e, staged in coming.items()}
 
@@ -142,8 +150,10 @@ def test_what_came_ahead_for_nothing_is_counted_as_wasted(devices: dict[str, Dev
         layers.check(0, routing(generator, MANY, 3))
         for _ in range(4):
             layers.check(0, routing(generator, tokens, 3))
-        counters = layers.cache.counters
-        assert counters.prefetched == counters.prefetches_wasted > 0
+        counters, ring = layers.cache.counters, layers.cache.staging
+        assert ring is not None
+        assert counters.prefetches_wasted > 0
+        assert counters.prefetched == counters.prefetches_wasted + len(ring.ahead(1))
         assert counters.prefetched_bytes == counters.prefetched * layers.cache.layout.nbytes
 
 

@@ -6,12 +6,15 @@ import gc
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from engine.experts.prompt_choice import PromptChoice, PromptWay
+from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.analysis import waiting
 from engine.telemetry.lanes import (
@@ -64,32 +67,51 @@ def test_bytes_are_those_of_the_link_and_of_the_cache(
     rng = np.random.default_rng(seed)
     prompt = random_prompt(int(rng.integers(2, 90)), seed)
     with opened(checkpoint, **{"devices": 1, "cache_slots": int(rng.integers(0, 9)), **options}) as model:
-        for cache in model.caches:
-            cache.wait()  # what is known to be used much was sent for when the model was loaded
-        before = [replace(cache.counters) for cache in model.caches]
-        collection, heard = recorded_chat(model, prompt, int(rng.integers(2, 16)))
-        after = [cache.counters for cache in model.caches]
+        _check_bytes(model, prompt, int(rng.integers(2, 16)), has_whole_layers=options.get("misses") == "layer")
 
-        def counted(name: str) -> int:
-            return sum(getattr(each, name) for each in after) - sum(getattr(each, name) for each in before)
 
-        spans, steps = collection.spans, collection.steps
-        told = Counter({"h2d": 0, "d2h": 0})
-        for copy in heard:
-            told[copy.direction] += copy.nbytes
-        assert total(steps, "h2d_bytes") == told["h2d"]
-        assert total(steps, "d2h_bytes") == told["d2h"]
-        weights, small = of_lane(spans, H2D), of_lane(spans, SMALL_COPY)
-        assert int(small["nbytes"].sum()) == total(steps, "small_copy_bytes")
-        assert int(weights["nbytes"].sum() + small["nbytes"].sum()) == told["h2d"] + told["d2h"]
-        assert len(weights) + len(small) == len(heard)
-        if options.get("misses") != "layer":
-            moved = [counted(name) for name in ("fetched_bytes", "post_fetched_bytes", "prefetched_bytes")]
-            assert int(weights["nbytes"].sum()) == sum(moved)
-        for name in ("hits", "late", "fetched", "evictions", "post_fetches", "prefetched", "prefetches_used"):
-            assert total(steps, name) == counted(name), name
-        assert total(steps, "on_cpu") == counted("on_cpu")
-        check_trace({"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, steps))})
+def test_bytes_that_came_ahead_of_a_layer_that_needs_none_are_counted(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ways = cycle([PromptWay.FETCHED, PromptWay.ON_CPU])
+    monkeypatch.setattr(PromptChoice, "rests", lambda *_: None)
+    monkeypatch.setattr(PromptChoice, "choose", lambda *_: next(ways))
+    monkeypatch.setattr(PromptChoice, "way", lambda *_: PromptWay.FETCHED)
+    with opened(checkpoint, cache_slots=0) as model:
+        _check_bytes(model, PROMPT, 1)
+        (staging,) = (cache.staging for cache in model.caches)
+        assert staging is not None
+        assert any(staging.ahead(layer) for layer in range(len(model.caches[0].layer_numbers)))
+
+
+def _check_bytes(model: LoadedModel, prompt: list[int], tokens: int, *, has_whole_layers: bool = False) -> None:
+    """An answer's copies as the devices, the timeline and the caches count them."""
+    for cache in model.caches:
+        cache.wait()  # what is known to be used much was sent for when the model was loaded
+    before = [replace(cache.counters) for cache in model.caches]
+    collection, heard = recorded_chat(model, prompt, tokens)
+    after = [cache.counters for cache in model.caches]
+
+    def counted(name: str) -> int:
+        return sum(getattr(each, name) for each in after) - sum(getattr(each, name) for each in before)
+
+    spans, steps = collection.spans, collection.steps
+    told = Counter({"h2d": 0, "d2h": 0})
+    for copy in heard:
+        told[copy.direction] += copy.nbytes
+    assert total(steps, "h2d_bytes") == told["h2d"]
+    assert total(steps, "d2h_bytes") == told["d2h"]
+    weights, small = of_lane(spans, H2D), of_lane(spans, SMALL_COPY)
+    assert int(small["nbytes"].sum()) == total(steps, "small_copy_bytes")
+    assert int(weights["nbytes"].sum() + small["nbytes"].sum()) == told["h2d"] + told["d2h"]
+    assert len(weights) + len(small) == len(heard)
+    if not has_whole_layers:
+        moved = [counted(name) for name in ("fetched_bytes", "post_fetched_bytes", "prefetched_bytes")]
+        assert int(weights["nbytes"].sum()) == sum(moved)
+    for name in ("hits", "late", "fetched", "evictions", "post_fetches", "prefetched", "prefetches_used"):
+        assert total(steps, name) == counted(name), name
+    assert total(steps, "on_cpu") == counted("on_cpu")
+    check_trace({"displayTimeUnit": "ms", "traceEvents": list(trace_events(spans, steps))})
 
 
 def test_copies_and_computations_overlap_and_no_engine_copies_twice_at_once(

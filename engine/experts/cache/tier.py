@@ -71,8 +71,8 @@ class TierCounters:
             for the copy, and they do not.
         evictions: experts evicted for others or by shrinking the tier.
         kept, post_fetches: completed copies of experts needed at once, and of misses copied for later use.
-        prefetched: copies started on a prediction; prefetches_used, prefetches_wasted: those whose expert was then
-            needed, and those that failed or were evicted before.
+        prefetched: copies started on a prediction, or ahead of a prompt's next layer; prefetches_used,
+            prefetches_wasted: those whose expert was then needed, and those that failed or were evicted before.
         failures, cancelled: copies that ended this way.
         kept_bytes, post_fetched_bytes, prefetched_bytes: bytes copied, by purpose.
     """

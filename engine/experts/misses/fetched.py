@@ -85,6 +85,7 @@ class Fetched(Way):
         assert staging is not None
         begun_s, self._planning_hits_s = clock.now(), 0.0
         there = staging.claim(self._layer.layer, experts)
+        step.came_ahead += len(there)
         order = [*there, *(expert for expert in experts if expert not in there)]
         together = self._together(step)
         # Submitting a kernel may block the caller until its experts have arrived, so the copies of the next ones are

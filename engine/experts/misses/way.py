@@ -32,6 +32,7 @@ class Step:
         only_host: retry after a failure: everything is computed on the CPU, with neither hits nor fetches.
         routing, sums, lookup: which token visits which expert, where the results go, and what the cache had.
         pending: work for the compute stream, to be submitted with the next work; pending_experts: experts in it.
+        came_ahead: those of `fetched` whose copy began before the step.
         is_observed: whether the prefetcher has observed this step.
         hits_wait: whether experts on the device have not been submitted yet.
         price: the way that a prompt's misses go, where there is a choice, and seconds that this should take.
@@ -50,6 +51,7 @@ class Step:
     pending_experts: int = 0
     on_cpu: int = 0
     fetched: int = 0
+    came_ahead: int = 0
     hits_on_cpu: int = 0
     is_observed: bool = False
     hits_wait: bool = False
