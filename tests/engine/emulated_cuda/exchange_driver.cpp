@@ -190,7 +190,8 @@ int main(int count, char** words) {
         kernels.join();
         copier.join();
     }
-    if (model.hits == 0 || model.copies == 0 || right == 0 || (steps > 10000 && (overdue == 0 || cancelled == 0))) fail("nothing happened", 0);
+    // What takes a coincidence of time has to be seen in long runs only: a busy machine may see none of it in a short one.
+    if (model.hits == 0 || model.copies == 0 || right == 0 || (steps > 50000 && (overdue == 0 || cancelled == 0))) fail("nothing happened", 0);
     std::printf("%llu right, %llu cancelled, %llu overdue, %lld hits\n", static_cast<unsigned long long>(right), static_cast<unsigned long long>(cancelled),
                 static_cast<unsigned long long>(overdue), static_cast<long long>(model.hits));
     return 0;
