@@ -136,11 +136,11 @@ def _mixed(name: str) -> str:
 
 
 @pytest.fixture(params=["its kernels", "PyTorch's"])
-def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the emulated device is a card with kernels of its own, which holds linear layers and embeddings."""
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CardKernels | None:
+    """The kernels of the emulated device, which then holds linear layers and embeddings; or it has none."""
     share_misses(monkeypatch)
     if request.param != "its kernels":
-        return False
+        return None
     monkeypatch.setattr("engine.runtime.load.decision.is_held_quantised", lambda place: True)
     monkeypatch.setattr(dense, "SMALLEST", 256)
     found = replace(emulated_kernels(), most_few=4)
@@ -155,7 +155,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
             choose_kernel(module, layer, native) if in_ram(layer) else CardExperts(layer, ExpertMath.of(module), found)
         ),
     )
-    return True
+    return found
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_file_on_a_card(
     architecture: str,
     types: Any,
     slots: int | None,
-    card: bool,
+    card: CardKernels | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -191,12 +191,14 @@ def test_a_file_on_a_card(
         one = ours.model(input_ids=ids[:, :1]).logits[0].float()
         held = ours.info.weights_bytes + ours.info.experts_bytes
         tables = [m for m in ours.model.modules() if isinstance(m.__dict__.get("forward"), CardEmbedding)]
-        assert bool(tables) == card
+        assert bool(tables) == (card is not None)
     errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert errors.median() < 0.05  # where a router wavers, rounding may choose another expert
     assert (one - wanted[:1]).norm() < 0.05 * wanted[:1].norm()
-    if card:
+    if card is not None:
         assert held < 1.15 * file.stat().st_size
+        multiplied = {value for kernel, _ in card.few.card.launched for _, value in kernel.defines}  # type: ignore[attr-defined]
+        assert ("Blocks<Q4_K,Q6_K>" in multiplied) == (slots is not None)  # experts in slots: gates and ups
     assert not list((tmp_path / "home").rglob("*.bank"))
 
 
@@ -218,7 +220,7 @@ def test_biases_and_alternating_rows_in_slots_over_a_file(tmp_path: Path, monkey
     assert not list(tmp_path.rglob("*.bank"))
 
 
-def test_over_two_cards(card: bool, tmp_path: Path) -> None:
+def test_over_two_cards(card: CardKernels | None, tmp_path: Path) -> None:
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", tie_word_embeddings=True, hidden_size=64)
     file = write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q8_0")
     ids = torch.tensor([PROMPT])

@@ -61,7 +61,7 @@ def reads_blocks(device: torch.device, formats: Iterable[tuple[str, str]]) -> bo
 @cache
 def _reads_blocks(index: int, gate: str, up: str) -> bool:
     kernels, device = _chosen(index).kernels, torch.device("cuda", index)
-    if kernels is None:
+    if kernels is None or kernels.unpack is unpacked:  # which takes blocks through the host
         return False
     name = struct_of(GGML[gate], GGML[up])
     try:

@@ -97,15 +97,14 @@ def quantise_linears(
     """
     formats = formats_of_linears(model, precision)
     layers = {name: model.get_submodule(name) for name in formats}
-    count = 0
+    head, count = _head_of(model), 0
     for name, module in layers.items():
         if _is_plain(module):
             assert isinstance(module, torch.nn.Linear)
             matrix = quantised(name, module.weight, formats[name], kernels)
             if matrix is None:
                 matrix = quantise(module.weight, formats[name], kernels=kernels, empty=empty)
-            is_head = module is _head_of(model)
-            module.forward = QuantisedLinear(module, matrix, kernels, is_head=is_head)  # type: ignore[method-assign]
+            module.forward = QuantisedLinear(module, matrix, kernels, is_head=module is head)  # type: ignore[method-assign]
             count += 1
     return count
 

@@ -171,9 +171,10 @@ def _load_weights(
     threads = torch.get_num_threads()
     model = parts.model = opened.model
     devices = parts.devices.devices
-    may_be = opened.dtype == torch.bfloat16 and (not devices or lies_in_place(opened))
-    parts.kernels = load_kernels(threads) if may_be else None
-    in_place = parts.kernels is not None and _reads_blocks(parts.kernels, devices, opened)
+    lies = opened.dtype == torch.bfloat16 and lies_in_place(opened)
+    needs_kernels = lies or (not devices and opened.dtype == torch.bfloat16)
+    parts.kernels = load_kernels(threads) if needs_kernels else None
+    in_place = lies and parts.kernels is not None and _reads_blocks(parts.kernels, devices, opened)
     decision = decide(opened, config, parts.devices.devices, in_place=in_place)
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
@@ -221,8 +222,8 @@ def _load_weights(
 
 
 def _reads_blocks(kernels: NativeKernels, devices: Sequence[Device], opened: OpenedCheckpoint) -> bool:
-    """Whether the processor and all devices compute from the model's files as they lie, where those can be used so."""
-    if kernels.isa not in READS_BLOCKS or not lies_in_place(opened):
+    """Whether the processor and all devices compute from the model's files, which can be used as they lie."""
+    if kernels.isa not in READS_BLOCKS:
         return False
     formats = formats_in_place(opened) if devices else set()
     return all(reads_blocks(device.torch_device, formats) for device in devices)

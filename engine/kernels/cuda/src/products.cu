@@ -178,6 +178,20 @@ __device__ __forceinline__ uint4 first_elements(const Element* from, int left) {
     return uint4{words[0], words[1], words[2], words[3]};
 }
 
+// What all lanes of a warp have found of each of its rows, 0 where there is none.
+template <int BLOCK, int ROWS, int PER_WARP>
+__device__ __forceinline__ void sum_rows(const float (*totals)[PER_WARP], const bool* is_row, float (*sums)[BLOCK]) {
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+#pragma unroll
+        for (int i = 0; i < PER_WARP; i++) {
+            const float sum = sum_over_lanes<1, LANES / 2>(totals[row][i]);
+            if (lane_number() == 0) sums[row][warp_number() * PER_WARP + i] = is_row[i] ? sum : 0;
+        }
+    }
+    __syncthreads();
+}
+
 // As `multiply_tiles` for rows of numbers: a warp multiplies two rows of the matrix.
 template <class Format, int ROWS>
 __device__ __forceinline__ void multiply_rows(const ProductArguments& a, const u8* record, const int* visits, int count, float (*sums)[Format::BLOCK]) {
@@ -220,15 +234,7 @@ __device__ __forceinline__ void multiply_rows(const ProductArguments& a, const u
             }
         }
     }
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-#pragma unroll
-        for (int i = 0; i < PER_WARP; i++) {
-            const float sum = sum_over_lanes<1, LANES / 2>(totals[row][i]);
-            if (lane_number() == 0) sums[row][warp_number() * PER_WARP + i] = is_row[i] ? sum : 0;
-        }
-    }
-    __syncthreads();
+    sum_rows<Format::BLOCK, ROWS, PER_WARP>(totals, is_row, sums);
 }
 
 // Rows of blocks times the groups of x from `stage` to `end`, as far as they are staged: a lane has whole runs.
@@ -301,15 +307,7 @@ __device__ __forceinline__ void multiply_blocks(const ProductArguments& a, const
         if (is_up) add_runs<Second, ROWS, PER_WARP>(rows, x, stage, stop, totals);
         else add_runs<First, ROWS, PER_WARP>(rows, x, stage, stop, totals);
     }
-#pragma unroll
-    for (int row = 0; row < ROWS; row++) {
-#pragma unroll
-        for (int i = 0; i < PER_WARP; i++) {
-            const float sum = sum_over_lanes<1, LANES / 2>(totals[row][i]);
-            if (lane_number() == 0) sums[row][warp_number() * PER_WARP + i] = is_row[i] ? sum : 0;
-        }
-    }
-    __syncthreads();
+    sum_rows<Format::BLOCK, ROWS, PER_WARP>(totals, is_row, sums);
 }
 
 // The one of the three that a format is for.
