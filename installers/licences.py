@@ -41,6 +41,8 @@ ALLOWED = frozenset(
 
 # Names used by packages without SPDX expressions.
 _OTHER_NAMES = {
+    # pypdfium2; PDFium's parts have licences of the same kinds (MIT, BSD, Zlib, FreeType), listed in its wheel.
+    "bsd-3-clause, apache-2.0, dependency licenses": "BSD-3-Clause AND Apache-2.0",
     "apache 2.0": "Apache-2.0",
     "apache 2.0 license": "Apache-2.0",
     "apache software license": "Apache-2.0",
