@@ -2,6 +2,7 @@
 """Writes the lists of packages that set-up installs, with versions and file hashes.
 
     python3 installers/lock.py          resolve pyproject.toml again, with the newest versions that it allows
+    python3 installers/lock.py add      add what is new in pyproject.toml, and keep the versions of all else
     python3 installers/lock.py engine   leave those lists as they are, and write the engine's anew
     python3 installers/lock.py check    whether the engine's has all that a release needs
 
@@ -49,8 +50,8 @@ HEADER = """\
 
 def main(arguments: list[str]) -> int:
     """Writes the lists; returns the exit code."""
-    if arguments not in ([], ["engine"], ["check"]):
-        sys.exit("lock.py knows no such arguments: `python3 installers/lock.py [engine | check]`.")
+    if arguments not in ([], ["add"], ["engine"], ["check"]):
+        sys.exit("lock.py knows no such arguments: `python3 installers/lock.py [add | engine | check]`.")
     if arguments == ["check"]:
         missing = missing_builds(CHECKOUT / "installers")
         if missing:
@@ -63,7 +64,10 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         uv = _uv(folder)
         project = (CHECKOUT / "pyproject.toml").read_text(encoding="utf-8")
-        if not arguments:
+        if arguments == ["add"]:
+            for file in (LOCKED_RUNTIME, LOCKED_TESTS):  # uv prefers the versions that its output already has
+                (folder / file).write_bytes((CHECKOUT / "installers" / file).read_bytes())
+        if arguments != ["engine"]:
             _write_locks(_resolved_packages(uv, folder, project))
         for file in (LOCKED_RUNTIME, LOCKED_TESTS):
             (folder / file).write_bytes((CHECKOUT / "installers" / file).read_bytes())
