@@ -136,7 +136,7 @@ def test_bars_name_every_part(qapp: QApplication, model: str) -> None:
     bars = PlanBars()
     tiers = tier_bars(made.plan(look, model), look)
     bars.show_tiers(tiers)
-    heights = [_painted(bars, QSize(width, bars.height())).height() for width in (280, 900)]
+    heights = [_painted(bars, QSize(width, bars.heightForWidth(width))).height() for width in (280, 900)]
     assert heights[0] >= heights[1]  # labels wrap
     for tier in tiers:
         assert tier.name in bars.accessibleDescription()
