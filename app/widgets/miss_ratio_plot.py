@@ -50,7 +50,7 @@ class MissRatioPlot(Chart):
         self._now = pg.InfiniteLine(angle=90)
         self._hits = pg.ScatterPlotItem(symbol="d", size=10)
         self._handle = pg.InfiniteLine(angle=90)
-        self._label = pg.InfLineLabel(self._handle, position=0.24, anchors=[(-0.06, 0.5), (1.06, 0.5)])
+        self._label = pg.InfLineLabel(self._handle, position=0.33, anchors=[(-0.06, 0.5), (1.06, 0.5)])
         self._legend = Legend(self)
         for item in (
             self._no_room,
