@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QCoreApplication, QEvent, QLocale, Qt, QTimer, Signal, SignalInstance
 from PySide6.QtGui import QFileOpenEvent, QGuiApplication
-from PySide6.QtWidgets import QApplication, QWidget
+from PySide6.QtWidgets import QApplication, QVBoxLayout, QWidget
 
 from app.icons import logo
 from app.services.crash_reports import CrashReports
@@ -27,6 +27,7 @@ from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
 from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
+from app.widgets.charts_ready import when_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.files import make_private
@@ -161,9 +162,9 @@ def page_entries() -> tuple[PageEntry, ...]:
     return (
         PageEntry(CHAT, translate("Pages", "Chat"), _chat),
         PageEntry(BATCH, translate("Pages", "Batch"), _batch),
-        PageEntry(MONITOR, translate("Pages", "Monitor"), _monitor),
-        PageEntry(TUNE, translate("Pages", "Tune"), _tune),
-        PageEntry(MODELS, translate("Pages", "Models"), _models),
+        PageEntry(MONITOR, translate("Pages", "Monitor"), _monitor, has_charts=True),
+        PageEntry(TUNE, translate("Pages", "Tune"), _tune, has_charts=True),
+        PageEntry(MODELS, translate("Pages", "Models"), _models, has_charts=True),
         PageEntry(SETTINGS, translate("Pages", "Settings"), _settings),
     )
 
@@ -285,11 +286,19 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
     """Creates the miniature timeline for a page about something else."""
 
     def make(parent: QWidget) -> QWidget:
-        from app.widgets.timeline.strip import TimelineStrip
+        place = QWidget(parent)
+        room = QVBoxLayout(place)
+        room.setContentsMargins(0, 0, 0, 0)
 
-        strip = TimelineStrip(services.telemetry, parent)
-        strip.opened.connect(lambda: page.page_wanted.emit(MONITOR))
-        return strip
+        def fill() -> None:
+            from app.widgets.timeline.strip import TimelineStrip
+
+            strip = TimelineStrip(services.telemetry, place)
+            strip.opened.connect(lambda: page.page_wanted.emit(MONITOR))
+            room.addWidget(strip)
+
+        when_ready(place, fill)
+        return place
 
     return make
 

@@ -48,7 +48,9 @@ class StartupReport(QObject):
         begun_s = psutil.Process(os.getpid()).create_time()
         reached("painting")
         phases = _phases_since(begun_s)
-        heavy = sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy"})
+        heavy = sorted(
+            {name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "numpy", "pyqtgraph"}
+        )
         told = {"window_usable_s": round(sum(phases.values()), 4), "phases_s": phases, "heavy_modules": heavy}
         write_whole(self._path, json.dumps(told) + "\n")
         if os.environ.get(QUIT_VARIABLE) == "1":

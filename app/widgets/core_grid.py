@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PySide6.QtCore import QEvent, QPointF, QRectF, QSize
-from PySide6.QtGui import QHelpEvent, QPainter, QPaintEvent, QPen
-from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
+import numpy as np
+import pyqtgraph as pg
+from PySide6.QtCore import QPointF, QRectF, QSize, Qt
+from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import themed
+from app.widgets.chart import Chart
 from app.widgets.quantities import number
 
 _LEAST_PX, _MOST_PX, _GAP_PX = 9, 30, 2
@@ -18,15 +20,24 @@ BUSY = 0.9
 """Counts as fully busy: drawn with a line on top, so that colour is not the only cue."""
 
 
-class CoreGrid(QWidget):
+class CoreGrid(Chart):
     """Cells in the system's order, left to right and top to bottom."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._busy: tuple[float, ...] = ()
+        self._tracks, self._bars, self._marks = (
+            pg.BarGraphItem(x0=[], y0=[], width=0, height=0, pen=None) for _ in range(3)
+        )
+        for item in (self._tracks, self._bars, self._marks):
+            self.view.addItem(item, ignoreBounds=True)
+        self.view.invertY()
+        self.view.sigResized.connect(lambda _view: self._draw())
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         policy = QSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
+        self.dress()
 
     def show_cores(self, busy: Sequence[float]) -> None:
         """Shares of 0 to 1, one per CPU."""
@@ -35,7 +46,7 @@ class CoreGrid(QWidget):
             self.updateGeometry()
         if shown != self._busy:
             self._busy = shown
-            self.update()
+            self._draw()
         if shown:
             most = max(range(len(shown)), key=shown.__getitem__)
             text = self.tr("{0} CPUs, {1}% busy on average; busiest: number {2} with {3}%")
@@ -79,23 +90,22 @@ class CoreGrid(QWidget):
         rows, _ = self.grid(width)
         return _ONE_ROW_PX if rows == 1 else rows * _ROW_PX
 
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        painter = QPainter(self)
-        colour, track, mark = themed("cpu"), themed("border"), QPen(themed("text"), 2)
-        for cell, share in zip(self.cells(), self._busy, strict=True):
-            painter.fillRect(cell, track)
-            top = cell.bottom() - cell.height() * share
-            painter.fillRect(QRectF(cell.left(), top, cell.width(), cell.bottom() - top), colour)
-            if share >= BUSY:
-                painter.setPen(mark)
-                painter.drawLine(QPointF(cell.left(), cell.top() + 1), QPointF(cell.right(), cell.top() + 1))
-        painter.end()
+    def dress(self) -> None:
+        super().dress()
+        self._tracks.setOpts(brush=themed("border"))
+        self._bars.setOpts(brush=themed("cpu"))
+        self._marks.setOpts(brush=themed("text"))
+        self._draw()
 
-    def event(self, event: QEvent) -> bool:
-        if isinstance(event, QHelpEvent) and event.type() == QEvent.Type.ToolTip:
-            if text := self.text_at(QPointF(event.pos())):
-                QToolTip.showText(event.globalPos(), text, self)
-            else:
-                QToolTip.hideText()
-            return True
-        return super().event(event)
+    def _draw(self) -> None:
+        """In the view's pixels."""
+        self.view.setRange(xRange=(0, self.view.width()), yRange=(0, self.view.height()), padding=0)
+        busy = np.array(self._busy)
+        edges = [(cell.left(), cell.right(), cell.top(), cell.bottom()) for cell in self.cells()]
+        lefts, rights, tops, bottoms = np.array(edges or np.empty((0, 4))).T
+        for item, y0, y1 in (
+            (self._tracks, tops, bottoms),
+            (self._bars, bottoms - (bottoms - tops) * busy, bottoms),
+            (self._marks, tops, tops + 2 * (busy >= BUSY)),
+        ):
+            item.setOpts(x0=lefts, x1=rights, y0=y0, y1=y1, width=None, height=None)

@@ -26,7 +26,7 @@ from app.widgets.fit_words import (
     spoken,
     verdict_words,
 )
-from app.widgets.plan_bars import TierBar, draw_bar
+from app.widgets.memory_bar import TierBar, draw_bar
 from app.widgets.quantities import file_size, number
 from app.widgets.small_font import draw_elided, small_font
 from app.widgets.text_table import show_whole_rows
@@ -170,7 +170,7 @@ class FitDelegate(QStyledItemDelegate):
         for number_, tier in enumerate(bars):
             left = area.left() + number_ * (width + gap)
             draw_elided(painter, QRectF(left, top, width, line), _amount(tier), small, "muted")
-            draw_bar(painter, tier, QRectF(left, top + line + 3, width, _BAR_PX))
+            draw_bar(painter, tier.parts, max(tier.total, tier.used), QRectF(left, top + line + 3, width, _BAR_PX))
 
 
 def _two_lines(

@@ -7,7 +7,7 @@ from typing import Literal
 from PySide6.QtCore import QCoreApplication
 
 from app.theme import ColourName
-from app.widgets.plan_bars import BarPart, TierBar, memory_parts
+from app.widgets.memory_bar import BarPart, TierBar, memory_parts
 from app.widgets.quantities import SEPARATOR, figures, file_size
 from engine.checkpoint.hub import Candidate
 from engine.tuning.fit import FitRow, FitSpeed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from PySide6.QtCore import QSize, Qt
 from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
 from app.theme import use_tabular_figures
-from app.widgets.memory_bar import MemoryBar, MemoryShare
+from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, used_of
 
 
@@ -36,7 +38,7 @@ class MemoryGauge(QWidget):
         """Shows only the name and the bar."""
         self._amount.setVisible(not narrow)
 
-    def show_parts(self, parts: tuple[MemoryShare, ...], used: int, total: int, *, source: str) -> None:
+    def show_parts(self, parts: tuple[BarPart, ...], used: int, total: int, *, source: str) -> None:
         """`source` says where the figures come from."""
         self._amount.setText(used_of(used, total))
         self._bar.show_parts(parts, total)
@@ -57,14 +59,14 @@ class MemoryLegend(QWidget):
         self._grid.setColumnStretch(1, 1)
         self._rows: list[tuple[MemoryBar, QLabel, QLabel]] = []
 
-    def show_parts(self, parts: tuple[MemoryShare, ...]) -> None:
+    def show_parts(self, parts: tuple[BarPart, ...]) -> None:
         while len(self._rows) < len(parts):
             self._add_row()
         for row, widgets in enumerate(self._rows):
             for widget in widgets:
                 widget.setVisible(row < len(parts))
         for part, (swatch, name, amount) in zip(parts, self._rows, strict=False):
-            swatch.show_parts((MemoryShare("", 1, part.colour, part.hatched),), 1)
+            swatch.show_parts((replace(part, amount=1),), 1)
             name.setText(part.name)
             amount.setText(memory(part.amount))
 

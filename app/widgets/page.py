@@ -109,8 +109,10 @@ class PageEntry:
         name: of the page and its icon.
         label: shown to the user.
         make: called when the page is first shown, so that the window opens sooner.
+        has_charts: whether it imports charts, which may still be on their way.
     """
 
     name: str
     label: str
     make: Callable[[Services], Page]
+    has_charts: bool = False

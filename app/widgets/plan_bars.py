@@ -2,62 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
-from PySide6.QtCore import QCoreApplication, QEvent, QPointF, QRectF, QSize, Qt
-from PySide6.QtGui import QBrush, QColor, QFont, QFontMetricsF, QPainter, QPainterPath, QPaintEvent, QPen, QResizeEvent
-from PySide6.QtWidgets import QSizePolicy, QWidget
+import pyqtgraph as pg
+from PySide6.QtCore import QEvent, Qt
+from PySide6.QtGui import QBrush
+from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QSizePolicy, QWidget
 
-from app.theme import ColourName, themed
+from app.theme import themed, use_tabular_figures
+from app.widgets.chart import Chart
+from app.widgets.flow_layout import Flow
+from app.widgets.memory_bar import BarPart, MemoryBar, TierBar
 from app.widgets.quantities import number
-from app.widgets.small_font import small_font
-from engine.planner.plan_parts import TierBytes
 
-translate = QCoreApplication.translate
 _GIB = 2**30
-_BAR_PX, _SWATCH_PX = 14.0, 9.0
+_BAR_PX, _SWATCH_PX = 14, 9
 _TENTHS = 10
-
-
-@dataclass(frozen=True, slots=True)
-class BarPart:
-    """A part of a tier; `colour` names one of the theme's."""
-
-    name: str
-    amount: int
-    colour: ColourName
-    hatched: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TierBar:
-    """A tier: its parts, and its size, 0 if unknown; `unit` is what it calls a GB: memories count in powers of 1024."""
-
-    name: str
-    parts: tuple[BarPart, ...]
-    total: int
-    unit: int = _GIB
-
-    @property
-    def used(self) -> int:
-        return sum(part.amount for part in self.parts)
-
-
-def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
-    """What a memory is planned for; `slots` is how many experts have a place in it, 0 to leave that out."""
-    experts = (
-        translate("PlanBars", "experts, {0} slots").format(f"{slots:,}") if slots else translate("PlanBars", "experts")
-    )
-    return (
-        BarPart(translate("PlanBars", "weights"), tier.weights, "gpu"),
-        BarPart(experts, tier.experts, "hit"),
-        BarPart(translate("PlanBars", "staging"), tier.staging, "pcie"),
-        BarPart(translate("PlanBars", "KV cache"), tier.kv, "disk"),
-        BarPart(translate("PlanBars", "activations"), tier.activations, "cpu"),
-        BarPart(translate("PlanBars", "headroom"), tier.headroom, "faint", hatched=True),
-        BarPart(translate("PlanBars", "other programs"), tier.other_programs, "idle", hatched=True),
-    )
 
 
 def adding_up(amounts: Sequence[int], unit: int = _GIB) -> list[int]:
@@ -74,48 +36,134 @@ def adding_up(amounts: Sequence[int], unit: int = _GIB) -> list[int]:
     return whole
 
 
+class TierChart(Chart):
+    """A tier's parts side by side; the rest of it is free."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._tier: TierBar | None = None
+        self._bars, self._hatching = (pg.BarGraphItem(x0=[], x1=[], y0=0, height=1, pen=None) for _ in range(2))
+        for item in (self._bars, self._hatching):
+            self.view.addItem(item, ignoreBounds=True)
+        self.view.setYRange(0, 1, padding=0)
+        self.view.sigTransformChanged.connect(lambda _view: self._draw())
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self.setFixedHeight(_BAR_PX)
+        self.dress()
+
+    def show_tier(self, tier: TierBar) -> None:
+        self._tier = tier
+        self.view.setXRange(0, max(tier.total, tier.used, 1), padding=0)
+        self._draw()
+
+    def dress(self) -> None:
+        super().dress()
+        self.setBackgroundBrush(themed("border"))
+        self._draw()
+
+    def _draw(self) -> None:
+        parts = [part for part in self._tier.parts if part.amount > 0] if self._tier is not None else []
+        ends = [0, *itertools.accumulate(part.amount for part in parts)]
+        hatching = [
+            self.hatched(themed(part.colour), part.pattern) if part.hatched else QBrush(Qt.BrushStyle.NoBrush)
+            for part in parts
+        ]
+        self._bars.setOpts(
+            x0=ends[:-1], x1=ends[1:], pen=self.pen(themed("surface")), brushes=[part.ground for part in parts]
+        )
+        self._hatching.setOpts(x0=ends[:-1], x1=ends[1:], brushes=hatching)
+
+
+class Legend(Flow):
+    """Names and amounts with swatches, in lines that wrap."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent=parent, gap=3)
+        self._entries: list[tuple[QWidget, MemoryBar, QLabel, QLabel]] = []
+
+    def show_labels(self, labels: list[tuple[str, str, BarPart | None]]) -> None:
+        """(name, amount, part), None for what is free."""
+        while len(self._entries) < len(labels):
+            self._add_entry()
+        for at, (entry, swatch, name, amount) in enumerate(self._entries):
+            entry.setVisible(at < len(labels))
+            if at < len(labels):
+                part = labels[at][2]
+                swatch.show_parts((replace(part, amount=1),) if part is not None else (), 1)
+                name.setText(labels[at][0])
+                amount.setText(labels[at][1])
+
+    def _add_entry(self) -> None:
+        entry = QWidget(self)
+        swatch, name, amount = MemoryBar(entry), QLabel(entry), QLabel(entry)
+        swatch.setFixedSize(_SWATCH_PX, _SWATCH_PX)
+        name.setProperty("role", "secondary")
+        amount.setProperty("tone", "amount")
+        use_tabular_figures(amount)
+        row = QHBoxLayout(entry)
+        row.setContentsMargins(0, 0, 12, 0)
+        row.setSpacing(5)
+        for widget in (swatch, name, amount):
+            row.addWidget(widget)
+        self.add(entry)
+        self._entries.append((entry, swatch, name, amount))
+
+
 class PlanBars(QWidget):
-    """As high as its labels need at its width."""
+    """Two lines of text around each tier's chart."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self._tiers: tuple[TierBar, ...] = ()
-        policy = QSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
-        self.setSizePolicy(policy)
+        self._rows: list[tuple[QLabel, QLabel, TierChart, Legend]] = []
+        self._grid = QGridLayout(self)
+        self._grid.setContentsMargins(0, 0, 0, 0)
+        self._grid.setVerticalSpacing(4)
+        self._grid.setColumnStretch(1, 1)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setAccessibleName(self.tr("Memory by tier"))
 
     def show_tiers(self, tiers: tuple[TierBar, ...]) -> None:
         """Draws these tiers."""
-        self._tiers = tiers
+        while len(self._rows) < len(tiers):
+            self._add_row()
         said = []
-        for tier in tiers:
-            parts = ", ".join(f"{name} {amount} GB" for name, amount, _part in self._labels(tier))
-            said.append(f"{tier.name} {self._amount(tier)}: {parts}")
+        for row, tier in zip(self._rows, tiers, strict=False):
+            name, amount, chart, legend = row
+            labels = self._labels(tier)
+            said.append(
+                f"{tier.name} {self._amount(tier)}: "
+                + ", ".join(f"{part_name} {part_amount} GB" for part_name, part_amount, _part in labels)
+            )
+            name.setText(tier.name)
+            amount.setText(self._amount(tier))
+            chart.show_tier(tier)
+            legend.show_labels(labels)
+        for at, row in enumerate(self._rows):
+            for widget in row:
+                widget.setVisible(at < len(tiers))
         self.setAccessibleDescription("\n".join(said))
         self.setToolTip("\n".join(said))
-        self._fit()
 
-    def sizeHint(self) -> QSize:
-        return QSize(420, self._height(max(self.width(), 300)))
+    def event(self, event: QEvent) -> bool:
+        handled = super().event(event)
+        if event.type() in (QEvent.Type.Resize, QEvent.Type.LayoutRequest):
+            height = self._grid.heightForWidth(self.width())
+            if 0 <= height != self.minimumHeight():
+                self.setFixedHeight(height)
+        return handled
 
-    def minimumSizeHint(self) -> QSize:
-        return QSize(260, self._height(max(self.width(), 260)))
-
-    def resizeEvent(self, event: QResizeEvent) -> None:
-        super().resizeEvent(event)
-        if event.oldSize().width() != event.size().width():
-            self._fit()
-
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange:
-            self._fit()
-
-    def _fit(self) -> None:
-        self.setFixedHeight(self._height(max(self.width(), 260)))
-        self.update()
-
-    # --- words ------------------------------------------------------------------------------------
+    def _add_row(self) -> None:
+        name, amount, legend = QLabel(self), QLabel(self), Legend(self)
+        name.setProperty("tone", "head")
+        amount.setProperty("tone", "amount")
+        use_tabular_figures(amount)
+        chart, top = TierChart(self), 4 * len(self._rows)
+        self._grid.addWidget(name, top, 0)
+        self._grid.addWidget(amount, top, 1, Qt.AlignmentFlag.AlignRight)
+        self._grid.addWidget(chart, top + 1, 0, 1, 2)
+        self._grid.addWidget(legend, top + 2, 0, 1, 2)
+        self._grid.setRowMinimumHeight(top + 3, 6)
+        self._rows.append((name, amount, chart, legend))
 
     def _labels(self, tier: TierBar) -> list[tuple[str, str, BarPart | None]]:
         """(name, amount, part) of each non-empty part, free space last: together they are the total."""
@@ -141,98 +189,6 @@ class PlanBars(QWidget):
         if tier.used >= tier.total:
             return self.tr("{0} of {1} GB").format(_tenths(sum(tenths)), _tenths(*adding_up([tier.total], tier.unit)))
         return self.tr("{0} of {1} GB").format(_tenths(sum(tenths[:-1])), _tenths(sum(tenths)))
-
-    # --- drawing ----------------------------------------------------------------------------------
-
-    def _small(self) -> QFont:
-        return small_font(self.font(), 12.5)
-
-    def _lines(self, tier: TierBar, width: float) -> list[list[tuple[float, str, str, BarPart | None]]]:
-        """Labels in lines: (x, name, amount, part)."""
-        metrics = QFontMetricsF(self._small())
-        lines: list[list[tuple[float, str, str, BarPart | None]]] = [[]]
-        x = 0.0
-        for name, amount, part in self._labels(tier):
-            wide = _SWATCH_PX + 6 + metrics.horizontalAdvance(f"{name} {amount}") + 18
-            if x and x + wide - 18 > width:
-                lines.append([])
-                x = 0.0
-            lines[-1].append((x, name, amount, part))
-            x += wide
-        return lines
-
-    def _tier_height(self, tier: TierBar, width: float) -> float:
-        line = QFontMetricsF(self._small()).height() + 3
-        return line + 3 + _BAR_PX + 6 + len(self._lines(tier, width)) * line + 12
-
-    def _height(self, width: float) -> int:
-        return round(sum(self._tier_height(tier, width) for tier in self._tiers)) if self._tiers else 0
-
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        painter = QPainter(self)
-        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
-        top, width = 0.0, float(self.width())
-        for tier in self._tiers:
-            self._draw_tier(painter, tier, QRectF(0, top, width, self._tier_height(tier, width)))
-            top += self._tier_height(tier, width)
-        painter.end()
-
-    def _draw_tier(self, painter: QPainter, tier: TierBar, area: QRectF) -> None:
-        painter.setFont(self._small())
-        metrics = QFontMetricsF(self._small())
-        line = metrics.height() + 3
-        head = QRectF(area.left(), area.top(), area.width(), line)
-        bold = self._small()
-        bold.setWeight(QFont.Weight.DemiBold)
-        painter.setFont(bold)
-        painter.setPen(themed("text"))
-        painter.drawText(head, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, tier.name)
-        painter.setFont(self._small())
-        painter.drawText(head, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, self._amount(tier))
-        bar = QRectF(area.left(), head.bottom() + 3, area.width(), _BAR_PX)
-        draw_bar(painter, tier, bar)
-        y = bar.bottom() + 6
-        for row in self._lines(tier, area.width()):
-            for x, name, amount, part in row:
-                swatch = QRectF(x, y + (line - _SWATCH_PX) / 2, _SWATCH_PX, _SWATCH_PX)
-                _fill(painter, swatch, part)
-                painter.setPen(themed("muted"))
-                left = x + _SWATCH_PX + 6
-                painter.drawText(QRectF(left, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, name)
-                painter.setPen(themed("text"))
-                at = left + metrics.horizontalAdvance(f"{name} ")
-                painter.drawText(QRectF(at, y, area.width(), line), Qt.AlignmentFlag.AlignVCenter, amount)
-            y += line
-
-
-def draw_bar(painter: QPainter, tier: TierBar, bar: QRectF) -> None:
-    """A tier's parts side by side in `bar`; the rest of it is free."""
-    whole = max(tier.total, tier.used)
-    outline = QPainterPath()
-    outline.addRoundedRect(bar, 4, 4)
-    painter.save()
-    painter.setClipPath(outline)
-    painter.fillRect(bar, themed("border"))
-    left = bar.left()
-    for part in tier.parts:
-        if part.amount > 0 and whole:
-            width = max(2.0, bar.width() * part.amount / whole)
-            _fill(painter, QRectF(left, bar.top(), width, bar.height()), part)
-            left += width
-            painter.setPen(QPen(themed("surface"), 1))
-            painter.drawLine(QPointF(left, bar.top()), QPointF(left, bar.bottom()))
-    painter.restore()
-
-
-def _fill(painter: QPainter, area: QRectF, part: BarPart | None) -> None:
-    solid = themed(part.colour if part is not None else "border")
-    if part is None or not part.hatched:
-        painter.fillRect(area, solid)
-        return
-    faded = QColor(solid)
-    faded.setAlpha(90)
-    painter.fillRect(area, faded)
-    painter.fillRect(area, QBrush(solid, Qt.BrushStyle.BDiagPattern))
 
 
 def _tenths(amount: int) -> str:

@@ -5,24 +5,37 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
-from PySide6.QtCore import QLineF, QRectF, QSize
-from PySide6.QtGui import QPainter, QPaintEvent, QPen
+import pyqtgraph as pg
+from PySide6.QtCore import QSize, Qt
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
-from app.theme import colours, themed
-from app.widgets.timeline.plots import draw_line
+from app.theme import themed
+from app.widgets.chart import Chart, hit_colour
 
 VALUES = 180
 """One per second: three minutes."""
 
 
-class RateLine(QWidget):
+class RateLine(Chart):
     """From 0 at the bottom to 1 at the top; unknown values leave a gap."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._values: deque[float] = deque(maxlen=VALUES)
+        self._line = pg.PlotCurveItem(connect="finite")
+        self._bounds = [pg.InfiniteLine(at, angle=0) for at in (0, 1)]
+        for item in (*self._bounds, self._line):
+            self.view.addItem(item, ignoreBounds=True)
+        self.view.setRange(xRange=(1 - VALUES, 0), yRange=(-0.08, 1.08), padding=0)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self.dress()
+
+    def dress(self) -> None:
+        super().dress()
+        for bound in self._bounds:
+            bound.setPen(self.pen(themed("border")))
+        self._line.setPen(self.pen(hit_colour(), 1.5))
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -32,29 +45,16 @@ class RateLine(QWidget):
     def add(self, value: float | None) -> None:
         """Appends a value; None if unknown."""
         self._values.append(np.nan if value is None else value)
-        self.update()
+        # The newest is at the right edge, however few there are.
+        self._line.setData(np.arange(1 - len(self._values), 1), np.array(self._values))
 
     def clear(self) -> None:
         """Removes all values, for another model or none."""
         self._values.clear()
-        self.update()
+        self._line.setData([], [])
 
     def sizeHint(self) -> QSize:
         return QSize(110, 22)
 
     def minimumSizeHint(self) -> QSize:
         return QSize(40, 18)
-
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        painter = QPainter(self)
-        area = QRectF(self.rect()).adjusted(0.5, 2.5, -0.5, -2.5)
-        painter.setPen(QPen(themed("border"), 1))
-        for y in (area.top(), area.bottom()):
-            painter.drawLine(QLineF(area.left(), y, area.right(), y))
-        if len(self._values) > 1:
-            values = np.array(self._values)
-            # The newest is at the right edge, however few there are.
-            xs = area.right() - area.width() * np.arange(len(values), -1, -1) / VALUES
-            colour = themed("hit") if colours().is_dark else themed("hit").darker(150)
-            draw_line(painter, area, xs, values, QPen(colour, 1.5))
-        painter.end()

@@ -8,17 +8,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt
-from PySide6.QtGui import QFont, QFontMetricsF, QHelpEvent, QPainter, QPaintEvent, QPen, QPolygonF
-from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
+import pyqtgraph as pg
+from PySide6.QtCore import QPointF, QSize, Qt
+from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import ColourName, themed
+from app.widgets.chart import Axis, Chart, Legend
 from app.widgets.quantities import arithmetic, figures, rate
 from app.widgets.small_font import small_font
+from app.widgets.timeline.colours import faded
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
 
-_LEFT, _TOP, _RIGHT = 12.0, 26.0, 14.0
-_POINT_PX = 5.0
+_POINT_PX, _NEAR_PX = 10, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,28 @@ class Roof:
         return min(self.flops, self.bytes_per_s * intensity)
 
 
-class RooflinePlot(QWidget):
+class RooflinePlot(Chart):
     """Roofs and points are labelled, so that colour is never the only cue."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
+        speeds = Axis("left", lambda power: arithmetic(10**power), grid=True, widest="888 GFLOP/s")
+        intensities = Axis("bottom", lambda power: f"{10**power:g}", grid=True)
+        super().__init__(parent, left=speeds, bottom=intensities)
+        intensities.set_title(self.tr("operations per byte →"))
+        for axis in (speeds, intensities):
+            axis.setTickSpacing(1, 1)  # powers of ten
         self._picture: RooflinePicture | None = None
+        self._legend = Legend(self)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
         self.setAccessibleName(self.tr("Roofline"))
+        self.dress()
 
     def show_picture(self, picture: RooflinePicture | None) -> None:
         """Draws this; None clears the plot."""
         self._picture = picture
         self.setAccessibleDescription(self.spoken())
-        self.update()
+        self._draw()
 
     def spoken(self) -> str:
         """The plot in words."""
@@ -107,185 +116,56 @@ class RooflinePlot(QWidget):
         low = math.log10(min(roof.at(10**left) for roof in roofs))
         return left, right, low, math.log10(max(roof.flops for roof in roofs)) + 0.12
 
-    def _plot_area(self) -> QRectF:
-        return QRectF(self.rect()).adjusted(_LEFT, _TOP, -_RIGHT, -2 * QFontMetricsF(self._small()).height() - 8)
+    def dress(self) -> None:
+        super().dress()
+        self._legend.dress()
+        self._draw()
 
-    def _small(self) -> QFont:
-        return small_font(self.font(), 11.5)
-
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+    def _draw(self) -> None:
+        """Everything; a roofline rarely changes."""
         picture = self._picture
         roofs = self._roofs(picture) if picture is not None else []
+        self.view.clear()
+        self.centralWidget.setVisible(bool(roofs))
         if picture is None or not roofs:
             return
-        painter = QPainter(self)
-        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
-        painter.setFont(self._small())
-        area, ranges = self._plot_area(), self._ranges(picture, roofs)
-        self._draw_axes(painter, area, ranges)
-        taken: list[QRectF] = []
+        left, right, low, high = self._ranges(picture, roofs)
+        self.view.setRange(xRange=(left, right), yRange=(low, high), padding=0)
+        named = []
         for roof in roofs:
-            self._draw_roof(painter, area, ranges, roof)
-        self._draw_points(painter, area, ranges, picture, taken)
-        for roof in roofs:
-            self._label_roof(painter, area, ranges, roof, taken)
-            self._label_top(painter, area, ranges, roof, taken)
-        painter.end()
-
-    def _at(self, area: QRectF, ranges: tuple[float, float, float, float], x: float, y: float) -> QPointF:
-        left, right, low, high = ranges
-        across = (math.log10(max(x, 1e-12)) - left) / max(right - left, 1e-9)
-        up = (math.log10(max(y, 1e-12)) - low) / max(high - low, 1e-9)
-        return QPointF(area.left() + across * area.width(), area.bottom() - up * area.height())
-
-    def _draw_axes(self, painter: QPainter, area: QRectF, ranges: tuple[float, float, float, float]) -> None:
-        metrics = QFontMetricsF(painter.font())
-        painter.setPen(QPen(themed("border"), 1))
-        painter.drawLine(area.bottomLeft(), area.bottomRight())
-        left, right, _low, _high = ranges
-        for power in range(math.ceil(left), math.floor(right) + 1):
-            x = self._at(area, ranges, 10.0**power, 1).x()
-            painter.setPen(QPen(themed("border"), 1))
-            painter.drawLine(QPointF(x, area.top()), QPointF(x, area.bottom()))
-            painter.setPen(themed("muted"))
-            box = QRectF(x - 30, area.bottom() + 4, 60, metrics.height())
-            painter.drawText(box, Qt.AlignmentFlag.AlignHCenter, f"{10.0**power:g}")
-        painter.setPen(themed("muted"))
-        line = QRectF(area.left(), area.bottom() + 4 + metrics.height(), area.width(), metrics.height())
-        painter.drawText(line, Qt.AlignmentFlag.AlignRight, self._axis_name())
-        painter.drawText(QRectF(area.left(), 2, area.width(), metrics.height()), 0, self.tr("operations/s"))
-
-    def _axis_name(self) -> str:
-        return self.tr("operations per byte →")
-
-    def _draw_roof(
-        self, painter: QPainter, area: QRectF, ranges: tuple[float, float, float, float], roof: Roof
-    ) -> None:
-        knee = roof.flops / roof.bytes_per_s
-        xs = [10 ** ranges[0], knee, 10 ** ranges[1]]
-        line = QPolygonF([self._at(area, ranges, x, roof.at(x)) for x in xs])
-        pen = QPen(themed(roof.colour), 2.4, Qt.PenStyle.DashLine if roof.dashed else Qt.PenStyle.SolidLine)
-        pen.setJoinStyle(Qt.PenJoinStyle.RoundJoin)
-        painter.save()
-        painter.setClipRect(area.adjusted(0, -4, 0, 2))
-        painter.setPen(pen)
-        painter.setBrush(Qt.BrushStyle.NoBrush)
-        painter.drawPolyline(line)
-        painter.restore()
-
-    def _label_roof(
-        self,
-        painter: QPainter,
-        area: QRectF,
-        ranges: tuple[float, float, float, float],
-        roof: Roof,
-        taken: list[QRectF],
-    ) -> None:
-        """Above the slope if there is room, trying its middle first."""
-        text, metrics = f"{roof.name} · {rate(roof.bytes_per_s)}", QFontMetricsF(painter.font())
-        width, height = metrics.horizontalAdvance(text) + 8, metrics.height()
-        knee = math.log10(roof.flops / roof.bytes_per_s)
-        flat = (min(max(knee, ranges[0]), ranges[1]) + ranges[1]) / 2
-        for share in (0.55, 0.35, 0.75, 0.15, 0.95):
-            x = ranges[0] + share * (min(knee, ranges[1]) - ranges[0])
-            at = self._at(area, ranges, 10**x, roof.at(10**x))
-            for box in (
-                QRectF(at.x() + 12, at.y() - 2, width, height),
-                QRectF(at.x() - width - 8, at.y() - height - 4, width, height),
-            ):
-                if self._place(painter, area, box, text, roof.colour, taken):
-                    return
-        at = self._at(area, ranges, 10**flat, roof.flops)
-        box = QRectF(at.x() - width / 2, at.y() + 4, width, height)
-        self._place(painter, area, box, text, roof.colour, taken)
-
-    def _label_top(
-        self,
-        painter: QPainter,
-        area: QRectF,
-        ranges: tuple[float, float, float, float],
-        roof: Roof,
-        taken: list[QRectF],
-    ) -> None:
-        """The peak compute, below the flat part or above it; omitted if there is no room."""
-        if roof.dashed:  # the same as the card's own roof
-            return
-        text, metrics = arithmetic(roof.flops), QFontMetricsF(painter.font())
-        width, end = metrics.horizontalAdvance(text) + 12, self._at(area, ranges, 10 ** ranges[1], roof.flops)
-        for y in (end.y() + 5, end.y() - metrics.height() - 5):
-            for x in (end.x() - width, end.x() - 2 * width):
-                if self._place(painter, area, QRectF(x, y, width, metrics.height()), text, roof.colour, taken):
-                    return
-
-    def _place(
-        self, painter: QPainter, area: QRectF, box: QRectF, text: str, colour: ColourName, taken: list[QRectF]
-    ) -> bool:
-        whole = area.adjusted(0, -_TOP + 18, _RIGHT, 0)
-        if not whole.contains(box) or any(box.intersects(other) for other in taken):
-            return False
-        taken.append(box)
-        back = themed("surface")
-        back.setAlpha(215)
-        painter.setPen(Qt.PenStyle.NoPen)
-        painter.setBrush(back)
-        painter.drawRoundedRect(box, 3, 3)
-        painter.setBrush(themed(colour))
-        painter.drawEllipse(QPointF(box.left() + 3, box.center().y()), 2.5, 2.5)
-        painter.setPen(themed("text"))
-        painter.drawText(box.adjusted(9, 0, 8, 0), Qt.AlignmentFlag.AlignVCenter, text)
-        return True
-
-    def _draw_points(
-        self,
-        painter: QPainter,
-        area: QRectF,
-        ranges: tuple[float, float, float, float],
-        picture: RooflinePicture,
-        taken: list[QRectF],
-    ) -> None:
-        metrics = QFontMetricsF(painter.font())
-        for point in picture.points:
-            if not 0 < point.intensity < math.inf:
-                continue
-            at = self._at(area, ranges, point.intensity, point.flops)
-            painter.setPen(QPen(themed("muted"), 1, Qt.PenStyle.DotLine))
-            painter.drawLine(at, QPointF(at.x(), area.bottom()))
-            colour = themed(
-                "cpu" if point.bound_by.startswith("CPU") else "pcie" if point.bound_by == "link" else "gpu"
+            xs = [left, math.log10(roof.flops / roof.bytes_per_s), right]
+            style = Qt.PenStyle.DashLine if roof.dashed else Qt.PenStyle.SolidLine
+            line = pg.PlotCurveItem(
+                xs, [math.log10(roof.at(10**x)) for x in xs], pen=self.pen(themed(roof.colour), 2.4, style)
             )
-            painter.setPen(QPen(themed("text"), 1.5))
-            painter.setBrush(colour)
-            painter.drawEllipse(at, _POINT_PX, _POINT_PX)
-            taken.append(QRectF(at.x() - 7, at.y() - 7, 14, 14))
-            name = self._point_name(point)
-            width = metrics.horizontalAdvance(name) + 6
-            boxes = [
-                QRectF(at.x() + 9, at.y() + 5, width, metrics.height()),
-                QRectF(at.x() - width - 9, at.y() - metrics.height() - 5, width, metrics.height()),
-                QRectF(at.x() - width - 9, at.y() + 5, width, metrics.height()),
-                QRectF(at.x() - width / 2, at.y() + 24, width, metrics.height()),
-            ]
-            free = [box for box in boxes if area.contains(box) and not any(box.intersects(other) for other in taken)]
-            box = free[0] if free else boxes[0]
-            taken.append(box)
-            painter.setPen(themed("text"))
-            painter.drawText(box.adjusted(3, 0, 10, 0), Qt.AlignmentFlag.AlignVCenter, name)
-
-    def event(self, event: QEvent) -> bool:
-        if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
-            QToolTip.showText(event.globalPos(), self._words_at(QPointF(event.pos())), self)
-            return True
-        return super().event(event)
-
-    def _words_at(self, mouse: QPointF) -> str:
-        picture = self._picture
-        roofs = self._roofs(picture) if picture is not None else []
-        if picture is None or not roofs:
-            return ""
-        area, ranges = self._plot_area(), self._ranges(picture, roofs)
+            self.view.addItem(line, ignoreBounds=True)
+            named.append((line, f"{roof.name} · {rate(roof.bytes_per_s)}"))
+        self._legend.show_items(named)
         for point in picture.points:
-            if 0 < point.intensity < math.inf:
-                away = self._at(area, ranges, point.intensity, point.flops) - mouse
-                if math.hypot(away.x(), away.y()) < 14:
+            if 0 < point.intensity < math.inf and point.flops > 0:
+                self._draw_point(point, math.log10(point.intensity), math.log10(point.flops), right)
+
+    def _draw_point(self, point: RooflinePoint, x: float, y: float, right: float) -> None:
+        colour: ColourName = (
+            "cpu" if point.bound_by.startswith("CPU") else "pcie" if point.bound_by == "link" else "gpu"
+        )
+        down = pg.PlotCurveItem(
+            [x, x], [y, self.view.viewRange()[1][0]], pen=self.pen(themed("muted"), 1, Qt.PenStyle.DotLine)
+        )
+        spot = pg.ScatterPlotItem([x], [y], size=_POINT_PX, pen=self.pen(themed("text"), 1.5), brush=themed(colour))
+        is_far_right = x > right - 0.25 * (right - self.view.viewRange()[0][0])
+        name = pg.TextItem(self._point_name(point), themed("text"), anchor=(1.1, 0.9) if is_far_right else (-0.1, 0.1))
+        name.fill = pg.mkBrush(faded(themed("surface"), 200))
+        name.setFont(small_font(self.font(), 11.5))
+        name.setPos(x, y)
+        for item in (down, spot, name):
+            self.view.addItem(item, ignoreBounds=True)
+
+    def text_at(self, at: QPointF) -> str:
+        """About the point there; elsewhere everything."""
+        for point in self._picture.points if self._picture is not None else ():
+            if 0 < point.intensity < math.inf and point.flops > 0:
+                place = self.view.mapViewToScene(QPointF(math.log10(point.intensity), math.log10(point.flops)))
+                if (place - at).manhattanLength() < _NEAR_PX:
                     return self._point_words(point)
         return self.spoken()

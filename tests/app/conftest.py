@@ -12,6 +12,7 @@ import pytest
 from PySide6.QtCore import QCoreApplication, QEvent
 from PySide6.QtWidgets import QApplication
 
+import app.widgets.chart  # noqa: F401  # as in a window that has been open for a second
 from app.services.garbage import collect_if_due
 from app.services.settings import Settings
 from app.theme import BODY_PX, ThemeController

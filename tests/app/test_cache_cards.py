@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from PySide6.QtCore import QPoint, Qt
+from PySide6.QtCore import QPoint, QPointF, Qt
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QLabel, QWidget
 from pytestqt.qtbot import QtBot
@@ -60,9 +60,10 @@ def test_the_handle_is_dragged_and_let_go(plot: MissRatioPlot, qtbot: QtBot) -> 
     plot.moved.connect(moved.append)
     middle, right = QPoint(200, 100), QPoint(300, 100)
     with qtbot.waitSignal(plot.chosen) as chosen:
-        QTest.mousePress(plot, LEFT, NO_KEYS, middle)
-        QTest.mouseMove(plot, right)
-        QTest.mouseRelease(plot, LEFT, NO_KEYS, right)
+        QTest.mousePress(plot.viewport(), LEFT, NO_KEYS, middle)
+        for at in (QPoint(250, 100), right):
+            QTest.mouseMove(plot.viewport(), at)
+        QTest.mouseRelease(plot.viewport(), LEFT, NO_KEYS, right)
     assert chosen.args == [moved[-1]]
     assert moved[-1] > moved[0] > 1000
     assert plot.is_moved
@@ -87,20 +88,20 @@ def test_keys_move_the_handle_and_enter_chooses(plot: MissRatioPlot, qtbot: QtBo
 
 def test_escape_while_dragging_chooses_nothing(plot: MissRatioPlot, qtbot: QtBot) -> None:
     with qtbot.assertNotEmitted(plot.chosen):
-        QTest.mousePress(plot, LEFT, NO_KEYS, QPoint(300, 100))
+        QTest.mousePress(plot.viewport(), LEFT, NO_KEYS, QPoint(200, 100))
+        QTest.mouseMove(plot.viewport(), QPoint(300, 100))
         assert plot.slots > 1000
         QTest.keyClick(plot, Qt.Key.Key_Escape)
-        QTest.mouseRelease(plot, LEFT, NO_KEYS, QPoint(300, 100))
+        QTest.mouseRelease(plot.viewport(), LEFT, NO_KEYS, QPoint(300, 100))
     assert plot.slots == 1000
 
 
 def test_a_press_on_the_handle_and_no_move_changes_nothing(plot: MissRatioPlot, qtbot: QtBot) -> None:
     plot.set_slots(1001)
     plot.put_back()
-    area_left, area_right = 1, 399
-    at = next(x for x in range(area_left, area_right) if plot._slots_at(x) >= 1000)
+    handle = plot.view.mapViewToScene(QPointF(1000, 0.5)).toPoint()
     with qtbot.assertNotEmitted(plot.chosen):
-        QTest.mouseClick(plot, LEFT, NO_KEYS, QPoint(at + 2, 150))
+        QTest.mouseClick(plot.viewport(), LEFT, NO_KEYS, handle + QPoint(2, 0))
     assert not plot.is_moved
 
 
@@ -116,9 +117,10 @@ def test_the_plot_says_what_a_size_would_give(plot: MissRatioPlot) -> None:
 
 def test_the_engine_dies_while_the_handle_is_held(plot: MissRatioPlot, qtbot: QtBot) -> None:
     with qtbot.assertNotEmitted(plot.chosen):
-        QTest.mousePress(plot, LEFT, NO_KEYS, QPoint(300, 100))
+        QTest.mousePress(plot.viewport(), LEFT, NO_KEYS, QPoint(200, 100))
+        QTest.mouseMove(plot.viewport(), QPoint(300, 100))
         plot.show_tier(None, NO_FORECAST, 0, None)
-        QTest.mouseRelease(plot, LEFT, NO_KEYS, QPoint(300, 100))
+        QTest.mouseRelease(plot.viewport(), LEFT, NO_KEYS, QPoint(300, 100))
     plot.grab()
 
 

@@ -13,7 +13,7 @@ from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
 from app.theme import LIGHT
 from app.views.main_window.machine_footer import MachineFooter
-from app.widgets.memory_bar import MemoryBar, MemoryShare
+from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, used_of
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import Vendor
@@ -129,7 +129,7 @@ def test_the_bar_shows_parts_in_proportion_and_never_overflows(qtbot: QtBot) -> 
     bar = MemoryBar()
     qtbot.addWidget(bar)
     bar.resize(100, 8)
-    bar.show_parts((MemoryShare("a", 50, "gpu"), MemoryShare("b", 0, "hit"), MemoryShare("c", 500, "disk")), 100)
+    bar.show_parts((BarPart("a", 50, "gpu"), BarPart("b", 0, "hit"), BarPart("c", 500, "disk")), 100)
     image = bar.grab().toImage()
     ratio = image.devicePixelRatio()
     colours = [image.pixelColor(round(x * ratio), round(4 * ratio)).name().upper() for x in (25, 75, 97)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.main_window import SMALLEST, MainWindow
 from app.views.settings import SettingsPage
+from app.widgets import charts_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.downloads.queue import DownloadState
 from engine.common.config import BatchJob
@@ -100,6 +102,23 @@ def test_every_page_is_reached_by_click_and_by_key(window: MainWindow, qtbot: Qt
     qtbot.keyClick(window, Qt.Key(Qt.Key.Key_1 + index), Qt.KeyboardModifier.ControlModifier)
     assert window.pages.currentWidget() is window.page(name)
     assert button.isChecked()
+
+
+def test_a_page_with_charts_shows_its_frame_until_they_have_come(
+    window: MainWindow, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = threading.Event()
+    monkeypatch.setattr(charts_ready, "are_ready", arrived.is_set)
+    monkeypatch.setattr("app.views.main_window.window.are_ready", arrived.is_set)
+    monkeypatch.setattr(charts_ready, "load_charts", lambda: arrived.wait(20))
+    window.show_page(MONITOR)
+    window.show_page(TUNE)
+    frame = window.pages.currentWidget()
+    assert [label.text() for label in frame.findChildren(QLabel)] == ["Tune"]
+    assert window.sidebar.button(TUNE).isChecked()
+    arrived.set()
+    qtbot.waitUntil(lambda: window.pages.currentWidget() is window.page(TUNE))
+    qtbot.waitUntil(lambda: window.pages.count() == 2)  # the chat and this
 
 
 def test_everything_that_can_be_pressed_has_a_name(window: MainWindow) -> None:

@@ -95,7 +95,7 @@ def soak(page: MonitorPage, clock: FastClock, minutes: float) -> list[tuple[floa
                 time.sleep(0.001)
             page._refresh()
             page.timeline.view.refresh()
-            page.timeline.view.repaint()
+            page.timeline.view.viewport().repaint()
             page.experts.view.repaint()
             QApplication.processEvents()
         if number % max(1, round(30e9 / took_ns)) == 0:

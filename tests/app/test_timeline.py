@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
-from PySide6.QtCore import QPointF, Qt
-from PySide6.QtGui import QFontMetricsF, QGuiApplication, QPolygonF
+from PySide6.QtCore import QPoint, QPointF, Qt
+from PySide6.QtGui import QFontMetricsF, QGuiApplication, QImage
+from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
@@ -23,11 +25,10 @@ from app.widgets.timeline.blocks import MOST_ROWS, rows_of
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator
 from app.widgets.timeline.picture import GUTTER_GAP_PX, caption_font, sizes_for, title_font
-from app.widgets.timeline.plots import polygon
 from app.widgets.timeline.readout import averages_text, token_at
 from app.widgets.timeline.table import LaneTable
 from app.widgets.timeline.view import TimelineView
-from app.widgets.timeline.viewport import Viewport, duration, tick_ns
+from app.widgets.timeline.viewport import Viewport, duration
 from engine.telemetry.lanes import DISK, READ
 from engine.telemetry.records import SPAN
 from tests.app.recorded import STEP_NS, decoded, sample
@@ -80,12 +81,6 @@ def test_columns_lie_on_a_grid_that_does_not_move(start: float, span: float, wid
     assert edges[-1] >= start + span - 1
     column = span / width
     assert_allclose(edges / column, np.round(edges / column), rtol=1e-9)
-
-
-@given(st.floats(1e4, 1e15), st.integers(2, 40))
-def test_an_axis_has_some_ticks_and_not_too_many(span: float, most: int) -> None:
-    step = tick_ns(span, most)
-    assert span / step <= most or step == 86400e9
 
 
 @given(st.floats(-1e16, 1e16))
@@ -177,13 +172,6 @@ def test_reads_beside_each_other_have_rows_of_their_own() -> None:
     assert rows[3] == rows[2]  # it was free again
 
 
-def test_points_become_a_polygon() -> None:
-    points = polygon(np.array([1.0, 2.0, 3.0]), np.array([4.0, 5.0, 6.0]))
-    assert isinstance(points, QPolygonF)
-    assert points.toList() == [QPointF(1, 4), QPointF(2, 5), QPointF(3, 6)]
-    assert polygon(np.empty(0), np.empty(0)).isEmpty()
-
-
 def test_a_token_says_what_it_waited_for(history: History) -> None:
     token = token_at(history, ORIGIN_NS + 10 * STEP_NS + 100, 1000.0)
     assert token is not None
@@ -230,6 +218,67 @@ def test_the_crosshair_reads_every_lane(view: TimelineView, qtbot: QtBot) -> Non
         view.set_cursor(ORIGIN_NS + 3e9)
     assert "Tokens/s 50.0" in said.args[0]
     assert "CPU 100%" in said.args[0]
+
+
+def _at(view: TimelineView, share: float, y: int = 200) -> QPoint:
+    """A place in the plots, at this share of their width."""
+    area = view.view.sceneBoundingRect()
+    return QPoint(round(area.left() + share * area.width()), y)
+
+
+def _wheel(view: TimelineView, at: QPoint, modifiers: Qt.KeyboardModifier = Qt.KeyboardModifier.NoModifier) -> None:
+    place = QPointF(view.viewport().mapTo(view, at))
+    QTest.wheelEvent(view.windowHandle(), place, QPoint(0, 120), QPoint(), modifiers)
+
+
+def test_the_mouse_reads_selects_moves_and_zooms(view: TimelineView, qtbot: QtBot) -> None:
+    surface, left, shift = view.viewport(), Qt.MouseButton.LeftButton, Qt.KeyboardModifier.ShiftModifier
+    viewport = view.navigator.viewport
+    qtbot.mouseMove(surface, _at(view, 0.5))
+    assert view.cursor_ns == pytest.approx(viewport.start_ns + viewport.span_ns / 2, abs=2 * viewport.column_ns)
+    assert view.navigator.is_live
+    qtbot.mousePress(surface, left, pos=_at(view, 0.5))
+    qtbot.mouseMove(surface, _at(view, 0.75))
+    qtbot.mouseRelease(surface, left, pos=_at(view, 0.75))
+    assert view.selection is not None
+    assert view.selection[1] - view.selection[0] == pytest.approx(viewport.span_ns / 4, rel=0.02)
+    assert not view.navigator.is_live
+    qtbot.mouseClick(surface, left, pos=_at(view, 0.5))
+    assert view.selection is None
+    before = view.navigator.viewport
+    qtbot.mousePress(surface, Qt.MouseButton.MiddleButton, pos=_at(view, 0.5))
+    qtbot.mouseMove(surface, _at(view, 0.4))
+    qtbot.mouseRelease(surface, Qt.MouseButton.MiddleButton, pos=_at(view, 0.4))
+    assert view.navigator.viewport.start_ns == pytest.approx(before.start_ns + before.span_ns / 10, rel=1e-3)
+    before = view.navigator.viewport
+    under = before.start_ns + 0.85 * before.span_ns  # where something was recorded: that stays in sight
+    _wheel(view, _at(view, 0.85))
+    after = view.navigator.viewport
+    assert after.span_ns < before.span_ns
+    assert after.x(under) == pytest.approx(before.x(under), abs=2)
+    _wheel(view, _at(view, 0.25), shift)
+    assert view.navigator.viewport.span_ns == after.span_ns
+    assert view.navigator.viewport.start_ns < after.start_ns
+    qtbot.mouseMove(surface, QPoint(5, 200))
+    assert view.cursor_ns is None
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(60, "now"), (60, "−30 s"), (600, "−5:00 min"), (1, "200 ms")])
+def test_the_axis_says_when_it_was(view: TimelineView, seconds: int, said: str, tmp_path: Path) -> None:
+    view.navigator.set_preset(seconds * 10**9)
+    assert view.write_picture(tmp_path / "drawing.svg")
+    assert f">{said}<" in (tmp_path / "drawing.svg").read_text().replace(" </", "</")
+
+
+def test_a_picture_is_as_sharp_as_a_good_screen(view: TimelineView, tmp_path: Path) -> None:
+    assert view.write_picture(tmp_path / "picture.png")
+    assert QImage(str(tmp_path / "picture.png")).width() == 2 * view.width()
+    assert view.write_picture(tmp_path / "drawing.svg")
+    drawing = (tmp_path / "drawing.svg").read_text()
+    assert "Tokens/s" in drawing
+    assert "<image" not in drawing
+    assert not view.write_picture(tmp_path / "no" / "such" / "drawing.svg")
+    assert not view.write_picture(tmp_path / "no" / "such" / "picture.png")
 
 
 def test_hidden_it_does_not_draw(view: TimelineView, history: History, qtbot: QtBot) -> None:
@@ -294,15 +343,16 @@ def test_names_and_readings_have_room_left_of_the_plots(
     assert view.rows[-1].area.bottom() < view.height()
     for label in view.labels():
         if label.shown != label.whole:
-            assert view.tip_at(label.area.center()) == label.whole
+            assert view.text_at(label.area.center()) == label.whole
 
 
 def test_a_long_reading_ends_in_an_ellipsis_and_the_tooltip_says_it(view: TimelineView) -> None:
     row = view.rows[0]
     row.lane = replace(row.lane, title="A name that is much longer than the gutter is wide")
+    view.set_cursor(ORIGIN_NS + 1e9)
     (label,) = [label for label in view.labels() if label.whole == row.lane.title]
     assert label.shown.endswith("…")
-    assert view.tip_at(label.area.center()) == row.lane.title
+    assert view.text_at(label.area.center()) == row.lane.title
 
 
 @pytest.mark.parametrize("font_px", [12, 14, 20])

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PySide6.QtCore import QPointF, QSize, Qt
+from PySide6.QtCore import QPoint, QPointF, QSize, Qt
 from PySide6.QtGui import QImage
 from PySide6.QtTest import QTest
-from PySide6.QtWidgets import QApplication, QToolTip, QWidget
+from PySide6.QtWidgets import QApplication, QScrollArea, QToolTip, QWidget
 
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanTable
 from app.views.tune.machine_boxes import machine_boxes
@@ -136,7 +136,7 @@ def test_bars_name_every_part(qapp: QApplication, model: str) -> None:
     bars = PlanBars()
     tiers = tier_bars(made.plan(look, model), look)
     bars.show_tiers(tiers)
-    heights = [_painted(bars, QSize(width, bars.height())).height() for width in (280, 900)]
+    heights = [_painted(bars, QSize(width, bars.heightForWidth(width))).height() for width in (280, 900)]
     assert heights[0] >= heights[1]  # labels wrap
     for tier in tiers:
         assert tier.name in bars.accessibleDescription()
@@ -167,6 +167,23 @@ def test_any_roofline_is_drawn(qapp: QApplication, picture: RooflinePicture) -> 
     plot.show_picture(None)
     assert plot.accessibleDescription() == ""
     plot.deleteLater()
+
+
+def test_the_wheel_over_a_chart_scrolls_the_page(qapp: QApplication) -> None:
+    page, scroll = QWidget(), QScrollArea()
+    plot = RooflinePlot(page)
+    plot.show_picture(RooflinePicture(1e12, 5e10))
+    plot.setGeometry(0, 0, 300, 900)
+    page.resize(300, 900)
+    scroll.setWidget(page)
+    scroll.resize(300, 300)
+    scroll.show()
+    for x in (20, 150):  # over the axis, and over the plot
+        before = scroll.verticalScrollBar().value()
+        QTest.wheelEvent(scroll.windowHandle(), QPointF(x, 150), QPoint(0, -120))
+        assert scroll.verticalScrollBar().value() > before
+    scroll.close()
+    scroll.deleteLater()
 
 
 def test_the_race_as_a_table(qapp: QApplication) -> None:

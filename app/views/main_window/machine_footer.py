@@ -6,7 +6,7 @@ from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
 
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
-from app.widgets.memory_bar import MemoryShare
+from app.widgets.memory_bar import BarPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
@@ -143,13 +143,13 @@ class MachineFooter(QWidget):
         source = self.tr("Memory of the emulated graphics card: from the engine.")
         self._vram_bar.show_parts(parts, used, total, source=source)
 
-    def _parts(self, weights: int, experts: int, kv: int, program: int, other: int) -> tuple[MemoryShare, ...]:
+    def _parts(self, weights: int, experts: int, kv: int, program: int, other: int) -> tuple[BarPart, ...]:
         return (
-            MemoryShare(self.tr("Weights"), weights, "gpu"),
-            MemoryShare(self.tr("Experts"), experts, "hit"),
-            MemoryShare(self.tr("KV"), kv, "disk"),
-            MemoryShare(self.tr("Switchyard"), max(0, program), "faint"),
-            MemoryShare(self.tr("Other programs"), max(0, other), "idle", hatched=True),
+            BarPart(self.tr("Weights"), weights, "gpu"),
+            BarPart(self.tr("Experts"), experts, "hit"),
+            BarPart(self.tr("KV"), kv, "disk"),
+            BarPart(self.tr("Switchyard"), max(0, program), "faint"),
+            BarPart(self.tr("Other programs"), max(0, other), "idle", hatched=True),
         )
 
     # --- the machine and the model ----------------------------------------------------------------

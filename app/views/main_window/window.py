@@ -11,6 +11,7 @@ from PySide6.QtGui import QCloseEvent, QDragEnterEvent, QDropEvent, QGuiApplicat
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QPushButton, QStackedWidget, QVBoxLayout, QWidget
 
 from app.icons import logo
+from app.services.background import LatestTask
 from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
@@ -20,8 +21,10 @@ from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
 from app.widgets.banner import Banner, BannerStack
+from app.widgets.charts_ready import are_ready, load_charts, when_ready
 from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, Page, PageEntry
+from app.widgets.page_header import PageHeader
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
 from app.widgets.shortcuts import add_shortcut, keys_of
@@ -86,6 +89,8 @@ class MainWindow(QMainWindow):
         """Whether another server was to answer when the window was last closed."""
         self._shown = pages[0].name
         self._built: dict[str, Page] = {}
+        self._loading_charts = LatestTask(self)
+        self.closing.connect(self._loading_charts.close)
         self._lay_out()
 
         self.sidebar.page_chosen.connect(self.show_page)
@@ -112,9 +117,30 @@ class MainWindow(QMainWindow):
         self._shown = name
         if name == TUNE:
             self.tune_banner.hide()  # the page itself says it
-        self.pages.setCurrentWidget(self.page(FIRST_RUN if name == CHAT and self._needs_model else name))
+        wanted = FIRST_RUN if name == CHAT and self._needs_model else name
+        if wanted not in self._built and self._entries[wanted].has_charts and not are_ready():
+            self._show_frame(wanted)
+            return
+        self.pages.setCurrentWidget(self.page(wanted))
         if not self.sidebar.has_focus():  # keep the focus during keyboard navigation of the sidebar
             self._focus_page()
+
+    def _show_frame(self, name: str) -> None:
+        """Shows the page's place, until charts are there to fill it."""
+        frame = QWidget(self.pages)
+        column = QVBoxLayout(frame)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.addWidget(PageHeader(self._entries[name].label, frame), 0, Qt.AlignmentFlag.AlignTop)
+        self.pages.addWidget(frame)
+        self.pages.setCurrentWidget(frame)
+
+        def fill() -> None:
+            if self.pages.currentWidget() is frame:
+                self.show_page(name)
+            self.pages.removeWidget(frame)
+            frame.deleteLater()
+
+        when_ready(frame, fill)
 
     def page(self, name: str) -> Page:
         """The page of this name; created when first shown, so that the window opens sooner."""
@@ -149,6 +175,7 @@ class MainWindow(QMainWindow):
 
     def _begin_later(self) -> None:
         self.services.telemetry.start()
+        self._loading_charts.ask(load_charts)
         downloads = self.services.downloads
         downloads.changed.connect(lambda: self.sidebar.downloads.show_downloads(downloads.entries))
         downloads.begin()

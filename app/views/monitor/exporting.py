@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from PySide6.QtCore import QRect, QSize, Signal
-from PySide6.QtGui import QPainter
-from PySide6.QtSvg import QSvgGenerator
+from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QFileDialog, QMenu, QPushButton, QWidget
 
 from app.services.background import TaskQueue
@@ -59,9 +57,7 @@ class ExportButton(QPushButton):
 
     def write_picture(self, path: Path) -> None:
         """Writes the view as PNG, or as SVG if the name ends in `.svg`."""
-        self._view.refresh()  # include data that arrived since the last paint
-        is_drawing = path.suffix == ".svg"
-        done = _write_svg(self._view, path) if is_drawing else self._view.grab().save(str(path))
+        done = self._view.write_picture(path)
         self.reported.emit(
             self.tr("Written to {0}").format(path)
             if done
@@ -85,19 +81,3 @@ class ExportButton(QPushButton):
     def _fail(self, path: Path, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or type(error).__name__
         self.reported.emit(self.tr("{0} could not be written ({1}); choose another folder.").format(path, reason))
-
-
-def _write_svg(view: TimelineView, path: Path) -> bool:
-    try:
-        path.touch()
-    except OSError:
-        return False
-    generator = QSvgGenerator()
-    generator.setFileName(str(path))
-    generator.setSize(QSize(view.width(), view.height()))
-    generator.setViewBox(QRect(0, 0, view.width(), view.height()))
-    generator.setTitle("Switchyard")
-    painter = QPainter(generator)
-    view.paint_onto(painter)
-    painter.end()
-    return path.stat().st_size > 0

@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QLabel, QVBoxLayout, QWidget
 from app.theme import use_tabular_figures
 from app.widgets.card import Card, muted_label
 from app.widgets.core_grid import CoreGrid
-from app.widgets.memory_bar import MemoryBar, MemoryShare
+from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, number
 from engine.hardware.sensors import GpuSample, SensorSample
 
@@ -115,11 +115,11 @@ class _GpuRow(QWidget):
         self.head.setText(" · ".join(filter(None, parts)))
         self._busy.setVisible(gpu.busy is not None)
         self._memory.setVisible(bool(gpu.vram_total))
-        self._busy.show_parts((MemoryShare("", round(_PARTS * (gpu.busy or 0.0)), "gpu"),), _PARTS)
+        self._busy.show_parts((BarPart("", round(_PARTS * (gpu.busy or 0.0)), "gpu"),), _PARTS)
         if gpu.vram_total:
             ours = gpu.vram_ours or 0
             others = gpu.vram_others if gpu.vram_others is not None else max(0, (gpu.vram_used or 0) - ours)
-            shown = (MemoryShare("", ours, "gpu"), MemoryShare("", others, "idle", hatched=True))
+            shown = (BarPart("", ours, "gpu"), BarPart("", others, "idle", hatched=True))
             self._memory.show_parts(shown, gpu.vram_total)
         self.tail.setText(self._details(gpu))
         self.tail.setVisible(bool(self.tail.text()))

@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QVBoxLayout, QWidget
 from app.models.cache_figures import FREE, memory_places, sound
 from app.theme import ColourName
 from app.widgets.card import Card, muted_label
-from app.widgets.memory_bar import MemoryShare
+from app.widgets.memory_bar import BarPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
 from engine.telemetry.messages import CacheReport
 
@@ -69,7 +69,7 @@ class MemoryCard(Card):
                 _DISK: self.tr("Computed context of chats, of all models, of what it may take (see Settings)."),
             }.get(place, self.tr("Counted by the engine, of the memory it may use."))
             gauge.show_parts(parts, total - free, total, source=source)
-            legend.show_parts((*parts, MemoryShare(self.tr("free"), free, "border")))
+            legend.show_parts((*parts, BarPart(self.tr("free"), free, "border")))
         self._empty.setVisible(not places)
 
     def _place(self, place: str) -> tuple[MemoryGauge, MemoryLegend]:
@@ -88,7 +88,7 @@ class MemoryCard(Card):
             return self.tr("Disk")
         return self.tr("VRAM (emulated)") if place.startswith("emulated") else self.tr("VRAM {0}").format(place[:24])
 
-    def _part(self, purpose: str, nbytes: int) -> MemoryShare:
+    def _part(self, purpose: str, nbytes: int) -> BarPart:
         names: dict[str, tuple[str, ColourName, bool]] = {
             "weights": (self.tr("weights"), "gpu", False),
             "experts": (self.tr("experts"), "hit", False),
@@ -100,4 +100,4 @@ class MemoryCard(Card):
             "others": (self.tr("window and other programs"), "idle", True),
         }
         name, colour, hatched = names.get(purpose, (purpose[:40], "faint", True))
-        return MemoryShare(name, nbytes, colour, hatched)
+        return BarPart(name, nbytes, colour, hatched)

@@ -8,11 +8,13 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 from app.models.token_figures import TokenFigures
 from app.theme import use_tabular_figures
 from app.widgets.card import Card, muted_label
+from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number
-from app.widgets.share_bar import ShareBar
 
 _NOTHING = "–"
 _SWATCH = QSize(10, 10)
+_PARTS = 1000
+"""Of the bar."""
 _KINDS = ("hit", "fetched", "cpu")
 
 
@@ -29,7 +31,8 @@ class TokenCard(Card):
                 "already in the graphics card’s memory; a miss was fetched or computed on the processor."
             )
         )
-        self.bar = ShareBar(QSize(80, 10), self)
+        self.bar = MemoryBar(self)
+        self.bar.setFixedHeight(_SWATCH.height())
         self._grid = QGridLayout()
         self._grid.setHorizontalSpacing(8)
         self._grid.setVerticalSpacing(6)
@@ -70,7 +73,7 @@ class TokenCard(Card):
             texts["energy"] = self.tr("{0} J").format(number(figures.joules, 2 if figures.joules < 10 else 1))
         elif watts is None:
             texts["energy"] = self.tr("not available here")
-        self.bar.show_shares(*shares)
+        self.bar.show_parts(_parts(*shares), _PARTS)
         for key, label in self.values.items():
             label.setText(texts[key])
             label.setAccessibleName(f"{self._names[key]}: {texts[key]}")
@@ -96,8 +99,9 @@ class TokenCard(Card):
         use_tabular_figures(value)
         row = self._grid.rowCount() + 1  # the bar is below the first
         if key in _KINDS:
-            swatch = ShareBar(_SWATCH, self)
-            swatch.show_shares(*(1.0 if kind == key else 0.0 for kind in _KINDS))
+            swatch = MemoryBar(self)
+            swatch.setFixedSize(_SWATCH)
+            swatch.show_parts(_parts(*(float(kind == key) for kind in _KINDS)), _PARTS)
             self._grid.addWidget(swatch, row, 0)
             self._grid.addWidget(name, row, 1)
         else:
@@ -106,6 +110,16 @@ class TokenCard(Card):
         self._grid.addWidget(value, row, 2, Qt.AlignmentFlag.AlignRight)
         self._names[key] = text
         self.values[key] = value
+
+
+def _parts(hit: float, fetched: float, on_cpu: float) -> tuple[BarPart, ...]:
+    """Shares of their sum, in the colours and hatching that the timeline has for them."""
+    scale = _PARTS / ((hit + fetched + on_cpu) or 1.0)
+    return (
+        BarPart("", round(scale * hit), "hit"),
+        BarPart("", round(scale * fetched), "pcie", hatched=True, falls=True),
+        BarPart("", round(scale * on_cpu), "miss", hatched=True),
+    )
 
 
 def _count(value: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
-from app.widgets.plan_bars import BarPart, TierBar, memory_parts
+from app.widgets.memory_bar import BarPart, TierBar, memory_parts
 from app.widgets.quantities import arithmetic, figures, memory, number, rate
 from engine.planner.plan_parts import Plan, Speed
 from engine.tuning.keeping import day

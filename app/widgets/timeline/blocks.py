@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
-from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
+from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPainterPath, QPen, QPolygonF
 
 from app.services.history.history import History
 from app.services.history.runs import PhaseRun
@@ -77,17 +77,17 @@ def rows_of(spans: Records) -> list[int]:
     return [int(row) for row in rows]
 
 
-def block_rects(area: QRectF, spans: Records, viewport: Viewport) -> list[QRectF]:
-    """Where each span is drawn."""
-    rows = rows_of(spans)
-    count = max(rows, default=0) + 1
-    height = area.height() / count
-    lefts = np.clip((spans["start_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
-    rights = np.clip((spans["end_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
-    gap = 1.0 if count > 1 else 0.0
+def bars(area: QRectF, spans: Records, rows: list[int], viewport: Viewport, least_px: float) -> list[QRectF]:
+    """Where each span is drawn: its row, from its start to its end, at least so wide."""
+    height = area.height() / (max(rows, default=0) + 1)
+    gap = 1.0 if 3 < height < area.height() else 0.0
+    lefts, rights = (
+        np.clip((spans[name] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2).tolist()
+        for name in ("start_ns", "end_ns")
+    )
     return [
-        QRectF(area.left() + left, area.top() + row * height, max(right - left, 0.8), height - gap)
-        for row, left, right in zip(rows, lefts.tolist(), rights.tolist(), strict=True)
+        QRectF(area.left() + left, area.top() + row * height, max(right - left, least_px), height - gap)
+        for row, left, right in zip(rows, lefts, rights, strict=True)
     ]
 
 
@@ -97,7 +97,7 @@ def draw_blocks(
     """Spans as blocks; those of lane `second`, and prefetched ones, are hatched."""
     metrics = QFontMetricsF(painter.font())
     names, lanes = spans["name"].tolist(), spans["lane"].tolist()
-    for index, rect in enumerate(block_rects(area, spans, viewport)):
+    for index, rect in enumerate(bars(area, spans, rows_of(spans), viewport, 0.8)):
         later = names[index] in FOR_LATER or lanes[index] == second
         if later:
             painter.fillRect(rect, faded(colour, 85))
@@ -193,28 +193,21 @@ def run_labels(run: PhaseRun) -> tuple[str, ...]:
     return translate("Timeline", "{0} {1} tokens").format(name, run.tokens), f"{name} {run.tokens}", name
 
 
-def draw_path(painter: QPainter, areas: dict[int, QRectF], pieces: list[tuple[float, float, int]]) -> None:
+def path_through(areas: dict[int, QRectF], pieces: list[tuple[float, float, int]]) -> QPainterPath:
     """A critical path: outlines in the lanes that a token waited for, connected across lanes.
 
     Args:
         areas: plot of each visible engine lane.
         pieces: (left, right, lane), from left to right; lane -1 is time not spent in any lane.
     """
-    pen = QPen(themed("text"), 1.4)
-    painter.setPen(pen)
-    before: QPointF | None = None
+    path = QPainterPath()
+    follows = False
     for left, right, lane in pieces:
         area = areas.get(lane)
-        if area is None:
-            before = None
-            continue
-        rect = QRectF(left, area.top(), max(right - left, 1.0), area.height())
-        if rect.width() >= 3:
-            painter.drawRect(rect)
-        else:
-            painter.drawLine(rect.topLeft(), rect.topRight())
-            painter.drawLine(rect.bottomLeft(), rect.bottomRight())
-        start = QPointF(rect.left(), area.center().y())
-        if before is not None and abs(before.y() - start.y()) > 1:
-            painter.drawLine(before, start)
-        before = QPointF(rect.right(), area.center().y())
+        if area is not None:
+            if follows and abs(path.currentPosition().y() - area.center().y()) > 1:
+                path.lineTo(left, area.center().y())
+            path.addPolygon(QPolygonF(QRectF(left, area.top(), right - left, area.height())))
+            path.moveTo(right, area.center().y())
+        follows = area is not None
+    return path

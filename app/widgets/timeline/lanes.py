@@ -114,41 +114,23 @@ def machine_lanes(history: History) -> list[Lane]:
 
 
 def _sensor_lanes() -> list[Lane]:
+    def lane(key: str, title: str, kind: Kind, colour: Colour, *gauges: str) -> Lane:
+        return Lane(key, title, kind, colour, gauges=gauges or (key,), weight=0.9)
+
     return [
-        Lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu", gauges=("gpu_busy",), weight=0.9),
-        Lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", gauges=("cpu_ours", "cpu_all"), weight=0.9),
-        Lane("ram", translate("Timeline", "RAM"), "amount", "cpu", gauges=("ram_ours", "ram_used"), weight=0.9),
-        Lane("vram", translate("Timeline", "VRAM"), "amount", "gpu", gauges=("vram_ours", "vram_used"), weight=0.9),
-        Lane("pcie", translate("Timeline", "PCIe"), "amount", "pcie", gauges=("pcie_rx", "pcie_tx"), weight=0.9),
-        Lane("faults", translate("Timeline", "Page faults"), "amount", "muted", gauges=("minor_faults",), weight=0.9),
-        Lane(
-            "disk_io",
-            translate("Timeline", "Disk I/O"),
-            "amount",
-            "disk",
-            gauges=("disk_read", "disk_write"),
-            weight=0.9,
-        ),
-        Lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu", gauges=("gpu_power",), weight=0.9),
-        Lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu", gauges=("cpu_power",), weight=0.9),
-        Lane("gpu_clock", translate("Timeline", "GPU clock"), "amount", "gpu", gauges=("gpu_clock",), weight=0.9),
-        Lane("cpu_clock", translate("Timeline", "CPU clock"), "amount", "cpu", gauges=("cpu_clock",), weight=0.9),
-        Lane(
-            "gpu_temperature",
-            translate("Timeline", "GPU heat"),
-            "amount",
-            "gpu",
-            gauges=("gpu_temperature",),
-            weight=0.9,
-        ),
-        Lane(
-            "cpu_temperature",
-            translate("Timeline", "CPU heat"),
-            "amount",
-            "cpu",
-            gauges=("cpu_temperature",),
-            weight=0.9,
-        ),
+        lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu"),
+        lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", "cpu_ours", "cpu_all"),
+        lane("ram", translate("Timeline", "RAM"), "amount", "cpu", "ram_ours", "ram_used"),
+        lane("vram", translate("Timeline", "VRAM"), "amount", "gpu", "vram_ours", "vram_used"),
+        lane("pcie", translate("Timeline", "PCIe"), "amount", "pcie", "pcie_rx", "pcie_tx"),
+        lane("faults", translate("Timeline", "Page faults"), "amount", "muted", "minor_faults"),
+        lane("disk_io", translate("Timeline", "Disk I/O"), "amount", "disk", "disk_read", "disk_write"),
+        lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu"),
+        lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu"),
+        lane("gpu_clock", translate("Timeline", "GPU clock"), "amount", "gpu"),
+        lane("cpu_clock", translate("Timeline", "CPU clock"), "amount", "cpu"),
+        lane("gpu_temperature", translate("Timeline", "GPU heat"), "amount", "gpu"),
+        lane("cpu_temperature", translate("Timeline", "CPU heat"), "amount", "cpu"),
     ]
 
 

@@ -1,13 +1,15 @@
-"""The timeline's picture: everything except what follows the mouse."""
+"""What the timeline's scene is made of: the lanes as one item with a cached picture, and both axes."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import pyqtgraph as pg
 from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
-from PySide6.QtGui import QColor, QFont, QFontInfo, QFontMetrics, QPainter, QPen
+from PySide6.QtGui import QFont, QFontInfo, QFontMetrics, QPaintEngine, QPainter, QPen, QPixmap
 
 from app.services.history.history import History
 from app.theme import tabular, themed
@@ -17,13 +19,13 @@ from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
 from app.widgets.timeline.lanes import Lane, LaneData, lane_titles, read_lane
 from app.widgets.timeline.plots import draw_lane
 from app.widgets.timeline.requests import draw_requests, joined
-from app.widgets.timeline.viewport import Viewport, duration, tick_ns
+from app.widgets.timeline.viewport import Viewport
 from engine.telemetry.lanes import CPU_ATTENTION, H2D, SMALL_COPY
 from engine.telemetry.records import Records
 
 translate = QCoreApplication.translate
 
-RIGHT_PX = 12
+RIGHT_PX = 16
 LANE_GAP_PX = 9
 GUTTER_GAP_PX = 10
 _NAME_GAP_PX = 6
@@ -34,8 +36,6 @@ _LEAST_LANE_PX = 27
 _LEAST_PHASE_PX = 32
 _NAME_MARGIN_PX = 6
 """How far a lane's name and reading may extend beyond its plot, into the gap to the next."""
-_SHORT_NS = 2e9
-"""Shorter ranges have times relative to their own beginning: durations matter then, not when it was."""
 _BLOCKS_BELOW_NS = 3e9
 _REQUESTS_BELOW_NS = 130e9
 """Spans are drawn one by one only in shorter ranges: in longer ones there are always too many."""
@@ -115,9 +115,9 @@ def least_height(lanes: list[Lane], font: QFont) -> int:
 
 
 def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> list[QRectF]:
-    """Plots of all lanes in a widget of this size: by weight, but at least as high as their text."""
+    """All lanes' plots within a view of this size: by weight, but at least as high as their text."""
     sizes = sizes_for(font)
-    room = height - sizes.axis - LANE_GAP_PX * len(lanes)
+    room = height - LANE_GAP_PX * len(lanes)
     highs: dict[str, float] = {lane.key: sizes.phase for lane in lanes if lane.kind == "phase"}
     while True:
         others = [lane for lane in lanes if lane.key not in highs]
@@ -129,7 +129,7 @@ def lane_areas(lanes: list[Lane], width: float, height: float, font: QFont) -> l
     areas, top = [], float(LANE_GAP_PX) / 2
     for lane in lanes:
         own = highs.get(lane.key, unit * lane.weight)
-        areas.append(QRectF(sizes.gutter, round(top), max(width - sizes.gutter - RIGHT_PX, 1.0), round(own)))
+        areas.append(QRectF(0, round(top), max(width, 1.0), round(own)))
         top += own + LANE_GAP_PX
     return areas
 
@@ -156,29 +156,57 @@ def read_rows(
     return rows
 
 
-def draw_rows(
-    painter: QPainter,
-    rows: list[LaneRow],
-    history: History,
-    viewport: Viewport,
-    *,
-    zero_ns: float,
-    is_recorded: bool = False,
-) -> None:
-    """All plots, the lines between them, marks and the axis.
+class LanesItem(pg.GraphicsObject):  # type: ignore[misc]
+    """All lanes of a view in one item, in its pixels: painted as a picture on a screen, as paths into an export.
 
-    Args:
-        zero_ns: the origin of times on the axis; now, unless it `is_recorded`.
+    The picture is drawn when the view is about to be painted, and kept until `forget`.
     """
+
+    def __init__(self, view: pg.ViewBox) -> None:
+        super().__init__()
+        self.rows: list[LaneRow] = []
+        self._picture: QPixmap | None = None
+        self._draw: Callable[[QPainter], None] = lambda _painter: None
+        self.setParentItem(view)
+        self.setZValue(-1)
+        view.sigResized.connect(lambda _view: self.prepareGeometryChange())
+
+    def forget(self) -> None:
+        """Something has changed: the picture is drawn again."""
+        self._picture = None
+
+    def prepare(self, ratio: float, rows: Callable[[], list[LaneRow]], draw: Callable[[QPainter], None]) -> bool:
+        """Reads and draws the rows for a screen with so many pixels per unit; False if that is done already."""
+        if self._picture is not None and self._picture.devicePixelRatio() == ratio:
+            return False
+        area = self.boundingRect()
+        self.rows, self._draw = rows(), draw
+        self._picture = QPixmap(max(round(area.width() * ratio), 1), max(round(area.height() * ratio), 1))
+        self._picture.setDevicePixelRatio(ratio)
+        self._picture.fill(Qt.GlobalColor.transparent)
+        painter = QPainter(self._picture)
+        draw(painter)
+        painter.end()
+        return True
+
+    def boundingRect(self) -> QRectF:
+        return QRectF(self.parentItem().rect())
+
+    def paint(self, painter: QPainter, _option: object, _widget: object) -> None:
+        is_drawing = painter.paintEngine().type() == QPaintEngine.Type.SVG
+        if is_drawing or self._exportOpts or self._picture is None:
+            self._draw(painter)
+        else:
+            painter.drawPixmap(QPointF(0, 0), self._picture)
+
+
+def draw_rows(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:
+    """All plots, the lines between them, and marks."""
     if not rows:
         return
     left, right = rows[0].area.left(), rows[0].area.right()
-    bottom = rows[-1].area.bottom()
-    edges = viewport.edges()
-    xs = left + (edges - viewport.start_ns) / viewport.column_ns
+    xs = left + (viewport.edges() - viewport.start_ns) / viewport.column_ns
     border = QPen(themed("border"), 1)
-    below = QRectF(left, bottom + 3, right - left, painter.fontMetrics().height() + 6)
-    _draw_axis(painter, below, rows[0].area.top(), viewport, zero_ns, is_recorded=is_recorded)
     for row in rows:
         painter.setPen(border)
         base = row.area.bottom() + LANE_GAP_PX / 2
@@ -200,12 +228,6 @@ def draw_rows(
     _draw_marks(painter, rows, history, viewport)
 
 
-def blended(one: QColor, other: QColor) -> QColor:
-    """Half of each: opaque colours are drawn faster."""
-    pairs = ((one.red(), other.red()), (one.green(), other.green()), (one.blue(), other.blue()))
-    return QColor(*((mine + theirs) // 2 for mine, theirs in pairs))
-
-
 def scaled(font: QFont, part: float) -> QFont:
     """The font at `part` of its size, in points or pixels."""
     result = QFont(font)
@@ -219,39 +241,6 @@ def _draw_ceiling_label(painter: QPainter, row: LaneRow) -> None:
     painter.setPen(themed("muted"))
     at = QRectF(row.area.left(), y + 1, row.area.width() - 4, painter.fontMetrics().height())
     painter.drawText(at, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignTop, text)
-
-
-def _draw_axis(
-    painter: QPainter, area: QRectF, top: float, viewport: Viewport, zero_ns: float, *, is_recorded: bool
-) -> None:
-    """Times relative to `zero_ns`; in short ranges, to their own beginning."""
-    step = tick_ns(viewport.span_ns, max(2, int(area.width() // 110)))
-    is_short = viewport.span_ns <= _SHORT_NS
-    zero = viewport.start_ns if is_short else zero_ns
-    faint = blended(themed("border"), themed("surface"))
-    now = "" if is_recorded or is_short else translate("Timeline", "now")
-    room = area.right() - (painter.fontMetrics().horizontalAdvance(now) + 12 if now else 0)
-    first = int(np.ceil((viewport.start_ns - zero) / step))
-    height = area.height() - 4
-    for index in range(first, first + int(viewport.span_ns / step) + 2):
-        x = area.left() + viewport.x(zero + index * step)
-        if not area.left() - 1 <= x <= area.right() + 1:
-            continue
-        painter.setPen(QPen(faint, 1))
-        painter.drawLine(QPointF(x, top), QPointF(x, area.top()))
-        text = duration(index * step)
-        if index == 0 and now:
-            continue
-        half = painter.fontMetrics().horizontalAdvance(text) / 2
-        middle = min(max(x, area.left() + half), area.right() + RIGHT_PX / 2 - half)
-        if middle + half < room or not now:
-            painter.setPen(themed("muted"))
-            box = QRectF(middle - half - 1, area.top(), 2 * half + 2, height)
-            painter.drawText(box, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignHCenter, text)
-    if now and viewport.end_ns >= zero_ns - 1e9:
-        painter.setPen(themed("muted"))
-        flags = Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignRight
-        painter.drawText(QRectF(area.left(), area.top(), area.width(), height), flags, now)
 
 
 def _draw_marks(painter: QPainter, rows: list[LaneRow], history: History, viewport: Viewport) -> None:

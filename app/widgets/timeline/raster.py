@@ -1,7 +1,7 @@
 """Areas, lines and stacks of columns rasterised with arrays.
 
-At least ten times cheaper than QPainter's polygons with a thousand corners, and as smooth: each pixel's coverage is
-computed exactly along its column.
+A timeline of irregular lanes takes half the time of QPainter's polygons with a thousand corners, and is as smooth: each
+pixel's coverage is computed exactly along its column.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from PySide6.QtCore import QCoreApplication, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPen
 
 from app.theme import themed
-from app.widgets.timeline.blocks import span_label
+from app.widgets.timeline.blocks import bars, span_label
 from app.widgets.timeline.colours import faded, text_on
 from app.widgets.timeline.viewport import Viewport
 from engine.telemetry.lanes import ELSEWHERE, JOB, QUEUED, READING, WRITTEN_ELSEWHERE
@@ -70,14 +70,8 @@ def draw_requests(
 ) -> None:
     """Joined spans as bars: hatched while a request waits, pale while it is read, full while it is written; a job's are
     outlined.  `places` name the servers that answer some of them."""
-    metrics, rows = QFontMetricsF(painter.font()), rows_of(spans)
-    height = area.height() / (max(rows, default=0) + 1)
-    lefts = np.clip((spans["start_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
-    rights = np.clip((spans["end_ns"] - viewport.start_ns) / viewport.column_ns, -2, viewport.width + 2)
-    for index, row in enumerate(rows):
-        width = max(float(rights[index] - lefts[index]), 1.0)
-        gap = 1.0 if height > 3 else 0.0
-        bar = QRectF(area.left() + float(lefts[index]), area.top() + row * height, width, height - gap)
+    metrics = QFontMetricsF(painter.font())
+    for index, bar in enumerate(bars(area, spans, rows_of(spans), viewport, 1.0)):
         name = int(spans["name"][index])
         waits = name in (QUEUED, ELSEWHERE)
         if waits:
@@ -90,7 +84,9 @@ def draw_requests(
             painter.fillRect(bar, faded(colour, 90 if name == READING else 205))
         text = request_label(spans[index], places)
         inner = bar.intersected(area).adjusted(4, 0, -3, 0)
-        has_room = height >= metrics.height() * 0.8 and inner.width() >= max(_LABEL_PX, metrics.horizontalAdvance(text))
+        has_room = bar.height() >= metrics.height() * 0.8 and inner.width() >= max(
+            _LABEL_PX, metrics.horizontalAdvance(text)
+        )
         if not waits and has_room:
             painter.setPen(QPen(themed("text") if name in (READING, JOB) else text_on(colour)))
             painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QRectF, QSize, Qt, QTimer, Signal
-from PySide6.QtGui import QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPaintEvent, QPen, QShowEvent
+from PySide6.QtGui import QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPen, QShowEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import tabular, themed
-from app.widgets.timeline.lanes import Lane, lanes_of, read_lane, reading
+from app.widgets.chart import Chart
+from app.widgets.timeline.lanes import lanes_of, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS
-from app.widgets.timeline.picture import scaled
+from app.widgets.timeline.picture import LaneRow, LanesItem, scaled
 from app.widgets.timeline.plots import draw_lane
 from app.widgets.timeline.viewport import Viewport
 
@@ -21,7 +22,7 @@ _GAP_PX = 14
 _LANES = ("gpu", "h2d", "cpu", "disk", "experts", "tokens")
 
 
-class TimelineStrip(QWidget):
+class TimelineStrip(Chart):
     """The last twenty seconds of every lane.  It neither reads nor paints while hidden.
 
     Signals: `opened`, on click or Enter: the user wants to see the Monitor.
@@ -33,14 +34,24 @@ class TimelineStrip(QWidget):
         super().__init__(parent)
         self._hub = hub
         self._revision = -1
+        self._drawn = LanesItem(self.view)
+        self.view.sigResized.connect(lambda _view: self._drawn.forget())
+        self.sceneObj.sigPrepareForPaint.connect(self._prepare)
         self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.setFixedHeight(HEIGHT_PX)
         self.setCursor(Qt.CursorShape.PointingHandCursor)
+        self.setProperty("ring", True)
         self.setAccessibleName(self.tr("Machine activity"))
         self.setToolTip(self.tr("The last 20 seconds. Click for the Monitor."))
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)
+        self.dress()
+
+    def dress(self) -> None:
+        super().dress()
+        self.setBackgroundBrush(themed("background"))
+        self._drawn.forget()
 
     def sizeHint(self) -> QSize:
         return QSize(480, HEIGHT_PX)
@@ -49,7 +60,8 @@ class TimelineStrip(QWidget):
         history = self._hub.history
         if history is not None and history.revision != self._revision:
             self._revision = history.revision
-            self.update()
+            self._drawn.forget()
+            self.viewport().update()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
@@ -59,42 +71,52 @@ class TimelineStrip(QWidget):
         super().hideEvent(event)
         self._refreshing.stop()
 
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+    def _prepare(self) -> None:
+        if self._drawn.prepare(self.devicePixelRatioF(), self._read, self._draw):
+            said = (
+                f"{row.lane.title} {reading(row.lane, row.data, self._viewport(row.area).width - 1)}"
+                for row in self._rows
+            )
+            self.setAccessibleDescription(", ".join(said))
+
+    @property
+    def _rows(self) -> list[LaneRow]:
+        return self._drawn.rows
+
+    def _viewport(self, area: QRectF) -> Viewport:
+        end_ns = (self._hub.history.end_ns if self._hub.history is not None else None) or 0
+        return Viewport(end_ns - BEHIND_NS - SPAN_NS, SPAN_NS, max(round(area.width()), 1))
+
+    def _read(self) -> list[LaneRow]:
         history = self._hub.history
         if history is None or history.end_ns is None:
-            return
-        lanes: list[Lane] = [lane for lane in lanes_of(history, machine=False) if lane.key in _LANES or lane.gauges]
+            return []
+        lanes = [lane for lane in lanes_of(history, machine=False) if lane.key in _LANES or lane.gauges]
         lanes = [lane for lane in lanes if lane.key != "disk" or history.devices(lane.spans[0])][:6]
-        if not lanes:
-            return
-        painter = QPainter(self)
+        width = (self.view.width() - _GAP_PX * (len(lanes) - 1)) / max(len(lanes), 1)
+        areas = [QRectF(index * (width + _GAP_PX), 15, width, self.view.height() - 18) for index in range(len(lanes))]
+        return [
+            LaneRow(lane, at, read_lane(lane, history, self._viewport(at), {}))
+            for lane, at in zip(lanes, areas, strict=True)
+        ]
+
+    def _draw(self, painter: QPainter) -> None:
         painter.setFont(scaled(tabular(self.font()), 0.76))
-        width = (self.width() - _GAP_PX * (len(lanes) - 1)) / len(lanes)
-        spoken = []
-        for index, lane in enumerate(lanes):
-            left = index * (width + _GAP_PX)
-            area = QRectF(left, 15, width, HEIGHT_PX - 18)
-            viewport = Viewport(history.end_ns - BEHIND_NS - SPAN_NS, SPAN_NS, max(round(width), 1))
-            data = read_lane(lane, history, viewport, {})
-            text = reading(lane, data, viewport.width - 1)
-            spoken.append(f"{lane.title} {text}")
-            label = QRectF(left, 0, width, 14)
+        for row in self._rows:
+            area, viewport = row.area, self._viewport(row.area)
             painter.setPen(themed("muted"))
-            painter.drawText(label, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, lane.title)
-            if lane.kind != "experts":
+            label = QRectF(area.left(), 0, area.width(), 14)
+            painter.drawText(label, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, row.lane.title)
+            if row.lane.kind != "experts":
+                text = reading(row.lane, row.data, viewport.width - 1)
                 painter.drawText(label, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, text)
             painter.save()
             painter.setClipRect(area)
-            xs = left + (viewport.edges() - viewport.start_ns) / viewport.column_ns
-            draw_lane(painter, area, xs, lane, data, themed(lane.colour))
+            xs = area.left() + (viewport.edges() - viewport.start_ns) / viewport.column_ns
+            draw_lane(painter, area, xs, row.lane, row.data, themed(row.lane.colour))
             painter.restore()
             painter.setPen(QPen(themed("border"), 1))
             painter.drawLine(area.bottomLeft(), area.bottomRight())
-        self.setAccessibleDescription(", ".join(spoken))
-        if self.hasFocus():
-            painter.setPen(QPen(themed("accent"), 2))
-            painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
-        painter.end()
 
     def mouseReleaseEvent(self, event: QMouseEvent) -> None:
         if self.rect().contains(event.position().toPoint()):

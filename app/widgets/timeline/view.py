@@ -1,45 +1,31 @@
-"""The timeline widget: mouse, keys, and what follows them."""
+"""The timeline: one chart of all lanes, and what follows the mouse and the keys."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
-from PySide6.QtCore import QEvent, QPointF, QRectF, QSize, Qt, QTimer, Signal
-from PySide6.QtGui import (
-    QHelpEvent,
-    QHideEvent,
-    QKeyEvent,
-    QMouseEvent,
-    QPainter,
-    QPaintEvent,
-    QPen,
-    QPixmap,
-    QResizeEvent,
-    QShowEvent,
-    QWheelEvent,
-)
-from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
+import pyqtgraph as pg
+from PySide6.QtCore import QPointF, QSize, Qt, QTimer, Signal
+from PySide6.QtGui import QHideEvent, QKeyEvent, QPainter, QShowEvent
+from PySide6.QtWidgets import QGraphicsPathItem, QGraphicsSceneWheelEvent, QSizePolicy, QWidget
 
-from app.services.history.history import History
 from app.theme import themed
+from app.widgets.chart import Chart
 from app.widgets.help_mark import MARK_PX, HelpMark
-from app.widgets.timeline.keys import PAN, ZOOM, key_pressed
+from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
+from app.widgets.timeline.blocks import path_through
+from app.widgets.timeline.colours import FAINT_ALPHA, faded
+from app.widgets.timeline.keys import PAN, key_pressed
 from app.widgets.timeline.lane_words import lane_explanation
 from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, read_lane, reading
-from app.widgets.timeline.navigator import Navigator
-from app.widgets.timeline.overlay import (
-    GutterLabel,
-    draw_cursor,
-    draw_gutter,
-    draw_selection,
-    draw_token,
-    gutter_labels,
-)
+from app.widgets.timeline.navigator import BEHIND_NS, Navigator
 from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
     RIGHT_PX,
     LaneRow,
+    LanesItem,
     axis_font,
     draw_rows,
     lane_areas,
@@ -49,10 +35,13 @@ from app.widgets.timeline.picture import (
 )
 from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
 from app.widgets.timeline.viewport import duration
+from engine.telemetry.lanes import H2D, SMALL_COPY
 
-_DRAG_PX = 4
 _EMPTY_PX = 233
 _TICK_REACH_PX = 6.0
+_TOKEN_ALPHA = 22
+_SHORT_NS = 2e9
+"""Shorter ranges have times relative to their own beginning: durations matter then, not when it was."""
 _REFRESH_MS = (100, 1000)
 _NEW_COLUMNS = 10
 """Pause between two paints."""
@@ -60,7 +49,69 @@ _PAINTING_PART = 1 / 40
 """Maximum share of time spent painting: a slow paint lengthens the pause."""
 
 
-class TimelineView(QWidget):
+class TimeBox(pg.ViewBox):  # type: ignore[misc]
+    """pyqtgraph's view, whose zooming and panning move the timeline's navigator; dragging with the left button selects
+    a range instead."""
+
+    def __init__(self, timeline: TimelineView) -> None:
+        super().__init__(enableMenu=False, invertY=True, defaultPadding=0)
+        self.setMouseEnabled(x=True, y=False)
+        self._timeline = timeline
+
+    def scaleBy(
+        self,
+        s: tuple[float | None, ...] | None = None,
+        center: pg.Point | None = None,
+        x: float | None = None,
+        y: float | None = None,  # noqa: ARG002
+    ) -> None:
+        factor = x if s is None else s[0]
+        if factor is not None:
+            anchor_ns = None if center is None else self._timeline.at(center.x())
+            self._timeline.navigator.zoom(factor, anchor_ns)
+
+    def translateBy(
+        self,
+        t: tuple[float, ...] | None = None,
+        x: float | None = None,
+        y: float | None = None,  # noqa: ARG002
+    ) -> None:
+        by = x if t is None else t[0]
+        if by is not None:
+            navigator = self._timeline.navigator
+            navigator.pan(1e9 * by / navigator.viewport.span_ns)
+
+    def wheelEvent(self, event: QGraphicsSceneWheelEvent, axis: int | None = None) -> None:
+        sideways = event.orientation() == Qt.Orientation.Horizontal
+        if sideways or event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
+            self._timeline.navigator.pan(-event.delta() / 120 * PAN)
+            event.accept()
+        else:
+            self.updateMatrix()  # it may have moved since the last paint
+            super().wheelEvent(event, axis)
+
+    def mouseDragEvent(self, event: pg.GraphicsScene.mouseEvents.MouseDragEvent, axis: int | None = None) -> None:
+        if event.button() != Qt.MouseButton.LeftButton or event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
+            super().mouseDragEvent(event, axis)
+            return
+        event.accept()
+        self._timeline.navigator.freeze()  # a selection must not scroll away
+        ends = (self.mapToView(event.buttonDownPos()).x(), self.mapToView(event.pos()).x())
+        self._timeline.select(*sorted(map(self._timeline.at, ends)))
+
+    def mouseClickEvent(self, event: pg.GraphicsScene.mouseEvents.MouseClickEvent) -> None:
+        if event.button() == Qt.MouseButton.LeftButton:
+            event.accept()
+            self._timeline.on_click(event.pos(), twice=event.double())
+
+    def hoverEvent(self, event: pg.GraphicsScene.mouseEvents.HoverEvent) -> None:
+        if event.isExit():
+            self._timeline.set_cursor(None)
+        elif not event.buttons():
+            self._timeline.on_hover(event.pos())
+
+
+class TimelineView(Chart):
     """Shows the range of `navigator`.  It neither reads nor paints while hidden.
 
     Signals:
@@ -72,28 +123,33 @@ class TimelineView(QWidget):
     pointed = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
+        self._names, self._times = LaneAxis(), TimeAxis("bottom", self._time_words, grid=True)
+        self._times.setTickDensity(1.7)
+        super().__init__(parent, view=TimeBox(self), left=self._names, bottom=self._times)
         self.navigator = Navigator(self)
+        self._drawn = LanesItem(self.view)
+        self._crosshair = pg.InfiniteLine(angle=90, movable=False)
+        self._selected = pg.LinearRegionItem(movable=False)
+        self._around_token = pg.LinearRegionItem(movable=False, pen=pg.mkPen(None))
+        self._through_token = QGraphicsPathItem()
+        for item in (self._selected, self._around_token, self._through_token, self._crosshair):
+            item.hide()
+            self.view.addItem(item, ignoreBounds=True)
         self._shows_machine = False
         self._ceilings: dict[str, float] = {}
-        self._rows: list[LaneRow] = []
         self._lanes: list[Lane] = []
-        self._picture: QPixmap | None = None
         self._drawn_revision = -1
         self._drawing_s = 0.0
         self._cursor_ns: float | None = None
         self._selection: tuple[float, float] | None = None
-        self._pressed: QPointF | None = None
-        self._panning = False
         self._token: TokenPath | None = None
         self._token_is_kept = False
         self._said = ""
         self._marks: dict[str, HelpMark] = {}
         self._explains = False
         self._placed: list[tuple[str, QPointF]] = []
-        self.setMouseTracking(True)
-        self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
         self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Expanding)
+        self.setProperty("ring", True)
         self.setAccessibleName(self.tr("Timeline"))
         self.setAccessibleDescription(
             self.tr(
@@ -104,13 +160,16 @@ class TimelineView(QWidget):
         self._refreshing = QTimer(self)
         self._refreshing.timeout.connect(self.refresh)
         self.navigator.moved.connect(self._redraw)
+        self.view.sigResized.connect(lambda _view: self._fit())
+        self.sceneObj.sigPrepareForPaint.connect(self._prepare)
+        self.dress()
 
     # --- what is shown ----------------------------------------------------------------------------
 
     @property
     def rows(self) -> list[LaneRow]:
         """The lanes as last drawn."""
-        return self._rows
+        return self._drawn.rows
 
     def set_shows_machine(self, shows: bool) -> None:
         """Whether to show the sensors' lanes below the engine's."""
@@ -136,7 +195,7 @@ class TimelineView(QWidget):
 
     def labels(self) -> list[GutterLabel]:
         """The text to the left of the plots, as painted."""
-        return gutter_labels(self._rows, self._column_read(), self.font()) if self._rows else []
+        return self._names.labels
 
     def read_lanes(self) -> list[tuple[Lane, LaneData]]:
         """The lanes and their current data, painted or not."""
@@ -162,17 +221,28 @@ class TimelineView(QWidget):
         lanes = lanes_of(history, machine=self._shows_machine) if history is not None else []
         return QSize(480, least_height(lanes, self.font()) if lanes else _EMPTY_PX)
 
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange:
-            self._redraw()
+    def dress(self) -> None:
+        super().dress()
+        sizes = sizes_for(self.font())
+        self._times.setHeight(sizes.axis)
+        self._times.setTickFont(axis_font(self.font()))
+        self.places.setContentsMargins(0, 0, RIGHT_PX, 0)
+        self._crosshair.setPen(self.pen(themed("muted"), style=Qt.PenStyle.DashLine))
+        self._selected.setBrush(faded(themed("accent"), FAINT_ALPHA))
+        for line in self._selected.lines:
+            line.setPen(self.pen(themed("accent")))
+        self._around_token.setBrush(faded(themed("muted"), _TOKEN_ALPHA))
+        self._through_token.setPen(self.pen(themed("text"), 1.4))
+        self._redraw()
 
     def _redraw(self) -> None:
-        self._picture = None
+        self._drawn.forget()
+        self.navigator.follow()
         columns_ms = _NEW_COLUMNS * self.navigator.viewport.column_ns / 1e6
         wanted_ms = max(columns_ms, 1000 * self._drawing_s / _PAINTING_PART)
         self._refreshing.setInterval(int(min(max(wanted_ms, _REFRESH_MS[0]), _REFRESH_MS[1])))
-        self.update()
+        self._place()
+        self.viewport().update()
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
@@ -184,116 +254,114 @@ class TimelineView(QWidget):
         super().hideEvent(event)
         self._refreshing.stop()
 
-    def resizeEvent(self, event: QResizeEvent) -> None:
-        super().resizeEvent(event)
-        self._fit()
-        self._redraw()
-
     def _fit(self) -> None:
-        """As many columns as fit beside the names."""
-        columns = max(self.width() - self._gutter - RIGHT_PX, 1)
+        """A column per pixel."""
+        self.view.setYRange(0, self.view.height(), padding=0)
+        columns = max(round(self.view.width()), 1)
         if columns != self.navigator.viewport.width:
             self.navigator.set_width(columns)
-
-    @property
-    def _gutter(self) -> int:
-        return sizes_for(self.font()).gutter
+        self._redraw()
 
     # --- painting ---------------------------------------------------------------------------------
 
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
+    @property
+    def _is_short(self) -> bool:
+        return self.navigator.viewport.span_ns <= _SHORT_NS
+
+    @property
+    def _origin_ns(self) -> float:
+        """The time of the axis's zero, which stays at its pixel while a live view follows."""
+        navigator = self.navigator
+        if self._is_short:
+            return navigator.viewport.start_ns
+        if navigator.is_live:
+            return navigator.viewport.end_ns
+        return navigator.zero_ns - (0 if navigator.is_recorded else BEHIND_NS)
+
+    def _time_words(self, seconds: float) -> str:
+        if seconds == 0 and not (self._is_short or self.navigator.is_recorded):
+            return self.tr("now")
+        return duration(1e9 * seconds)
+
+    def at(self, seconds: float) -> float:
+        """The moment of a place on the axis."""
+        return self._origin_ns + 1e9 * seconds
+
+    def _seconds(self, at_ns: float) -> float:
+        """Its place on the axis; not so far outside that a painter would stumble."""
+        viewport = self.navigator.viewport
+        near = min(max(at_ns, viewport.start_ns - viewport.span_ns), viewport.end_ns + viewport.span_ns)
+        return (near - self._origin_ns) / 1e9
+
+    def _place(self) -> None:
+        """Puts the axis, and what follows the mouse, where they belong in time."""
+        viewport, token, cursor_ns = self.navigator.viewport, self._token, self._cursor_ns
+        self.view.setXRange(self._seconds(viewport.start_ns), self._seconds(viewport.end_ns), padding=0)
+        if cursor_ns is not None:
+            self._crosshair.setPos(self._seconds(cursor_ns))
+        self._crosshair.setVisible(cursor_ns is not None)
+        if self._selection is not None:
+            self._selected.setRegion(tuple(map(self._seconds, self._selection)))
+        self._selected.setVisible(self._selection is not None)
+        if token is not None:
+            self._around_token.setRegion((self._seconds(token.start_ns), self._seconds(token.end_ns)))
+            areas = {lane: row.area for row in self.rows for lane in row.lane.spans}
+            if H2D in areas:
+                areas.setdefault(SMALL_COPY, areas[H2D])
+            pieces = [(self._seconds(start), self._seconds(end), lane) for start, end, lane in token.pieces]
+            self._through_token.setPath(path_through(areas, pieces))
+        self._around_token.setVisible(token is not None)
+        self._through_token.setVisible(token is not None)
+
+    def _prepare(self) -> None:
+        """Draws what has changed, right before it is painted."""
+        began_s = time.thread_time()
+        if self.navigator.history is None or not self._drawn.prepare(self.devicePixelRatioF(), self._read, self._draw):
+            return
+        self._names.show_rows(self.rows, self._column_read())
+        if self._explains and [(row.lane.key, row.area.topLeft()) for row in self.rows] != self._placed:
+            QTimer.singleShot(0, self, self._place_marks)  # not during painting
+        self._drawing_s = time.thread_time() - began_s
+
+    def _read(self) -> list[LaneRow]:
         history = self.navigator.history
         if history is None:
-            return
-        if self._picture is None or self._picture.devicePixelRatio() != self.devicePixelRatioF():
-            self._picture = self._draw(history)
-        painter = QPainter(self)
-        painter.drawPixmap(0, 0, self._picture)
-        self._draw_above(painter)
-        if self.hasFocus():
-            painter.setPen(QPen(themed("accent"), 2))
-            painter.drawRoundedRect(QRectF(self.rect()).adjusted(1, 1, -1, -1), 6, 6)
-        painter.end()
-
-    def paint_onto(self, painter: QPainter) -> None:
-        """Draws it as paths, for vector graphics."""
-        history = self.navigator.history
-        if history is not None:
-            if self._picture is None:  # lanes are read when they are drawn
-                self._picture = self._draw(history)
-            painter.fillRect(self.rect(), themed("surface"))
-            painter.setFont(axis_font(self.font()))
-            self._draw_lanes(painter, history)
-            self._draw_above(painter)
-
-    def _draw_above(self, painter: QPainter) -> None:
-        """What follows the mouse."""
-        rows, viewport = self._rows, self.navigator.viewport
-        if rows:
-            painter.save()
-            painter.setClipRect(self._plot())
-            if self._selection is not None:
-                draw_selection(painter, rows, viewport, self._selection)
-            if self._token is not None:
-                draw_token(painter, rows, viewport, self._token)
-            if self._cursor_ns is not None:
-                draw_cursor(painter, rows, viewport, self._cursor_ns)
-            painter.restore()
-            draw_gutter(painter, self.labels(), self.font())
-
-    def _draw(self, history: History) -> QPixmap:
-        began_s = time.thread_time()
-        ratio = self.devicePixelRatioF()
-        picture = QPixmap(round(self.width() * ratio), round(self.height() * ratio))
-        picture.setDevicePixelRatio(ratio)
-        picture.fill(Qt.GlobalColor.transparent)
+            return []
         lanes = lanes_of(history, machine=self._shows_machine)
         if [lane.key for lane in lanes] != [lane.key for lane in self._lanes]:
             self._lanes = lanes
             self.updateGeometry()
-        self._fit()
-        areas = lane_areas(lanes, self.width(), self.height(), self.font())
-        viewport = self.navigator.viewport
+        areas = lane_areas(lanes, self.view.width(), self.view.height(), self.font())
         self._drawn_revision = history.revision
-        self._rows = read_rows(lanes, areas, history, viewport, self._ceilings)
-        if self._explains and [(row.lane.key, row.area.topLeft()) for row in self._rows] != self._placed:
-            QTimer.singleShot(0, self, self._place_marks)  # not during painting
-        painter = QPainter(picture)
+        return read_rows(lanes, areas, history, self.navigator.viewport, self._ceilings)
+
+    def _draw(self, painter: QPainter) -> None:
         painter.setFont(axis_font(self.font()))
-        self._draw_lanes(painter, history)
-        painter.end()
-        self._drawing_s = time.thread_time() - began_s
-        return picture
+        if self.navigator.history is not None:
+            draw_rows(painter, self.rows, self.navigator.history, self.navigator.viewport)
+
+    def write_picture(self, path: Path) -> bool:
+        self.refresh()  # include data that arrived since the last paint
+        return super().write_picture(path)
 
     def _place_marks(self) -> None:
         """Places a help mark to the right of each lane's name; tab order follows the lanes."""
-        self._placed = [(row.lane.key, row.area.topLeft()) for row in self._rows]
+        self._placed = [(row.lane.key, row.area.topLeft()) for row in self.rows]
         before: QWidget = self
-        for row in self._rows:
+        left = self.viewport().x() + sizes_for(self.font()).gutter - MARK_PX - GUTTER_GAP_PX
+        for row in self.rows:
             lane, text = row.lane, lane_explanation(row.lane.key)
             if lane.key not in self._marks and text:
                 self._marks[lane.key] = HelpMark(lane.title, text, self)
             if (mark := self._marks.get(lane.key)) is not None:
-                mark.move(round(row.area.left()) - MARK_PX - GUTTER_GAP_PX, round(row.area.top()) - 2)
+                mark.move(left, round(row.area.top()) - 2 + self.viewport().y())
                 mark.show()
                 QWidget.setTabOrder(before, mark)
                 before = mark
-        shown = {row.lane.key for row in self._rows}
+        shown = {row.lane.key for row in self.rows}
         for key, mark in self._marks.items():
             if key not in shown:
                 mark.hide()
-
-    def _draw_lanes(self, painter: QPainter, history: History) -> None:
-        navigator = self.navigator
-        zero_ns = navigator.zero_ns
-        draw_rows(
-            painter,
-            self._rows,
-            history,
-            navigator.viewport,
-            zero_ns=zero_ns,
-            is_recorded=navigator.is_recorded,
-        )
 
     def _column_read(self) -> int:
         """The column under the crosshair, or the last one."""
@@ -302,82 +370,35 @@ class TimelineView(QWidget):
             return int((self._cursor_ns - viewport.edges()[0]) // viewport.column_ns)
         return viewport.width - 1
 
-    def _plot(self) -> QRectF:
-        bottom = self._rows[-1].area.bottom() if self._rows else self.height()
-        return QRectF(self._gutter, 0, max(self.width() - self._gutter - RIGHT_PX, 1), bottom)
-
-    def _at(self, x: float) -> float:
-        return self.navigator.viewport.at(x - self._gutter)
-
-    def event(self, event: QEvent) -> bool:
-        if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
-            QToolTip.showText(event.globalPos(), self.tip_at(QPointF(event.pos())), self)
-            return True
-        return super().event(event)
-
-    def tip_at(self, at: QPointF) -> str:
+    def text_at(self, at: QPointF) -> str:
         """The full text where it is painted elided; empty elsewhere."""
         return next((one.whole for one in self.labels() if one.shown != one.whole and one.area.contains(at)), "")
 
     # --- the mouse --------------------------------------------------------------------------------
 
-    def mousePressEvent(self, event: QMouseEvent) -> None:
-        self._pressed = event.position()
-        self._panning = event.button() == Qt.MouseButton.MiddleButton or bool(
-            event.modifiers() & Qt.KeyboardModifier.ShiftModifier
-        )
-
-    def mouseMoveEvent(self, event: QMouseEvent) -> None:
-        at = event.position()
-        if self._pressed is not None and self._panning:
-            self.navigator.pan((self._pressed.x() - at.x()) / max(self.navigator.viewport.width, 1))
-            self._pressed = at
-        elif self._pressed is not None and abs(at.x() - self._pressed.x()) > _DRAG_PX:
-            self.navigator.freeze()  # a selection must not scroll away
-            self.select(*sorted((self._at(self._pressed.x()), self._at(at.x()))))
-        elif self._plot().contains(at):
-            self.set_cursor(self._at(at.x()))
-            self._find_token(at)
-        else:
-            self.set_cursor(None)
-
-    def mouseReleaseEvent(self, event: QMouseEvent) -> None:
-        was_click = self._pressed is not None and abs(event.position().x() - self._pressed.x()) <= _DRAG_PX
-        if was_click and not self._panning:
+    def on_click(self, at: QPointF, *, twice: bool) -> None:
+        """Selects the token there, and zooms to it with a second click."""
+        if not twice:
             self.clear_selection()
-            self._find_token(event.position())
+            self._find_token(at)
             self._token_is_kept = self._token is not None
-        self._pressed, self._panning = None, False
-
-    def mouseDoubleClickEvent(self, event: QMouseEvent) -> None:
-        if self._token is not None:
+        elif self._token is not None:
             self.navigator.show(self._token.start_ns, self._token.end_ns)
         else:
-            self.navigator.zoom(0.25, self._at(event.position().x()))
+            self.navigator.zoom(0.25, self.navigator.viewport.at(at.x()))
 
-    def leaveEvent(self, event: object) -> None:  # noqa: ARG002
-        self.set_cursor(None)
-
-    def wheelEvent(self, event: QWheelEvent) -> None:
-        if not self._plot().contains(event.position()):
-            event.ignore()
-            return
-        sideways = event.angleDelta().x()
-        if event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
-            sideways = sideways or event.angleDelta().y()
-        if sideways:
-            self.navigator.pan(-sideways / 120 * PAN)
-        elif event.angleDelta().y():
-            self.navigator.zoom(ZOOM ** (-event.angleDelta().y() / 120), self._at(event.position().x()))
-        event.accept()
+    def on_hover(self, at: QPointF) -> None:
+        """Reads every lane there."""
+        self.set_cursor(self.navigator.viewport.at(at.x()))
+        self._find_token(at)
 
     def _find_token(self, at: QPointF) -> None:
-        if self._token_is_kept or not self._rows or self.navigator.history is None:
+        if self._token_is_kept or not self.rows or self.navigator.history is None:
             return
         found = None
-        if at.y() <= self._rows[0].area.bottom() + LANE_GAP_PX:
+        if at.y() <= self.rows[0].area.bottom() + LANE_GAP_PX:
             reach = _TICK_REACH_PX * self.navigator.viewport.column_ns
-            found = token_at(self.navigator.history, self._at(at.x()), reach)
+            found = token_at(self.navigator.history, self.navigator.viewport.at(at.x()), reach)
         self._set_token(found)
 
     # --- keys -------------------------------------------------------------------------------------
@@ -406,22 +427,25 @@ class TimelineView(QWidget):
 
     def set_cursor(self, at_ns: float | None) -> None:
         """Moves the crosshair to a time, or hides it."""
+        if at_ns == self._cursor_ns:
+            return
         self._cursor_ns = at_ns
+        self._names.show_rows(self.rows, self._column_read())
+        self._place()
         self._say()
-        self.update()
         self.pointed.emit(at_ns)
 
     def select(self, start_ns: float, end_ns: float) -> None:
         """Selects a range and reports its averages."""
         self._selection = (start_ns, end_ns)
+        self._place()
         self._say()
-        self.update()
 
     def clear_selection(self) -> None:
         """Clears the selected range and token."""
         self._selection, self._token, self._token_is_kept = None, None, False
+        self._place()
         self._say()
-        self.update()
 
     def step_token(self, direction: int) -> None:
         """Selects the token after the selected one, or before it; without a selection, the last visible one."""
@@ -441,8 +465,8 @@ class TimelineView(QWidget):
     def _set_token(self, token: TokenPath | None) -> None:
         if token is not self._token:
             self._token = token
+            self._place()
             self._say()
-            self.update()
 
     def _say(self) -> None:
         history, text = self.navigator.history, ""
@@ -455,7 +479,7 @@ class TimelineView(QWidget):
             ago = duration(self._cursor_ns - self.navigator.zero_ns)
             parts = [
                 f"{row.lane.title} {said}"
-                for row in self._rows
+                for row in self.rows
                 if row.lane.kind != "phase" and (said := reading(row.lane, row.data, column))
             ]
             text = " · ".join((ago, *parts))

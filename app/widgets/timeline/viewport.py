@@ -65,18 +65,6 @@ class Viewport:
         return replace(self, start_ns=min(max(self.start_ns, start_ns - margin), end_ns - self.span_ns + margin))
 
 
-def tick_ns(span_ns: float, most: int) -> float:
-    """The smallest of 1, 2, 5, 10, ... (of 60: 10, 30, 60, 300, ...) that divides a stretch into at most `most`."""
-    for decade in range(3, 10):
-        for step in (1, 2, 5):
-            if span_ns / (step * 10**decade) <= most:
-                return float(step * 10**decade)
-    for seconds in (10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200):
-        if span_ns / (seconds * 1e9) <= most:
-            return seconds * 1e9
-    return 86400e9
-
-
 def duration(nanoseconds: float) -> str:
     """`-1:30`, `2.5 s`, `340 ms`, `12 µs`: short, for axes and readouts."""
     sign, value = ("−" if nanoseconds < 0 else ""), abs(nanoseconds)

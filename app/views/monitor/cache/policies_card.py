@@ -10,7 +10,7 @@ from app.theme import set_look, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import policy_name, policy_tip
 from app.widgets.card import Card, muted_label
-from app.widgets.memory_bar import MemoryBar, MemoryShare
+from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number
 from engine.telemetry.messages import CacheReport, TierReport
 
@@ -75,7 +75,7 @@ class PoliciesCard(Card):
         for text in (label, value):
             set_look(text, "tone", "adopted" if is_adopted else "head" if is_head else "")
         share = rate if rate is not None and rate >= 0 else 0.0
-        part = MemoryShare("", round(_PARTS * share), "hit" if is_adopted else "idle", hatched=not is_adopted)
+        part = BarPart("", round(_PARTS * share), "hit" if is_adopted else "idle", hatched=not is_adopted)
         bar.show_parts((part,), _PARTS)
         shown = "–" if rate is None or rate < 0 else self.tr("{0}%").format(number(100 * rate, 0))
         value.setText("" if is_head else self.tr("{0} in use").format(shown) if is_adopted else shown)

@@ -10,7 +10,7 @@ from app.theme import set_look, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import predictor_name
 from app.widgets.card import Card, muted_label
-from app.widgets.memory_bar import MemoryBar, MemoryShare
+from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number
 from engine.telemetry.messages import CacheReport, TierReport
 
@@ -113,8 +113,8 @@ class PredictionCard(Card):
         total = max(tier.prefetched, used + wasted)
         bar.show_parts(
             (
-                MemoryShare(self.tr("used"), used, "hit"),
-                MemoryShare(self.tr("wasted"), wasted, "miss", hatched=True),
+                BarPart(self.tr("used"), used, "hit"),
+                BarPart(self.tr("wasted"), wasted, "miss", hatched=True),
             ),
             total,
         )
