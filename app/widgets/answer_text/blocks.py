@@ -123,28 +123,6 @@ def spans_text(spans: Iterable[TextSpan]) -> str:
     return "".join(span.text for span in spans)
 
 
-def plain_text(segments: Iterable[Segment]) -> str:
-    """The text without its markup; list items keep their markers, formulas their source, table cells have tabs."""
-    parts: list[str] = []
-    for segment in segments:
-        if parts:
-            parts.append("\n" if segment.gap is Gap.ITEM else "\n\n")
-        if isinstance(segment, TextBlock):
-            depth = segment.containers.count("l")
-            if segment.marker is not None and depth:
-                parts.append("  " * (depth - 1) + segment.marker.text() + " ")
-            parts.append(spans_text(segment.spans))
-        elif isinstance(segment, CodeBlock):
-            parts.append(segment.code)
-        elif isinstance(segment, MathsBlock):
-            parts.append(segment.source)
-        elif isinstance(segment, TableBlock):
-            parts.append("\n".join("\t".join(spans_text(cell) for cell in row) for row in segment.rows))
-        else:
-            parts.append("---")
-    return "".join(parts)
-
-
 InlineParser = Callable[[str], "Sequence[Token] | None"]
 """Inline Markdown to its tokens, or None if the text is to be shown verbatim."""
 

@@ -82,7 +82,7 @@ def print_document(document: QTextDocument, device: QPagedPaintDevice, style: St
     painter.end()
 
 
-def selected_text(document: QTextDocument, start: int, end: int) -> str:
+def plain_text(document: QTextDocument, start: int, end: int) -> str:
     """A part of a document as plain text: list markers, tabs between the cells of a table, and formulas as source."""
     parts: list[str] = []
     block = document.findBlock(start)

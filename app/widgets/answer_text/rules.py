@@ -81,14 +81,14 @@ def _maths_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
         if state.isEmpty(number) or (number > start and state.sCount[number] < state.blkIndent):
             break
         line, last = line_of(number), number
-        found = line.find(closer, 2 if number == start else 0)
-        if found >= 0:
-            after = line[found + 2 :]
-            if not _PUNCTUATION.fullmatch(after):
-                return False  # part of a sentence
+        found = line.find(closer, 2) if number == start else line.rfind(closer)
+        if found >= 0 and _PUNCTUATION.fullmatch(line, found + 2):
             whole = state.getLines(start, number + 1, state.blkIndent, False).strip()
-            tex = (whole[2 : whole.rindex(closer)].strip() + after.strip()) or " "
+            tex = (whole[2 : whole.rindex(closer)].strip() + line[found + 2 :].strip()) or " "
             break
+        if found >= 0 and number == start:
+            # Part of a sentence. Of the first line alone: what later ones hold may not have arrived yet.
+            return False
     if silent:
         return True
     state.line = last + 1

@@ -37,9 +37,9 @@ from PySide6.QtWidgets import (
 )
 
 from app.theme import Theme, colours
-from app.widgets.answer_text.blocks import CodeBlock, allowed_link, plain_text
+from app.widgets.answer_text.blocks import CodeBlock, allowed_link
 from app.widgets.answer_text.maths import OBJECT, SOURCE
-from app.widgets.answer_text.paper import paint_behind, selected_text
+from app.widgets.answer_text.paper import paint_behind, plain_text
 from app.widgets.answer_text.parser import StreamParser
 from app.widgets.answer_text.style import Style
 from app.widgets.answer_text.writer import DocumentWriter, InertDocument
@@ -200,9 +200,8 @@ class AnswerView(QTextBrowser):
 
     def plain_text(self) -> str:
         """The answer without markup."""
-        while self._parser.advance():
-            pass
-        return plain_text([*self._parser.finished, *self._parser.tail()])
+        self.flush()
+        return self._text_between(0, self.document().characterCount())
 
     def copy_all(self) -> None:
         """Copies the whole answer as Markdown."""
@@ -216,7 +215,7 @@ class AnswerView(QTextBrowser):
     def selected_text(self) -> str:
         """The selection as plain text."""
         cursor = self.textCursor()
-        return selected_text(self.document(), cursor.selectionStart(), cursor.selectionEnd())
+        return self._text_between(cursor.selectionStart(), cursor.selectionEnd())
 
     @property
     def copy_buttons(self) -> list[CopyButton]:
@@ -408,7 +407,7 @@ class AnswerView(QTextBrowser):
         self._place(first_button)
         self._repaint_end()
         if is_written and not self._is_streaming:
-            self.setAccessibleDescription(self.plain_text())
+            self.setAccessibleDescription(self._text_between(0, self.document().characterCount()))
         return is_written
 
     def _select(self, anchor: int, position: int) -> None:
@@ -420,6 +419,9 @@ class AnswerView(QTextBrowser):
             cursor.setPosition(anchor)
             cursor.setPosition(position, QTextCursor.MoveMode.KeepAnchor)
             self.setTextCursor(cursor)
+
+    def _text_between(self, start: int, end: int) -> str:
+        return plain_text(self.document(), start, end)
 
     def _repaint_end(self) -> None:
         """Paints anew what is drawn behind the text that has changed; Qt sees to the text."""

@@ -468,6 +468,7 @@ class DocumentWriter(QObject):
         form.setLineHeight(1, _FIXED)
         form.setProperty(GLUE, True)
         cursor.setBlockFormat(form)
+        cursor.setBlockCharFormat(self._base(TextBlock(())))
 
     def _change_rows(self, table: QTextTable, last: TableBlock, wanted: TableBlock) -> None:
         count = len(last.rows)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from PySide6.QtCore import QPoint, QRect, Qt, QUrl
-from PySide6.QtGui import QColor, QGuiApplication, QImage, QTextCursor, QTextDocument
+from PySide6.QtCore import QEvent, QPoint, QPointF, QRect, Qt, QUrl
+from PySide6.QtGui import QColor, QGuiApplication, QImage, QMouseEvent, QTextCursor, QTextDocument
+from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
 from app.widgets.answer_text import AnswerView
@@ -95,17 +96,25 @@ def test_copying_without_a_selection_takes_the_whole_answer(make_view: ViewMaker
     assert QGuiApplication.clipboard().text() == "A *b*"
 
 
-def test_dragging_selects_over_text_code_and_tables(make_view: ViewMaker, qtbot: QtBot) -> None:
+def drag(view: AnswerView, begin: QPoint, end: QPoint) -> None:
+    left, none = Qt.MouseButton.LeftButton, Qt.MouseButton.NoButton
+    for kind, at, button, buttons in (
+        (QEvent.Type.MouseButtonPress, begin, left, left),
+        (QEvent.Type.MouseMove, begin + QPoint(30, 0), none, left),
+        (QEvent.Type.MouseMove, end, none, left),
+        (QEvent.Type.MouseButtonRelease, end, left, none),
+    ):
+        where = QPointF(view.viewport().mapToGlobal(at))
+        event = QMouseEvent(kind, QPointF(at), where, button, buttons, Qt.KeyboardModifier.NoModifier)
+        QApplication.sendEvent(view.viewport(), event)
+
+
+def test_dragging_selects_over_text_code_and_tables(make_view: ViewMaker) -> None:
     view = make_view("First paragraph\n\n```\ncode here\n```\n\n|a|b|\n|-|-|\n|c|d|\n\nLast paragraph")
     view.resize(640, view.heightForWidth(640))
     view.show()
-    begin, end = place_of(view, "First"), place_of(view, "Last")
-    qtbot.mousePress(view.viewport(), Qt.MouseButton.LeftButton, pos=begin.center())
-    qtbot.mouseMove(view.viewport(), begin.center() + QPoint(30, 0))
-    qtbot.mouseMove(view.viewport(), end.center() + QPoint(40, 0))
-    qtbot.mouseRelease(view.viewport(), Qt.MouseButton.LeftButton, pos=end.center() + QPoint(40, 0))
-    text = view.selected_text()
-    assert text.startswith("First paragraph\n\ncode here\n\na\tb\nc\td\n\nLast")
+    drag(view, place_of(view, "First").center(), place_of(view, "Last").center() + QPoint(40, 0))
+    assert view.selected_text().startswith("First paragraph\n\ncode here\n\na\tb\nc\td\n\nLast")
 
 
 def test_the_keys_select(make_view: ViewMaker, qtbot: QtBot) -> None:
