@@ -22,7 +22,7 @@ from app.widgets.answer_text.rules import MAX_NESTING, markdown
 if TYPE_CHECKING:
     from markdown_it.token import Token
 
-WINDOW = 20_000
+WINDOW = 10_000
 MAX_MARKS = 1_000
 """Of a paragraph: each may begin a span of its own, and to lay out thousands of these stops the window."""
 

@@ -61,6 +61,8 @@ MARKER, INLINE_CODE = _PROPERTY + 6, _PROPERTY + 7
 
 _LINES_AT_ONCE = 300
 """Of code, before other events are processed."""
+_CHARACTERS_AT_ONCE = 10_000
+"""The same of any text, as it is laid out after it has been written."""
 _MARKER_GAP_EMS = 0.45
 _BULLETS = "•◦▪"
 _ALIGNMENTS: dict[Alignment, Qt.AlignmentFlag] = {
@@ -141,6 +143,7 @@ class DocumentWriter(QObject):
         while same < min(len(self._shown), total) and self._shown[same] == wanted(same):
             same += 1
         self.changed_from = self._marks[same].start if same < len(self._shown) else self._end().position()
+        start = self._end().position()
         edit = QTextCursor(self._document)
         edit.beginEditBlock()
         if same < len(self._shown):
@@ -158,7 +161,7 @@ class DocumentWriter(QObject):
                 self._write(wanted(last + 1))
             else:
                 break
-            if time.perf_counter() > deadline:
+            if time.perf_counter() > deadline or self._end().position() - start > _CHARACTERS_AT_ONCE:
                 break
         edit.endEditBlock()
         self._certain = min(len(finished), len(self._shown))
