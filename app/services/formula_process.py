@@ -38,6 +38,7 @@ _NUMBERED = re.compile(r"\\(begin|end)\s*\{(?:align|gather\*?)\}")
 _UNDONE = re.compile(r"\\(?:begin|end)\s*\{equation\*?\}")
 _OWN_COLOURS = re.compile(r'(?<=")black(?=")')
 """ziamath draws bars in black, whatever the colour of the text."""
+_FILLED = re.compile(r"<(path|rect) (?![^>]*stroke=)")
 _LOOK_S = 0.02
 
 
@@ -93,7 +94,8 @@ def draw(tex: str, *, display: bool) -> str:
         raise
     except Exception as error:  # of third-party code, about anything
         raise ValueError(type(error).__name__) from None
-    return _OWN_COLOURS.sub(COLOUR, svg)
+    # Qt strokes what is only filled in a PDF, a pixel wide, unless it has a stroke of its own, and even with "none".
+    return _OWN_COLOURS.sub(COLOUR, _FILLED.sub(rf'<\1 stroke="{COLOUR}" stroke-width="0.01" ', svg))
 
 
 def _limit_memory() -> None:

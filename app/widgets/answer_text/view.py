@@ -166,6 +166,7 @@ class AnswerView(QTextBrowser):
     def set_markdown(self, text: str) -> None:
         """Shows a complete text instead of the present one."""
         self._restart()
+        self._select(0, 0)
         self._take(text)
         self.finish()
 
@@ -355,6 +356,8 @@ class AnswerView(QTextBrowser):
     # Updates
 
     def _begin_document(self) -> None:
+        self.setExtraSelections([])
+        self._matches = []
         document = InertDocument(self)
         document.setDocumentMargin(0)
         old = self.document()
