@@ -33,6 +33,8 @@ FORMULA_MS = 2_000
 """By the clock, for a process that does not even see that its own time is over."""
 IDLE_MS = 30_000
 """After which the process ends: 60 MB for what takes a quarter of a second to start again."""
+MOST_LOST = 10
+"""Formulas in a row that took too long: an answer that has more is not worth a processor."""
 _MOST_KEPT = 2_000
 _MOST_SVG = 500_000
 _NESTING = re.compile(r"\\(?:left|right|begin|end)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
@@ -97,6 +99,7 @@ class Formulas(QObject):
         self._process: QProcess | None = None
         self._is_drawing = False
         self._cannot_start = False
+        self._lost = 0
         self._clock = QTimer(self, singleShot=True)
         self._clock.timeout.connect(self._on_late)
         self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
@@ -177,6 +180,7 @@ class Formulas(QObject):
         process = self._process
         while process is not None and self._is_drawing and process.canReadLine():
             svg = json.loads(bytes(process.readLine().data())).get("svg")
+            self._lost = 0
             self._settle(Picture(svg) if svg and len(svg) < _MOST_SVG else None)
 
     def _settle(self, picture: Picture | None) -> None:
@@ -200,7 +204,14 @@ class Formulas(QObject):
         was_drawing = self._is_drawing
         self._end_process()
         if was_drawing and self._waiting:
+            self._lost += 1
+            given_up = []
+            while self._lost >= MOST_LOST and len(self._waiting) > 1:
+                given_up.append(self._waiting.pop())
+                self._known[given_up[-1]] = None
             self._settle(None)
+            for formula in given_up:
+                self.drawn.emit(formula)
 
     def _on_error(self, error: QProcess.ProcessError) -> None:
         if error is QProcess.ProcessError.FailedToStart:

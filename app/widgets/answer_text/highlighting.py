@@ -140,7 +140,8 @@ class Highlighter(QObject):
         if self._card is not None:
             self._timer.start(0)
         elif is_more:
-            self._timer.start(round(min(_PAUSE_SHARE * 1000 * self._spent_s, _LONGEST_PAUSE_MS)))
+            is_again = all(self._cards[number].lines for number in self._changed)
+            self._timer.start(round(min(_PAUSE_SHARE * 1000 * self._spent_s, _LONGEST_PAUSE_MS)) if is_again else 0)
             self._spent_s = 0.0
 
     def _advance(self, deadline: float) -> bool:

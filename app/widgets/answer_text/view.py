@@ -348,6 +348,7 @@ class AnswerView(QTextBrowser):
             segment = self._writer.shown[codes[number]]
             assert isinstance(segment, CodeBlock)
             button.code = segment.code
+            button.setAccessibleDescription(segment.language)
             box = self.document().documentLayout().blockBoundingRect(self._writer.first_block(codes[number]))
             size = button.sizeHint()
             top = round(box.top()) - self._style.card_top + (self._style.card_header - size.height()) // 2

@@ -156,7 +156,8 @@ class DocumentWriter(QObject):
             if last >= 0 and isinstance(self._shown[last], CodeBlock):
                 self._colour(last, is_open=last >= len(finished) or self._shown[last] != wanted(last))
             if last >= 0 and self._shown[last] != wanted(last):
-                self._grow(wanted(last))  # by the next lines of long code
+                if not self._grow(wanted(last)):  # by the next lines of long code
+                    self._rewind(last)
             elif last + 1 < total:
                 self._write(wanted(last + 1))
             else:

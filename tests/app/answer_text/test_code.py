@@ -11,12 +11,13 @@ from app.theme import DARK, LIGHT, Theme, ThemeController
 from app.widgets.answer_text import AnswerView, Style
 from app.widgets.answer_text.highlighting import find_lexer, token_style
 from app.widgets.answer_text.style import COLOURED
+from app.widgets.answer_text.writer import CODE
 from tests.app.answer_text.looks import ViewMaker, blocks
 
 
 def coloured(view: AnswerView, line: int) -> list[tuple[str, str]]:
-    """(text, colour) of the coloured stretches of a line of the document."""
-    block = blocks(view)[line]
+    """(text, colour) of the coloured stretches of a line of code."""
+    block = [block for block in blocks(view) if block.blockFormat().property(CODE) is not None][line]
     raw = block.text().encode("utf-16-le")
     return [
         (

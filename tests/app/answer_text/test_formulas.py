@@ -157,3 +157,20 @@ def test_nesting_is_counted() -> None:
     assert nesting(r"\frac{a}{\frac{b}{c}}") == 2
     assert nesting(r"\left( \{ a \} \right)") == 1
     assert nesting("x") == 0
+
+
+def test_many_that_take_for_ever_are_given_up(drawn: Formulas, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.services.formulas.MOST_LOST", 2)
+    told: list[object] = []
+    drawn.drawn.connect(told.append)
+    asked = [Formula("x" * number) for number in range(1, 30)]
+    for formula in asked:
+        assert drawn.ask(formula)
+    for _ in range(2):
+        assert drawn._process is not None
+        before = len(told)
+        drawn._process.kill()
+        qtbot.waitUntil(lambda before=before: len(told) > before, timeout=30_000)
+    wait(drawn, qtbot)
+    assert len(told) == len(asked)
+    assert set(told) == set(asked)

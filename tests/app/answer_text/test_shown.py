@@ -144,7 +144,7 @@ def test_a_table_of_thousands_of_columns_is_shown_as_it_was_written(make_view: V
 
 
 def test_a_letter_with_thousands_of_marks_is_shown_with_few_and_copied_whole(make_view: ViewMaker) -> None:
-    dense = "a" + "\u0301\u0334" * 5000 + "b\u0301"
+    dense = "a" + "\u0301\u0334" * 2000 + "b\u0301"
     view = make_view(f"{dense}\n\n```\n{dense}\n```\n\n| {dense} |\n|---|\n| x |\n")
     shown = view.toPlainText()
     assert shown.count("a" + "\u0301\u0334" * 15 + "b\u0301") == 3
