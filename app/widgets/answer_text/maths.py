@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from PySide6.QtCore import QObject, QRectF, QSizeF, Signal
+from PySide6.QtCore import QObject, QRect, QRectF, QSizeF, Signal
 from PySide6.QtGui import (
     QFontMetrics,
     QPainter,
@@ -47,10 +47,11 @@ class FormulaObjects(QPyTextObject):
         return QSizeF(picture.width * scale, 2 * max(above - middle, below + middle))
 
     def drawObject(
-        self, painter: QPainter, rect: QRectF, document: QTextDocument, position: int, form: QTextFormat
+        self, painter: QPainter, rect: QRectF | QRect, document: QTextDocument, position: int, form: QTextFormat
     ) -> None:
         char = form.toCharFormat()
         picture = self._formulas.picture(formula_of(char))
+        rect = QRectF(rect)
         if picture is not None:
             scale = self._scale(picture, document, position, char)
             is_inline = char.verticalAlignment() == QTextCharFormat.VerticalAlignment.AlignMiddle

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from PySide6.QtCore import QPointF, QRectF, QSizeF, Qt
-from PySide6.QtGui import QColor, QPagedPaintDevice, QPainter, QPen, QTextBlock, QTextCursor, QTextDocument, QTextLine
+from PySide6.QtGui import (
+    QColor,
+    QPagedPaintDevice,
+    QPainter,
+    QPen,
+    QTextBlock,
+    QTextCharFormat,
+    QTextCursor,
+    QTextDocument,
+    QTextLine,
+)
 
 from app.widgets.answer_text.maths import OBJECT, SOURCE
 from app.widgets.answer_text.parser import StreamParser
@@ -90,12 +100,9 @@ def plain_text(document: QTextDocument, start: int, end: int) -> str:
     while block.isValid() and block.position() < end:
         form = block.blockFormat()
         if not form.property(GLUE):
-            table = QTextCursor(block).currentTable()
-            cell = table.cellAt(block.position()) if table is not None else None
-            before, row = (
-                row,
-                (table.firstPosition(), cell.row()) if table is not None and cell is not None else (-1, -1),
-            )
+            before, row = row, (-1, -1)
+            if (table := QTextCursor(block).currentTable()) is not None:
+                row = (table.firstPosition(), table.cellAt(block.position()).row())
             if parts:
                 in_row = row == before and row != (-1, -1)
                 in_table = row[0] == before[0] != -1
@@ -123,7 +130,7 @@ def _part_of(block: QTextBlock, start: int, end: int) -> str:
     return "".join(parts)
 
 
-def _fragments(block: QTextBlock) -> Iterator[tuple[int, int, object]]:
+def _fragments(block: QTextBlock) -> Iterator[tuple[int, int, QTextCharFormat]]:
     """(position, length, format) of each stretch of a block."""
     at = block.begin()
     while not at.atEnd():

@@ -276,7 +276,7 @@ class AnswerView(QTextBrowser):
             cursor = QTextCursor(self.document())
             cursor.setPosition(match.start)
             cursor.setPosition(match.end, QTextCursor.MoveMode.KeepAnchor)
-            mark.cursor, mark.format = cursor, char  # type: ignore[attr-defined]
+            mark.cursor, mark.format = cursor, char
             marks.append(mark)
         self.setExtraSelections(marks)
 
