@@ -26,6 +26,7 @@ from app.main import first_run_entry, page_entries
 from app.services.api_server import ServerState
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
 from app.services.engine_part import PartStage
+from app.services.formulas import formulas
 from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.services import Services
@@ -45,8 +46,8 @@ from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
+from app.widgets.answer_text import AnswerView
 from app.widgets.asking import ask
-from app.widgets.markdown_view import MarkdownView
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
 from app.widgets.timeline.view import TimelineView
 from app.widgets.token_dialog import TokenDialog
@@ -90,6 +91,41 @@ def choose(scores: list[float], k: int) -> list[int]:
 |---|---|
 | 3 | 0.61 |
 | 7 | 0.22 |
+"""
+
+MATHEMATICS = r"""# How far a car rolls
+
+A car of mass $m$ leaves the hump of height $h$ with the energy $E = mgh$, and **rolls** until friction has taken all
+of it: see https://example.org/humps. With a coefficient of friction \(\mu\) and the slope \(\alpha\):
+
+$$
+s = \frac{h}{\mu \cos\alpha - \sin\alpha}, \qquad \mu > \tan\alpha
+$$
+
+## What the retarder does
+
+1. It measures the speed $v_0$ with `radar`.
+2. It brakes to $v_1 = \sqrt{2 \mu g s}$:
+   - in dry weather by $\Delta v = v_0 - v_1$,
+   - on wet rails by less.
+
+```python
+def exit_speed(distance: float, friction: float) -> float:
+    # Metres per second that a car may have behind the retarder.
+    return (2 * friction * 9.81 * distance) ** 0.5  # from the energy
+```
+
+| Car | $m$ in t | $\sum_i x_i$ |
+|:----|--------:|:------------:|
+| open | 12.5 | $\frac{3}{4}$ |
+| tank | 24 | 0.5 |
+
+> All in one line: $\int_0^s F\,dx = \tfrac{1}{2} m v^2$, whatever the car.
+
+\[ A = \begin{pmatrix} a_{11} & a_{12} \\ a_{21} & a_{22} \end{pmatrix} \]
+
+- [x] weighed
+- [ ] sorted
 """
 
 THOUGHT = """The user asks why the wheels stop. Let me go through it:
@@ -188,8 +224,9 @@ class Stage:
     def settle(self) -> None:
         """Lets the window come to rest after a change of size, theme or text."""
         self.breathe(30)
-        for answer in self.window.findChildren(MarkdownView):
-            answer.flush()  # long ones are drawn piece by piece
+        for answer in self.window.findChildren(AnswerView):
+            answer.flush()  # long ones are written piece by piece
+        self.until(lambda: not formulas().is_busy)
         self.breathe(30)
 
     def close(self) -> None:
@@ -197,6 +234,7 @@ class Stage:
             self.dialog.close()
             self.dialog.deleteLater()
         self.window.close()
+        formulas().forget()
         self.store.close()
         self.window.deleteLater()
         self._hub.close()
@@ -376,6 +414,11 @@ def _chat_thinking(stage: Stage) -> None:
 def _chat_thinking_setting(stage: Stage) -> None:
     stage.chat.composer.set_model(replace(STARTER, thinking=("off", "low", "medium", "high")))
     stage.chat.composer.edit_sampling()
+
+
+def _chat_mathematics(stage: Stage) -> None:
+    """Formulas in lines and by themselves, below a heading, in a list, a table and a quote, with code between them."""
+    stage.open_conversation(MATHEMATICS)
 
 
 def _chat_code_only(stage: Stage) -> None:
@@ -895,6 +938,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-empty": lambda stage: None,
     "chat-conversation": lambda stage: stage.open_conversation(),
     "chat-code": _chat_code_only,
+    "chat-mathematics": _chat_mathematics,
     "chat-answering": _chat_answering,
     "chat-editing": _chat_editing,
     "chat-error": _chat_error,

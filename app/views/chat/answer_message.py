@@ -16,9 +16,9 @@ from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
 from app.views.chat.thought import Thought
 from app.views.chat.version_switch import VersionSwitch
+from app.widgets.answer_text import AnswerView
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
-from app.widgets.markdown_view import MarkdownView
 from app.widgets.wrapped_label import WrappedLabel
 
 COPIED_MS = 1500
@@ -44,7 +44,7 @@ class AnswerMessage(QWidget):
         self._note_text = ""
         self.thought: Thought | None = None
         """What was thought before it, if anything was."""
-        self.body = MarkdownView(self)
+        self.body = AnswerView(self)
         self.body.link_activated.connect(self.link_activated)
         self._note = self._build_note()
         self._versions = VersionSwitch(self)

@@ -41,10 +41,10 @@ from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, too_l
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
+from app.widgets.answer_text import import_parser
 from app.widgets.asking import ask
 from app.widgets.banner import Banner
 from app.widgets.dropped_model import dropped_model
-from app.widgets.markdown_view import import_parser
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
 from app.widgets.shortcuts import add_shortcut, note_keys

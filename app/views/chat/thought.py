@@ -6,23 +6,21 @@ from dataclasses import replace
 from time import monotonic
 
 from PySide6.QtCore import QSize, Qt, QTimer, QUrl, Signal
-from PySide6.QtGui import QPainter, QPaintEvent
-from PySide6.QtWidgets import QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
 
 from app.icons import icon
 from app.services.chat_store import Message, MessageState
-from app.theme import Theme, colours, themed, use_tabular_figures
+from app.theme import Theme, colours, use_tabular_figures
 from app.views.chat.icon_button import ICON_PX, IconButton
 from app.views.chat.phrases import thought_text
-from app.widgets.markdown_view import MarkdownView
+from app.widgets.answer_text import AnswerView
 
 COPIED_MS = 1500
 TICK_MS = 1000
-BAR_PX = 2
-INDENT_PX = 14
+INDENT_PX = 10
 
 
-class ThoughtText(MarkdownView):
+class ThoughtText(AnswerView):
     """Markdown in a calmer colour."""
 
     def theme(self) -> Theme:
@@ -113,16 +111,20 @@ class Thought(QWidget):
             self.body = body = ThoughtText(self)
             body.setAccessibleName(self.tr("What the model thought"))
             body.link_activated.connect(self.link_activated)
-            indented = QHBoxLayout()
-            indented.setContentsMargins(INDENT_PX, 0, 0, 4)
+            self._indented = QWidget(self)
+            bar = QFrame(self._indented)
+            bar.setProperty("line", "thick")
+            indented = QHBoxLayout(self._indented)
+            indented.setContentsMargins(2, 0, 0, 4)
+            indented.setSpacing(INDENT_PX)
+            indented.addWidget(bar)
             indented.addWidget(body)
-            self._column.addLayout(indented)
+            self._column.addWidget(self._indented)
             QWidget.setTabOrder(self.copy_button, body)
         if self.body is not None:
-            self.body.setVisible(self.is_open)
+            self._indented.setVisible(self.is_open)
         self._show_fold()
         self._show_text()
-        self.update()
 
     def _show_text(self) -> None:
         message, body = self._message, self.body
@@ -136,9 +138,3 @@ class Thought(QWidget):
             self.copy_button.set_icon("check", self.tr("Copied"))
             restore = self.tr("Copy what it thought")
             QTimer.singleShot(COPIED_MS, self, lambda: self.copy_button.set_icon("copy", restore))
-
-    def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
-        if self.body is not None and self.is_open:
-            painter = QPainter(self)
-            painter.fillRect(BAR_PX, self.body.y(), BAR_PX, self.body.height(), themed("border"))
-            painter.end()

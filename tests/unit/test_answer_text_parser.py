@@ -7,19 +7,19 @@ import random
 import pytest
 from hypothesis import given
 
-from app.widgets.markdown_view import stream_parser
-from app.widgets.markdown_view.plain_text import plain_text
-from app.widgets.markdown_view.segments import (
+from app.widgets.answer_text import parser as stream_parser
+from app.widgets.answer_text.blocks import (
     CodeBlock,
     Gap,
     Marker,
+    MathsBlock,
     RuleBlock,
     Segment,
     TableBlock,
     TextBlock,
     TextSpan,
 )
-from app.widgets.markdown_view.stream_parser import StreamParser
+from app.widgets.answer_text.parser import StreamParser
 from tests.unit.markdown_texts import EVERYTHING, chunked_texts
 
 
@@ -111,13 +111,76 @@ def test_html_is_text() -> None:
     assert texts(parse(text)) == ["<script>alert(1)</script>", "<img src=x onerror=y> and <b>bold</b> <"]
 
 
-@pytest.mark.parametrize("maths", ["$a*b*c$", "\\(x_1 * y_1 * z\\)", "\\[ a*b*c \\]", "$$\\frac{a}{b}_c_d$$"])
-def test_mathematics_is_left_alone(maths: str) -> None:
-    assert parse(f"Given {maths} so") == [TextBlock((TextSpan(f"Given {maths} so"),))]
+@pytest.mark.parametrize(
+    ("source", "tex"),
+    [
+        ("$a*b*c$", "a*b*c"),
+        ("\\(x_1 * y_1 * z\\)", "x_1 * y_1 * z"),
+        ("\\[ a*b*c \\]", " a*b*c "),
+        ("$$\\frac{a}{b}_c_d$$", "\\frac{a}{b}_c_d"),
+    ],
+)
+def test_mathematics_is_left_alone(source: str, tex: str) -> None:
+    assert parse(f"Given {source} so") == [
+        TextBlock((TextSpan("Given "), TextSpan(source, tex=tex), TextSpan(" so"))),
+    ]
 
 
-def test_prices_are_no_mathematics() -> None:
-    assert TextSpan("more", bold=True) in parse("from $5 **more** to $6")[0].spans  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from $5 **more** to $6",
+        "$ a $ and $a $ and $ a$",
+        "US$x and $y",
+        "$1,000-$2,000",
+        "`$a$` and \\$a\\$",
+        "$$ open",
+        "\\( open",
+    ],
+)
+def test_dollars_are_not_always_mathematics(text: str) -> None:
+    assert not any(span.tex for block in parse(text) if isinstance(block, TextBlock) for span in block.spans)
+
+
+@pytest.mark.parametrize(
+    ("text", "tex"),
+    [
+        ("$$x$$", "x"),
+        ("\\[\nx\n\\]", "x"),
+        ("$$\nx\n- y\n= z\n===\n$$", "x\n- y\n= z\n==="),
+        ("$$x$$.", "x."),
+    ],
+)
+def test_displayed_mathematics_is_a_block(text: str, tex: str) -> None:
+    assert parse(f"So\n{text}\nis") == [
+        TextBlock((TextSpan("So"),)),
+        MathsBlock(tex, text),
+        TextBlock((TextSpan("is"),)),
+    ]
+    [first, second] = parse("- " + text.replace("\n", "\n  "))
+    assert first == TextBlock((), "l", marker=Marker())
+    assert second == MathsBlock(tex, text, "l")
+
+
+def test_mathematics_without_an_end_is_text_up_to_an_empty_line() -> None:
+    assert texts(parse("$$\nx\n- y\n\n- z")) == ["$$\nx\n- y", "z"]
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("see https://example.org/a_b_c(1).", "https://example.org/a_b_c(1)"),
+        ("(HTTP://a.b/x?y=1&z=2)", "HTTP://a.b/x?y=1&z=2"),
+        ("**https://a.b/c**", "https://a.b/c"),
+        ("- https://a.b, then", "https://a.b"),
+        ("<https://a.b>", "https://a.b"),
+        ("file://a.b and ftp://a.b and xhttp://a.b and http:// and `http://a.b`", ""),
+        ("[https://a.b](https://c.d)", "https://c.d"),
+    ],
+)
+def test_bare_addresses_are_links(text: str, address: str) -> None:
+    hrefs = {span.href for block in parse(text) if isinstance(block, TextBlock) for span in block.spans} - {""}
+    assert hrefs == ({address} if address else set())
 
 
 def test_what_cannot_be_shown_is_replaced() -> None:
@@ -254,18 +317,16 @@ def test_hostile_text_is_read_in_windows(text: str) -> None:
 
 
 def test_deep_nesting_loses_no_text() -> None:
-    assert "treasure" in plain_text(parse("> " * 300 + "treasure"))
-    assert "treasure" in plain_text(parse("- " * 300 + "treasure"))
+    assert "treasure" in repr(parse("> " * 300 + "treasure"))
+    assert "treasure" in repr(parse("- " * 300 + "treasure"))
 
 
-def test_a_fence_longer_than_the_window_goes_on_as_code() -> None:
+def test_a_fence_longer_than_the_window_stays_one() -> None:
     lines = [f"line {number}" for number in range(5_000)]
-    segments = parse("```sql\n" + "\n".join(lines) + "\n```\n\nAfter.")
-    code = [segment for segment in segments if isinstance(segment, CodeBlock)]
-    assert len(code) > 1
-    assert {block.language for block in code} == {"sql"}
-    assert [line for block in code for line in block.code.split("\n")] == lines
-    assert texts(segments) == ["After."]
+    assert parse("  ```sql\n" + "\n".join(f"  {line}" for line in lines) + "\n  ```\n\nAfter.") == [
+        CodeBlock("\n".join(lines), "sql"),
+        TextBlock((TextSpan("After."),)),
+    ]
 
 
 def test_a_list_longer_than_the_window_is_cut_between_items() -> None:
@@ -299,7 +360,3 @@ def test_long_answers_in_random_chunks() -> None:
     parser = stream(chunks)
     parser.finish()
     assert parser.finished == parse(text)
-
-
-def test_plain_text() -> None:
-    assert plain_text(parse("# T\n\n- a\n- b\n\n> q\n\n|x|y|\n|-|-|\n|1|2|\n")) == "T\n\n- a\n- b\n\nq\n\nx\ty\n1\t2"

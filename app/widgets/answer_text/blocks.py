@@ -1,26 +1,127 @@
-"""Converts markdown-it's flat token stream to segments."""
+"""A Markdown text, flattened: a plain list of segments from top to bottom, read from markdown-it's tokens.
+
+Containers (lists and block quotes) are not nodes but a string that each segment carries, outermost first: `q` for a
+block quote, `l` for a list.  A list item's text is a `TextBlock` in an `l` with a marker.  The flat form is what a
+document is written from, and two texts look the same exactly when their segments are equal.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from app.widgets.markdown_view.segments import (
-    Alignment,
-    CodeBlock,
-    Gap,
-    Marker,
-    RuleBlock,
-    Segment,
-    TableBlock,
-    TextBlock,
-    TextSpan,
-)
+from enum import Enum
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from markdown_it.token import Token
+
+Alignment: TypeAlias = Literal["left", "center", "right"]
+
+
+class Gap(Enum):
+    """The size of the space above a segment."""
+
+    ITEM = "item"  # between the items of a tight list
+    LOOSE = "loose"  # between the items of a loose list
+    PARAGRAPH = "paragraph"
+    HEADING = "heading"
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpan:
+    """A run of text in one style.
+
+    `href` is empty or an http, https or mailto address; line breaks are `\\n`.  With `tex` it is a formula: the text is
+    its source with its delimiters.
+    """
+
+    text: str
+    bold: bool = False
+    italic: bool = False
+    strike: bool = False
+    code: bool = False
+    href: str = ""
+    tex: str = ""
+
+    def looks_like(self, other: TextSpan) -> bool:
+        """Whether the two could be one."""
+        if self.tex or other.tex:
+            return False
+        return (self.bold, self.italic, self.strike, self.code, self.href) == (
+            other.bold, other.italic, other.strike, other.code, other.href,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A list item's marker: a bullet, a number, or a checkbox."""
+
+    number: int | None = None
+    checked: bool | None = None
+
+    def text(self) -> str:
+        """As in Markdown."""
+        if self.checked is not None:
+            return "- [x]" if self.checked else "- [ ]"
+        return "-" if self.number is None else f"{self.number}."
+
+
+@dataclass(frozen=True, slots=True)
+class TextBlock:
+    """A paragraph, a heading (level 1 to 6) or the text of a list item."""
+
+    spans: tuple[TextSpan, ...]
+    containers: str = ""
+    gap: Gap = Gap.PARAGRAPH
+    heading: int = 0
+    marker: Marker | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CodeBlock:
+    """A fenced or indented code block; `code` has no final line break."""
+
+    code: str
+    language: str = ""
+    containers: str = ""
+    gap: Gap = Gap.PARAGRAPH
+
+
+@dataclass(frozen=True, slots=True)
+class TableBlock:
+    """A table; the first row is its header, and every row has as many cells as there are alignments."""
+
+    alignments: tuple[Alignment, ...]
+    rows: tuple[tuple[tuple[TextSpan, ...], ...], ...]
+    containers: str = ""
+    gap: Gap = Gap.PARAGRAPH
+
+
+@dataclass(frozen=True, slots=True)
+class MathsBlock:
+    """A displayed formula: its TeX, and its source with the delimiters."""
+
+    tex: str
+    source: str
+    containers: str = ""
+    gap: Gap = Gap.PARAGRAPH
+
+
+@dataclass(frozen=True, slots=True)
+class RuleBlock:
+    """A thematic break."""
+
+    containers: str = ""
+    gap: Gap = Gap.PARAGRAPH
+
+
+Segment: TypeAlias = TextBlock | CodeBlock | TableBlock | MathsBlock | RuleBlock
+
+
+def spans_text(spans: Iterable[TextSpan]) -> str:
+    return "".join(span.text for span in spans)
+
 
 InlineParser = Callable[[str], "Sequence[Token] | None"]
 """Inline Markdown to its tokens, or None if the text is to be shown verbatim."""
@@ -141,17 +242,24 @@ class TokenReader:
         self._gap = Gap.LOOSE if self._lists else Gap.PARAGRAPH
 
     def _on_fence(self, token: Token) -> None:
-        self._flush_marker()
         words = token.info.split()
         code = token.content.removesuffix("\n")
-        self._segments.append(CodeBlock(code, words[0] if words else "", self._containers, Gap.PARAGRAPH))
-        self._gap = Gap.PARAGRAPH
+        self._add(CodeBlock(code, words[0] if words else "", self._containers))
 
     _on_code_block = _on_fence
 
     def _on_hr(self, _token: Token) -> None:
+        self._add(RuleBlock(self._containers))
+
+    def _on_maths_block(self, token: Token) -> None:
+        if token.info:
+            self._add(MathsBlock(token.info, token.content, self._containers))
+        else:  # not closed, or not yet
+            self._add(TextBlock((TextSpan(token.content),), self._containers))
+
+    def _add(self, segment: Segment) -> None:
         self._flush_marker()
-        self._segments.append(RuleBlock(self._containers))
+        self._segments.append(segment)
         self._gap = Gap.PARAGRAPH
 
     # Tables
@@ -178,8 +286,7 @@ class TokenReader:
         at_once = max(1, _MOST_CELLS // len(header))
         for begin in range(0, max(1, len(rows)), at_once):
             part = (header, *rows[begin : begin + at_once])
-            self._segments.append(TableBlock(tuple(self._alignments), part, self._containers))
-        self._gap = Gap.PARAGRAPH
+            self._add(TableBlock(tuple(self._alignments), part, self._containers))
 
     # Inline text
 
@@ -194,10 +301,10 @@ def read_spans(tokens: Sequence[Token]) -> tuple[TextSpan, ...]:
     hrefs: list[str] = []
     spans: list[TextSpan] = []
 
-    def add(text: str, code: bool = False, href: str = "") -> None:
+    def add(text: str, code: bool = False, href: str = "", tex: str = "") -> None:
         href = href or (hrefs[-1] if hrefs else "")
-        span = TextSpan(text, style["strong"] > 0, style["em"] > 0, style["s"] > 0, code, href)
-        if spans and _same_style(spans[-1], span):
+        span = TextSpan(text, style["strong"] > 0, style["em"] > 0, style["s"] > 0, code, href, tex)
+        if spans and spans[-1].looks_like(span):
             span = TextSpan(spans[-1].text + text, span.bold, span.italic, span.strike, span.code, span.href)
             spans.pop()
         if text:
@@ -215,6 +322,8 @@ def read_spans(tokens: Sequence[Token]) -> tuple[TextSpan, ...]:
             add("\n")
         elif kind == "code_inline":
             add(token.content, code=True)
+        elif kind == "maths":
+            add(token.content, tex=token.info)
         elif kind == "link_open":
             hrefs.append(allowed_link(str(token.attrGet("href") or "")))
         elif kind == "link_close":
@@ -228,10 +337,6 @@ def read_spans(tokens: Sequence[Token]) -> tuple[TextSpan, ...]:
     return tuple(spans)
 
 
-def _same_style(a: TextSpan, b: TextSpan) -> bool:
-    return (a.bold, a.italic, a.strike, a.code, a.href) == (b.bold, b.italic, b.strike, b.code, b.href)
-
-
 def _image_text(token: Token) -> str:
     children = token.children
-    return "".join(span.text for span in read_spans(children)) if children else token.content
+    return spans_text(read_spans(children)) if children else token.content

@@ -8,7 +8,7 @@ from functools import cached_property
 from PySide6.QtGui import QColor, QFont, QFontDatabase, QFontInfo, QFontMetricsF
 
 from app.theme import Theme
-from app.widgets.markdown_view.segments import Gap, Segment, TextBlock
+from app.widgets.answer_text.blocks import Gap, Segment, TextBlock
 
 # Okabe and Ito's hues, darkened or lightened to at least 4.5:1 on their theme's code card.
 _LIGHT_SYNTAX = {
@@ -27,6 +27,8 @@ _DARK_SYNTAX = {
     "inserted": "#4CC9A4",
     "deleted": "#F2925A",
 }
+COLOURED = ("comment", *_LIGHT_SYNTAX)
+"""The kinds of tokens that have a colour."""
 _HEADING_SCALE = {1: 1.5, 2: 1.3, 3: 1.15, 4: 1.0, 5: 1.0, 6: 1.0}
 _GAP_EMS = {Gap.ITEM: 0.3, Gap.LOOSE: 0.6, Gap.PARAGRAPH: 0.85, Gap.HEADING: 1.4}
 _AFTER_HEADING_EMS = 0.5
@@ -109,6 +111,26 @@ class Style:
     @property
     def inline_code_background(self) -> QColor:
         return QColor(self.theme.border)
+
+    @property
+    def card_padding(self) -> int:
+        """Between the frame of code and its text."""
+        return self.px(0.85)
+
+    @cached_property
+    def card_header(self) -> int:
+        """The height of the line above code that names its language."""
+        return int(QFontMetricsF(self.small_font).height()) + 16
+
+    @property
+    def card_top(self) -> int:
+        """From the top of the card to its first line."""
+        return self.card_header + self.px(0.55)
+
+    @property
+    def maths_px(self) -> float:
+        """An em of formulas: their small letters are smaller than those of the text around them."""
+        return self.body_px * 1.12
 
     def same_as(self, other: Style) -> bool:
         return self.theme == other.theme and self.font.family() == other.font.family() and self.body_px == other.body_px

@@ -2,9 +2,10 @@
 
 At the start of a top-level block on a line of its own, markdown-it has no state but the link references, so parsing
 from there gives the same result as parsing the whole text.  The parser therefore cuts the text before the last block
-that has at least one complete line: everything above the cut is final, the rest is the tail.
+that has at least one complete line: everything above the cut is final, the rest is the tail.  Code that is not closed
+yet is cut after each of its lines, which are read again only to find its end.
 
-Two limits make hostile text harmless.  At most `WINDOW` characters are parsed at a time: a longer block is cut at a
+Limits make hostile text harmless.  At most `WINDOW` characters are parsed at a time: a longer block is cut at a
 position that depends only on the text, so that streaming cannot change the result.  Text with an absurd number of
 marks, nested deeper than `MAX_NESTING`, or in a table with more than `MAX_COLUMNS`, is shown verbatim.
 """
@@ -13,23 +14,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import MutableMapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from app.widgets.markdown_view.segments import Segment, TextBlock, TextSpan
-from app.widgets.markdown_view.token_reader import TokenReader
+from app.widgets.answer_text.blocks import Segment, TextBlock, TextSpan, TokenReader
+from app.widgets.answer_text.rules import MAX_NESTING, markdown
 
 if TYPE_CHECKING:
-    from markdown_it import MarkdownIt
-    from markdown_it.rules_block import StateBlock
     from markdown_it.token import Token
 
-WINDOW = 20_000
-MAX_NESTING = 40
+WINDOW = 10_000
 MAX_MARKS = 1_000
 """Of a paragraph: each may begin a span of its own, and to lay out thousands of these stops the window."""
-MAX_COLUMNS = 100
 
+_FENCE = re.compile(r" {0,3}(?:```|~~~)")
 _MARKS = re.compile(r"[\[\]*_~`<&\\$]")
 
 # Lone surrogates, control characters, and what QTextDocument uses for its own structure.
@@ -45,13 +42,14 @@ class StreamParser:
     """
 
     def __init__(self) -> None:
-        self._markdown = _markdown()
+        self._markdown = markdown()
         self._references: dict[str, Any] = {}
         self._pending = ""
         self._searched = 0  # characters of `_pending` that contain no further cut
         self._held_return = False
         self._prefix = ""  # reopens the block at a cut: a fence, or a table with its header
-        self._regions: list[tuple[str, slice]] = []  # source that may use link references, and its segments
+        self._code = ""  # what was above the cut of a fence
+        self._regions: list[tuple[str, str, slice]] = []  # source that may use link references, and its segments
         self._tail: list[Segment] | None = []
         self.is_finished = False
         self.finished: list[Segment] = []
@@ -80,8 +78,11 @@ class StreamParser:
         newline = self._pending.rfind("\n") + 1
         if newline > self._searched:
             cut = self._last_block_start(self._pending[:newline])
-            self._searched = newline - cut
-            self._move(cut)
+            if cut:
+                self._searched = newline - cut
+                self._move(cut)
+            else:
+                self._searched = 0 if self._took_code(newline) else newline
         return False
 
     def finish(self) -> None:
@@ -93,7 +94,8 @@ class StreamParser:
             self._pending += "\n"
         while self.advance():
             pass
-        self._move(len(self._pending))
+        if self._pending or self._code:
+            self._move(len(self._pending))
         self.is_finished = True
         if self._references:
             self._resolve_late_references()
@@ -102,18 +104,36 @@ class StreamParser:
         """The text after the finished blocks, as if nothing followed."""
         if self._tail is None:
             # The tail may contain link definitions, but they may still grow, so they are not kept.
-            self._tail = self._read(self._prefix + self._pending, dict(self._references)) if self._pending else []
+            is_any = self._pending or self._code
+            source = self._prefix + self._pending
+            self._tail = self._read(source, dict(self._references), self._code) if is_any else []
         return self._tail
 
     def _move(self, cut: int) -> None:
-        if cut:
-            source, self._pending = self._prefix + self._pending[:cut], self._pending[cut:]
-            self._prefix = ""
-            self._tail = None
-            start = len(self.finished)
-            self.finished += self._read(source, self._references)
-            if "[" in source:
-                self._regions.append((source, slice(start, len(self.finished))))
+        source, self._pending = self._prefix + self._pending[:cut], self._pending[cut:]
+        code, self._prefix, self._code = self._code, "", ""
+        self._tail = None
+        start = len(self.finished)
+        self.finished += self._read(source, self._references, code)
+        if "[" in source:
+            self._regions.append((source, code, slice(start, len(self.finished))))
+
+    def _took_code(self, cut: int) -> bool:
+        """Moves lines of code out of the tail, if all of it up to `cut` is code that is not closed there."""
+        if not self._prefix and not _FENCE.match(self._pending):
+            return False
+        source = self._prefix + self._pending[:cut]
+        tokens = self._block_tokens(source, {})
+        first, *lines = source.split("\n")
+        if len(tokens) != 1 or tokens[0].type != "fence" or not any(lines):
+            return False
+        closing = re.compile(rf" {{0,3}}{re.escape(tokens[0].markup[0])}{{{len(tokens[0].markup)},}}[ \t]*")
+        if any(closing.fullmatch(line) for line in lines):
+            return False
+        self._code += tokens[0].content
+        self._prefix, self._pending = first + "\n", self._pending[cut:]
+        self._tail = None
+        return True
 
     def _last_block_start(self, text: str) -> int:
         """Offset of the last top-level block of `text`, whose lines are all complete; 0 if it must not be cut there."""
@@ -132,22 +152,22 @@ class StreamParser:
         newline = window.rfind("\n") + 1
         cut = self._last_block_start(window[:newline])
         prefix = ""
-        if not cut:
-            cut, prefix = self._forced_cut(window, newline)
         self._searched = 0
+        if not cut:
+            cut = newline if newline > WINDOW // 2 else WINDOW
+            if self._took_code(cut):
+                return
+            cut, prefix = self._forced_cut(window, cut, is_line=cut == newline)
         self._move(cut)
         self._prefix = prefix
 
-    def _forced_cut(self, window: str, newline: int) -> tuple[int, str]:
+    def _forced_cut(self, window: str, cut: int, *, is_line: bool) -> tuple[int, str]:
         """Where to cut a block that fills the whole window, and the prefix that reopens it below the cut."""
-        cut = newline if newline > WINDOW // 2 else WINDOW
         tokens = self._block_tokens(self._prefix + window[:cut], dict(self._references))
         first = tokens[0] if tokens else None
         if first is None:
             return cut, ""
-        if first.type == "fence" and not self._is_closed(self._prefix + window[:cut]):
-            return cut, f"{first.markup}{first.info}\n"
-        if first.type == "table_open" and cut == newline:
+        if first.type == "table_open" and is_line:
             header = (self._prefix + window).split("\n")[:2]
             return cut, "\n".join(header) + "\n"
         if first.type in ("bullet_list_open", "ordered_list_open"):
@@ -160,13 +180,10 @@ class StreamParser:
                 return offset, ""
         return cut, ""
 
-    def _is_closed(self, source: str) -> bool:
-        return len(_top_level(self._block_tokens(source + "\nx\n", {}))) > 1
-
     def _resolve_late_references(self) -> None:
         finished = list(self.finished)
-        for source, place in self._regions:
-            finished[place] = self._read(source, self._references)
+        for source, code, place in self._regions:
+            finished[place] = self._read(source, self._references, code)
         self.finished = finished
 
     def _block_tokens(self, source: str, references: dict[str, Any]) -> list[Token]:
@@ -175,9 +192,11 @@ class StreamParser:
         self._markdown.block.parse(source, self._markdown, _env(references), tokens)
         return tokens
 
-    def _read(self, source: str, references: dict[str, Any]) -> list[Segment]:
-        """Segments of `source`; adds its link definitions to `references`."""
+    def _read(self, source: str, references: dict[str, Any], code: str = "") -> list[Segment]:
+        """Segments of `source`, whose first block continues `code`; adds its link definitions to `references`."""
         tokens = self._block_tokens(source, references)
+        if code:
+            tokens[0].content = code + tokens[0].content
         env = _env(references)
 
         def parse_inline(content: str) -> Sequence[Token] | None:
@@ -202,29 +221,7 @@ class StreamParser:
 
 def import_parser() -> None:
     """Loads the parser before the first text needs it; callable from any thread."""
-    _markdown()
-
-
-@cache
-def _markdown() -> MarkdownIt:
-    """The parser's rules, which hold no state of a text; imported with the first text, not at start-up."""
-    from markdown_it import MarkdownIt
-
-    from app.widgets.markdown_view.maths import leave_maths_alone
-
-    markdown = MarkdownIt("commonmark", {"html": False, "maxNesting": MAX_NESTING})
-    markdown.enable(["table", "strikethrough"])
-    markdown.block.ruler.at("table", _narrow_table, {"alt": ["paragraph", "reference"]})
-    leave_maths_alone(markdown)
-    return markdown
-
-
-def _narrow_table(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-    """Takes no line of thousands of cells for a table: to read and to lay out one would take seconds."""
-    from markdown_it.rules_block import table
-
-    header = state.src[state.bMarks[start] : state.eMarks[start]]
-    return header.count("|") <= MAX_COLUMNS + 1 and table(state, start, end, silent)
+    markdown()
 
 
 def _env(references: dict[str, Any]) -> MutableMapping[str, Any]:

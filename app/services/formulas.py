@@ -1,0 +1,243 @@
+"""Formulas as pictures, drawn by a process of their own: some take for ever, and only a process can be stopped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from PySide6.QtCore import (
+    QByteArray,
+    QCoreApplication,
+    QObject,
+    QProcess,
+    QProcessEnvironment,
+    QRectF,
+    Qt,
+    QTimer,
+    Signal,
+)
+from PySide6.QtGui import QColor, QPainter
+from PySide6.QtSvg import QSvgRenderer
+
+from app.services.formula_process import COLOUR, SIZE
+from engine.common.paths import confined_module
+
+MOST_CHARACTERS = 2_000
+MOST_NESTED = 6
+"""Braces, \\left and \\begin within each other: the time for fractions doubles with each."""
+MOST_WAITING = 4_000
+STARTING_MS = 20_000
+FORMULA_MS = 2_000
+"""By the clock, for a process that does not even see that its own time is over."""
+IDLE_MS = 30_000
+"""After which the process ends: 60 MB for what takes a quarter of a second to start again."""
+MOST_LOST = 10
+"""Formulas in a row that took too long: an answer that has more is not worth a processor."""
+_MOST_KEPT = 2_000
+_MOST_SVG = 500_000
+_NESTING = re.compile(r"\\(?:left|right|begin|end)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
+_STEPS = {"{": 1, "\\left": 1, "\\begin": 1, "}": -1, "\\right": -1, "\\end": -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """TeX without its delimiters, as part of a line or displayed by itself."""
+
+    tex: str
+    display: bool = False
+
+
+class Picture:
+    """A drawn formula.  Lengths are in ems of its own text; `ascent` and `descent` are from the baseline."""
+
+    def __init__(self, svg: str) -> None:
+        self._svg = svg
+        self._renderers: dict[str, QSvgRenderer] = {}
+        box = self._renderer(COLOUR).viewBoxF()
+        self.width = box.width() / SIZE
+        self.ascent = -box.top() / SIZE
+        self.descent = box.bottom() / SIZE
+
+    def paint(self, painter: QPainter, target: QRectF, colour: QColor) -> None:
+        """Draws it, lines and not pixels, so that paper and any screen get it sharp."""
+        self._renderer(colour.name()).render(painter, target)
+
+    def _renderer(self, colour: str) -> QSvgRenderer:
+        found = self._renderers.get(colour)
+        if found is None:
+            if len(self._renderers) > 3:
+                self._renderers.clear()
+            svg = self._svg.replace(COLOUR, colour).encode()
+            found = self._renderers[colour] = QSvgRenderer(QByteArray(svg))
+        return found
+
+
+def nesting(tex: str) -> int:
+    """How deep the groups of a formula lie within each other."""
+    depth = deepest = 0
+    for match in _NESTING.finditer(tex):
+        depth += _STEPS.get(match.group(), 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+class Formulas(QObject):
+    """Draws one formula at a time, and keeps what it has drawn.  The process starts with the first.
+
+    Signals:
+        drawn: a `Formula` whose picture was asked for is there, or is known to have none.
+    """
+
+    drawn = Signal(object)
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._known: OrderedDict[Formula, Picture | None] = OrderedDict()
+        self._waiting: deque[Formula] = deque()
+        self._process: QProcess | None = None
+        self._is_drawing = False
+        self._cannot_start = False
+        self._lost = 0
+        self._clock = QTimer(self, singleShot=True)
+        self._clock.timeout.connect(self._on_late)
+        self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
+        self._idle.timeout.connect(self.close)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether pictures are still to come."""
+        return bool(self._waiting)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process now."""
+        return self._process is not None
+
+    def picture(self, formula: Formula) -> Picture | None:
+        """The picture, if it is known: it costs nothing to ask."""
+        found = self._known.get(formula)
+        if found is not None:
+            self._known.move_to_end(formula)
+        return found
+
+    def ask(self, formula: Formula) -> bool:
+        """Has a picture drawn; `drawn` follows if this is True.  False: it is there, or there will be none."""
+        if formula in self._known or self._cannot_start:
+            return False
+        tex = formula.tex
+        if not tex.strip() or len(tex) > MOST_CHARACTERS or nesting(tex) > MOST_NESTED:
+            return False
+        if formula not in self._waiting:
+            if len(self._waiting) >= MOST_WAITING:
+                return False
+            self._waiting.append(formula)
+            self._draw_next()
+        return True
+
+    def forget(self) -> None:
+        """Ends the process, and draws all anew from then on."""
+        self.close()
+        self._known.clear()
+        self._cannot_start = False
+
+    def close(self) -> None:
+        """Ends the process; a later `ask` starts another."""
+        self._clock.stop()
+        self._idle.stop()
+        self._waiting.clear()
+        self._end_process()
+
+    def _draw_next(self) -> None:
+        if self._is_drawing or not self._waiting:
+            return
+        self._idle.stop()
+        process, is_new = self._process, self._process is None
+        if process is None:
+            process = self._process = self._start()
+        formula = self._waiting[0]
+        self._is_drawing = True
+        self._clock.start(STARTING_MS if is_new else FORMULA_MS)
+        request = json.dumps({"tex": formula.tex, "display": formula.display}).encode("ascii")
+        process.write(request + b"\n")
+
+    def _start(self) -> QProcess:
+        (program, *arguments), variables = confined_module("app.services.formula_process")
+        environment = QProcessEnvironment()
+        for name, value in variables.items():
+            environment.insert(name, value)
+        process = QProcess(self)
+        process.setProcessEnvironment(environment)
+        process.setStandardErrorFile(QProcess.nullDevice())
+        process.readyReadStandardOutput.connect(self._on_answer)
+        process.finished.connect(self._on_lost)
+        process.errorOccurred.connect(self._on_error)
+        process.start(program, arguments)
+        return process
+
+    def _on_answer(self) -> None:
+        process = self._process
+        while process is not None and self._is_drawing and process.canReadLine():
+            svg = json.loads(bytes(process.readLine().data())).get("svg")
+            self._lost = 0
+            self._settle(Picture(svg) if svg and len(svg) < _MOST_SVG else None)
+
+    def _settle(self, picture: Picture | None) -> None:
+        """The first of the queue is done, one way or the other."""
+        self._clock.stop()
+        self._is_drawing = False
+        formula = self._waiting.popleft()
+        self._known[formula] = picture
+        if len(self._known) > _MOST_KEPT:
+            self._known.popitem(last=False)
+        self._draw_next()
+        if not self._waiting:
+            self._idle.start()
+        self.drawn.emit(formula)
+
+    def _on_late(self) -> None:
+        self._on_lost()
+
+    def _on_lost(self) -> None:
+        """The formula that it was drawing is shown as its source; the next gets a new process."""
+        was_drawing = self._is_drawing
+        self._end_process()
+        if was_drawing and self._waiting:
+            self._lost += 1
+            given_up = []
+            while self._lost >= MOST_LOST and len(self._waiting) > 1:
+                given_up.append(self._waiting.pop())
+                self._known[given_up[-1]] = None
+            self._settle(None)
+            for formula in given_up:
+                self.drawn.emit(formula)
+
+    def _on_error(self, error: QProcess.ProcessError) -> None:
+        if error is QProcess.ProcessError.FailedToStart:
+            self._cannot_start = True
+            while self._waiting:
+                formula = self._waiting.popleft()
+                self.drawn.emit(formula)
+            self.close()
+
+    def _end_process(self) -> None:
+        process, self._process = self._process, None
+        self._is_drawing = False
+        if process is not None:
+            process.blockSignals(True)
+            process.closeWriteChannel()
+            process.kill()
+            process.waitForFinished(1000)
+            process.deleteLater()
+
+
+def formulas() -> Formulas:
+    """Those of this program: one process, and one memory of what was drawn, for all windows, answers and printing."""
+    application = QCoreApplication.instance()
+    assert application is not None
+    found: Formulas | None = application.findChild(Formulas, options=Qt.FindChildOption.FindDirectChildrenOnly)
+    if found is None:
+        found = Formulas(application)
+        application.aboutToQuit.connect(found.close)
+    return found

@@ -1,0 +1,176 @@
+"""Formulas are drawn where they stand, or show their source; nothing that they hold stops the window."""
+
+from __future__ import annotations
+
+import pytest
+from PySide6.QtGui import QImage, QTextCursor
+from pytestqt.qtbot import QtBot
+
+from app.services.formula_process import draw
+from app.services.formulas import Formula, Formulas, nesting
+from app.theme import LIGHT, ThemeController
+from app.widgets.answer_text import AnswerView, Style, write_markdown
+from app.widgets.answer_text.maths import OBJECT
+from app.widgets.answer_text.writer import InertDocument
+from tests.app.answer_text.looks import ViewMaker
+
+
+def wait(drawn: Formulas, qtbot: QtBot) -> None:
+    qtbot.waitUntil(lambda: not drawn.is_busy, timeout=60_000)
+
+
+def test_the_source_shows_until_the_picture_is_there(make_view: ViewMaker, drawn: Formulas, qtbot: QtBot) -> None:
+    view = make_view("Here $x^2$ and \\(y\\).\n\n$$\n\\frac{a}{b}\n- c\n$$\n\nEnd")
+    assert "$x^2$" in view.toPlainText()
+    wait(drawn, qtbot)
+    assert view.toPlainText().count(OBJECT) == 3
+    view.select_all()
+    assert view.selected_text() == "Here $x^2$ and \\(y\\).\n\n$$\n\\frac{a}{b}\n- c\n$$\n\nEnd"
+    assert [match.end - match.start for match in view.find_matches("frac")] == [1]
+
+
+def test_no_formula_starts_no_process(make_view: ViewMaker, drawn: Formulas) -> None:
+    make_view("From $5 to $6, `$x$` and\n\n```\n$$y$$\n```\n\n$ a $")
+    assert not drawn.is_running
+    assert not drawn.is_busy
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        r"$\foo{x}$",
+        r"$\frac{a}$",
+        r"$\left( x$",
+        r"$\begin{nonsense} x \end{nonsense}$",
+        "$" + "{" * 7 + "x" + "}" * 7 + "$",
+        r"$\def\a{\a\a}\a$",
+        r"\(\newcommand{\x}{\x\x} \x\)",
+        "\\(" + "x" * 1_900 + "\\)",
+        r"\(" + r"\sqrt" * 300 + r"\)",
+    ],
+    ids=lambda source: source[:14],
+)
+def test_what_cannot_be_drawn_shows_its_source(
+    make_view: ViewMaker, drawn: Formulas, qtbot: QtBot, source: str
+) -> None:
+    view = make_view(f"A {source} z and $y$")
+    wait(drawn, qtbot)
+    assert view.toPlainText() == f"A {source} z and {OBJECT}"
+
+
+def test_one_that_takes_for_ever_costs_only_itself(drawn: Formulas, qtbot: QtBot) -> None:
+    endless = Formula(r"\frac{1}{" * 5 + r"\binom{a}{b}" * 150 + "}" * 5)
+    assert drawn.ask(endless)
+    assert drawn.ask(Formula("x"))
+    wait(drawn, qtbot)
+    assert drawn.picture(Formula("x")) is not None
+
+
+def test_a_lost_process_is_started_again(drawn: Formulas, qtbot: QtBot) -> None:
+    assert drawn.ask(Formula("x"))
+    wait(drawn, qtbot)
+    assert drawn.is_running
+    assert drawn._process is not None
+    drawn._process.kill()
+    qtbot.waitUntil(lambda: not drawn.is_running, timeout=10_000)
+    assert drawn.ask(Formula("y"))
+    wait(drawn, qtbot)
+    assert drawn.picture(Formula("y")) is not None
+    assert not drawn.ask(Formula("y"))
+
+
+def test_a_selection_stays_on_what_it_was_on(make_view: ViewMaker, drawn: Formulas, qtbot: QtBot) -> None:
+    text = "Before $a$ mid $b$ after\n\nmore $a$"
+    spans = [("Before", "mid"), ("$a$", "$a$"), ("mid", "mid"), ("mid", "$b$"), ("$b$", "after"), ("after", "more")]
+    views = []
+    for first, last in spans:
+        view = make_view(text)
+        cursor = view.textCursor()
+        cursor.setPosition(view.document().find(first).selectionStart())
+        cursor.setPosition(view.document().find(last).selectionEnd(), QTextCursor.MoveMode.KeepAnchor)
+        view.setTextCursor(cursor)
+        views.append((view, view.selected_text()))
+    wait(drawn, qtbot)
+    for view, before in views:
+        assert OBJECT in view.toPlainText()
+        assert view.selected_text() == before
+
+
+def ink(view: AnswerView) -> set[str]:
+    """The colours in a picture of it."""
+    image = view.grab().toImage().convertToFormat(QImage.Format.Format_RGB32)
+    return {image.pixelColor(x, y).name() for x in range(image.width()) for y in range(image.height())}
+
+
+def test_formulas_follow_the_theme_without_being_drawn_again(
+    make_view: ViewMaker, drawn: Formulas, qtbot: QtBot, theme: ThemeController
+) -> None:
+    view = make_view("$$\\blacksquare$$")
+    wait(drawn, qtbot)
+    view.resize(200, view.heightForWidth(200))
+    assert theme.theme.text.lower() in ink(view)
+    theme.set_choice("dark")
+    view.flush()
+    assert not drawn.is_busy
+    assert theme.theme.text.lower() in ink(view)
+
+
+def test_wide_formulas_are_scaled_to_the_width(make_view: ViewMaker, drawn: Formulas, qtbot: QtBot) -> None:
+    view = make_view("$$" + " + ".join(f"x_{{{number}}}" for number in range(60)) + "$$")
+    view.resize(300, 100)
+    wait(drawn, qtbot)
+    assert OBJECT in view.toPlainText()
+    view.heightForWidth(300)
+    assert view.document().size().width() <= 300
+
+
+def test_any_document_is_written_with_its_formulas(drawn: Formulas, qtbot: QtBot) -> None:
+    document = InertDocument()
+    document.setTextWidth(500)
+    done: list[bool] = []
+    style = Style(LIGHT, document.defaultFont())
+    write_markdown(document, "# One\n\n$x$\n\n```py\nx = 1\n```", style, lambda: done.append(True))
+    assert not done
+    qtbot.waitUntil(lambda: done == [True], timeout=60_000)
+    assert document.toPlainText() == f"One\n{OBJECT}\nx = 1"
+    write_markdown(document, "- two $x$", style, lambda: done.append(True))
+    assert done == [True, True]
+    assert document.toPlainText().endswith(f"\n\t•\ttwo {OBJECT}")
+
+
+@pytest.mark.parametrize(
+    "tex",
+    [
+        r"\sum_{i=1}^n \frac{x_i}{\sqrt{2\pi}}",
+        r"\begin{pmatrix} a & b \\ c & d \end{pmatrix}",
+        r"\begin{cases} 1 & x > 0 \\ 0 & x < 0 \end{cases}",
+        r"\begin{aligned} a &= b \\ c &= d \end{aligned}",
+        r"\text{if } x \in \mathbb{R}, \operatorname{argmax} \mathcal{L} \to \infty",
+        r"\left\{ \hat{y} \mid \lVert x \rVert \le 1 \right\} \quad \xrightarrow{f} \vec{v}",
+    ],
+)
+def test_what_models_write_is_known(tex: str) -> None:
+    assert draw(tex, display=True).startswith("<svg")
+
+
+def test_nesting_is_counted() -> None:
+    assert nesting(r"\frac{a}{\frac{b}{c}}") == 2
+    assert nesting(r"\left( \{ a \} \right)") == 1
+    assert nesting("x") == 0
+
+
+def test_many_that_take_for_ever_are_given_up(drawn: Formulas, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.services.formulas.MOST_LOST", 2)
+    told: list[object] = []
+    drawn.drawn.connect(told.append)
+    asked = [Formula("x" * number) for number in range(1, 30)]
+    for formula in asked:
+        assert drawn.ask(formula)
+    for _ in range(2):
+        assert drawn._process is not None
+        before = len(told)
+        drawn._process.kill()
+        qtbot.waitUntil(lambda before=before: len(told) > before, timeout=30_000)
+    wait(drawn, qtbot)
+    assert len(told) == len(asked)
+    assert set(told) == set(asked)
