@@ -19,7 +19,8 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
-from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
+from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit, Source
+from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
@@ -37,8 +38,17 @@ from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, too_long_text, translate, unseen_text
-from app.views.chat.presenter import ChatPresenter
+from app.views.chat.phrases import (
+    gone_text,
+    leaves_text,
+    left_out_text,
+    not_taken_text,
+    too_long_text,
+    translate,
+    unseen_text,
+)
+from app.views.chat.presenter import ROOM_UNKNOWN, ChatPresenter
+from app.views.chat.source_row import PassageDialog
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.asking import ask
@@ -54,6 +64,8 @@ from engine.remote.endpoint import RemoteModel, called
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
+ANSWER_TOKENS = 1200
+"""Of the context, left to an answer where documents could take all of it."""
 _IMPORT_AFTER_MS = 150
 """Not while the window is opening."""
 
@@ -76,6 +88,7 @@ class ChatView(Page):
         library: Library,
         speeds: ModelSpeeds,
         endpoints: Endpoints,
+        documents: Documents,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -85,7 +98,9 @@ class ChatView(Page):
         self._endpoints = endpoints
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
-        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, list_model, self)
+        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, documents, list_model, self)
+        self.presenter.document_room = self._document_room
+        self.documents = documents
         self._counter = counter
         self._counter.counted.connect(self._on_counted)
         self.title_bar = TitleBar(client, library, self)
@@ -94,7 +109,7 @@ class ChatView(Page):
         self._thumbnails = Thumbnails(self)
         self.transcript = Transcript(self.presenter.model, self._thumbnails, self)
         self.empty = EmptyChat(self)
-        self.composer = Composer(self._thumbnails, self)
+        self.composer = Composer(self._thumbnails, documents.share, self)
         self.batch_hint = BatchHint(client, self)
         self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
         self.trouble_banner = Banner("warning", self)
@@ -196,12 +211,16 @@ class ChatView(Page):
         self.transcript.resent.connect(self._resend)
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
+        self.transcript.source_opened.connect(self._open_source)
+        self.transcript.attachment_opened.connect(lambda one: self._open_source(Source(0, one.id, one.name, last=3)))
         self.empty.example_chosen.connect(self._send_example)
         self.empty.model_wanted.connect(self._choose_first)
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
-        self.attaching = Attaching(do, self.composer, self._tell, self)
+        self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
+        self.attaching.count_with(self._counter, self._client)
+        do.left_out.connect(lambda names: self._tell(left_out_text(names)))
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
         self.composer.sampling_changed.connect(do.set_sampling)
@@ -239,7 +258,7 @@ class ChatView(Page):
             (QKeySequence(standard.Undo), self.tr("Restore the deleted chat"), self._undo),
             (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
             (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
-            (QKeySequence("Ctrl+Shift+A"), self.tr("Attach pictures"), self.attaching.choose),
+            (QKeySequence("Ctrl+Shift+A"), self.tr("Attach files"), self.attaching.choose),
             (QKeySequence("Ctrl+L"), self.tr("Write a message"), self.composer.setFocus),
         ):
             add_shortcut(self, keys, words, do)
@@ -419,8 +438,9 @@ class ChatView(Page):
             return
         endpoint = remote.endpoint
         details = self.tr(
-            "The whole chat goes there, now and with each further message: your messages and their pictures, the "
-            "answers and the system prompt. What happens with it is up to who runs that server."
+            "The whole chat goes there, now and with each further message: your messages, their pictures and what "
+            "is read of their documents, the answers and the system prompt. What happens with it is up to who runs "
+            "that server."
         )
         if endpoint.is_plain:
             details += " " + self.tr("The way there is not encrypted: others in the network can read it.")
@@ -491,6 +511,9 @@ class ChatView(Page):
     def _import(self) -> None:
         ask_import_path(self, self.presenter.import_chats)
 
+    def _open_source(self, source: Source) -> None:
+        PassageDialog(source, self.documents.surroundings, self).open()
+
     def _open_link(self, url: QUrl) -> None:
         if url.scheme() in ("http", "https", "mailto"):
             QDesktopServices.openUrl(url)
@@ -518,7 +541,7 @@ class ChatView(Page):
         self._show_told()
         self._on_changed(conversation)
         self.composer.show_conversation(conversation, with_draft=True)
-        self.composer.show_pictures(self.presenter.pictures)
+        self.attaching.show()
         self.panel.set_current(conversation.id)
         for turn in self.transcript.turns:
             self.transcript.set_phase(turn.message_id, self.presenter.queue.phase(turn.message_id))
@@ -540,6 +563,7 @@ class ChatView(Page):
         gone = gone_text(model) if self.presenter.is_elsewhere and remote is None else ""
         self.title_bar.set_remote(remote, gone)
         self.picker.set_chosen(model)
+        self.attaching.show()
         self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
         if self._strip is not None:
             self._strip.setVisible(not self.presenter.is_elsewhere)  # it is about this PC
@@ -651,8 +675,18 @@ class ChatView(Page):
             return self._context_of(self.presenter.remote)
         return self._client.model.context_tokens if self._client.model is not None else None
 
+    def _document_room(self, texts: Sequence[str]) -> int:
+        """Tokens that documents may take beside these texts and an answer."""
+        limit = self._limit
+        if limit is None:
+            return ROOM_UNKNOWN
+        answer = min(ANSWER_TOKENS, limit // 4)
+        return max(limit - int(1.1 * self._estimate(texts)) - answer, 0)
+
     def _show_used(self, used: int | None, *, about: bool) -> None:
         self.composer.set_context(used, self._limit, about=about)
+        if used is not None and self.presenter.has_documents:  # which take what room there is, and not more
+            used = self._estimate((*self._said(), self.composer.text))
         self._has_room(used, lambda: self._once_agreed(lambda: self._send_now(self.composer.text)))
 
     def _context_of(self, remote: RemoteModel | None) -> int | None:

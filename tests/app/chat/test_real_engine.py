@@ -13,6 +13,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore, Message, MessageState
+from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
@@ -39,13 +40,14 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 def page(qtbot: QtBot, client: EngineClient, settings: Settings) -> Iterator[ChatView]:
     store, counter = ChatStore(), TokenCounter()
     library, speeds = Library(), ModelSpeeds(settings)
-    page = ChatView(client, store, settings, AnswerQueue(client, store), counter, library, speeds, Endpoints(settings))
+    documents, answers = Documents(store), AnswerQueue(client, store)
+    page = ChatView(client, store, settings, answers, counter, library, speeds, Endpoints(settings), documents)
     page.restart_wanted.connect(ModelStart(client, settings, page).restart)
     qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
     page.show()
     yield page
     page.close_down()
-    for service in (counter, library, speeds):
+    for service in (counter, library, speeds, documents):
         service.close()
     assert store.close() == 0
 
