@@ -46,7 +46,7 @@ class Given:
     """What is put before messages, by their ids, and the numbered parts of it.
 
     Attributes:
-        left_out: names of documents of which nothing was found, or nothing fits.
+        left_out: names of documents of which nothing fits.
     """
 
     before: dict[str, str] = field(default_factory=dict)
@@ -79,6 +79,12 @@ def tokens_of(attachment: Attachment, characters: int) -> int:
     return int(characters / CHARACTERS_PER_TOKEN) + 1
 
 
+def given_tokens(attachments: Iterable[Attachment], room: int) -> int:
+    """About how many tokens of these documents are given to read."""
+    whole = sum(tokens_of(one, one.characters) for one in {one.id: one for one in attachments}.values())
+    return whole if whole <= room else min(PASSAGES_TOKENS, room)
+
+
 def given(index: DocumentIndex, asked: Asked) -> Given:
     """Chooses what is given to read."""
     documents = {one.id: one for _, attached in asked.attached for one in attached if one.characters}
@@ -95,7 +101,7 @@ def given(index: DocumentIndex, asked: Asked) -> Given:
                 seen.add(one.id)
                 for part in _parts(index.pieces(one.id)):
                     source = _source(len(sources) + 1, part, is_best=any(piece.seq in best for piece in part))
-                    texts.append(f"{_named(source)}\n{_text(part)}")
+                    texts.append(f"{_named(source)}\n{joined(part)}")
                     sources.append(replace(source, text="") if one.kind == "file" else source)
         if texts:
             before[message_id] = "\n\n".join((WHOLE, *texts))
@@ -106,8 +112,7 @@ def given(index: DocumentIndex, asked: Asked) -> Given:
         texts = [f"{_named(one)}\n{one.text}" for one in passages]
         own = before.get(asked.last, "")
         before[asked.last] = "\n\n".join(filter(None, (own, PASSAGES, *texts)))
-    told = {*whole, *(one.attachment for one in passages)}
-    left_out = tuple(one.name for id_, one in documents.items() if id_ not in told)
+    left_out = tuple(one.name for one in rest.values()) if room < _LEAST_TOKENS else ()
     return Given(before, (*sources, *passages), left_out)
 
 
@@ -222,13 +227,19 @@ def _source(number: int, pieces: Sequence[Piece], *, is_best: bool) -> Source:
         first.heading,
         first.place,
         pieces[-1].place,
-        _text(pieces),
+        joined(pieces),
         is_best,
     )
 
 
-def _text(pieces: Sequence[Piece]) -> str:
-    return "".join(piece.text for piece in pieces)
+def joined(pieces: Sequence[Piece]) -> str:
+    """The text of pieces that follow each other, perhaps over pages."""
+    text, last = "", None
+    for piece in pieces:
+        text += "\n\n" if last is not None and not _follows(last, piece) else ""
+        text += piece.text
+        last = piece
+    return text
 
 
 def _named(source: Source) -> str:

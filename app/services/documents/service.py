@@ -14,7 +14,7 @@ from PySide6.QtCore import QFileSystemWatcher, QObject, Qt, QTimer, Signal
 from app.services.background import TaskQueue
 from app.services.chat_store import Attachment, ChatStore, Source, new_id
 from app.services.documents.index import FILE_NAME, DocumentIndex, FileState, digest_of
-from app.services.documents.prompts import Asked, Given, given
+from app.services.documents.prompts import Asked, Given, given, joined
 from engine.batch_files.documents import Document, DocumentReader, Part, is_readable
 from engine.common.errors import RequestCancelled
 from engine.common.foreign import read_foreign, reason
@@ -33,6 +33,8 @@ _SETTLED_MS = 800
 _POLL_MS = 30_000
 _IDLE_MS = 60_000
 _TOLD_S = 0.1
+_FRESH_S = 5.0
+"""For so long a folder that was looked at is not looked at again because its chat is opened."""
 _UNREAD_FOLDERS = frozenset(("node_modules", "__pycache__", "venv", "env", "site-packages", "target", "dist", "build"))
 
 
@@ -76,6 +78,7 @@ class Documents(QObject):
         self._waiting: list[tuple[frozenset[str], Callable[[], None]]] = []
         self._shares: dict[str, float] = {}
         self._watched: dict[str, Attachment] = {}
+        self._looked_at: dict[str, float] = {}
         self._watcher: QFileSystemWatcher | None = None
         self._settled = QTimer(self, singleShot=True, interval=_SETTLED_MS)
         self._settled.timeout.connect(self._look_again)
@@ -115,7 +118,7 @@ class Documents(QObject):
         if folders.keys() != self._watched.keys():
             self._watched = folders
             self._watch()
-            if folders:
+            if any(time.monotonic() - self._looked_at.get(id_, -_FRESH_S) >= _FRESH_S for id_ in folders):
                 self._look_again()
 
     def known(self, attachment: Attachment) -> Attachment:
@@ -160,10 +163,11 @@ class Documents(QObject):
             before = index.pieces_at(source.attachment, source.name, source.first - 2, source.first - 1)
             own = index.pieces_at(source.attachment, source.name, source.first, source.last)
             after = index.pieces_at(source.attachment, source.name, source.last + 1, source.last + 2)
-            text = "".join(piece.text for piece in own)
+            text = joined(own)
             if source.text and text.split() != source.text.split():  # a folder's file has changed since
                 return "", source.text, ""
-            return "".join(one.text for one in before), source.text or text, "".join(one.text for one in after)
+            head, tail = joined([*before, *own[:1]]), joined([*own[-1:], *after])
+            return head[: len(head) - len(joined(own[:1]))], text, tail[len(joined(own[-1:])) :]
 
         self._asking.add(look, done, lambda _error: done(("", source.text, "")))
 
@@ -368,6 +372,7 @@ class Documents(QObject):
             self._gone.discard(one.id)
             self._reading.add(lambda: self._index.forget([one.id]))
             return
+        self._looked_at[one.id] = time.monotonic()
         is_new = before != one
         self._known[one.id] = one
         if one.id in self._watched:

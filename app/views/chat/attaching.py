@@ -69,7 +69,7 @@ class Attaching(QObject):
     def show(self) -> None:
         """Shows what goes with the next message, and goes on with what is in this chat."""
         remote = self._presenter.remote
-        where = called(remote.endpoint) if remote is not None else ""
+        where = "" if remote is None else remote.endpoint.name or called(remote.endpoint)
         self._composer.show_attached(self._presenter.pictures, self._presenter.attachments, where)
         in_turns = (one for row in self._presenter.model.rows for one in row.message.attachments)
         self._documents.resume((*self._presenter.attachments, *in_turns))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QSize, Qt, Signal
 from PySide6.QtGui import QKeyEvent, QMouseEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QSizePolicy, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QScrollArea, QSizePolicy, QVBoxLayout, QWidget
 
 from app.icons import IconMark
 from app.services.chat_store import Attachment
@@ -18,6 +18,8 @@ from app.widgets.flow_layout import FlowLayout
 
 WIDEST_PX, LEAST_PX = 300, 150
 GAP_PX = 8
+LARGEST_SHARE, LEAST_HEIGHT_PX = 0.27, 70
+"""Of the window's height that they may take above the box."""
 ICON_PX = 18
 
 
@@ -41,7 +43,7 @@ class AttachmentRow(QWidget):
         self._share, self._removable = share, removable
         self._where = ""
         self._flow = FlowLayout(self, GAP_PX)
-        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
         self.chips: list[AttachmentChip] = []
@@ -96,6 +98,48 @@ class AttachmentRow(QWidget):
             chip.opened.connect(self.opened)
             self._flow.addWidget(chip)
             chip.show()
+
+
+class AttachmentShelf(QScrollArea):
+    """A row that scrolls where it would take too much of the window."""
+
+    def __init__(self, row: AttachmentRow, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._row = row
+        self.setProperty("bare", True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self.setWidgetResizable(True)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+        self.setWidget(row)
+        self.viewport().setAutoFillBackground(False)
+        row.setAutoFillBackground(False)
+        self.fit()
+
+    def fit(self) -> None:
+        """Takes the height of what is in it."""
+        self.setVisible(bool(self._row.chips))
+        self.updateGeometry()
+
+    def heightForWidth(self, width: int) -> int:
+        return min(self._row.heightForWidth(width), self._most)
+
+    def hasHeightForWidth(self) -> bool:
+        return True
+
+    def sizeHint(self) -> QSize:
+        hint = self._row.sizeHint()
+        return QSize(hint.width(), min(hint.height(), self._most))
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(0, min(self._row.minimumSizeHint().height(), self._most))
+
+    @property
+    def _most(self) -> int:
+        return max(int(LARGEST_SHARE * self.window().height()), scaled(LEAST_HEIGHT_PX))
 
 
 class AttachmentChip(QFrame):
@@ -166,7 +210,7 @@ class AttachmentChip(QFrame):
     def _fit(self) -> None:
         """As wide as its words in one line, between limits; a long sentence wraps."""
         margins = self.contentsMargins()
-        beside = 10 + ICON_PX + 8 + (31 if self.button is not None else 12) + margins.left() + margins.right()
+        beside = 10 + ICON_PX + 8 + (40 if self.button is not None else 13) + margins.left() + margins.right()
         metrics = self._details.fontMetrics()
         wanted = max(self._name.sizeHint().width(), metrics.horizontalAdvance(self._details.text()) + 4)
         width = max(min(wanted + beside, scaled(WIDEST_PX)), min(scaled(LEAST_PX), wanted + beside))

@@ -19,8 +19,8 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
-from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit, Source
-from app.services.documents import Documents
+from app.services.chat_store import Attachment, ChatStore, Conversation, MessageState, SearchHit, Source
+from app.services.documents import Documents, given_tokens
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
@@ -220,6 +220,7 @@ class ChatView(Page):
         self.composer.edited.connect(self._on_edited)
         self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
         self.attaching.count_with(self._counter, self._client)
+        do.attached.connect(self._count)
         do.left_out.connect(lambda names: self._tell(left_out_text(names)))
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
@@ -658,7 +659,8 @@ class ChatView(Page):
             used, more = last.stats.prompt_tokens + last.stats.generated_tokens, [draft] if draft.strip() else []
             if not more or not is_here:
                 self._counting = ""
-                self._show_used(used + self._counter.estimate("", more), about=bool(more))
+                unsent = self._given_tokens(self.presenter.attachments)
+                self._show_used(used + self._counter.estimate("", more) + unsent, about=bool(more or unsent))
                 return
         if not is_here or model is None:
             self._show_used(None, about=True)
@@ -683,6 +685,11 @@ class ChatView(Page):
         answer = min(ANSWER_TOKENS, limit // 4)
         return max(limit - int(1.1 * self._estimate(texts)) - answer, 0)
 
+    def _given_tokens(self, attachments: Sequence[Attachment]) -> int:
+        """About how many tokens of these documents an answer would be given to read."""
+        some = [one for one in attachments if one.characters]
+        return given_tokens(some, self._document_room((*self._said(), self.composer.text))) if some else 0
+
     def _show_used(self, used: int | None, *, about: bool) -> None:
         self.composer.set_context(used, self._limit, about=about)
         if used is not None and self.presenter.has_documents:  # which take what room there is, and not more
@@ -701,6 +708,8 @@ class ChatView(Page):
     def _on_counted(self, key: str, tokens: int) -> None:
         model = self._client.model
         if model is not None and key == self._counting and not self.presenter.is_elsewhere:
+            attached = [one for row in self.presenter.model.rows for one in row.message.attachments]
+            tokens += self._given_tokens((*attached, *self.presenter.attachments))
             self._show_used(tokens, about=tokens > 0)
 
     def _set_widths(self) -> None:

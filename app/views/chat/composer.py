@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, Q
 from app.services.chat_store import Attachment, Conversation
 from app.services.thumbnails import Thumbnails
 from app.theme import set_look, use_tabular_figures
-from app.views.chat.attachment_row import AttachmentRow
+from app.views.chat.attachment_row import AttachmentRow, AttachmentShelf
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
@@ -60,6 +60,7 @@ class Composer(QFrame):
         self.pictures.removed.connect(self.picture_removed)
         self.attachments = AttachmentRow(self, share, removable=True)
         self.attachments.removed.connect(self.attachment_removed)
+        self._shelf = AttachmentShelf(self.attachments, self)
         self._has_more = False
         self.attach_button = IconButton("attach", self.tr("Attach files or a folder"), self._choose, self)
         self.system_button = self._chip(self.tr("System prompt"))
@@ -89,7 +90,7 @@ class Composer(QFrame):
         self._column = column = QVBoxLayout(self)
         column.setContentsMargins(15, 13, 13, 12)
         column.setSpacing(12)
-        column.addWidget(self.attachments)
+        column.addWidget(self._shelf)
         column.addWidget(self.pictures)
         column.addWidget(self.box)
         column.addLayout(row)
@@ -143,6 +144,7 @@ class Composer(QFrame):
         """Shows what will be sent with the text, and the server that it goes to, if any."""
         self.pictures.show_pictures(pictures)
         self.attachments.show_attachments(attachments, where)
+        self._shelf.fit()
         self._has_more = bool(pictures or attachments)
         self._show_button()
 

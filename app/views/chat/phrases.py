@@ -207,9 +207,7 @@ def attachment_text(attachment: Attachment, share: float | None, where: str) -> 
     Args:
         where: the server that it goes to; empty if it stays on this PC.
     """
-    if share is not None:
-        if attachment.kind == "folder" and attachment.is_read:
-            return translate("Chat", "Looking for changes…")
+    if share is not None and (share or not attachment.is_read):
         return translate("Chat", "Reading… {0}").format(percent(share)) if share else translate("Chat", "Reading…")
     if attachment.problem:
         what = translate("Chat", "folder") if attachment.kind == "folder" else translate("Chat", "file")

@@ -466,6 +466,7 @@ class ChatPresenter(QObject):
             told = replace(answer, sources=given.sources)
             if given.sources:
                 self._store.set_sources(told)
+                self._on_answer(told)
             if given.left_out:
                 self.left_out.emit(given.left_out)
             messages = prompt_of(chat.system_prompt, lineage, sees=sees, given=given.before)
