@@ -154,7 +154,10 @@ class DocumentIndex:
         return [Piece(*row) for row in rows]
 
     def search(self, documents: Collection[str], question: str, most: int = _MOST_HITS) -> list[Piece]:
-        """Those that fit a question, best first; none if it has no word that is there."""
+        """Those that fit a question, best first; none if it has no word that is there.
+
+        What is chosen of them needs their order alone: a search by meaning would be another such list, merged with it.
+        """
         match = match_for(asked_words(question))
         if not match or not documents:
             return []

@@ -135,6 +135,7 @@ class Documents(QObject):
         self._gone |= gone & self._pending
         for id_ in gone:
             self._known.pop(id_, None)
+            self._looked_at.pop(id_, None)
         if gone:
             self._reading.add(lambda: self._index.forget(gone))
 

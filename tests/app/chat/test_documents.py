@@ -17,7 +17,7 @@ from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import Attachment, ChatStore, Message, Source
 from app.services.documents import service
-from app.services.documents.index import FILE_NAME
+from app.services.documents.index import FILE_NAME, DocumentIndex
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.source_row import PassageDialog
@@ -371,6 +371,31 @@ def test_the_chip_says_when_it_goes_to_another_server(
     assert page.question is not None
     assert "documents" in page.question.informativeText()
     page.question.reject()
+
+
+def test_no_file_is_read_and_no_index_asked_on_the_windows_thread(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, folder: Path, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(real: Callable[..., object]) -> Callable[..., object]:
+        def note(*values: object, **named: object) -> object:
+            threads.append(threading.current_thread())
+            return real(*values, **named)
+
+        return note
+
+    for owner, name in ((DocumentIndex, "_mending"), (DocumentReader, "read"), (service, "_walk"), (service, "given")):
+        monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
+    attach(page, qtbot, folder, book)
+    ask(page, engine, qtbot, "What burns in the lamp?")
+    answer(engine, "Paraffin.")
+    last_turn(page).sources.buttons[0].click()
+    (dialog,) = page.findChildren(PassageDialog)
+    qtbot.waitUntil(lambda: bool(dialog.text.toPlainText()))
+    dialog.close()
+    assert len(threads) > 8
+    assert threading.main_thread() not in threads
 
 
 def test_nothing_of_a_document_is_logged(
